@@ -19,7 +19,7 @@ from consilium.report.page import figures
 from consilium.report.page.audit_section import ledger_of
 from consilium.report.page.run_page import run_page
 from consilium.report.page.site_page import site_page
-from consilium.report.run_record import read_run
+from consilium.report.run_record import read_finished, read_run
 from tests.conftest import run, small_cells, small_config, small_text
 from tests.report.pages import SITES, Page, make_run
 
@@ -184,6 +184,25 @@ def test_damaged_lines_cost_themselves_only(tmp_path: Path) -> None:
     assert "0.600" in page.text
     add(folder, '{"event": "parameters", "shared": 1, "local": 1, "frozen": 1}', '{"event": "resumed", "round": 2, "phase": 0}')
     assert "Damaged lines of metrics.jsonl: 8" in Page(run_page(read_run(folder))).text  # a line without its round
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_damaged_files_are_named_and_cost_themselves_only(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    (folder / "results.json").write_text('{"north": 3}')
+    (folder / "simulation.json").write_text('{"content": 1}')
+    cases = folder / "sites/south/cases.json"
+    cases.write_text(json.dumps(json.loads(cases.read_text()) | {"units": ["one"]}))  # of three
+    page = Page(run_page(read_run(folder)))
+    assert "Damaged files, left out: results.json, simulation.json." in page.text
+    assert "cases.json is damaged, so nothing is shown of: south" in page.text
+    assert page.source.count("data:image/jpeg") == 3 * 4  # the other site's
+    with pytest.raises(ConfigError, match=r"results\.json: is damaged; delete its folder and run the job anew$"):
+        read_finished(folder)
+    (folder / "results.json").rename(tmp_path / "away.json")
+    (folder / "results.json").symlink_to(tmp_path / "away.json")
+    with pytest.raises(ConfigError, match=r"results\.json: is a link, which may lead anywhere; put the file itself there$"):
+        read_finished(folder)
 
 
 @pytest.mark.usefixtures("undrawn")

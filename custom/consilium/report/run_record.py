@@ -107,11 +107,6 @@ class RunRecord:
         return (line for line in self.lines if line["event"] in events)
 
     @property
-    def simulated(self) -> bool:
-        """Whether all sites were on this machine: only then are their folders here, and rightly so."""
-        return is_simulation(self.folder)
-
-    @property
     def seed(self) -> int:
         """Of training; generated data follow it too."""
         return int(self.settings["training.seed"])
@@ -136,12 +131,6 @@ class RunRecord:
     def test_only(self) -> frozenset[str]:
         """Sites that do not train: they are in no mean."""
         return frozenset(line["site"] for line in self.of("joined") if line.get("test_only") is True)
-
-    @cached_property
-    def rounds_done(self) -> int:
-        """How many rounds have ended."""
-        last = max((line["phase"] for line in self.of("concluded")), default=0)
-        return len({line["round"] for line in self.of("concluded") if line["phase"] == last})
 
     @cached_property
     def ended(self) -> Line | None:
@@ -320,6 +309,8 @@ def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = No
 def read_finished(folder: Path, name: str = "", labels: Mapping[str, str] | None = None) -> RunRecord:
     """Return the finished run of a folder. Raises ConfigError where it is none, has not ended, or a file is damaged."""
     found = read_run(folder, name, labels)
+    if (linked := folder / "results.json").is_symlink():
+        raise ConfigError(f"{linked}: is a link, which may lead anywhere; put the file itself there")
     if found.results is None and "results.json" not in found.damaged:
         raise ConfigError(f"{folder}: the run has not ended (no results.json); resume it")
     if found.damaged:

@@ -15,7 +15,7 @@ from consilium.report.clean import cell, line, shown
 
 SHORT, NARROW = 16, 14
 """Cells: names are not shortened below SHORT while another layout is left; shortened headings have NARROW at most."""
-ROOMS = (48, 36, 28, 22, SHORT)
+ROOMS = (48, 36, 28, 22)
 """Cells of a name in a table that is too wide, tried in turn."""
 Layout = Callable[[Mapping[str, str]], Grid]
 """Makes a table; the argument says how each name is written."""

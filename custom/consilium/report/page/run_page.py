@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any
 
 from consilium.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, MetricKey, Stage
+from consilium.report.cases import CASES
 from consilium.report.clean import number_of, shown
 from consilium.report.compare.tables import MEANT
 from consilium.report.matrices import VALUES, confusion_tables, read_matrix
@@ -15,7 +16,7 @@ from consilium.report.page.words import duration, size, stamp, statement
 from consilium.report.plain_files import hashes, read_json, read_plain, subfolders
 from consilium.report.progress import ending, when
 from consilium.report.results_table import mean_of, results_table
-from consilium.report.run_record import Results, RunRecord, round_times, split_of
+from consilium.report.run_record import Results, RunRecord, is_simulation, round_times, split_of
 from consilium.report.study_cells import values_of_cell
 from consilium.report.tables import Table, columns, few, number
 from consilium.strategies.strategy import Role
@@ -30,8 +31,14 @@ HASHED = ("job.yaml", "results.json", "metrics.jsonl", "privacy.json", "adapters
 def run_page(record: RunRecord) -> str:
     """Return the page of a run."""
     config, label, title = record.config, record.scores.heading(record.metric), shown(record.config.title)
-    places = [place for place in subfolders(record.folder / "sites") if record.simulated]
-    own = [(place, cases) for place in places if (cases := read_cases(place)) is not None]
+    simulated = is_simulation(record.folder)  # only then are the sites' folders here, and rightly so
+    places = [place for place in subfolders(record.folder / "sites") if simulated and (place / CASES).exists()]
+    read = [(place, read_cases(place)) for place in places]
+    own = [(place, cases) for place, cases in read if cases is not None]
+    left_out = {
+        "--site shows these too": [place.name for place, _ in own[MOST_SITES:]],
+        f"{CASES} is damaged, so nothing is shown of": [place.name for place, cases in read if cases is None],
+    }
     trained = {site: one for site, one in record.closing.items() if site not in record.test_only} or record.closing
     crossed = read_matrix(read_json(record.folder / VALUES))
     confused = confusion_tables(trained, list(getattr(config.task, "classes", ())))
@@ -42,7 +49,7 @@ def run_page(record: RunRecord) -> str:
     ]
     values = {
         "warnings": _warnings(record, bool(own)),
-        "facts": _facts(record),
+        "facts": _facts(record, simulated),
         "running": record.results is None,
         "headline": results_table(record.closing, record.scores, title, record.test_only) if record.split else None,
         "gain": _gain(trained, record.metric, label),
@@ -53,8 +60,7 @@ def run_page(record: RunRecord) -> str:
         "figures": curve_figures(record),
         "sites": [site_section(f"site{i}", place.name, place, one) for i, (place, one) in enumerate(own[:MOST_SITES])],
         "units": own[0][1].unit if own else "",
-        "left_out": [f"--site shows these too: {few([place.name for place, _ in own[MOST_SITES:]], 20)}"]
-        * (len(own) > MOST_SITES),
+        "left_out": [f"{what}: {few(sites, 20)}" for what, sites in left_out.items() if sites],
         "traffic": _traffic(record),
         "parameters": _parameters(record),
         "tensors": _tensors(record),
@@ -70,7 +76,7 @@ def run_page(record: RunRecord) -> str:
         "job": (read_plain(record.folder / "job.yaml", MOST_JOB) or b"(too large to show)").decode(errors="replace"),
     }
     sections = ["result", "curves", "travelled", "time", "absences", "privacy", "versions"]
-    sections += ["crossed"] * (crossed is not None) + ["confusion"] * bool(confused) + ["sites"] * bool(own)
+    sections += ["crossed"] * (crossed is not None) + ["confusion"] * bool(confused) + ["sites"] * bool(read)
     model = f"{config.model.name} {getattr(config.model, 'variant', '')}".strip()
     counts = f"{number_of(len(record.sites), 'site')}, {number_of(config.training.rounds, 'round')}"
     lead = f"{config.strategy.name}, {model}, {config.adapter.kind}; {config.task.name}, {counts}"
@@ -92,13 +98,15 @@ def _warnings(record: RunRecord, pictures: bool) -> list[str]:
     return found
 
 
-def _facts(record: RunRecord) -> list[tuple[str, str]]:
+def _facts(record: RunRecord, simulated: bool) -> list[tuple[str, str]]:
     """Return the run's facts as pairs of texts."""
     early = f": {ending(record.ended)}" if record.ended else ""
     state = f"finished{early}"
     if record.results is None:
-        state = f"not finished{early or f': {record.rounds_done} of {record.config.training.rounds} rounds have ended'}"
-    where = "a simulation: all sites were on one machine" if record.simulated else "the server of a federation, or its result"
+        phases = {(line["round"], line["phase"]) for line in record.of("concluded")}
+        done = sum(phase == max(phase for _, phase in phases) for _, phase in phases)
+        state = f"not finished{early or f': {done} of {record.config.training.rounds} rounds have ended'}"
+    where = "a simulation: all sites were on one machine" if simulated else "the server of a federation, or its result"
     crossed = record.config.cross_site
     scored = [("scores", f"the models of the run {crossed.run}; nothing was trained here")] if crossed else []
     return [("state", state), ("kind of run", where), *scored, ("seed", str(record.seed))]
