@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from consilium.messages import SPLITS, TRAIN_LOSS, MetricKey, Stage
-from consilium.report.clean import line, shown
+from consilium.report.clean import LIMIT, line, shown
 from consilium.report.progress import ending
 from consilium.report.progress import when as refused_when
 from consilium.report.tables import fit
@@ -27,6 +27,12 @@ LINE = 2000
 AROUND = 7
 """Lines of a terminal that the live table does not have for sites: bar, headings, rules, what is left out."""
 READY, WAITING, DONE = "ready", "waiting", "done"
+SAID = {
+    "warning": ("warning: {}", "text", "yellow"),
+    "undrawn": ("{site}: no picture: {}", "reason", "yellow"),
+    "chosen": ("{site}: {}", "text", ""),
+}
+"""Events that are one line: how it reads, the field with its text, the style."""
 IDLE = {"": "not asked", READY: READY, WAITING: WAITING, DONE: DONE}
 """What a site that is not at work says, and how several of them are counted."""
 
@@ -83,6 +89,10 @@ class LiveView(LiveScreen):
         """Take one event of a Coordinator or a Site."""
         if handler := getattr(self, f"_on_{event['event']}", None):
             handler(event)
+        if event["event"] in SAID:
+            words, field, style = SAID[event["event"]]
+            text = shown(event[field], LIMIT if "site" in event else LINE)
+            self.say(words.format(text, site=shown(event.get("site", ""))), style)
 
     def _row(self, event: Mapping[str, Any]) -> dict[str, Any]:
         return self.sites.setdefault(shown(event["site"]), {"state": "", "part": 0.0})
@@ -114,9 +124,6 @@ class LiveView(LiveScreen):
         for warning in event["warnings"]:
             self.say(f"privacy: {warning}", "yellow")
 
-    def _on_warning(self, event: Mapping[str, Any]) -> None:
-        self.say(f"warning: {shown(event['text'], LINE)}", "yellow")
-
     def _on_ended(self, event: Mapping[str, Any]) -> None:
         self.say(ending(event))
         self.rounds = event["round"]
@@ -135,12 +142,6 @@ class LiveView(LiveScreen):
     def _on_refused(self, event: Mapping[str, Any]) -> None:
         self._row(event)["state"] = "refused"
         self.say(f"{shown(event['site'])}: refused {refused_when(event, self.rounds)}: {shown(event['reason'])}", "red")
-
-    def _on_undrawn(self, event: Mapping[str, Any]) -> None:
-        self.say(f"{shown(event['site'])}: no picture: {shown(event['reason'])}", "yellow")
-
-    def _on_chosen(self, event: Mapping[str, Any]) -> None:
-        self.say(f"{shown(event['site'])}: {shown(event['text'])}")
 
     def _on_metrics(self, event: Mapping[str, Any]) -> None:
         """Keep a site's scores; without a terminal say them: the loss of training and the leading score, if there are any."""

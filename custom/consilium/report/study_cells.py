@@ -84,7 +84,7 @@ def _kept(workspace: Path) -> dict[str, Any]:
     found = {}
     for key, one in read_json(workspace / KEPT).items():
         cells, axes = (one.get("cells"), one.get("axes")) if isinstance(one, dict) else (None, None)
-        whole = isinstance(cells, dict) and isinstance(axes, list)
-        if whole and all(isinstance(labels, dict) and set(axes) <= labels.keys() for labels in cells.values()):
+        rows = list(cells.values()) if isinstance(cells, dict) and isinstance(axes, list) else [None]
+        if all(isinstance(labels, dict) and set(axes or ()) <= labels.keys() for labels in rows):
             found[key] = one
     return found

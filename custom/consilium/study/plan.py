@@ -11,8 +11,7 @@ from consilium.config.site import Given, SiteConfig, find_site
 from consilium.federation.build import assemble_job
 from consilium.federation.participants import site_names
 from consilium.study.data_digest import DataDigests
-from consilium.study.grid_errors import GridErrors
-from consilium.study.study import Cell
+from consilium.study.study import Cell, GridErrors
 
 
 @dataclass(frozen=True)

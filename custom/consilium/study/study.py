@@ -5,7 +5,8 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,15 +14,48 @@ from typing import Any, Literal
 
 from consilium.config.job import JobConfig, job_file, load_job, make_job
 from consilium.config.overrides import parse_override
-from consilium.errors import ConfigError
+from consilium.errors import ConfigError, ConsiliumError
 from consilium.report.compare import DIAGNOSED, HELD_OUT
 from consilium.schema import nearest, read_yaml, validate
 from consilium.study.config import MOST_CELLS, Choice, CountsConfig, SizeConfig, StudyConfig
-from consilium.study.grid_errors import GridErrors
 from consilium.tasks.registry import TASKS
 
 STUDIES = Path("jobs/studies")
 Size = Literal["", "smoke", "small"]
+
+
+class GridErrors:
+    """Errors of some cells of a grid `labels`."""
+
+    def __init__(self, labels: list[dict[str, str]]) -> None:
+        self._all = labels
+        self._found: dict[str, list[Mapping[str, str]]] = {}
+
+    @contextmanager
+    def of(self, labels: Mapping[str, str]) -> Iterator[None]:
+        """Keep the ConsiliumError of the block as errors of the cell with these labels, a line each."""
+        try:
+            yield
+        except ConsiliumError as error:
+            for line in str(error).splitlines():
+                self._found.setdefault(line, []).append(labels)
+
+    def raise_if_any(self) -> None:
+        """Raise ConfigError with a line per error, if there is any."""
+        if self._found:
+            raise ConfigError("\n".join(f"{describe(having, self._all)}: {line}" for line, having in self._found.items()))
+
+
+def describe(having: list[Mapping[str, str]], everyone: list[dict[str, str]]) -> str:
+    """Return which cells of `everyone` are meant: by the values that they alone share, else the first and how many more."""
+    if len(having) == len(everyone) > 1:
+        return "all cells"
+    shared = {a: v for a, v in having[0].items() if all(one[a] == v for one in having)}
+    told = {a: v for a, v in shared.items() if any(one[a] != v for one in everyone)}
+    if sum(told.items() <= one.items() for one in everyone) == len(having):
+        return " ".join(f"{axis}={value}" for axis, value in told.items()) or "the only cell"
+    first = " ".join(f"{axis}={value}" for axis, value in having[0].items())
+    return f"{first} and {len(having) - 1} more"
 
 
 @dataclass(frozen=True)

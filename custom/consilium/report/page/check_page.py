@@ -35,7 +35,7 @@ def write_report(folder: Path, found: Mapping[str, Findings], shared: Mapping[st
     sites = []
     for name, one in found.items():
         counts: dict[str, Mapping[str, int]] = {"samples": one.samples, "cannot be used": one.bad, "planes": one.planes}
-        counts = {what: of for what, of in counts.items() if of is one.samples or sum(of.values())}
+        counts = {what: of for what, of in counts.items() if what == "samples" or any(of.values())}
         counts |= {f"class {of}": images for of, images in sorted(one.images_of_class.items())}
         rows = [[what, *(str(of.get(split, 0)) for split in one.samples)] for what, of in counts.items()]
         pictures = {line: picture for line, item in one.shown.items() if (picture := _thumbnail(item, settings))}
