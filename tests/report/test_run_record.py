@@ -25,17 +25,10 @@ from tests.report.runs import PRIVATE, make, note_in, result
         ("results.json", "[]"),
         ("metrics.jsonl", '{"event": "result", "site": "s0"}'),
         ("results.json", "[" * 100_000),
-        ("metrics.jsonl", '{"event": "result", "site": "s0", "round": 0, "phase": 0, "metrics": {"comm/bytes_up": "1"}}'),
-        ("metrics.jsonl", '{"event": "joined", "site": 5}'),
-        ("metrics.jsonl", '{"event": "ended", "round": "1", "rounds": 2, "validations": 1, "best_round": 1}'),
-        ("metrics.jsonl", '{"event": "parameters", "round": 0, "phase": 0, "shared": null}'),
         ("privacy.json", '{"epsilon": []}'),
         ("privacy.json", '{"epsilon": {"1e-05": NaN}}'),
         ("privacy.json", '{"epsilon": {"1e-05": true}}'),
         ("simulation.json", '{"content": []}'),
-        ("metrics.jsonl", '{"event": "diagnostics", "round": 0, "phase": 0}'),
-        ("metrics.jsonl", '{"event": "diagnostics", "round": 0, "values": {"x": 1}}'),
-        ("metrics.jsonl", '{"event": "resumed", "round": 0}'),
     ],
 )
 def test_a_record_that_no_run_writes_is_told_in_a_line(name: str, text: str, tmp_path: Path) -> None:

@@ -1,33 +1,18 @@
 """What a person reads: the closing table, progress lines without a terminal, the fraction done."""
 
 import io
-from collections.abc import Mapping, Sequence
 
 import pytest
-from rich.console import Console, Group
+from rich.console import Console
 
 from consilium.messages import Stage
 from consilium.report.live_view import LiveView
-from consilium.report.results_table import NO_SCORES, mean_of, results_table
-from consilium.report.run_record import Results
-from consilium.report.tables import terminal
+from consilium.report.results_table import mean_of, results_table
 from consilium.tasks.classification import SCORES as ACCURACY
 from consilium.tasks.language import LanguageConfig, scores
 from consilium.tasks.registry import TASKS, Scores
 from consilium.tasks.segmentation import SCORES as DICE
-
-
-def result_table(
-    results: Results,
-    title: str,
-    scores: Scores,
-    width: int = 120,
-    losses: Mapping[str, float] = NO_SCORES,
-    apart: frozenset[str] = frozenset(),
-    refused: Sequence[str] = (),
-) -> Group:
-    """Return the closing table as `simulate` prints it."""
-    return terminal(results_table(results, scores, title, apart, refused, losses), width, "results.json has them")
+from tests.report.closing import result_table
 
 
 def shown(table: object) -> str:

@@ -2,36 +2,20 @@
 
 import io
 import itertools
-from collections.abc import Mapping, Sequence
 
 import pytest
 from rich.cells import cell_len
-from rich.console import Console, Group
+from rich.console import Console
 
 from consilium.messages import Stage
 from consilium.report.live_view import LiveView
-from consilium.report.results_table import NO_SCORES, results_table
-from consilium.report.run_record import Results
-from consilium.report.tables import shortened, terminal
-from consilium.tasks.registry import Scores
+from consilium.report.tables import shortened
 from consilium.tasks.segmentation import SCORES as DICE
+from tests.report.closing import result_table
 
 LONG = ("histology-university-hospital-north", "histology-university-hospital-south", "site-1")
 SCORES = {f"test/{s}/dice": 0.5 for s in Stage} | {"test/global/iou": 0.25, "test/global/hd95": 123.456}
 WIDTHS = (40, 80, 140)
-
-
-def result_table(
-    results: Results,
-    title: str,
-    scores: Scores,
-    width: int = 120,
-    losses: Mapping[str, float] = NO_SCORES,
-    apart: frozenset[str] = frozenset(),
-    refused: Sequence[str] = (),
-) -> Group:
-    """Return the closing table as `simulate` prints it."""
-    return terminal(results_table(results, scores, title, apart, refused, losses), width, "results.json has them")
 
 
 def shown(table: object, width: int) -> str:
