@@ -68,7 +68,8 @@ def test_a_damaged_picture_is_none(wrong: str, tmp_path: Path) -> None:
         place = data.rindex(b"IDAT")
         path.write_bytes(data[:place] + b"I\0AT" + data[place + 4 :])
     assert draw_examples(tmp_path / "out", group_of(*folders), Stage.GLOBAL, "")[1] == [
-        "no examples of s0: fewer than two methods have pictures of this model there"
+        "no examples of s0: fewer than two methods have pictures of this model there; "
+        "predictions.png of some is damaged, or of a former version"
     ]
 
 

@@ -34,11 +34,14 @@ def draw_examples(folder: Path, group: Group, stage: Stage, end: str) -> tuple[l
     files: list[Path] = []
     undrawn: dict[str, list[str]] = {}
     for site in sorted(group.first.sites):
-        read = {m: read_page(run.folder / "sites" / site / PREDICTIONS) for m, run in list(runs.items())[:MOST_METHODS]}
+        paths = {m: run.folder / "sites" / site / PREDICTIONS for m, run in list(runs.items())[:MOST_METHODS]}
+        read = {method: read_page(path) for method, path in paths.items()}
         pages = {method: page for method, page in read.items() if page is not None and page[1].boxes.get(stage)}
         parts = [[(part.size, part.tobytes()) for part in _parts(page, REFERENCE)] for page in pages.values()]
         if len(pages) < 2:
-            undrawn.setdefault("fewer than two methods have pictures of this model there", []).append(site)
+            unread = any(page is None and paths[method].exists() for method, page in read.items())
+            more = "; predictions.png of some is damaged, or of a former version" if unread else ""
+            undrawn.setdefault(f"fewer than two methods have pictures of this model there{more}", []).append(site)
         elif any(one != parts[0] for one in parts):
             undrawn.setdefault("the runs show other pictures or references", []).append(site)
         else:
