@@ -284,7 +284,7 @@ def _title(figure: Figure, scores: GroupScores, text: str, of_seeds: str) -> Non
     seeds = (f"{count} of {planned} seeds" if count < planned else f"{count} seeds") if planned > 1 else "one seed"
     seeds = f"{seeds}, {of_seeds}" if count > 1 else seeds
     whole = f"{scores.group.heading(scores.metric)}, {scores.stage} model, {text}; {seeds}"
-    figure.suptitle(plain(scores.group.titled(whole), 96), fontsize=9)
+    figure.suptitle(plain(scores.group.titled(whole), int(14 * figure.get_figwidth())), fontsize=9)  # all of it fits
 
 
 PLOTS = {"curves": curves, "along": along, "sites": heat_map, "bytes": against_bytes, "epsilon": against_epsilon}

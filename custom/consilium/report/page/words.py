@@ -20,6 +20,9 @@ SCORES = (
     "Scores are not covered by it. In a simulation no noise protects them. In a federation a private job's scores stay at the "
     "site, unless its administrator shares them."
 )
+FACTS = {name: name for name in ("unit", "adjacency", "trust", "accountant", "calibration")}
+FACTS |= {"clip": "clip (C)", "noise_multiplier": "noise multiplier (sigma)", "releases": "releases"}
+"""Headings of a plan's fields, in their order."""
 Statement = tuple[list[str], list[tuple[str, str]]]
 """Sentences, and facts as pairs of texts."""
 
@@ -63,12 +66,12 @@ def statement(record: RunRecord) -> Statement:
 
 def of_plan(found: Mapping[str, Any]) -> Statement:
     """Return the claim of a privacy.json, or of a site's own plan, in a sentence, and its numbers."""
-    texts = ("unit", "adjacency", "trust", "accountant", "calibration")
-    facts = [(name, shown(found[name], 80)) for name in texts if name in found]
-    clip, multiplier, releases = (finite(found.get(name)) for name in ("clip", "noise_multiplier", "releases"))
-    facts += [("clip (C)", f"{clip:g}")] if clip is not None else []
-    facts += [("noise multiplier (sigma)", f"{multiplier:.4g}")] if multiplier is not None else []
-    facts += [("releases", f"{releases:.0f}")] if releases is not None else []
+    facts = []
+    for name, heading in FACTS.items():
+        if name in found:
+            value = finite(found[name])
+            facts.append((heading, shown(found[name], 80) if value is None else f"{value:.4g}"))
+    clip, multiplier = (finite(found.get(name)) for name in ("clip", "noise_multiplier"))
     if clip is not None and multiplier is not None and found.get("calibration") != "paper":
         noise = multiplier * clip * (2 if found.get("adjacency") == "replace" else 1)
         adds = {
