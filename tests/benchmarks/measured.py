@@ -20,7 +20,7 @@ import torch
 from consilium.privacy.plan import Plan, make_plan, noise_to_signal
 from consilium.storage import load_state
 from consilium.strategies.fedsca import MATRIX
-from consilium.study.cell import record_of
+from consilium.study.run_cell import record_of
 from consilium.study.study import Cell
 
 FOLDER = Path(__file__).parent / "measured"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 
-from consilium.report.compare.along import draw_lines, places
+from consilium.report.compare.figures import draw_lines, ticks
 from tests.benchmarks.effects import ACCURACY, DICE, LOSS
 from tests.benchmarks.measured import MEASURE, NOISE, Rows
 
@@ -35,7 +35,7 @@ def table(rows: Rows, score: str = ACCURACY) -> str:
     noise, found = by_place(rows, NOISE), by_place(rows, score)
     heading = score.rpartition("/")[-1]
     lines = [f"| mix | method | epsilon | noise / signal | {heading} | by seed |", "|---|---|---|---|---|---|"]
-    order = places({epsilon for *_, epsilon in found})
+    order = ticks({epsilon for *_, epsilon in found})
     sign = 1 if score == LOSS else -1
     for mix, method, epsilon in sorted(found, key=lambda one: (one[0], _best(found, one, sign), one[1], -order.index(one[2]))):
         values, ratio = found[mix, method, epsilon], noise[mix, method, epsilon]

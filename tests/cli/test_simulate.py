@@ -21,7 +21,7 @@ from consilium.cli.way_on import command_again
 from consilium.config.site import DatasetConfig, SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.participants import kept
-from consilium.report.view import LiveView
+from consilium.report.live_view import LiveView
 from tests.conftest import JOBS, small_config
 
 JOB = ["simulate", str(JOBS / "quickstart")]

@@ -15,9 +15,9 @@ from consilium.federation.runs import STATE
 from consilium.flare.doctor import examine
 from consilium.models.sam.network import build_sam
 from consilium.privacy.ledger import Ledger
-from consilium.report.page.record import read_record
-from consilium.report.page.run import run_page
-from consilium.report.page.site import site_page
+from consilium.report.page.run_page import run_page
+from consilium.report.page.site_page import site_page
+from consilium.report.run_record import read_run
 from tests.conftest import small_config
 from tests.deployment.federation import ADMIN, Federation
 
@@ -100,7 +100,7 @@ def check_reports(federation: Federation) -> None:
     """The server's page shows no patient, not even one that somebody put there; a site's has its own, and what left it."""
     server, (own,) = federation.server_files(), {path.parent for path in federation.kit("site-1").rglob("cases.json")}
     shutil.copytree(own, server / "sites" / "site-1")
-    page = run_page(read_record(server))
+    page = run_page(read_run(server))
     assert "data:image" not in page
     assert "the server of a federation" in page
     shutil.rmtree(server / "sites")

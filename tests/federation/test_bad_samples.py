@@ -22,7 +22,8 @@ from consilium.federation.engine import simulate
 from consilium.federation.samples import site_data, watched
 from consilium.messages import SKIPPED
 from consilium.privacy.dpsgd import DpSgd
-from consilium.report.closing import result_table
+from consilium.report.results_table import results_table
+from consilium.report.tables import terminal
 from consilium.storage import load_state
 from consilium.tasks.registry import TASKS
 from consilium.tasks.report import ReportConfig
@@ -152,7 +153,7 @@ def closing(folder: Path) -> dict[str, dict[str, float]]:
 def shown(results: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return the lines below the closing table."""
     console = Console(width=100, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(result_table(results, "job", TASKS["segmentation"].scores(config().task), 100))
+    console.print(terminal(results_table(results, TASKS["segmentation"].scores(config().task), "job"), 100))
     return [line.strip() for line in console.export_text().splitlines() if "left out" in line]
 
 

@@ -18,8 +18,7 @@ from consilium.federation.checks import check_next
 from consilium.federation.coordinator import Coordinator
 from consilium.federation.engine import _exchange
 from consilium.messages import HELD_OUT, Hello, Payload
-from consilium.report.progress import read_lines
-from consilium.report.runlog import test_only as run_only
+from consilium.report.run_record import read_lines, read_run
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState
 from tests.conftest import small_config
@@ -110,7 +109,7 @@ def test_a_run_goes_on_after_a_torn_line(small_job: MakeJob, tmp_path: Path) -> 
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"event": "resu')
     coordinator(small_job(), tmp_path, resume=True).start()
-    assert [line["event"] for line in read_lines(path) if line["event"] not in ("joined", "parameters")] == [
+    assert [line["event"] for line in read_lines(path)[0] if line["event"] not in ("joined", "parameters")] == [
         "resumed",
         "started",
     ]
@@ -359,9 +358,9 @@ def test_the_record_says_how_many_parameters_travel_and_stay_and_who_only_tests(
     server = coordinator(job, tmp_path, sites=2)
     server.welcome(Hello("etis", 0, False, __version__, test_only=True))
     server.close()
-    lines = read_lines(tmp_path / "metrics.jsonl")
+    lines, _ = read_lines(tmp_path / "metrics.jsonl")
     told = next(line for line in lines if line["event"] == "parameters")
     sizes = {end: sum(t.numel() for n, t in job.initial.items() if n.endswith(end)) for end in ("lora_A", "lora_B")}
     assert (told["shared"], told["local"], told["frozen"]) == (sizes["lora_A"], sizes["lora_B"], 0)
     assert [line["site"] for line in lines if line["event"] == "joined" and line.get("test_only")] == ["etis"]
-    assert run_only(tmp_path) == {"etis"}
+    assert read_run(tmp_path).test_only == {"etis"}

@@ -29,13 +29,12 @@ from consilium.messages import HELD_OUT, Hello, Kind, Observer, Payload
 from consilium.privacy.authorized import Task
 from consilium.privacy.masking import FILE, FOLDER, Masking
 from consilium.privacy.places import check_place
-from consilium.report.compare.costs import cost_sheet
-from consilium.report.compare.groups import grouped
-from consilium.report.compare.runs import read_run
-from consilium.report.page.record import read_record
-from consilium.report.page.run import run_page
-from consilium.report.progress import progress, read_lines, when
-from consilium.report.view import LiveView
+from consilium.report.compare.comparability import grouped
+from consilium.report.compare.tables import cost_table
+from consilium.report.live_view import LiveView
+from consilium.report.page.run_page import run_page
+from consilium.report.progress import progress, when
+from consilium.report.run_record import read_finished, read_lines, read_run
 from consilium.storage import load_state
 from consilium.strategies.strategy import Role
 from consilium.tasks.registry import TASKS
@@ -106,7 +105,7 @@ def test_a_run_ends_when_the_mean_has_not_improved_and_says_so(tmp_path: Path) -
     assert (told["ended"], told["eta_seconds"]) == (expected, None)
     assert place(told) == f"{ENDED}; the closing evaluation goes on"
     assert server.refuse("site-1", "gone")
-    assert when(read_lines(tmp_path / "metrics.jsonl")[-1], expected["round"]) == "in the closing evaluation"
+    assert when(read_lines(tmp_path / "metrics.jsonl")[0][-1], expected["round"]) == "in the closing evaluation"
     server.finish()
     assert place(progress(tmp_path)) == f"{ENDED}; the closing evaluation is done"
 
@@ -267,9 +266,9 @@ def test_whoever_shows_the_run_says_that_it_ended_early(ended: tuple[Path, str],
     print_results(results, {}, config, folder, Format.JSON)
     told = json.loads(capsys.readouterr().out)["ended"]
     assert told == {"round": 2, "rounds": 6, "validations": 1, "best_round": 0}
-    assert f"finished: {SAID}" in run_page(read_record(folder))
-    ((group,), _) = grouped([read_run(folder)])
-    sheet = cost_sheet(group)
+    assert f"finished: {SAID}" in run_page(read_run(folder))
+    ((group,), _) = grouped([read_finished(folder)])
+    sheet = cost_table(group)
     assert [row[4] for row in sheet.rows] == ["2 of 6"]
     assert f"fedit, seed 0: {SAID}" in sheet.notes
 

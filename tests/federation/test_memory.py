@@ -21,7 +21,7 @@ from consilium.federation.doctor import Finding
 from consilium.federation.memory import StepMemory, memory_of, remedies
 from consilium.federation.quantized_sizes import pack
 from consilium.models.stored import frozen_linear
-from consilium.report.of_data import OF_DATA
+from consilium.report.private_logging import OF_DATA
 from consilium.training.device import autocast
 from tests.conftest import JOBS, run, small_cells, small_config, small_text
 

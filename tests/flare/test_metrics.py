@@ -49,7 +49,7 @@ def server(made: Path, tmp_path: Path) -> Path:
         place = {"round": round, "phase": 0}
         lines += [
             {"time": t + 10 * round, "event": "started", "sites": ["a", "b"], **place},
-            {"time": t + 10 * round + 3, "event": "result", "site": "a", **place},
+            {"time": t + 10 * round + 3, "event": "result", "site": "a", "metrics": {}, **place},
             {"time": t + 10 * round + 4 + round, "event": "concluded", "sites": ["a"], **place},
         ]
     lines.append({"time": t + 20, "event": "refused", "site": "b", "round": 2, "reason": "late"})

@@ -32,7 +32,7 @@ from consilium.flare.private_log import keep_apart, log_failure
 from consilium.flare.session import Admin
 from consilium.messages import SiteInfo, Tensors
 from consilium.privacy.audit import FILE
-from consilium.report.of_data import OF_DATA
+from consilium.report.private_logging import OF_DATA
 from consilium.strategies.strategy import Role
 from tests.conftest import small_config
 from tests.data.storing import break_pixels, make_site

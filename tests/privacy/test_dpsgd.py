@@ -32,8 +32,8 @@ from consilium.models.sam.network import build_sam
 from consilium.privacy.audit import FILE, read
 from consilium.privacy.dpsgd import DpSgd, PerSampleGradients, PrivateSteps, UnitGradients
 from consilium.privacy.plan import make_plan
-from consilium.report.page.privacy import statement
-from consilium.report.page.record import read_record as read_run
+from consilium.report.page.words import statement
+from consilium.report.run_record import read_run
 from consilium.strategies.fedit import FedIT
 from consilium.tasks.base import Task
 from consilium.training.loop import train

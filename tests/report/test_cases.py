@@ -13,7 +13,7 @@ from PIL import Image
 from consilium.errors import DataError
 from consilium.messages import Stage
 from consilium.report.cases import Closing, pick
-from consilium.report.panels import traced
+from consilium.report.image_grid import traced
 from consilium.tasks.base import Answered, Classified, Scored, Segmented
 
 NAN = math.nan

@@ -7,7 +7,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from consilium.messages import loading
-from consilium.report.view import LiveView
+from consilium.report.live_view import LiveView
 from consilium.tasks.segmentation import SCORES as DICE
 
 WIDTHS = (60, 80, 140)
@@ -23,7 +23,7 @@ def begun(width: int, names: list[str], terminal: bool = True, height: int = 24)
 
 def lines(view: LiveView, width: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
-    console.print(view._render())
+    console.print(view.render())
     return console.file.getvalue().splitlines()
 
 

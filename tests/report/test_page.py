@@ -15,11 +15,11 @@ from consilium.config.site import SiteConfig
 from consilium.errors import ConfigError
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
-from consilium.report.page import files, plots
-from consilium.report.page.kept import ledger_of
-from consilium.report.page.record import read_record
-from consilium.report.page.run import run_page
-from consilium.report.page.site import site_page
+from consilium.report.page import figures
+from consilium.report.page.audit_section import ledger_of
+from consilium.report.page.run_page import run_page
+from consilium.report.page.site_page import site_page
+from consilium.report.run_record import read_finished, read_run
 from tests.conftest import run, small_cells, small_config, small_text
 from tests.report.pages import SITES, Page, make_run
 
@@ -35,14 +35,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(folder: Path) -> Page:
-    return Page(run_page(read_record(folder)))
+    return Page(run_page(read_run(folder)))
 
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the figures, which take most of a page's time."""
     for name in ("curves", "models", "distribution"):
-        monkeypatch.setattr(plots, name, lambda *values: None)
+        monkeypatch.setattr(figures, name, lambda *values: None)
 
 
 def add(folder: Path, *lines: object) -> None:
@@ -152,7 +152,7 @@ def test_names_and_reasons_of_others_are_text(tmp_path: Path) -> None:
     cases = folder / "sites/north/cases.json"
     raw = json.loads(cases.read_text())
     cases.write_text(json.dumps(raw | {"units": [EVIL, "b", "c"], "score": EVIL, "classes": [EVIL], "job": EVIL}))
-    page = Page(run_page(read_record(folder)))
+    page = Page(run_page(read_run(folder)))
     assert EVIL in page.text
     assert page.of("script") == []
     assert all(one["src"].startswith("data:image/jpeg;base64,") for one in page.of("img"))
@@ -165,11 +165,11 @@ def test_names_and_reasons_of_others_are_text(tmp_path: Path) -> None:
 def test_the_page_of_a_studys_run_says_which_of_its_runs_it_is(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     (folder / "cell.json").write_text(json.dumps({"state": "done", "labels": {"method": "IAT", "seed": "0"}}))
-    title = read_record(folder).config.title
-    assert f"<h1>{title}: method=IAT, seed=0</h1>" in run_page(read_record(folder))
+    title = read_run(folder).config.title
+    assert f"<h1>{title}: method=IAT, seed=0</h1>" in run_page(read_run(folder))
     for damaged in ('{"labels": [1]}', "[]", "{"):
         (folder / "cell.json").write_text(damaged)
-        assert f"<h1>{title}</h1>" in run_page(read_record(folder))
+        assert f"<h1>{title}</h1>" in run_page(read_run(folder))
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -179,11 +179,30 @@ def test_damaged_lines_cost_themselves_only(tmp_path: Path) -> None:
     add(folder, '{"event": "started", "round": 1e400, "phase": 0, "sites": ["north"]}', "[" * 100_000)
     add(folder, {"event": "final", "site": "north", "round": 2, "metrics": {"test/global/dice": "high", "x": float("nan")}})
     (folder / "versions.json").write_text("{")
-    page = Page(run_page(read_record(folder)))
-    assert "Damaged lines of metrics.jsonl: 6" in page.text
+    page = Page(run_page(read_run(folder)))
+    assert "Damaged lines of metrics.jsonl: 7" in page.text
     assert "0.600" in page.text
     add(folder, '{"event": "parameters", "shared": 1, "local": 1, "frozen": 1}', '{"event": "resumed", "round": 2, "phase": 0}')
-    assert "Damaged lines of metrics.jsonl: 7" in Page(run_page(read_record(folder))).text  # a line without its round
+    assert "Damaged lines of metrics.jsonl: 8" in Page(run_page(read_run(folder))).text  # a line without its round
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_damaged_files_are_named_and_cost_themselves_only(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    (folder / "results.json").write_text('{"north": 3}')
+    (folder / "simulation.json").write_text('{"content": 1}')
+    cases = folder / "sites/south/cases.json"
+    cases.write_text(json.dumps(json.loads(cases.read_text()) | {"units": ["one"]}))  # of three
+    page = Page(run_page(read_run(folder)))
+    assert "Damaged files, left out: results.json, simulation.json." in page.text
+    assert "cases.json is damaged, so nothing is shown of: south" in page.text
+    assert page.source.count("data:image/jpeg") == 3 * 4  # the other site's
+    with pytest.raises(ConfigError, match=r"results\.json: is damaged; delete its folder and run the job anew$"):
+        read_finished(folder)
+    (folder / "results.json").rename(tmp_path / "away.json")
+    (folder / "results.json").symlink_to(tmp_path / "away.json")
+    with pytest.raises(ConfigError, match=r"results\.json: is a link, which may lead anywhere; put the file itself there$"):
+        read_finished(folder)
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -192,7 +211,7 @@ def test_a_run_that_has_not_ended_says_so_and_shows_validation(tmp_path: Path) -
     (folder / "results.json").unlink()
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(lines[:9]) + lines[9][:20])
-    text = Page(run_page(read_record(folder))).text
+    text = Page(run_page(read_run(folder))).text
     assert "The run has not ended" in text
     assert "1 of 3 rounds have ended" in text
     assert "validation split" in text
@@ -205,7 +224,7 @@ def test_no_picture_of_a_patient_is_on_the_page_of_a_server(tmp_path: Path, mark
     folder = make_run(tmp_path / "run", simulated=mark == "owner")
     if mark == "owner":
         (folder / "owner.json").write_text("{}")
-    source = run_page(read_record(folder))
+    source = run_page(read_run(folder))
     assert "data:image" not in source
     assert "a.png" not in source
     with pytest.raises(ConfigError, match="server"):
@@ -234,7 +253,7 @@ def test_a_picture_is_a_plain_small_jpeg_or_none(tmp_path: Path) -> None:
             Image.new("RGB", (3000, 8)).save(place / name)
         elif number == 6:
             Image.new("RGB", (16, 16)).save(place / name, "PNG")
-    source = run_page(read_record(folder))
+    source = run_page(read_run(folder))
     assert source.count("data:image/jpeg") == 3 * 4  # the other site's
     assert "<script" not in source
 
@@ -244,11 +263,11 @@ def test_folders_that_are_links_are_not_entered(tmp_path: Path) -> None:
     other, folder = make_run(tmp_path / "other"), make_run(tmp_path / "run")
     (folder / "sites").rename(tmp_path / "away")
     (folder / "sites").symlink_to(other / "sites")
-    assert "data:image" not in run_page(read_record(folder))
+    assert "data:image" not in run_page(read_run(folder))
     (folder / "sites").unlink()
     (folder / "sites").mkdir()
     (folder / "sites/north").symlink_to(other / "sites/north")
-    assert "data:image" not in run_page(read_record(folder))
+    assert "data:image" not in run_page(read_run(folder))
     with pytest.raises(ConfigError, match="no such site"):
         site_page(folder, "north")
 
@@ -362,7 +381,7 @@ def test_a_run_of_every_task_becomes_a_page(config: JobConfig, score: str, pictu
         assert set(kept["values"]) == {"pretrained", "global", "personalized"}
         for stage, values in kept["values"].items() if score else ():
             assert sum(values) / len(values) == pytest.approx(results[site][f"test/{stage}/{score}"], rel=1e-4)
-    page = run_page(read_record(tmp_path))
+    page = run_page(read_run(tmp_path))
     assert page.count("data:image/jpeg") == pictures
     assert page.count("<h4>Best:") == 2
     assert "Best" in site_page(tmp_path, SITES[0])
@@ -376,13 +395,7 @@ def test_a_site_that_only_tests_is_in_no_mean(folder: Path, tmp_path: Path) -> N
     joined = {"time": 0.0, "event": "joined", "site": last, "round": 0, "ledger": "", "test_only": True}
     lines = [line for line in lines if (line["event"], line.get("site")) != ("joined", last)]
     (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, joined]))
-    page = run_page(read_record(copy))
-    assert f"{last} only tests and is in no mean" in page
+    page = run_page(read_run(copy))
+    assert f"test only, in no mean: {last}" in page
     kept = [one["test/global/dice"] for site, one in results.items() if site != last]
     assert f"{sum(kept) / len(kept):.3f}" in page
-
-
-@pytest.mark.parametrize("value", [1.7e308, -1.7e308, float("nan"), 10**400])
-def test_a_number_that_no_server_takes_is_none(value: float) -> None:
-    assert files.number(value) is None
-    assert files.number(3.0) == 3.0

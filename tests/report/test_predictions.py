@@ -11,8 +11,8 @@ from PIL import Image
 from torch import Tensor
 
 from consilium.messages import Stage
-from consilium.report import panels
-from consilium.report.panels import RIGHT, WRONG, colours, fit, font, overlay
+from consilium.report import image_grid
+from consilium.report.image_grid import RIGHT, WRONG, colours, fit, font, overlay
 from consilium.report.predictions import EDGE, GAP, LINE, MARGIN, PANEL, SMALL, join_predictions, write_predictions
 from consilium.tasks.base import Classified, Segmented
 
@@ -161,7 +161,7 @@ def test_twelve_odd_names_are_drawn_as_they_are(tmp_path: Path) -> None:
 
 def test_no_two_classes_have_one_colour() -> None:
     found = colours(60)
-    assert found[:12] == list(panels.PALETTE)
+    assert found[:12] == list(image_grid.PALETTE)
     assert min(math.dist(a, b) for i, a in enumerate(found[:12]) for b in found[:i]) > 60
     assert len(set(found)) == 60
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from consilium.report.progress import progress, unscored, when
+from consilium.report.progress import progress, when
 
 
 def folder(tmp_path: Path, *lines: dict[str, Any]) -> Path:
@@ -50,21 +50,6 @@ def test_a_run_in_its_third_round(tmp_path: Path) -> None:
     assert found["sites"]["a"] == expected
     assert [(one["site"], one["reason"]) for one in found["refused"]] == [("b", "no answer")]
     assert not found["finished"]
-
-
-def test_who_was_refused_in_the_closing_evaluation_and_why(tmp_path: Path) -> None:
-    """Of five rounds; neither who was refused before or scored after it, nor who came too late to join, has no scores."""
-
-    def refused(site: str, round: int, **more: object) -> dict[str, Any]:
-        return {"event": "refused", "time": 0.0, "round": round, "site": site, "reason": f"{site} cannot", **more}
-
-    def final(site: str, round: int) -> dict[str, Any]:
-        return {"event": "final", "time": 0.0, "site": site, "round": round, "metrics": {}}
-
-    lines = [final("e", 3), refused("a", 4), refused("b", 5), refused("c", 5), final("c", 5), refused("d", 5, joining=True)]
-    lines += [final("a", 5), refused("e", 5, joining=False)]
-    assert unscored(folder(tmp_path, *lines), 5) == {"b": "b cannot", "e": "e cannot"}
-    assert unscored(tmp_path, 6) == {}
 
 
 def test_a_sites_weight_is_that_of_the_last_mean_it_was_part_of(tmp_path: Path) -> None:

@@ -6,13 +6,13 @@ import pytest
 from rich.console import Console
 
 from consilium.messages import Stage
-from consilium.report.closing import result_table
-from consilium.report.means import mean_of, weighted_mean_of
-from consilium.report.view import LiveView
+from consilium.report.live_view import LiveView
+from consilium.report.results_table import mean_of, results_table
 from consilium.tasks.classification import SCORES as ACCURACY
 from consilium.tasks.language import LanguageConfig, scores
 from consilium.tasks.registry import TASKS, Scores
 from consilium.tasks.segmentation import SCORES as DICE
+from tests.report.closing import result_table
 
 
 def shown(table: object) -> str:
@@ -40,7 +40,7 @@ def test_validation_is_named_where_no_site_has_a_test_split() -> None:
 
 def test_the_title_names_who_was_refused_in_the_closing_evaluation() -> None:
     def title(results: dict[str, dict[str, float]], refused: list[str]) -> str:
-        return str(result_table(results, "job", DICE, refused=refused).title)
+        return results_table(results, DICE, "job", refused=refused).title
 
     results = {"a": {"test/pretrained/dice": 0.2, "test/global/dice": 0.5}}
     assert "; b, c refused in the closing evaluation" in title(results, ["c", "b"])
@@ -76,7 +76,7 @@ def test_language_shows_what_its_task_reports() -> None:
     assert "Perplexity global" in text
     found = {f"test/global/{name}": 0.5 for name in ("rouge_l", "bleu", "cider", "loss")}
     text = shown(result_table({"a": found}, "job", language("generation")))
-    assert "ROUGE-L pretrained" in text
+    assert "ROUGE-L global" in text
     assert "CIDEr-D global" in text
     assert "Macro F1" not in shown(
         result_table({"a": {"test/pretrained/accuracy": 0.5, "test/pretrained/loss": 1.0}}, "job", language("label"))
@@ -143,7 +143,7 @@ def test_plain_and_weighted_means_of_a_paper_s_sites(name: str, dice: tuple[floa
         for i, (d, n) in enumerate(zip(dice, SIZES[name], strict=True))
     }
     assert mean_of(sites, "test/global/dice") == pytest.approx(plain / 100, abs=5e-5)
-    assert weighted_mean_of(sites, "test/global/dice") == pytest.approx(weighted / 100, abs=5e-5)
+    assert mean_of(sites, "test/global/dice", True) == pytest.approx(weighted / 100, abs=5e-5)
     text = shown(result_table(sites, "job", DICE))
     assert shown(result_table(dict(reversed(sites.items())), "job", DICE)) == text
     assert f"{plain / 100:.2f}" in next(line for line in text.splitlines() if line.startswith(" mean  "))
@@ -155,8 +155,8 @@ def test_plain_and_weighted_means_of_a_paper_s_sites(name: str, dice: tuple[floa
 
 def test_a_site_that_scored_nothing_weighs_nothing_and_the_title_says_what_was_scored() -> None:
     sites = {"a": {"test/global/dice": 0.5, "test/global/n": 3.0}, "b": {"test/global/n": 0.0}, "c": {"test/global/dice": 1.0}}
-    assert weighted_mean_of(sites, "test/global/dice") == 0.5
-    assert weighted_mean_of({"c": sites["c"]}, "test/global/dice") is None
+    assert mean_of(sites, "test/global/dice", True) == 0.5
+    assert mean_of({"c": sites["c"]}, "test/global/dice", True) is None
     kind = TASKS["segmentation"]
     wanted = {"per": "patient", "grid": "original", "empty_references": "count"}
     config = kind.config.model_validate({"classes": ["disc"], "scores": wanted})

@@ -8,10 +8,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from consilium.messages import Stage
-from consilium.report.closing import result_table
+from consilium.report.live_view import LiveView
 from consilium.report.tables import shortened
-from consilium.report.view import LiveView
 from consilium.tasks.segmentation import SCORES as DICE
+from tests.report.closing import result_table
 
 LONG = ("histology-university-hospital-north", "histology-university-hospital-south", "site-1")
 SCORES = {f"test/{s}/dice": 0.5 for s in Stage} | {"test/global/iou": 0.25, "test/global/hd95": 123.456}
@@ -34,7 +34,7 @@ def live(width: int) -> str:
     scores = {"validation/global/dice": 0.125, "validation/personalized/dice": 0.625, "train/loss": 1.0}
     view({"event": "metrics", "site": "site-1", "round": 3, "metrics": scores})
     view({"event": "evaluate", "site": LONG[0], "round": 3, "stage": "validation/received"})
-    return shown(view._render(), width)
+    return shown(view.render(), width)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

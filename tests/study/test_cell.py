@@ -13,9 +13,9 @@ from consilium.config.site import Given
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.errors import ConfigError
 from consilium.storage import private_folder
-from consilium.study.cell import Record, _begun, _lock, fail, record_of, run_cell
 from consilium.study.plan import Planned, Planner
-from consilium.study.run import run_study
+from consilium.study.run_cell import CellRecord, _lock, begun, fail, record_of, run_cell
+from consilium.study.runner import run_study
 from consilium.study.study import load
 from tests.study.conftest import MakeStudy
 
@@ -44,18 +44,18 @@ def test_a_cell_is_an_ordinary_run_and_is_never_run_again(study_file: MakeStudy,
     results = (one.cell.folder / "results.json").read_text()
     for damage in ("{", "[]", None):  # a copy that was interrupted
         (one.cell.folder / "results.json").unlink() if damage is None else (one.cell.folder / "results.json").write_text(damage)
-        assert record_of(one.cell.folder).state == "broken"
+        assert record_of(one.cell.folder).state == "interrupted"
         assert run_cell(one, quiet).state == "done"
         assert (one.cell.folder / "results.json").read_text() == results
 
 
 def test_a_cell_that_is_run_elsewhere_is_left_alone_and_one_that_broke_says_so(study_file: MakeStudy, tmp_path: Path) -> None:
     (one,) = planned(study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w")
-    Record("running").save(one.cell.folder)
-    assert record_of(one.cell.folder).state == "broken"
+    CellRecord("running").save(one.cell.folder)
+    assert record_of(one.cell.folder).state == "interrupted"
     with _lock(one.cell.folder):
-        assert record_of(one.cell.folder).state == "elsewhere"
-        assert run_cell(one, quiet).state == "elsewhere"
+        assert record_of(one.cell.folder).state == "locked"
+        assert run_cell(one, quiet).state == "locked"
     assert not (one.cell.folder / "metrics.jsonl").exists()
 
 
@@ -92,7 +92,7 @@ def test_a_failure_is_one_line_and_a_run_on_other_data_is_set_aside(study_file: 
 
 def test_what_was_set_aside_comes_back_though_the_cell_s_folder_is_gone(study_file: MakeStudy, tmp_path: Path) -> None:
     (one,) = planned(study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w")
-    Record("done", data=one.data, code=one.code).save(one.cell.folder)
+    CellRecord("done", data=one.data, code=one.code).save(one.cell.folder)
     (one.cell.folder / "results.json").write_text("{}")
     one.cell.folder.rename(private_folder(tmp_path / "w" / "set-aside") / f"{one.cell.id}-{one.data}")
     assert run_cell(one, quiet).state == "done"
@@ -102,11 +102,11 @@ def test_what_was_set_aside_comes_back_though_the_cell_s_folder_is_gone(study_fi
 
 def test_a_process_that_is_gone_fails_no_cell_that_another_one_has(study_file: MakeStudy, tmp_path: Path) -> None:
     (one,) = planned(study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w")
-    Record("running", data=one.data, code=one.code).save(one.cell.folder)
+    CellRecord("running", data=one.data, code=one.code).save(one.cell.folder)
     with _lock(one.cell.folder):
-        assert fail(one, "gone").state == "elsewhere"
+        assert fail(one, "gone").state == "locked"
     assert fail(one, "gone").reason == "gone"
-    Record("done", data=one.data, code=one.code).save(one.cell.folder)
+    CellRecord("done", data=one.data, code=one.code).save(one.cell.folder)
     (one.cell.folder / "results.json").write_text("{}")
     assert fail(one, "gone").state == record_of(one.cell.folder).state == "done"
 
@@ -130,7 +130,7 @@ def test_a_split_is_a_folder_in_the_data_with_sites_of_its_own(study_file: MakeS
     assert [one.names for one in found] == [("a", "b"), ("a", "b"), ("c",), ("c",)]
     assert [one.given.data for one in found[1:3]] == [tmp_path / "data" / "even", tmp_path / "data" / "skewed"]
     assert found[0].data == found[1].data != found[2].data
-    assert [_begun(one).folder for one in found] == ["even", "even", "skewed", "skewed"]
+    assert [begun(one).folder for one in found] == ["even", "even", "skewed", "skewed"]
     assert len({one.cell.id for one in found}) == 4
     assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["hashes.json"]
     shutil.copytree(tmp_path / "data", tmp_path / "moved")
@@ -146,7 +146,7 @@ def test_a_split_is_a_folder_in_the_data_with_sites_of_its_own(study_file: MakeS
 )
 def test_a_damaged_record_is_none(text: str, tmp_path: Path) -> None:
     (tmp_path / "cell.json").write_text(text)
-    assert record_of(tmp_path) == Record()
+    assert record_of(tmp_path) == CellRecord()
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_cells_that_draw_other_samples_have_other_data(study_file: MakeStudy, tm
         if changed[0].data == one.data and changed[1].data == other.data:
             break
     assert changed[0].whole == changed[1].whole != one.whole
-    Record("done", data=one.data, whole=one.whole, labels={"seed": "old name"}).save(one.cell.folder)
+    CellRecord("done", data=one.data, whole=one.whole, labels={"seed": "old name"}).save(one.cell.folder)
     assert run_study([changed[0]], 1, lambda *_: None)[one.cell.id].state == "done"
     record = record_of(one.cell.folder)  # its own samples are the same: it is a run on the changed set too
     assert (record.whole, record.labels) == (changed[0].whole, {"seed": "0"})

@@ -19,15 +19,16 @@ from consilium.config.site import Given
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.errors import ConfigError
 from consilium.report.study_cells import KEPT, earlier_cells, keep_cells, study_cells
-from consilium.study.cell import Record, _begun, _set_aside, finished, outdated, record_of, run_cell
 from consilium.study.estimate import bytes_of
 from consilium.study.plan import Planned, Planner
+from consilium.study.run_cell import CellRecord, finished, record_of, run_cell, set_aside
+from consilium.study.run_cell import begun as begun_record
 from consilium.study.study import Cell, Study, load
 from consilium.study.view import StudyView
 from consilium.use.model import cell_folder
 from tests.conftest import run
 from tests.recipes.conftest import write_distribution
-from tests.report.test_compare import make
+from tests.report.runs import make
 from tests.study.conftest import MakeStudy
 
 strategies = Path(package.__file__).parent
@@ -44,7 +45,9 @@ def begun(study: Study) -> Study:
 def done(cell: Cell, score: float, **more: Any) -> None:
     """Let a cell have run, with its labels as they are."""
     make(cell.folder, {"s": score}, seed=cell.load().training.seed, training=cell.load().training.model_dump())
-    Record("done", labels=cell.labels, overrides=tuple(cell.overrides), place=cell.place, folder="", **more).save(cell.folder)
+    CellRecord("done", labels=cell.labels, overrides=tuple(cell.overrides), place=cell.place, folder="", **more).save(
+        cell.folder
+    )
 
 
 def test_a_changed_study_is_reported_and_used_by_its_present_cells(
@@ -115,7 +118,9 @@ def test_studies_that_share_a_workspace_keep_their_own_and_damage_is_as_nothing(
 
 def test_a_run_keeps_all_cells_of_its_study(study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, w = study_file(axes={"method": RATES, "draw": SEEDS}), tmp_path / "w"
-    monkeypatch.setattr("consilium.study.run.run_study", lambda cells, *_: {one.cell.id: Record("done") for one in cells})
+    monkeypatch.setattr(
+        "consilium.study.runner.run_study", lambda cells, *_: {one.cell.id: CellRecord("done") for one in cells}
+    )
     assert run(monkeypatch, "study", "run", path, "--workspace", w, "--only", "method=A") == 0
     cells = {cell.id: cell.labels for cell in load(path, workspace=w).cells()}
     assert json.loads((w / KEPT).read_text()) == {"tiny": {"axes": ["method"], "cells": cells}}
@@ -166,48 +171,48 @@ def test_cells_done_by_other_code_stay_are_named_and_run_anew_only_if_asked(
     path, w = study_file(axes={"method": {"FedIT": None, "mine": {"strategy": "mine"}}}), tmp_path / "w"
     study = load(path, workspace=w)
 
-    def planned(again: bool = False) -> tuple[Planned, Planned]:
-        built_in, own = Planner(Given(), w, again).plan(study.cells())
+    def planned(rerun: bool = False) -> tuple[Planned, Planned]:
+        built_in, own = Planner(Given(), w, rerun).plan(study.cells())
         return built_in, own
 
     first = planned()
     for one in first:
         done(one.cell, 0.5, data=one.data, code=one.code)
-    assert [finished(one) for one in planned(again=True)] == [True, True]
+    assert [finished(one) for one in planned(rerun=True)] == [True, True]
     source = tmp_path / "packages/changing_strategy.py"
     source.write_text(PLUGIN + "    mu: float = 0.5\n")
     assert [finished(one) for one in planned()] == [True, True]
-    assert [finished(one) for one in planned(again=True)] == [True, False]
+    assert [finished(one) for one in planned(rerun=True)] == [True, False]
     told = "1 cell done by code that has changed since: method=mine; `consilium study run --again` runs them anew"
     for words in (["show", path], ["run", path]):
         assert run(monkeypatch, "study", *words, "--workspace", w) == 0
         assert told in " ".join(capsys.readouterr().out.split())
     assert run(monkeypatch, "study", "show", path, "--workspace", w, "--format", "json") == 0
     assert [cell["outdated"] for cell in json.loads(capsys.readouterr().out)["cells"]] == [False, True]
-    own = planned(again=True)[1]
-    _set_aside(own)
-    assert (_begun(own).state, _begun(own).code, own.code != first[1].code) == ("running", own.code, True)
+    own = planned(rerun=True)[1]
+    set_aside(own)
+    assert (begun_record(own).state, begun_record(own).code, own.code != first[1].code) == ("running", own.code, True)
     aside = w / "set-aside" / f"{own.cell.id}-{own.data}-{first[1].code}"
     assert (aside / "results.json").is_file()
     source.write_text(PLUGIN)
     done(own.cell, 0.75, data=own.data, code=own.code)
-    assert run_cell(planned(again=True)[1], print).seconds == 0  # done as it is, and not run again
+    assert run_cell(planned(rerun=True)[1], print).seconds == 0  # done as it is, and not run again
     assert record_of(own.cell.folder).code == first[1].code
     assert json.loads((own.cell.folder / "results.json").read_text())["s"]["test/global/accuracy"] == 0.5  # it came back
     (w / "set-aside" / f"{own.cell.id}-{own.data}-{first[1].code}").mkdir()
     source.write_text(PLUGIN + "    mu: float = 0.25\n")
-    Record("done", data=own.data, code=first[1].code).save(own.cell.folder)
-    _set_aside(planned(again=True)[1])  # the place is taken: both are kept
+    CellRecord("done", data=own.data, code=first[1].code).save(own.cell.folder)
+    set_aside(planned(rerun=True)[1])  # the place is taken: both are kept
     assert (w / "set-aside" / f"{own.cell.id}-{own.data}-{first[1].code}-former" / "results.json").is_file()
     record = record_of(first[0].cell.folder)
-    assert not outdated(replace(record, code=""), "any")  # of a version that noted none
+    assert not replace(record, code="").outdated("any")  # of a version that noted none
 
 
 class Gone(BaseException):
     """What ends a process."""
 
 
-@pytest.mark.parametrize(("end", "state"), [(ZeroDivisionError, "failed"), (Gone, "broken")])
+@pytest.mark.parametrize(("end", "state"), [(ZeroDivisionError, "failed"), (Gone, "interrupted")])
 def test_a_part_by_other_code_is_set_aside_and_begins_anew_unasked(
     end: type[BaseException],
     state: str,
@@ -228,7 +233,7 @@ def test_a_part_by_other_code_is_set_aside_and_begins_anew_unasked(
             log.write(planned.code)
         raise end
 
-    monkeypatch.setattr("consilium.study.cell._simulate", simulate)
+    monkeypatch.setattr("consilium.study.run_cell.simulate_cell", simulate)
     first = planned("old")
     for _ in range(2):  # by the same code it goes on
         with suppress(Gone):
@@ -239,7 +244,9 @@ def test_a_part_by_other_code_is_set_aside_and_begins_anew_unasked(
     assert run(monkeypatch, "study", "show", path, "--workspace", w) == 0
     assert told in " ".join(capsys.readouterr().out.split())
     assert StudyView(Console(), "", [second], 1).records[first.cell.id].state == "waiting"
-    monkeypatch.setattr("consilium.study.run.run_study", lambda cells, *_: {one.cell.id: run_cell(one, print) for one in cells})
+    monkeypatch.setattr(
+        "consilium.study.runner.run_study", lambda cells, *_: {one.cell.id: run_cell(one, print) for one in cells}
+    )
     with suppress(Gone):
         assert run(monkeypatch, "study", "run", path, "--workspace", w) == 1
     assert told in " ".join(capsys.readouterr().out.split())

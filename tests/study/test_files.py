@@ -8,9 +8,9 @@ import pytest
 
 from consilium.cli.options import TFLOPS, gpu_hours
 from consilium.config.site import Given
-from consilium.study.cell import run_cell
-from consilium.study.counted import counted
+from consilium.study.flops_cache import cached_flops
 from consilium.study.plan import Planner
+from consilium.study.run_cell import run_cell
 from consilium.study.study import Size, load
 from tests.conftest import JOBS
 
@@ -61,6 +61,6 @@ def test_every_study_is_in_the_list() -> None:
         name: row for row in listed.splitlines() if row.startswith("| `") for name in re.findall(r"`(\w+)`", row.split("|")[1])
     }
     assert [path.stem for path in STUDIES if path.stem not in rows] == []
-    for name, one in counted(JOBS / "studies").items():
+    for name, one in cached_flops(JOBS / "studies").items():
         hours = float(f"{gpu_hours(one['flops'], TFLOPS):.2g}")
         assert ("< 0.01" if hours < 0.01 else f"{hours:,g}") in rows[name].split("|")[4].strip().split(", "), name

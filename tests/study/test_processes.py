@@ -72,15 +72,15 @@ def events(cell: Cell, kind: str) -> list[dict[str, object]]:
 
 def test_a_killed_study_goes_on_and_equals_one_that_was_not(study_file: MakeStudy, tmp_path: Path) -> None:
     path = study_file(axes=AXES, set=LONG)
-    whole, broken = (load(path, workspace=tmp_path / name).cells() for name in ("whole", "broken"))
-    run = start(tmp_path, path, "--workspace", tmp_path / "broken")
+    whole, broken = (load(path, workspace=tmp_path / name).cells() for name in ("whole", "interrupted"))
+    run = start(tmp_path, path, "--workspace", tmp_path / "interrupted")
     wait_for(run, broken[1], '"concluded", "round": 1')
     run.kill()
     run.wait()
     assert left(tmp_path) == []
     first = (broken[0].folder / "metrics.jsonl").read_text()
     assert not (broken[1].folder / "results.json").exists()
-    again = start(tmp_path, path, "--workspace", tmp_path / "broken")
+    again = start(tmp_path, path, "--workspace", tmp_path / "interrupted")
     said, _ = again.communicate(timeout=LIMIT)
     assert again.returncode == 0, said
     assert "1 of 2 cells are done already" in said.decode()

@@ -8,7 +8,7 @@ import pytest
 
 from consilium.config.job import load_job
 from consilium.config.overrides import parse_override
-from consilium.study.cell import Record
+from consilium.study.run_cell import CellRecord
 from consilium.study.study import Cell, identity, load
 from tests.benchmarks import results, utility
 from tests.benchmarks.claims import Claim
@@ -91,7 +91,7 @@ def test_finished_cells_are_kept_and_others_stay(tmp_path: Path) -> None:
     done, failed = cells[0], cells[1]
     for cell, state, accuracies in ((done, "done", (0.25, 0.75)), (failed, "failed", (1.0, 1.0))):
         cell.folder.mkdir(parents=True)
-        Record(state, seconds=12.34).save(cell.folder)  # type: ignore[arg-type]
+        CellRecord(state, seconds=12.34).save(cell.folder)  # type: ignore[arg-type]
         scores = {f"site-{i}": {"test/global/accuracy": value} for i, value in enumerate(accuracies)} | {"untested": {}}
         (cell.folder / "results.json").write_text(json.dumps(scores))
     wanted = {"test/global/accuracy": [done.labels], "test/global/loss": [{"method": "nothing"}]}

@@ -9,8 +9,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from consilium.config.site import Given
-from consilium.study.cell import Record
 from consilium.study.plan import Planned
+from consilium.study.run_cell import CellRecord
 from consilium.study.study import load
 from consilium.study.view import SIGNS, StudyView, cells_table, duration
 from tests.study.conftest import MakeStudy
@@ -32,7 +32,7 @@ def printed(width: int, terminal: bool, show: Any) -> str:
 def test_the_grid_fits_80_columns_whatever_names_and_cells(study_file: MakeStudy, tmp_path: Path) -> None:
     cells = planned(study_file, tmp_path, seeds=9)
     view = StudyView(Console(width=80, file=io.StringIO()), "tiny", cells, workers=2)
-    for one, record in zip(cells, [Record("done", seconds=60.0)] * 5 + [Record("failed", "why")], strict=False):
+    for one, record in zip(cells, [CellRecord("done", seconds=60.0)] * 5 + [CellRecord("failed", "why")], strict=False):
         view(one, record)
     view(cells[6], (0.5, "round 2/4"))
     text = printed(80, True, view.render())
@@ -54,11 +54,11 @@ def test_in_a_pipe_every_end_is_a_line_and_the_eta_is_by_finished_cells(study_fi
     cells = [one for one in planned(study_file, tmp_path, seeds=1)][:4]
     console = Console(file=io.StringIO(), width=80)
     view = StudyView(console, "tiny", cells, workers=2)
-    view(cells[0], Record("done", seconds=100.0))
-    view(cells[1], Record("elsewhere"))
-    view(cells[1], Record("elsewhere"))
-    view(cells[1], Record("done", seconds=40.0))
-    view(cells[2], Record("failed", "no \x1b[31mdisk"))
+    view(cells[0], CellRecord("done", seconds=100.0))
+    view(cells[1], CellRecord("locked"))
+    view(cells[1], CellRecord("locked"))
+    view(cells[1], CellRecord("done", seconds=40.0))
+    view(cells[2], CellRecord("failed", "no \x1b[31mdisk"))
     names = [one.cell.name for one in cells]
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
         f"1/4 {names[0]}: done in 100 s, ETA 2 min",
@@ -75,7 +75,7 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_the_table_of_cells_fits_and_tells_each(study_file: MakeStudy, tmp_path: Path) -> None:
     cells = [one.cell for one in planned(study_file, tmp_path, seeds=2)]
-    records = {cell.id: Record("done", seconds=3600.0) for cell in cells}
+    records = {cell.id: CellRecord("done", seconds=3600.0) for cell in cells}
     text = printed(80, False, cells_table("t", cells, records, {cell.id: 2_500_000 for cell in cells}, 80))
     assert max(map(cell_len, text.splitlines())) <= 80
     assert text.count("2.5") == len(cells)

@@ -17,10 +17,10 @@ from consilium.report.compare import Test
 from consilium.storage import PUBLIC, named, private_folder, write_atomic
 
 if TYPE_CHECKING:
-    from consilium.report.compare.groups import Group
+    from consilium.report.compare.comparability import Group
     from consilium.report.compare.published import Published
-    from consilium.report.compare.runs import Run
-    from consilium.report.compare.sheets import Sheet
+    from consilium.report.run_record import RunRecord
+    from consilium.report.tables import Table
     from consilium.study.study import Study
 
 
@@ -65,17 +65,17 @@ def compare(
 ) -> None:
     """Put runs beside each other: means over sites and seeds, paired tests, ranks, bytes, seconds, epsilon, pictures."""
     from consilium.messages import Stage
-    from consilium.report.compare.groups import mixed
-    from consilium.report.compare.sheets import sheets
+    from consilium.report.compare.comparability import mixed
+    from consilium.report.compare.tables import comparison_tables
 
     runs = [_cell(path) for path in runs]
     groups, notes, published = _study(runs[0], smoke, small, workspace) if _is_study(runs) else (*collect(runs), [])
     notes += [one for group in groups for one in mixed(group)]
     stage = Stage(model.value)
     _check(groups, metric, against)
-    tables = sheets(groups, stage, metric or None, test, against or None, published)
+    tables = comparison_tables(groups, stage, metric or None, test, against or None, published)
     if pictures is not None:
-        from consilium.report.compare.pictures import draw
+        from consilium.report.compare.figures import draw
 
         with named(pictures):
             files, undrawn = draw(private_folder(pictures), groups, stage, metric or None)
@@ -93,17 +93,17 @@ def _cell(path: Path) -> Path:
 
 def collect(paths: Sequence[Path]) -> "tuple[list[Group], list[str]]":
     """Return the groups of runs that compare, and a line for each run that is left out or does not compare."""
-    from consilium.report.compare.groups import grouped, renamed
-    from consilium.report.compare.runs import read_run
+    from consilium.report.compare.comparability import grouped, renamed
+    from consilium.report.run_record import read_finished
 
-    found: list[Run] = []
+    found: list[RunRecord] = []
     notes: list[str] = []
     if files := [path for path in paths if not path.is_dir()]:
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         notes.append(f"left out: {files[0]}{more}: no folder of a run")
     for path in dict.fromkeys(path.resolve() for path in paths if path.is_dir()):
         try:
-            run = read_run(path)
+            run = read_finished(path)
         except ConfigError as error:
             notes.append(f"left out: {error}".replace("\n", "; "))
             continue
@@ -127,32 +127,32 @@ def _is_study(paths: Sequence[Path]) -> bool:
 
 def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tuple[list[Group], list[str], list[Published]]":
     """Return the groups of a study's finished runs, what is to be said of the others, and the published numbers."""
-    from consilium.report.compare.groups import Absent, grouped
-    from consilium.report.compare.published import method_of, read_floor, read_published
-    from consilium.report.compare.runs import read_run
-    from consilium.study.cell import record_of
+    from consilium.report.compare.comparability import MissingRun, grouped
+    from consilium.report.compare.published import method_of, read_published
+    from consilium.report.run_record import read_finished
+    from consilium.study.run_cell import record_of
     from consilium.study.study import load
 
     if smoke and small:
         raise ConfigError("--smoke: is not --small; give one of them")
     study = load(path, "smoke" if smoke else "small" if small else "", workspace)
     axes = study.config.named_axes
-    found: list[Run] = []
-    absent: list[Absent] = []
+    found: list[RunRecord] = []
+    absent: list[MissingRun] = []
     for cell in study.cells():
         labels = {axis: cell.labels[axis] for axis in axes}
         try:
-            run = read_run(cell.folder, cell.name, labels)
+            run = read_finished(cell.folder, cell.name, labels)
             if run.split is None:
                 raise ConfigError("nothing was scored in the end; delete its folder and run it anew")
             record = record_of(cell.folder)
             found.append(replace(run, data=(cell.data, record.data), whole=record.whole))
         except ConfigError as error:
-            absent.append(Absent(labels, cell.load().training.seed, _how_far(cell.folder, error)))
+            absent.append(MissingRun(labels, cell.load().training.seed, _how_far(cell.folder, error)))
     if not found:
         raise ConfigError(f"{path}: no cell is done; run it: {_command(study, path, workspace)}")
     groups, why = grouped(found, absent)
-    numbers = [*read_published(study.published, axes), *read_floor(study.config.floor)]
+    numbers = read_published(study.config.published, axes, study.config.floor)
     notes = [f"left out by the study: {' '.join(one[axis] for axis in axes)}: {reason}" for one, reason in study.excluded()]
     notes = [*dict.fromkeys(notes), *(f"other data: {one}" for one in why)]
     if study.size and numbers:
@@ -169,7 +169,7 @@ def _command(study: "Study", path: Path, workspace: Path | None) -> str:
 
 def _how_far(folder: Path, error: ConfigError) -> str:
     """Return why a cell has no scores: how far it is, and of one that is done what is wrong with its folder."""
-    from consilium.study.cell import record_of
+    from consilium.study.run_cell import record_of
 
     record = record_of(folder)
     if record.state == "done":
@@ -183,7 +183,7 @@ def _check(groups: "Sequence[Group]", metric: str, against: str) -> None:
         name.split("/", 2)[2]
         for g in groups
         for run in g.runs.values()
-        for one in run.results.values()
+        for one in run.closing.values()
         for name in one
         if name.count("/") > 1
     }
@@ -205,7 +205,7 @@ def _format(format: TableFormat | None, output: Path | None) -> TableFormat:
 
 
 def _show(
-    groups: "Sequence[Group]", tables: "Sequence[Sheet]", notes: Sequence[str], format: TableFormat, output: Path | None
+    groups: "Sequence[Group]", tables: "Sequence[Table]", notes: Sequence[str], format: TableFormat, output: Path | None
 ) -> None:
     """Print the tables, or write them to a file."""
     if format is TableFormat.TXT:
@@ -221,20 +221,21 @@ def _show(
         typer.echo(text, nl=False)
 
 
-def _written(groups: "Sequence[Group]", tables: "Sequence[Sheet]", notes: Sequence[str], format: TableFormat) -> str:
-    from consilium.report.compare import formats
+def _written(groups: "Sequence[Group]", tables: "Sequence[Table]", notes: Sequence[str], format: TableFormat) -> str:
+    from consilium.report.compare.tables import as_csv, as_json
+    from consilium.report.tables import latex, markdown
 
     if format is TableFormat.CSV:
         for note in notes:
             typer.echo(f"note: {shown(note, 2000)}", err=True)
-        return formats.as_csv(groups)
+        return as_csv(groups)
     if format is TableFormat.JSON:
-        return formats.as_json(groups, tables, notes) + "\n"
-    return (formats.markdown if format is TableFormat.MD else formats.latex)(tables, notes)
+        return as_json(groups, tables, notes) + "\n"
+    return (markdown if format is TableFormat.MD else latex)(tables, notes)
 
 
-def _print(console: Console, tables: "Sequence[Sheet]", notes: Sequence[str]) -> None:
-    from consilium.report.compare.formats import terminal
+def _print(console: Console, tables: "Sequence[Table]", notes: Sequence[str]) -> None:
+    from consilium.report.tables import terminal
 
     for table in tables:
         console.print(terminal(table, console.width))

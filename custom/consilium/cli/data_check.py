@@ -44,7 +44,7 @@ def data_check(
     found = {name: _check(own, config, checkpoints) for name, own in lists.items()}
     shared = shared_by_sites(found.items()) if len(found) > 1 else {}
     if report is not None:
-        from consilium.report.check_page import write_report
+        from consilium.report.page.check_page import write_report
 
         write_report(report, found, shared, config.task if config else None)
     if format is Format.JSON:

@@ -29,6 +29,7 @@ def data_stats(
     from consilium.data.settings import DEFAULTS, PictureSettings
     from consilium.data.stats import site_stats
     from consilium.report.site_stats import tables, write_stats
+    from consilium.report.tables import terminal
 
     task = load_job(job, plugins=kit_plugins(kit / "local") if kit else NO_PLUGINS).task if job else None
     if task is not None and not isinstance(task, PictureSettings):
@@ -44,7 +45,7 @@ def data_stats(
         print(json.dumps(stats, indent=1))
         return
     console = Console()
-    for table in tables(stats, console.width):
-        console.print(table)
+    for table in tables(stats):
+        console.print(terminal(table, console.width))
     if report is not None:
         typer.echo(f"{report}: stats.json and stats.png, which shows patients: keep them at the site")

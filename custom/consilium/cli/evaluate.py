@@ -107,7 +107,8 @@ def _interval(found: Mapping[str, float], name: str) -> str:
 def _matrix(
     run: Path, data: Path | None, stage: Stage, own: "SiteConfig", split: Split, best: bool, out: Path | None, format: Format
 ) -> None:
-    from consilium.report.cross_sites import PICTURE, VALUES, WORDS, table, write
+    from consilium.report.matrices import PICTURE, VALUES
+    from consilium.report.tables import terminal
     from consilium.use.evaluate import cross_sites
 
     _check_free([out / PICTURE, out / VALUES] if out is not None else [])
@@ -116,14 +117,14 @@ def _matrix(
         bar = progress.add_task("evaluating", total=None)
         found = cross_sites(run, data, stage, own, split.value, best, lambda model, site: progress.advance(bar))
     if out is not None:
-        write(out, found)
+        found.write(out)
     if format is Format.JSON:
         print(json.dumps(found.to_dict(), indent=1))
         return
     console = page()
-    typer.echo(found.title)
-    console.print(table(found, console.width))
-    typer.echo(f"{WORDS}{'' if out is None else f'; {out / PICTURE}, {out / VALUES}'}")
+    console.print(terminal(found.table(), console.width))
+    if out is not None:
+        typer.echo(f"written: {out / PICTURE}, {out / VALUES}")
 
 
 def _check_free(files: list[Path]) -> None:

@@ -11,8 +11,8 @@ from consilium.report.clean import shown
 from consilium.storage import write_atomic
 
 if TYPE_CHECKING:
-    from consilium.report.compare.groups import Absent
-    from consilium.report.compare.runs import Run
+    from consilium.report.compare.comparability import MissingRun
+    from consilium.report.run_record import RunRecord
 
 FILE = "report.html"
 
@@ -45,7 +45,7 @@ def _cell(run: Path) -> Path:
 
 
 def _place(run: Path, site: str) -> Path:
-    from consilium.report.page.site import site_folder
+    from consilium.report.page.site_page import site_folder
 
     return site_folder(run, site) if site else run
 
@@ -56,23 +56,26 @@ def _page(run: Path, site: str) -> str:
     if (run / CELLS).is_dir() and not (run / "job.yaml").exists():
         return _study(run, site)
     from consilium.report.cases import CASES
-    from consilium.report.page.record import read_record
-    from consilium.report.page.run import run_page
-    from consilium.report.page.site import site_page, sites_of
+    from consilium.report.page.run_page import run_page
+    from consilium.report.page.site_page import site_page
+    from consilium.report.plain_files import subfolders
+    from consilium.report.run_record import read_run
 
     if site:
         return site_page(run, site)
-    if not (run / "job.yaml").exists() and (names := sites_of(run) or ["NAME"] * (run / CASES).is_file()):
+    if not (run / "job.yaml").exists() and (
+        names := [one.name for one in subfolders(run / "sites")] or ["NAME"] * (run / CASES).is_file()
+    ):
         raise ConfigError(f"{run}: is a site's; name it: --site {shown(names[0], 80)}")
-    return run_page(read_record(run))
+    return run_page(read_run(run))
 
 
 def _study(folder: Path, site: str) -> str:
     """Return the comparison of a study's finished cells. Raises ConfigError where there is none."""
     from consilium.messages import Stage
-    from consilium.report.compare.groups import grouped
-    from consilium.report.compare.sheets import sheets
-    from consilium.report.page.study import study_page
+    from consilium.report.compare.comparability import grouped
+    from consilium.report.compare.tables import comparison_tables
+    from consilium.report.page.study_page import study_page
     from consilium.report.study_cells import CELLS
 
     if site:
@@ -82,7 +85,7 @@ def _study(folder: Path, site: str) -> str:
         raise ConfigError(f"{folder}: no cell is done; go on with consilium study run")
     groups, why = grouped(found, absent)
     notes = [*(f"other data: {one}" for one in why), *(one for group in groups for one in group.left)]
-    return study_page(folder.resolve().name, str(folder), groups, sheets(groups, Stage.GLOBAL), notes, Stage.GLOBAL)
+    return study_page(folder.resolve().name, str(folder), groups, comparison_tables(groups, Stage.GLOBAL), notes, Stage.GLOBAL)
 
 
 def _seed(job: Path) -> int:
@@ -95,25 +98,25 @@ def _seed(job: Path) -> int:
         return 0
 
 
-def _cells(folder: Path) -> "tuple[list[Run], list[Absent]]":
+def _cells(folder: Path) -> "tuple[list[RunRecord], list[MissingRun]]":
     """Return a study's finished runs in its order, and why the others have no scores. Raises ConfigError."""
-    from consilium.report.compare.groups import Absent
-    from consilium.report.compare.runs import read_run
+    from consilium.report.compare.comparability import MissingRun
+    from consilium.report.run_record import read_finished
     from consilium.report.study_cells import check_names, study_cells
-    from consilium.study.cell import record_of
+    from consilium.study.run_cell import record_of
 
-    found: list[Run] = []
-    absent: list[Absent] = []
+    found: list[RunRecord] = []
+    absent: list[MissingRun] = []
     cells = study_cells(folder)
     check_names(folder, [cell for cell in cells if (cell.folder / "results.json").is_file()])
     for cell in cells:
         record = record_of(cell.folder)
         try:
-            run = read_run(cell.folder, ", ".join(cell.labels.values()) or cell.folder.name, cell.method)
+            run = read_finished(cell.folder, ", ".join(cell.labels.values()) or cell.folder.name, cell.method)
             data = None if record.folder is None else (record.folder, record.data)
             found.append(run if data is None else replace(run, data=data, whole=record.whole))
         except ConfigError as error:
             if (job := cell.folder / "job.yaml").is_file():
                 why = f"{record.state}: {record.reason}" if record.reason else str(error)
-                absent.append(Absent(cell.method, _seed(job), why))
+                absent.append(MissingRun(cell.method, _seed(job), why))
     return found, absent

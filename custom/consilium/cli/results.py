@@ -22,17 +22,20 @@ def print_results(
 
     Exit code 1 says that sites were refused in the closing evaluation.
     """
-    from consilium.report.closing import result_table
-    from consilium.report.cross_sites import VALUES, WORDS, read, table
+    from consilium.report.matrices import VALUES, read_matrix
+    from consilium.report.plain_files import read_json
     from consilium.report.predictions import PREDICTIONS
-    from consilium.report.progress import ended, ending, unscored
-    from consilium.report.runlog import test_only
-    from consilium.tasks.registry import TASKS
+    from consilium.report.progress import ENDING, ending
+    from consilium.report.results_table import results_table
+    from consilium.report.run_record import read_run
+    from consilium.report.tables import terminal
 
-    early, refused = ended(folder), unscored(folder, config.training.rounds) if config.trains else {}
+    record = read_run(folder)
+    early = {name: record.ended[name] for name in ENDING} if record.ended else None
+    refused = record.unscored if config.trains else {}
     surveyed, files = folder / "statistics.json", ["metrics.jsonl", "tb_events", "sites/*/adapters"]
     told = json.loads(surveyed.read_text()) if surveyed.is_file() else None
-    crossed = read(json.loads((folder / VALUES).read_text())) if (folder / VALUES).is_file() else None
+    crossed = read_matrix(read_json(folder / VALUES))
     if format is Format.JSON:
         found = {"workspace": str(folder), "results": results, "losses": losses} | ({"statistics": told} if told else {})
         found |= ({"cross_sites": crossed.to_dict()} if crossed else {}) | ({"ended": early} if early else {})
@@ -43,15 +46,14 @@ def print_results(
         files += ["statistics.json", "statistics.png"]
     console = page()
     if crossed:
-        typer.echo(f"{crossed.title} ({WORDS})")
-        console.print(table(crossed, console.width))
+        console.print(terminal(crossed.table(), console.width))
         _tell_files(folder, ["cross_sites.json", "cross_sites.png", "results.json"])
         return
     if not config.trains:
         _tell_files(folder, ["statistics.json", "statistics.txt", "statistics.png"])
         return
-    scores = TASKS[config.task.name].scores(config.task)
-    console.print(result_table(results, config.title, scores, console.width, losses, test_only(folder), refused))
+    shown_table = results_table(results, record.scores, config.title, record.test_only, refused, losses)
+    console.print(terminal(shown_table, console.width, "results.json has them"))
     for site, reason in sorted(refused.items()):
         typer.echo(shown(f"{site}: {reason}", 1000))
     if early:

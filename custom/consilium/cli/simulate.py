@@ -26,7 +26,7 @@ from consilium.schema import validate
 
 if TYPE_CHECKING:
     from consilium.federation.build import Job
-    from consilium.report.view import LiveView
+    from consilium.report.live_view import LiveView
     from consilium.tasks.registry import Scores
 
 
@@ -196,7 +196,7 @@ def _waiting() -> Status:
 
 
 def _view(wanted: Wanted, ready: Ready) -> "LiveView":
-    from consilium.report.view import LiveView
+    from consilium.report.live_view import LiveView
 
     return LiveView(Console(quiet=wanted.quiet), ready.rounds, ready.title, ready.scores)
 

@@ -19,7 +19,7 @@ from consilium.errors import ConfigError
 from consilium.report.clean import line, number_of
 
 if TYPE_CHECKING:
-    from consilium.study.cell import Record
+    from consilium.study.run_cell import CellRecord
     from consilium.study.study import Study
 
 app = typer.Typer(no_args_is_help=True, help="Run grids of jobs: methods, ranks, splits, seeds.")
@@ -59,18 +59,18 @@ def study_list(
 
 
 def _summary(study: "Study", count: bool, tflops: float) -> dict[str, Any]:
-    from consilium.study.cell import record_of
-    from consilium.study.counted import counted, known_flops
+    from consilium.study.flops_cache import cached_flops, known_flops
+    from consilium.study.run_cell import record_of
 
     cells = len(study.grid()) - len(study.excluded())
     begun = study.cells() if study.workspace.exists() else []  # cells are made by their jobs, which takes a while for all
     states = Counter(record_of(cell.folder).state for cell in begun)
     told = {"study": study.name, "table": study.config.table or study.config.about, "needs": study.config.needs}
-    flops = known_flops(study, counted())
+    flops = known_flops(study, cached_flops())
     if flops is None and count:
-        from consilium.study.estimate import keep  # heavy: it lays out models
+        from consilium.study.estimate import count_flops  # heavy: it lays out models
 
-        flops = keep(study)
+        flops = count_flops(study)
     hours = None if flops is None else gpu_hours(flops, tflops)
     return told | {"cells": cells, "done": states["done"], "failed": states["failed"], "gpu_hours": hours}
 
@@ -90,14 +90,13 @@ def study_show(
     With the --data and --checkpoints of `study run` it tells which cells ran on other data, and the MB of all sites there.
     """
     from consilium.config.code import code_of
-    from consilium.study.cell import outdated
 
     chosen = _load(study, smoke, small, workspace)
     cells = chosen.cells()
     records, sizes = _standing(chosen, _given(data, checkpoints))
     if format is Format.JSON:
         more = {
-            c.id: {"outdated": outdated(records[c.id], code_of(c.load())), "labels": c.labels, "folder": str(c.folder)}
+            c.id: {"outdated": records[c.id].outdated(code_of(c.load())), "labels": c.labels, "folder": str(c.folder)}
             for c in cells
         }
         rows = [vars(records[c.id]) | more[c.id] | {"bytes": sizes[c.id]} for c in cells]
@@ -110,21 +109,21 @@ def _given(data: Path | None, checkpoints: Path | None) -> Given:
     return Given(data and data.resolve(), checkpoints and checkpoints.resolve())
 
 
-def _standing(study: "Study", given: Given) -> "tuple[dict[str, Record], dict[str, int | None]]":
+def _standing(study: "Study", given: Given) -> "tuple[dict[str, CellRecord], dict[str, int | None]]":
     """Return how far each cell is and the bytes it will send; with a folder of data, as it stands to them."""
-    from consilium.study.cell import held, record_of
     from consilium.study.estimate import bytes_of
     from consilium.study.plan import Planner
+    from consilium.study.run_cell import record_of
 
     records = {cell.id: record_of(cell.folder) for cell in study.cells()}
     if given.data is None:
         return records, {cell.id: bytes_of(cell) for cell in study.cells()}
     planned = Planner(given, study.workspace).plan(study.cells())
     sizes = {one.cell.id: bytes_of(one.cell, len(one.names)) for one in planned}
-    return {one.cell.id: held(records[one.cell.id], one.data) for one in planned}, sizes
+    return {one.cell.id: records[one.cell.id].held(one.data) for one in planned}, sizes
 
 
-def _print_study(study: "Study", records: "dict[str, Record]", sizes: dict[str, int | None]) -> None:
+def _print_study(study: "Study", records: "dict[str, CellRecord]", sizes: dict[str, int | None]) -> None:
     from consilium.config.code import code_of
     from consilium.report.study_cells import earlier_cells
     from consilium.study.study import named
@@ -177,15 +176,15 @@ def study_run(
 def _run(study: "Study", only: list[str], given: Given, workers: int, again: bool) -> tuple[int, int]:
     """Run the cells that `only` leaves; return how many are done and how many failed."""
     from consilium.report.study_cells import keep_cells
-    from consilium.study.cell import held, log_of, record_of
     from consilium.study.plan import Planner
-    from consilium.study.run import run_study
+    from consilium.study.run_cell import log_of, record_of
+    from consilium.study.runner import run_study
     from consilium.study.study import pick
     from consilium.study.view import StudyView
 
     cells = Planner(given, study.workspace, again).plan(pick(study, only))
     keep_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()}, study.config.named_axes)
-    there = {one.cell.name: (held(record_of(one.cell.folder), one.data), one.code) for one in cells}
+    there = {one.cell.name: (record_of(one.cell.folder).held(one.data), one.code) for one in cells}
     _tell_outdated({name: stands for name, stands in there.items() if stands[0].state != "done"})
     with StudyView(Console(), study.heading, cells, workers) as view:
         ended = run_study(cells, workers, view)
@@ -199,11 +198,9 @@ def _run(study: "Study", only: list[str], given: Given, workers: int, again: boo
     return done, len(failed)
 
 
-def _tell_outdated(standing: "Mapping[str, tuple[Record, str]]") -> None:
+def _tell_outdated(standing: "Mapping[str, tuple[CellRecord, str]]") -> None:
     """Say which cells, by name, ran by other code than theirs is now."""
-    from consilium.study.cell import outdated
-
-    older = {name: record.state == "done" for name, (record, code) in standing.items() if outdated(record, code)}
+    older = {name: record.state == "done" for name, (record, code) in standing.items() if record.outdated(code)}
     begun, done = ([name for name, whole in older.items() if whole is wanted] for wanted in (False, True))
     _tell_older("begun", begun, "`consilium study run` sets that aside and begins anew")
     _tell_older("done", done, "`consilium study run --again` runs them anew")

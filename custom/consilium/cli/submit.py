@@ -194,7 +194,7 @@ def _table(progress: dict[str, Any], width: int) -> Table:
     """Return a row per site: its weight in the mean (federation.max_weight bounds it), its loss and leading score as far as
     it shares them, and what it has sent and received, in at most `width` cells where that can be."""
     from consilium.messages import Stage
-    from consilium.report.view import reported
+    from consilium.report.live_view import reported
     from consilium.tasks.registry import Scores
 
     told, sites = progress["scores"], progress["sites"]
@@ -211,9 +211,9 @@ def _sites(
     progress: dict[str, Any], score: str, headings: "dict[Stage, str]", joint: str, sizes: bool, names: Mapping[str, str]
 ) -> Table:
     from consilium.messages import TRAIN_LOSS
-    from consilium.report.means import number
+    from consilium.report.live_view import score_of
     from consilium.report.progress import last_round
-    from consilium.report.view import score_of
+    from consilium.report.tables import number
 
     table = Table(box=SIMPLE, pad_edge=False)
     told = [f"{heading}{joint}{stage}" for stage, heading in headings.items()]

@@ -23,7 +23,7 @@ from consilium.privacy.release import upload_shapes
 from consilium.privacy.secagg.arithmetic import layout, size_of
 from consilium.privacy.secagg.attempt import MASKED
 from consilium.report.clean import shown
-from consilium.report.lines import LARGEST
+from consilium.report.plain_files import LARGEST
 from consilium.strategies.strategy import Role, ServerState, Strategy
 
 SMALLEST = 1e-3

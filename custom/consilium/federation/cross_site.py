@@ -16,7 +16,7 @@ from consilium.federation.early_stopping import ending
 from consilium.federation.scoring import former_jobs
 from consilium.messages import MetricKey, Payload, Stage
 from consilium.privacy.lending import MODELS
-from consilium.report.cross_sites import SHARED, matrix, write
+from consilium.report.matrices import SHARED, cross_site_matrix
 from consilium.tasks.registry import TASKS
 
 
@@ -122,4 +122,4 @@ class CrossSites:
         """Write the matrix, as a picture and as JSON."""
         reported = {metric for _, _, row in self._rows for found in row.values() for metric in found}
         lead = TASKS[self.job.config.task.name].scores(self.job.config.task).lead(reported)
-        write(self.coordinator.folder, matrix(lead, self.section.split, self._rows))
+        cross_site_matrix(lead, self.section.split, self._rows).write(self.coordinator.folder)

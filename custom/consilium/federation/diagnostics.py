@@ -12,6 +12,7 @@ from consilium.errors import ConfigError
 from consilium.linalg.lowrank import Product, norm
 from consilium.messages import Tensors
 from consilium.privacy import noise
+from consilium.report import figures
 from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, shares
 
 DRIFT = "drift.json"
@@ -100,16 +101,14 @@ def draw(run: Path, folder: Path) -> None:
     """Draw what a site's run has noted as noise.png and drift.png into its folder."""
     if not any((run / noted).is_file() for noted in (noise.FILE, DRIFT)):
         return
-    from consilium.report.figures import plot_curves, plot_drift  # here: matplotlib is 40 MB at every site of a simulation
-
     if (run / noise.FILE).is_file():
         rounds: dict[int, dict[str, float]] = {}
         for place, values in _read(run / noise.FILE).items():
             rounds.setdefault(place[0], {}).update({n.replace("noise/", NOISE_TITLE): value for n, value in values.items()})
         named = [{f"{NOISE_TITLE}xi_B A": float("nan"), **rounds[one]} for one in sorted(rounds)]
-        plot_curves(folder / "noise.png", named, from_zero=True)
+        figures.plot_curves(folder / "noise.png", named, from_zero=True)
     if (run / DRIFT).is_file():
-        plot_drift(folder / "drift.png", sorted(_read(run / DRIFT).items()))
+        figures.plot_drift(folder / "drift.png", sorted(_read(run / DRIFT).items()))
 
 
 def _read(path: Path) -> dict[tuple[int, int], dict[str, float]]:

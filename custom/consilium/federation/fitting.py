@@ -12,7 +12,7 @@ from consilium.federation.build import assemble_job
 from consilium.federation.doctor import Finding
 from consilium.federation.memory import memory_of, remedies
 from consilium.models.stored import require_library
-from consilium.report.of_data import keep
+from consilium.report.private_logging import keep
 from consilium.training.device import pick_device
 
 GIB = 2**30

@@ -21,7 +21,7 @@ from consilium.federation.processes import follow, receive, send
 from consilium.federation.saved_model import load_values
 from consilium.federation.sharding import hand_over, shard, world
 from consilium.messages import Tensors
-from consilium.report.of_data import say_to
+from consilium.report.private_logging import say_to
 from consilium.schema import validate
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import autocast, pick_device

@@ -23,7 +23,7 @@ from consilium.federation.saved_model import (
 from consilium.federation.trained import as_changes
 from consilium.messages import MetricKey, Payload, SiteInfo, Stage, Tensors
 from consilium.privacy.plan import Plan
-from consilium.report.means import Results
+from consilium.report.run_record import Results
 
 UNCOVERED = (
     "The privacy claim is of what leaves the site. This folder holds tensors of the site's own, which no noise covers: "

@@ -11,6 +11,7 @@ from consilium.data.tally import LENGTHS, OTHERS, SIZES, SPACING, class_names, g
 from consilium.errors import RefusedError
 from consilium.messages import Observer
 from consilium.privacy.statistics import Group, Portion, SiteStatistics
+from consilium.report import shift
 from consilium.storage import write_atomic
 
 FILE = "statistics.json"
@@ -53,16 +54,14 @@ class Survey:
 
     def finish(self) -> None:
         """Write what came."""
-        from consilium.report.shift import plot, text
-
         refused = {name: why for name, why in self.refused.items() if name not in self.found}  # a resumed run asks again
         silent = {name: "no answer" for name in self._asked - self.found.keys() - refused.keys()}
         said = {name: {"refused": why} for name, why in (refused | silent).items()}
         told = {name: one.model_dump(mode="json") for name, one in self.found.items()} | said
         sites = {name: told[name] for name in sorted(told)}
         self._asked = set()
-        write_atomic(self.folder / "statistics.txt", text(self.config.name, sites).encode())
-        plot(self.folder / "statistics.png", sites)
+        write_atomic(self.folder / "statistics.txt", shift.text(self.config.name, sites).encode())
+        shift.plot(self.folder / "statistics.png", sites)
         write_atomic(self.folder / FILE, json.dumps({"job": self.config.name, "sites": sites}, indent=1).encode())
 
 

@@ -35,8 +35,8 @@ from consilium.privacy.secagg.certificates import Identity, read_identity
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identity
 from consilium.registry import NO_PLUGINS, Plugins
-from consilium.report.of_data import places
 from consilium.report.predictions import PREDICTIONS
+from consilium.report.private_logging import places
 from consilium.storage import private_folder, sweep, write_atomic
 
 UPLOAD = 300.0

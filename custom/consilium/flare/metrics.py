@@ -23,7 +23,7 @@ from consilium.privacy import audit
 from consilium.privacy.composition import epsilon_for
 from consilium.privacy.ledger import Ledger
 from consilium.report.exposition import Sample
-from consilium.report.progress import read_lines, without_repeats
+from consilium.report.run_record import read_events
 
 RECENT = 30 * 86400.0
 """Seconds: runs in which nothing happened for so long are left out."""
@@ -68,7 +68,7 @@ def _server(kit: Path, state: Path) -> Iterator[Sample]:
     for folder in sorted((state / RUNS).iterdir()) if (state / RUNS).is_dir() else ():
         path = folder / "metrics.jsonl"
         if path.is_file() and (path.parent / "job.yaml").is_file() and time.time() - path.stat().st_mtime < RECENT:
-            yield from _run(folder, without_repeats(read_lines(path)), seen)
+            yield from _run(folder, read_events(path)[0], seen)
     for site, when in sorted(seen.items()):
         yield Sample("site_last_seen_timestamp_seconds", when, {"site": site})
 

@@ -15,7 +15,7 @@ from nvflare.apis.fl_context import FLContext
 from consilium.errors import ConsiliumError
 from consilium.federation.runs import ERRORS
 from consilium.flare import context
-from consilium.report.of_data import say_to
+from consilium.report.private_logging import say_to
 from consilium.storage import private_folder
 
 MOST = 1_000_000

@@ -19,7 +19,8 @@ _MARKDOWN = {c: f"\\{c}" for c in "\\|`#[]*~!$"} | {"<": "&lt;", ">": "&gt;", "&
 def shown(text: object, limit: int = LIMIT) -> str:
     """Return a text as one line of visible characters, the others as escapes such as \\x1b; at most `limit` of its own."""
     whole = str(text) if not isinstance(text, int) or abs(text) < 10**20 else "a number of over 20 digits"
-    visible = "".join(_escape(c) if unicodedata.category(c) in _HIDDEN else c for c in whole[:limit])
+    escaped = (c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in whole[:limit])
+    visible = "".join(e if unicodedata.category(c) in _HIDDEN else c for c, e in zip(whole, escaped, strict=False))
     return visible if len(whole) <= limit else f"{visible}... ({len(whole)} characters)"
 
 
@@ -56,7 +57,3 @@ def _tag(text: object) -> str:
 
 
 _known_tag = lru_cache(1024)(_tag)  # a site reports the same names in every round
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape", "surrogatepass").decode("ascii")

@@ -5,19 +5,17 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from consilium.messages import Stage
 from consilium.report.clean import tag
-from consilium.report.of_data import undrawn
+from consilium.report.predictions import drawn
+from consilium.report.private_logging import undrawn
 from consilium.storage import PRIVATE, private_folder
 from consilium.tasks.base import Examples
-
-if TYPE_CHECKING:
-    from tensorboard.compat.proto.summary_pb2 import Summary  # imported where something is written
 
 FOLDER = "tb_events"
 PICTURES = 20
@@ -53,7 +51,7 @@ class EventFile:
         one = Summary.Image(height=height, width=width, colorspace=colours, encoded_image_string=png.getvalue())
         self._add(Summary(value=[Summary.Value(tag=title, image=one)]), step)
 
-    def _add(self, summary: "Summary", step: int) -> None:
+    def _add(self, summary: Any, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -92,22 +90,18 @@ class SiteEvents:
 
     def pictures(self, round: int, stage: Stage, make: Callable[[], Examples | None]) -> None:
         """Draw what a model says of the samples that `make` returns, None for a task without pictures."""
-        if not self.draws(round):
-            return
 
         def write() -> None:
             if (found := make()) is not None:
-                from consilium.report.predictions import drawn  # matplotlib takes seconds to import
-
                 self._file.image(f"validation/{stage}", drawn({stage: found}), round)
 
-        self._try(write)
+        if self.draws(round):
+            self._try(write)
 
     def _try(self, write: Callable[[], None]) -> None:
-        if self._broken:
-            return
         try:
-            write()
+            if not self._broken:
+                write()
         except Exception as error:
             self._broken = True
             self.complain(undrawn(FOLDER, error))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 PREFIX = "consilium_"
+_ESCAPED = str.maketrans({"\\": "\\\\", "\n": "\\n", '"': '\\"'})
 
 
 @dataclass(frozen=True)
@@ -28,20 +29,9 @@ def exposition(samples: Iterable[Sample], help: Mapping[str, str]) -> str:
     for name, members in families.items():
         kind = "counter" if name.endswith("_total") else "gauge"
         lines += [f"# HELP {PREFIX}{name} {help[name]}", f"# TYPE {PREFIX}{name} {kind}"]
-        lines += [f"{PREFIX}{name}{_labels(one.labels)} {_number(one.value)}" for one in members]
+        for one in members:
+            texts = (f'{key}="{text.translate(_ESCAPED)}"' for key, text in one.labels.items())
+            labels = "{" + ",".join(texts) + "}" if one.labels else ""
+            value = ("+Inf" if one.value > 0 else "-Inf") if math.isinf(one.value) else repr(float(one.value))
+            lines.append(f"{PREFIX}{name}{labels} {value}")
     return "\n".join(lines) + "\n"
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    pairs = [f'{name}="{_escaped(value)}"' for name, value in labels.items()]
-    return "{" + ",".join(pairs) + "}" if pairs else ""
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
-
-
-def _number(value: float) -> str:
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return repr(float(value))

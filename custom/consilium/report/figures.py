@@ -1,52 +1,107 @@
-"""Pictures of a run: matrices of sites against sites, and curves over the rounds."""
+"""Pictures of a run: matrices of sites or classes, and curves over the rounds. matplotlib is imported where one is drawn."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 SHOWN = 12
 """A plot shows at most this many rounds, evenly spread, the first and the last among them."""
+NUMBERED = 14
+"""A matrix of more columns shows colours only."""
 
 
 def heat(matrix: Tensor, cell: int = 16) -> np.ndarray:
     """Return a picture (N cell, N cell, 3) uint8 of a matrix (N, N); dark is 0, bright its largest value."""
+    from matplotlib import colormaps
+
     values = matrix.double().numpy() / max(float(matrix.max()), 1e-12)
     picture = (colormaps["viridis"](values)[..., :3] * 255).astype(np.uint8)
     return picture.repeat(cell, 0).repeat(cell, 1)
 
 
-def plot_matrices(path: Path, rounds: list[dict[str, Any]]) -> None:
+def draw_matrix(
+    axis: Any, values: np.ndarray, rows: Sequence[str], columns: Sequence[str], texts: Any = None, **looks: Any
+) -> Any:
+    """Draw a matrix with its numbers, where there is room, in black or white by their ground; NaN is hatched.
+
+    `texts` (rows, columns): what is written instead of two digits; `looks`: cmap, vmin, vmax. Return the image.
+    """
+    image = axis.imshow(np.ma.masked_invalid(values), **{"cmap": "viridis", "aspect": "auto"} | looks)
+    small = 8 if max(values.shape, default=0) <= 4 else 6.5
+    upright = len(columns) <= NUMBERED and max(map(len, columns), default=0) <= 8
+    axis.set_xticks(range(len(columns)), columns, fontsize=7, rotation=0 if upright else 90)
+    axis.set_yticks(range(len(rows)), rows, fontsize=7)
+    for label in [*axis.get_xticklabels(), *axis.get_yticklabels()]:
+        label.set_parse_math(False)  # a site may be called $x$
+    for (row, column), value in np.ndenumerate(values):
+        if np.isnan(value):
+            axis.axhspan(
+                row - 0.5,
+                row + 0.5,
+                column / len(columns),
+                (column + 1) / len(columns),
+                fc="white",
+                ec="0.6",
+                hatch="////",
+                lw=0,
+            )
+        elif len(columns) <= NUMBERED:
+            red, green, blue, _ = image.cmap(image.norm(value))
+            ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
+            text = f"{value:.2f}" if texts is None else texts[row][column]
+            axis.text(column, row, text, ha="center", va="center", fontsize=small, color=ink)
+    return image
+
+
+def _evenly(rounds: Sequence[Any]) -> list[Any]:
+    return [rounds[i] for i in sorted({round(i) for i in np.linspace(0, len(rounds) - 1, min(SHOWN, len(rounds)))})]
+
+
+def plot_matrices(path: Path, rounds: Sequence[Mapping[str, Any]]) -> None:
     """Draw one matrix per round: rows receive, columns give. `rounds` are events with round, sites and values."""
-    picked = [rounds[i] for i in sorted({round(i) for i in np.linspace(0, len(rounds) - 1, min(SHOWN, len(rounds)))})]
-    columns = min(4, len(picked))
-    rows = -(-len(picked) // columns)
-    figure = Figure(figsize=(3.2 * columns, 3.0 * rows), layout="constrained")
-    for axis, event in zip(np.ravel(figure.subplots(rows, columns, squeeze=False)), picked, strict=False):
-        _draw(axis, event)
-    for axis in figure.axes[len(picked) :]:
+    from matplotlib.figure import Figure
+
+    picked = _evenly(rounds)
+    across = min(4, len(picked))
+    down = -(-len(picked) // across)
+    figure = Figure(figsize=(3.2 * across, 3.0 * down), layout="constrained")
+    axes = np.ravel(figure.subplots(down, across, squeeze=False))
+    for axis, event in zip(axes, picked, strict=False):
+        draw_matrix(axis, np.asarray(event["values"]), event["sites"], event["sites"], vmin=0, vmax=1)
+        axis.set_title(f"round {event['round'] + 1}", fontsize=9)
+    for axis in axes[len(picked) :]:
         axis.axis("off")
     figure.suptitle("rows receive, columns give", fontsize=9)
     figure.savefig(path, dpi=110)
 
 
-def plot_curves(path: Path, rounds: list[dict[str, float]], from_zero: bool = False) -> None:
+def plot_curves(path: Path, rounds: Sequence[Mapping[str, float]], from_zero: bool = False) -> None:
     """Draw one panel per group ("<group>/<name>") of the rounds' values; a large group (layers) as mean and range.
 
-    `from_zero`: of values that are sizes, so that twice as high is twice as much.
+    `from_zero`: the values are sizes, so twice as high is twice as much.
     """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     groups: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for one in rounds for name in one):
         groups.setdefault(name.rpartition("/")[0], []).append(name)
     figure = Figure(figsize=(4.2 * len(groups), 3.2), layout="constrained")
     for axis, (group, names) in zip(np.ravel(figure.subplots(1, len(groups), squeeze=False)), groups.items(), strict=True):
         values = np.array([[one.get(name, np.nan) for name in names] for one in rounds])
-        _curves(axis, values, [name.rpartition("/")[2] for name in names])
+        there = ~np.isnan(values).all(1)
+        steps, values = np.arange(1, len(values) + 1)[there], values[there]
+        if len(names) <= 4:
+            for name, column in zip(names, values.T, strict=True):
+                axis.plot(steps, column, marker=".", label=name.rpartition("/")[2])
+        else:
+            axis.plot(steps, np.nanmean(values, 1), marker=".", label=f"mean of {len(names)} layers")
+            low, high = np.nanmin(values, 1), np.nanmax(values, 1)
+            axis.fill_between(steps, low, high, alpha=0.25, label="lowest to highest")
+        axis.legend(fontsize=7)
         if from_zero:
             axis.set_ylim(bottom=0)
         axis.set_title(group, fontsize=9)
@@ -55,10 +110,13 @@ def plot_curves(path: Path, rounds: list[dict[str, float]], from_zero: bool = Fa
     figure.savefig(path, dpi=110)
 
 
-def plot_drift(path: Path, rounds: list[tuple[tuple[int, int], dict[str, float]]]) -> None:
-    """Draw how far each adapter moved in local training, from the input on; a line per round and phase, at most SHOWN."""
-    phased = any(phase for (_, phase), _ in rounds)
-    picked = [rounds[i] for i in sorted({round(i) for i in np.linspace(0, len(rounds) - 1, min(SHOWN, len(rounds)))})]
+def plot_drift(path: Path, rounds: Sequence[tuple[tuple[int, int], Mapping[str, float]]]) -> None:
+    """Draw how far each adapter moved in local training, from the input on; a line per round and phase."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    phased, picked = any(phase for (_, phase), _ in rounds), _evenly(rounds)
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axis = figure.subplots()
     for place, ((number, phase), values) in enumerate(picked):
@@ -73,55 +131,33 @@ def plot_drift(path: Path, rounds: list[tuple[tuple[int, int], dict[str, float]]
 
 
 def plot_cross_sites(file: BinaryIO, values: np.ndarray, models: Sequence[str], sites: Sequence[str], title: str) -> None:
-    """Draw a score of every site's model (rows) on every site's data (columns); grey where there is none."""
+    """Draw a score of every site's model (rows) on every site's data (columns)."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(2.6 + 0.55 * len(sites), 2.0 + 0.45 * len(models)), layout="constrained")
     axis = figure.subplots()
-    known = values[~np.isnan(values)]
-    middle = float(known.min() + 0.6 * (known.max() - known.min())) if known.size else 0.0
-    drawn = axis.imshow(np.ma.masked_invalid(values), cmap="viridis")
-    axis.set_facecolor("lightgrey")
+    image = draw_matrix(axis, values, models, sites)
     axis.set_title(title, fontsize=9)
-    axis.set_xticks(range(len(sites)), sites, fontsize=7, rotation=45, ha="right")
-    axis.set_yticks(range(len(models)), models, fontsize=7)
     axis.set_xlabel("tested on", fontsize=8)
     axis.set_ylabel("model of", fontsize=8)
-    for (i, j), value in np.ndenumerate(values if values.size <= 144 else np.zeros((0, 0))):
-        dark = bool(value < middle)
-        axis.text(
-            j,
-            i,
-            "-" if np.isnan(value) else f"{value:.2f}",
-            ha="center",
-            va="center",
-            fontsize=6,
-            color="white" if dark else "black",
-        )
-    figure.colorbar(drawn, ax=axis, shrink=0.8)
-    for label in [*axis.get_xticklabels(), *axis.get_yticklabels()]:
-        label.set_parse_math(False)  # a site may be called $x$
+    figure.colorbar(image, ax=axis, shrink=0.8)
     figure.savefig(file, dpi=150)
 
 
-def _curves(axis: Any, values: np.ndarray, labels: list[str]) -> None:
-    known = ~np.isnan(values).all(1)
-    steps, values = np.arange(1, len(values) + 1)[known], values[known]
-    if len(labels) <= 4:
-        for label, column in zip(labels, values.T, strict=True):
-            axis.plot(steps, column, marker=".", label=label)
-    else:
-        known = ~np.isnan(values).all(1)  # the first round has no update whose energy could be retained
-        steps, values = steps[known], values[known]
-        axis.plot(steps, np.nanmean(values, 1), marker=".", label=f"mean of {len(labels)} layers")
-        axis.fill_between(steps, np.nanmin(values, 1), np.nanmax(values, 1), alpha=0.25, label="lowest to highest")
-    axis.legend(fontsize=7)
+def plot_confusions(path: Path, tables: Mapping[str, np.ndarray], classes: Sequence[str]) -> None:
+    """Draw a panel per model: the share of each true class taken for each class, and the count where there is room.
 
+    Zhu et al., "DEeR" (IEEE TMI 2025), Figure 4, shows such pictures of several methods.
+    """
+    from matplotlib.figure import Figure
 
-def _draw(axis: Any, event: dict[str, Any]) -> None:
-    values, sites = np.asarray(event["values"]), event["sites"]
-    axis.imshow(values, vmin=0, vmax=1, cmap="viridis")
-    axis.set_title(f"round {event['round'] + 1}", fontsize=9)
-    axis.set_xticks(range(len(sites)), sites, fontsize=6, rotation=90)
-    axis.set_yticks(range(len(sites)), sites, fontsize=6)
-    if len(sites) <= 8:
-        for (i, j), value in np.ndenumerate(values):
-            axis.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=5, color="white" if value < 0.6 else "black")
+    side = max(3.2, 0.45 * len(classes) + 1.5)
+    figure = Figure(figsize=(side * len(tables), side), layout="constrained")
+    for axis, (stage, counts) in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables.items(), strict=True):
+        shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+        texts = [[f"{count:.0f}" for count in row] for row in counts]
+        draw_matrix(axis, shares, classes, classes, texts, cmap="Blues", vmin=0, vmax=1)
+        axis.set_title(stage, fontsize=9)
+        axis.set_xlabel("predicted", fontsize=7)
+        axis.set_ylabel("true", fontsize=7)
+    figure.savefig(path, dpi=150)

@@ -1,23 +1,22 @@
-"""predictions.png: what the models of a run say of a few pictures, beside the references. It shows patients, so it stays put.
+"""predictions.png: the models of a run on a few pictures, beside the references. It shows patients, so it stays at the site.
 
-A page has a heading, rows and a key. It carries where each begins, so that a simulation can join rows of several sites.
+The file says where each part lies, so a simulation can join rows of several sites, and `compare` the methods of several runs.
 """
 
 import io
-import json
 import math
 from collections.abc import Mapping
-from functools import singledispatch
-from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated
 
 import numpy as np
 from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from consilium.messages import Stage
-from consilium.report.panels import BLACK, GREY, RIGHT, WHITE, WRONG, above, beside, colours, fit, font, overlay, panel, words
+from consilium.report.image_grid import BLACK, GREY, RIGHT, WHITE, WRONG, arrange, colours, fit, font, overlay, panel, words
 from consilium.storage import write_atomic
 from consilium.tasks.base import Classified, Examples, Segmented
 
@@ -33,158 +32,148 @@ EDGE, NAMES = 48, 190
 """Pixels of a strip for a site's name, and of one for the names of models."""
 KEYS = 24
 """A key names at most this many classes."""
-CUTS, SIDE = "rows", "side"
-"""What a file says of its page beside the pixels: where rows begin and end, and the side of a picture."""
+LAYOUT, REFERENCE = "layout", "reference"
+"""The PNG's text with the layout, and the name of the parts with a picture and its reference."""
+_Pixels = Annotated[int, Field(ge=0, le=10**6)]
+Box = tuple[_Pixels, _Pixels, _Pixels, _Pixels]
 
 
-class Page(NamedTuple):
-    """A figure before it is put together. `key` explains the colours; a row begins with pictures, whose side is `side`."""
+@dataclass(frozen=True)
+class Layout:
+    """Where parts of a page lie. `rows`: y at which each row begins, and the last one ends; `side`: of a picture.
 
-    heading: Image.Image
-    rows: list[Image.Image]
-    key: Image.Image
-    side: int
+    `boxes`: left, top, right and bottom, for each picture, of its reference (REFERENCE) and of each model's prediction (its
+    stage).
+    """
+
+    rows: Annotated[list[_Pixels], Field(min_length=2)]
+    side: _Pixels
+    boxes: dict[str, list[Box]]
+
+
+Page = tuple[Image.Image, Layout]
+_LAYOUT = TypeAdapter(Layout)
 
 
 def write_predictions(path: Path, found: Mapping[Stage, Examples]) -> None:
     """Draw the examples of every stage there is; without any there is no picture. The file is the user's alone."""
-    stages = {str(stage): found[stage] for stage in Stage if stage in found}
-    if stages:
-        _write(path, _page(next(iter(stages.values())), stages))
+    if any(stage in found for stage in Stage):
+        _write(path, _page({stage: found[stage] for stage in Stage if stage in found}))
 
 
 def drawn(found: Mapping[Stage, Examples]) -> np.ndarray:
-    """Return what a model says of its examples as a page (H, W, 3) uint8, at half the size of a printed one."""
-    stages = {str(stage): one for stage, one in found.items()}
-    page = _page(next(iter(stages.values())), stages)
-    body = above([page.heading, *page.rows, page.key])
+    """Return a page of examples (H, W, 3) uint8, at half the size of a printed one."""
+    body, _ = _page(found)
     return np.asarray(body.resize((body.width // 2, body.height // 2), Image.Resampling.BOX))
 
 
 def join_predictions(pictures: Mapping[str, Path], path: Path) -> bool:
     """Put the first row of each site's picture on one page, of SITES sites at most; tell whether there is any to show.
 
-    `pictures` by site, in the order of the page; those that do not exist are left out.
+    `pictures` by site, in the order of the page; missing ones are left out.
     """
-    there = [(site, picture) for site, picture in pictures.items() if picture.is_file()]
-    pages = {site: _read(picture) for site, picture in there[:SITES]}
+    pages = {site: page for site, picture in pictures.items() if (page := read_page(picture)) is not None}
     if not pages:
         return False
-    widest = max(pages.values(), key=lambda page: page.heading.width)  # a site that never trained has one model less
-    rows = [_labelled(site, page.rows[0], page.side) for site, page in pages.items()]
-    _write(path, Page(_labelled("", widest.heading), rows, _labelled("", widest.key), widest.side))
+    body, layout = max(pages.values(), key=lambda page: page[0].width)  # a site that never trained has one model less
+    parts, y = [(EDGE, 0, body.crop((0, 0, body.width, layout.rows[0])))], layout.rows[0]
+    for site, (own, of) in list(pages.items())[:SITES]:
+        name = words(site, (of.side, EDGE), POINTS, bold=True).transpose(Image.Transpose.ROTATE_90)
+        row = own.crop((0, of.rows[0], own.width, of.rows[1]))
+        parts += [(0, y, name), (EDGE, y, row)]
+        y += row.height
+    parts.append((EDGE, y, body.crop((0, layout.rows[-1], body.width, body.height))))
+    _write(path, (arrange(parts), Layout([layout.rows[0], y], layout.side, {})))
     return True
 
 
-@singledispatch
-def _page(first: Examples, stages: Mapping[str, Examples]) -> Page:
-    """Lay out the examples of all stages; `first` is that of the first one."""
-    raise TypeError(f"no page for {type(first).__name__}")
+def _page(stages: Mapping[Stage, Examples]) -> Page:
+    """Lay out the examples of all stages, which are of one kind."""
+    first = next(iter(stages.values()))
+    return _masks(first, stages) if isinstance(first, Segmented) else _classes(first, stages)  # type: ignore[arg-type]
 
 
-@_page.register
-def _(first: Segmented, stages: Mapping[str, Segmented]) -> Page:
+def _masks(first: Segmented, stages: Mapping[Stage, Segmented]) -> Page:
+    """Lay out a row per picture: itself, its reference, and each model's masks with their Dice below."""
+    step, top, high = PANEL + GAP, LINE + 8, PANEL + LINE + GAP
     titles = ["picture", "reference", *stages]
-    heading = beside([words(title, (PANEL, LINE + 8), POINTS, bold=True) for title in titles], GAP)
-    rows = [_masks(first, stages, index) for index in range(len(first.images))]
-    return Page(heading, rows, _key(first.classes, heading.width), PANEL)
-
-
-def _masks(first: Segmented, stages: Mapping[str, Segmented], index: int) -> Image.Image:
-    """Return a row: the picture, its reference, and what each model says with its Dice below."""
-    image, space = first.images[index], Image.new("RGB", (PANEL, LINE + GAP), WHITE)
-    parts = [above([panel(image, PANEL), space]), overlay(image, first.references[index], PANEL)]
-    for said in stages.values():
-        score = words(_dice(float(said.dice[index])), (PANEL, LINE), POINTS)
-        parts.append(above([overlay(image, said.predictions[index], PANEL), score]))
-    return beside(parts, GAP)
-
-
-def _dice(value: float) -> str:
-    return "Dice –" if math.isnan(value) else f"Dice {value:.2f}"
+    parts = [(i * step, 0, words(title, (PANEL, top), POINTS, bold=True)) for i, title in enumerate(titles)]
+    boxes: dict[str, list[Box]] = {name: [] for name in (REFERENCE, *map(str, stages))}
+    rows = [top + high * index for index in range(len(first.images) + 1)]
+    for y, image, reference in zip(rows, first.images, first.references, strict=False):
+        parts += [(0, y, panel(image, PANEL)), (step, y, overlay(image, reference, PANEL))]
+        boxes[REFERENCE].append((0, y, step + PANEL, y + PANEL))
+    for x, (stage, said) in zip(range(2 * step, 100 * step, step), stages.items(), strict=False):
+        for y, image, masks, dice in zip(rows, first.images, said.predictions, said.dice.tolist(), strict=False):
+            score = words("Dice –" if math.isnan(dice) else f"Dice {dice:.2f}", (PANEL, LINE), POINTS)
+            parts += [(x, y, overlay(image, masks, PANEL)), (x, y + PANEL, score)]
+            boxes[str(stage)].append((x, y, x + PANEL, y + PANEL + LINE))
+    parts.append((0, rows[-1], _key(first.classes, len(titles) * step - GAP)))
+    return arrange(parts), Layout(rows, PANEL, boxes)
 
 
 def _key(classes: tuple[str, ...], width: int) -> Image.Image:
     """Return the classes' names behind their colours, in as many lines as they need."""
-    named = [_entry(name, colour, width // 3) for name, colour in zip(classes[:KEYS], colours(KEYS), strict=False)]
-    more = len(classes) - KEYS
-    named += [words(f"and {more} more", (PANEL, LINE), POINTS, GREY)] if more > 0 else []
+    face, side = font(POINTS), 22
+    entries = []
+    for name, colour in zip(classes[:KEYS], colours(KEYS), strict=False):
+        text = fit(name, width // 3 - side - 10, face)
+        entry = Image.new("RGB", (side + 10 + math.ceil(face.getlength(text)), LINE), WHITE)
+        draw, top = ImageDraw.Draw(entry), (LINE - side) // 2
+        draw.rectangle((0, top, side - 1, top + side - 1), colour)
+        draw.text((side + 10, LINE / 2), text, BLACK, face, anchor="lm")
+        entries.append(entry)
+    if (more := len(classes) - KEYS) > 0:
+        entries.append(words(f"and {more} more", (PANEL, LINE), POINTS, GREY))
     lines: list[list[Image.Image]] = [[]]
-    for entry in named:
+    for entry in entries:
         if sum(part.width + 3 * GAP for part in [*lines[-1], entry]) > width + 3 * GAP:
             lines.append([])
         lines[-1].append(entry)
-    return above([_centred(beside(line, 3 * GAP), width) for line in lines])
+    parts = []
+    for number, line in enumerate(lines):
+        x = (width - sum(part.width for part in line) - 3 * GAP * (len(line) - 1)) // 2
+        for entry in line:
+            parts.append((x, number * LINE, entry))
+            x += entry.width + 3 * GAP
+    return arrange(parts, (width, 0))
 
 
-def _entry(name: str, colour: tuple[int, int, int], width: int) -> Image.Image:
-    face, side = font(POINTS), 22
-    text = fit(name, width - side - 10, face)
-    entry = Image.new("RGB", (side + 10 + math.ceil(face.getlength(text)), LINE), WHITE)
-    draw, top = ImageDraw.Draw(entry), (LINE - side) // 2
-    draw.rectangle((0, top, side - 1, top + side - 1), colour)
-    draw.text((side + 10, LINE / 2), text, BLACK, face, anchor="lm")
-    return entry
-
-
-def _centred(part: Image.Image, width: int) -> Image.Image:
-    line = Image.new("RGB", (width, part.height), WHITE)
-    line.paste(part, ((width - part.width) // 2, 0))
-    return line
-
-
-@_page.register
-def _(first: Classified, stages: Mapping[str, Classified]) -> Page:
-    names = ["", "reference", *stages]
-    sizes = [(NAMES, SMALL if name == "" else LINE) for name in names]
-    space = Image.new("RGB", (NAMES, 2 * GAP), WHITE)
-    left = above([*(words(name, size, POINTS - 2, GREY) for name, size in zip(names, sizes, strict=True)), space])
-    row = beside([left, *(_answers(first, stages, index) for index in range(len(first.images)))], GAP)
-    return Page(Image.new("RGB", (row.width, 0)), [row], Image.new("RGB", (row.width, 0)), SMALL)
-
-
-def _answers(first: Classified, stages: Mapping[str, Classified], index: int) -> Image.Image:
-    """Return a column: the picture, its class, and each model's class with its probability."""
-    true, size = int(first.references[index]), (SMALL, LINE)
-    lines = [panel(first.images[index], SMALL), words(first.classes[true], size, POINTS, bold=True)]
-    for said in stages.values():
-        guess = int(said.predictions[index].argmax())
-        lines.append(_answer(said.classes[guess], float(said.predictions[index, guess]), guess == true))
-    return above(lines)
-
-
-def _answer(name: str, probability: float, right: bool) -> Image.Image:
-    """Return a line such as `✓ round 0.83`; a long name is cut, never the number."""
-    face, colour = font(POINTS - 2), RIGHT if right else WRONG
-    mark, number = "✓ " if right else "✗ ", f" {probability:.2f}"
-    text = fit(name, SMALL - math.ceil(face.getlength(mark + number)), face)
-    return words(f"{mark}{text}{number}", (SMALL, LINE), POINTS - 2, colour)
-
-
-def _labelled(site: str, part: Image.Image, side: int = 0) -> Image.Image:
-    """Return a part with a site's name beside its pictures, read upwards."""
-    return beside([words(site, (side, EDGE), POINTS, bold=True).transpose(Image.Transpose.ROTATE_90), part], 0)
+def _classes(first: Classified, stages: Mapping[Stage, Classified]) -> Page:
+    """Lay out a column per picture: itself, its class, and a line per model, green where it is right."""
+    labels = ["reference", *stages]
+    parts = [(0, SMALL + i * LINE, words(name, (NAMES, LINE), POINTS - 2, GREY)) for i, name in enumerate(labels)]
+    boxes: dict[str, list[Box]] = {name: [] for name in (REFERENCE, *map(str, stages))}
+    face, high = font(POINTS - 2), SMALL + len(labels) * LINE + 2 * GAP
+    for index, (image, reference) in enumerate(zip(first.images, first.references.tolist(), strict=True)):
+        x, y = NAMES + GAP + index * (SMALL + GAP), SMALL + LINE
+        parts += [(x, 0, panel(image, SMALL)), (x, SMALL, words(first.classes[reference], (SMALL, LINE), POINTS, bold=True))]
+        boxes[REFERENCE].append((x, 0, x + SMALL, y))
+        for stage, said in stages.items():
+            guess = int(said.predictions[index].argmax())
+            mark, number = "✓ " if guess == reference else "✗ ", f" {float(said.predictions[index, guess]):.2f}"
+            name = fit(said.classes[guess], SMALL - math.ceil(face.getlength(mark + number)), face)  # never cuts the number
+            colour = RIGHT if guess == reference else WRONG
+            parts.append((x, y, words(f"{mark}{name}{number}", (SMALL, LINE), POINTS - 2, colour)))
+            boxes[str(stage)].append((x, y, x + SMALL, y + LINE))
+            y += LINE
+    return arrange(parts, (0, high)), Layout([0, high], SMALL, boxes)
 
 
 def _write(path: Path, page: Page) -> None:
-    """Put a page together and write it, with the heights at which its rows begin and end."""
-    body, notes, file = above([page.heading, *page.rows, page.key]), PngInfo(), io.BytesIO()
-    sheet = Image.new("RGB", (body.width + 2 * MARGIN, body.height + 2 * MARGIN), WHITE)
-    sheet.paste(body, (MARGIN, MARGIN))
-    ends = [MARGIN + page.heading.height]
-    for row in page.rows:
-        ends.append(ends[-1] + row.height)
-    notes.add_text(CUTS, json.dumps(ends))
-    notes.add_text(SIDE, str(page.side))
+    notes, file = PngInfo(), io.BytesIO()
+    notes.add_text(LAYOUT, _LAYOUT.dump_json(page[1]).decode())
+    sheet = arrange([(MARGIN, MARGIN, page[0])], (page[0].width + 2 * MARGIN, page[0].height + 2 * MARGIN))
     sheet.save(file, "PNG", pnginfo=notes, dpi=(300, 300), compress_level=3)
     write_atomic(path, file.getvalue())
 
 
-def _read(path: Path) -> Page:
-    """Take a page that `_write` wrote apart again."""
-    with Image.open(path) as sheet:
-        ends, side = json.loads(str(sheet.info[CUTS])), int(str(sheet.info[SIDE]))
-        body = sheet.convert("RGB")
-    cuts = [MARGIN, *ends, body.height - MARGIN]
-    parts = [body.crop((MARGIN, top, body.width - MARGIN, bottom)) for top, bottom in pairwise(cuts)]
-    return Page(parts[0], parts[1:-1], parts[-1], side)
+def read_page(path: Path) -> Page | None:
+    """Return a page that a run drew; None where there is none, it is damaged, or another program's."""
+    try:
+        with Image.open(path) as sheet:
+            layout = _LAYOUT.validate_json(str(sheet.info[LAYOUT]))
+            body = sheet.convert("RGB").crop((MARGIN, MARGIN, sheet.width - MARGIN, sheet.height - MARGIN))
+    except (OSError, KeyError, ValueError, SyntaxError, ValidationError, Image.DecompressionBombError):
+        return None  # a torn PNG is a SyntaxError too
+    return body, layout

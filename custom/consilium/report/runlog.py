@@ -4,7 +4,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,8 +19,10 @@ from consilium.errors import ConfigError
 from consilium.linalg.together import norm
 from consilium.messages import BYTES_DOWN, BYTES_UP, NOT_PRIVATE, Payload, Tensors
 from consilium.privacy.plan import Plan
+from consilium.report import figures
 from consilium.report.events import FOLDER, EventFile
-from consilium.report.progress import read_lines
+from consilium.report.matrices import confusions
+from consilium.report.run_record import place_of, read_lines, roles_of
 from consilium.report.tracking import Tracker
 from consilium.storage import file_lock, open_private, private_folder, write_atomic
 from consilium.strategies.strategy import Gathered, Role, ServerState, Strategy
@@ -48,6 +50,8 @@ class RunLog:
         self.folder = private_folder(folder)
         self._lock = file_lock(folder / LOCK, wait=False)
         self._file = _open_alone(folder / "metrics.jsonl", resume, self._lock)
+        self._test_only: set[str] = set()
+        self._seeded: set[str] = set()
         self._events: dict[str, EventFile] = {}
         self._down: dict[str, int] = {}
         self._results: dict[str, dict[str, float]] = {}
@@ -62,14 +66,16 @@ class RunLog:
         self._tracker, self._finished = track() if track else None, False
 
     def resumed(self, state: ServerState) -> list[str]:
-        """Mark where a run goes on: what stands above of this phase or later ones happens again below.
+        """Record where a run goes on: lines above of this phase or later ones are repeated below.
 
         Return a line for each package, and for the strategy's code, that is another than before.
         """
-        for event in read_lines(self.folder / "metrics.jsonl"):
+        for event in read_lines(self.folder / "metrics.jsonl")[0]:
+            if event["event"] == "joined":
+                self._marked(event)
             if event["event"] == "figure" and event["round"] < state.round:
                 self._figures.setdefault(event["title"], []).append(event)
-            if event["event"] == "diagnostics" and (event["round"], event["phase"]) < (state.round, state.phase):
+            if event["event"] == "diagnostics" and place_of(event) < (state.round, state.phase):
                 self._curves.append(event["values"])
         self._line({"event": "resumed", "round": state.round, "phase": state.phase})
         return self._describe()
@@ -93,8 +99,9 @@ class RunLog:
     def trains(self, strategy: Strategy, initial: Tensors) -> None:
         """Record how many parameters travel, stay at a site and do not train: a new run begins."""
         self._describe()
-        counts = by_role(strategy, {name: tensor.numel() for name, tensor in initial.items()})
-        self._line({"event": "parameters", "round": 0, "phase": 0, **{role.value: count for role, count in counts.items()}})
+        roles = roles_of(strategy, initial)
+        counts = {role.value: sum(initial[name].numel() for name, one in roles.items() if one is role) for role in Role}
+        self._line({"event": "parameters", "round": 0, "phase": 0, **counts})
 
     def began_from(self, sha256: str) -> None:
         """Record the adapter that all sites go on from."""
@@ -106,7 +113,15 @@ class RunLog:
         `seeded`: its noise comes from a seed.
         """
         marks = {name: True for name, true in (("test_only", test_only), ("seeded", seeded)) if true}
-        self._line({"event": "joined", "site": site, "round": round, "ledger": ledger} | marks)
+        line = {"event": "joined", "site": site, "round": round, "ledger": ledger} | marks
+        self._marked(line)
+        self._line(line)
+
+    def _marked(self, joined: dict[str, Any]) -> None:
+        """Note a site that only tests, or whose noise comes from a seed."""
+        for mark, sites in (("test_only", self._test_only), ("seeded", self._seeded)):
+            if joined.get(mark) is True:
+                sites.add(joined["site"])
 
     def sent(self, site: str, payload: Payload) -> None:
         """Note the size of what a site receives."""
@@ -129,9 +144,8 @@ class RunLog:
         self, state: ServerState, sites: list[str], epsilon: float | None = None, mean: Gathered | None = None
     ) -> None:
         """Record that a phase ended, whose results are in its `mean`, and the epsilon of the plan so far."""
-        line = {"event": "concluded", "round": state.round, "phase": state.phase, "sites": sites}
-        self._line(line | ({} if epsilon is None else {"privacy/epsilon": epsilon}))
         told = {} if epsilon is None else {"privacy/epsilon": epsilon}
+        self._line({"event": "concluded", "round": state.round, "phase": state.phase, "sites": sites} | told)
         if isinstance(mean, dict) and all(isinstance(tensor, Tensor) for tensor in mean.values()):
             told["update/norm"] = norm(mean)
         self._scalars("server", told, state.round)
@@ -148,19 +162,12 @@ class RunLog:
     def figures(self, state: ServerState, matrices: Tensors) -> None:
         """Keep matrices of sites against sites: values in metrics.jsonl, a picture in TensorBoard, all rounds in a plot."""
         for title, matrix in matrices.items():
-            from consilium.report.figures import heat
-
             stale = {name: state.round - 1 - last for name, last in state.reported.items()}
-            line = {
-                "event": "figure",
-                "round": state.round - 1,
-                "title": title,
-                "sites": sorted(state.sites),
-                "staleness": stale,
-            }
-            self._line(line | {"values": matrix.tolist()})
-            self._events_of("server").image(title, heat(matrix), state.round - 1)
-            self._figures.setdefault(title, []).append(line | {"values": matrix.tolist()})
+            line = {"event": "figure", "round": state.round - 1, "title": title, "sites": sorted(state.sites)}
+            line |= {"staleness": stale, "values": matrix.tolist()}
+            self._line(line)
+            self._events_of("server").image(title, figures.heat(matrix), state.round - 1)
+            self._figures.setdefault(title, []).append(line)
 
     def held_out(self, site: str, result: Payload) -> None:
         """Record the evaluation of a site that did not train in this round, before the round."""
@@ -185,33 +192,20 @@ class RunLog:
 
     def finish(self, plan: Plan | None = None) -> None:
         """Write results.json, and privacy.json of a private run: only a run that came to its end has them."""
-        seeded = joined_as(self.folder, "seeded")
-        for site in seeded & self._results.keys():
+        for site in self._seeded & self._results.keys():
             self._results[site] = self._results[site] | {NOT_PRIVATE: 1.0}
         if plan is not None:
-            write_atomic(self.folder / "privacy.json", json.dumps(plan.summary(seeded), indent=1).encode())
-        self._draw()
-        self._draw_confusions()
-        apart = test_only(self.folder)
-        self._scalars(MEANS, mean_metrics([one for site, one in self._results.items() if site not in apart]), self._rounds)
+            write_atomic(self.folder / "privacy.json", json.dumps(plan.summary(self._seeded), indent=1).encode())
+        for title, rounds in self._figures.items():
+            figures.plot_matrices(self.folder / f"{title}.png", rounds)
+        if self._curves:
+            figures.plot_curves(self.folder / "diagnostics.png", self._curves)
+        if tables := confusions(self._results, self._classes):
+            figures.plot_confusions(self.folder / "confusion.png", tables, self._classes)
+        trained = [one for site, one in self._results.items() if site not in self._test_only]
+        self._scalars(MEANS, mean_metrics(trained), self._rounds)
         write_atomic(self.folder / "results.json", json.dumps(self._results, indent=1, sort_keys=True).encode())
         self._finished = True
-
-    def _draw(self) -> None:
-        if self._figures or self._curves:
-            from consilium.report.figures import plot_curves, plot_matrices
-
-            for title, rounds in self._figures.items():
-                plot_matrices(self.folder / f"{title}.png", rounds)
-            if self._curves:
-                plot_curves(self.folder / "diagnostics.png", self._curves)
-
-    def _draw_confusions(self) -> None:
-        if any("/confusion/" in name for metrics in self._results.values() for name in metrics):
-            from consilium.report.confusion import confusions, plot_confusions
-
-            if tables := confusions(self._results, self._classes):
-                plot_confusions(self.folder / "confusion.png", tables, self._classes)
 
     def close(self) -> None:
         """Close all files."""
@@ -247,31 +241,6 @@ def _open_alone(path: Path, resume: bool, lock: FileLock) -> TextIO:
     if resume and not path.read_text(encoding="utf-8").endswith("\n"):
         file.write("\n")  # the last line was torn
     return file
-
-
-def roles_of(strategy: Strategy, names: Iterable[str]) -> dict[str, Role]:
-    """Return each tensor's role in round 1 and those of a period; what travels at times travels."""
-    places = [(r, p) for r in range(1, 1 + strategy.period) for p in range(strategy.phases(r))]
-    all_of = {name: {strategy.role(name, *place) for place in places} for name in names}
-    return {name: next(r for r in (Role.SHARED, Role.LOCAL, Role.FROZEN) if r in found) for name, found in all_of.items()}
-
-
-def by_role(strategy: Strategy, sizes: Mapping[str, int]) -> dict[Role, int]:
-    """Return how many of the parameters have each role, see `roles_of`."""
-    roles = roles_of(strategy, sizes)
-    return {role: sum(size for name, size in sizes.items() if roles[name] is role) for role in Role}
-
-
-def test_only(folder: Path) -> frozenset[str]:
-    """Return the sites of a run that were there to be scored only."""
-    return joined_as(folder, "test_only")
-
-
-def joined_as(folder: Path, mark: str) -> frozenset[str]:
-    """Return the sites of a run that joined with a mark: "test_only", or "seeded"."""
-    path = folder / "metrics.jsonl"
-    lines = read_lines(path) if path.is_file() else []
-    return frozenset(line["site"] for line in lines if line["event"] == "joined" and line.get(mark) is True)
 
 
 def mean_metrics(found: list[dict[str, float]]) -> dict[str, float]:

@@ -8,16 +8,14 @@ from typing import Any
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
-from rich.box import SIMPLE
-from rich.table import Table
 
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.images import read_image
 from consilium.data.settings import PictureSettings
 from consilium.data.volumes import header, is_volume
 from consilium.errors import DataError
-from consilium.report.clean import line, shown
-from consilium.report.tables import Layout, fit
+from consilium.report.clean import shown
+from consilium.report.tables import Table, columns
 from consilium.storage import open_private, private_folder
 
 EXAMPLES = 3
@@ -26,55 +24,26 @@ MOST_SITES = 24
 """Sites that are drawn; the table and stats.json have all."""
 
 
-def tables(stats: Mapping[str, Mapping[str, Any]], width: int = 80) -> list[Table]:
+def tables(stats: Mapping[str, Mapping[str, Any]]) -> list[Table]:
     """Return a table of the images and one of the classes, a row a site."""
-    rows = {
-        name: [_counts(one), str(one["patients"] or "-"), _size(one), _spacing(one), _values(one)]
-        for name, one in stats.items()
-    }
-    heads = ("train/val/test", "patients", "size", "mm", "1, 50, 99 %")
+    rows = []
+    for name, one in stats.items():
+        bad = f" ({one['unreadable']} bad)" if one["unreadable"] else ""
+        size = "x".join(f"{values[1]:g}" for values in one["size"].values())
+        spacing = " ".join(f"{values[1]:.2g}" for values in one["spacing"].values())
+        greys = ", ".join(f"{one['intensity'][key]:.4g}" for key in ("p1", "p50", "p99") if one["intensity"])
+        counts = "/".join(str(one["samples"][split]) for split in SPLITS) + bad
+        rows.append([name, counts, str(one["patients"] or "-"), size or "-", spacing or "-", greys or "-"])
+    heads = columns("site", "train/val/test", "patients", "size", "mm", "1, 50, 99 %")
+    found = [Table("Images: medians; intensity by percentile", heads, rows)]
     classes = list(dict.fromkeys(name for one in stats.values() for name in one["classes"]))
-    found = [fit([_table("Images: medians; intensity by percentile", heads, rows)], stats, width)]
-    for start in range(0, len(classes), 4):
-        some = classes[start : start + 4]
-        cells = {name: [_share(one["classes"].get(c)) for c in some] for name, one in stats.items()}
-        layout = _table("Classes: samples that show it, share of all pixels", [shown(c, 16) for c in some], cells)
-        found.append(fit([layout], stats, width))
+    for some in (classes[start : start + 4] for start in range(0, len(classes), 4)):
+        rows = []
+        for name, one in stats.items():
+            shares = [one["classes"].get(c) for c in some]
+            rows.append([name, *("-" if one is None else f"{one['samples']}, {one['share']:.1%}" for one in shares)])
+        found.append(Table("Classes: samples that show it, share of all pixels", columns("site", *some), rows))
     return found
-
-
-def _table(title: str, heads: Any, rows: Mapping[str, list[str]]) -> Layout:
-    def make(names: Mapping[str, str]) -> Table:
-        table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-        table.add_column("site", no_wrap=True)
-        for head in heads:
-            table.add_column(line(head), justify="right", no_wrap=True)
-        for name, cells in rows.items():
-            table.add_row(line(names[name]), *map(line, cells))
-        return table
-
-    return make
-
-
-def _counts(one: Mapping[str, Any]) -> str:
-    bad = f" ({one['unreadable']} bad)" if one["unreadable"] else ""
-    return "/".join(str(one["samples"][split]) for split in SPLITS) + bad
-
-
-def _size(one: Mapping[str, Any]) -> str:
-    return "x".join(f"{values[1]:g}" for values in one["size"].values()) or "-"
-
-
-def _spacing(one: Mapping[str, Any]) -> str:
-    return " ".join(f"{values[1]:.2g}" for values in one["spacing"].values()) or "-"
-
-
-def _values(one: Mapping[str, Any]) -> str:
-    return ", ".join(f"{one['intensity'][key]:.4g}" for key in ("p1", "p50", "p99") if one["intensity"]) or "-"
-
-
-def _share(found: Mapping[str, float] | None) -> str:
-    return "-" if found is None else f"{found['samples']}, {found['share']:.1%}"
 
 
 def write_stats(
@@ -97,24 +66,30 @@ def draw(stats: Mapping[str, Mapping[str, Any]], lists: Mapping[str, DataList], 
     classes = list(dict.fromkeys(c for name in names for c in stats[name]["classes"]))
     largest = max((v["share"] for name in names for v in stats[name]["classes"].values()), default=1.0)
     for row, name in zip(axes, names, strict=True):
-        _pictures(row[:EXAMPLES], lists[name], settings)
-        _histogram(row[EXAMPLES], stats[name]["histogram"], highest)
-        _bars(row[EXAMPLES + 1], stats[name]["classes"], classes, largest)
+        items = [item for split in SPLITS for item in lists[name].splits[split]]
+        wanted = sorted({round(i) for i in np.linspace(0, len(items) - 1, EXAMPLES)}) if items else []
+        for axis, number in zip(row, [*wanted, *[None] * EXAMPLES][:EXAMPLES], strict=False):
+            axis.set_xticks([], [])
+            axis.set_yticks([], [])
+            axis.spines[:].set_visible(False)
+            if number is not None and (picture := _picture(items[number], settings)) is not None:
+                axis.imshow(picture)
         row[0].set_ylabel(shown(name, 24), fontsize=8, parse_math=False)
+        histogram, bars = row[EXAMPLES:]
+        shares, found = stats[name]["histogram"], stats[name]["classes"]
+        histogram.bar(np.arange(len(shares)) * 256 / len(shares), shares, 256 / len(shares), align="edge", color="0.45")
+        histogram.set_ylim(0, highest * 1.05 or 1)
+        widths = [found.get(one, {}).get("share", 0.0) for one in classes]
+        bars.barh(range(len(classes)), widths, color=[colormaps["tab10"](i % 10) for i in range(len(classes))])
+        bars.set_yticks(range(len(classes)), [shown(c, 16) for c in classes], fontsize=6, parse_math=False)
+        bars.set_xlim(0, largest * 1.05 or 1)
+        bars.invert_yaxis()
+        for axis in (histogram, bars):
+            axis.tick_params(labelsize=6)
+            axis.spines[["top", "right"]].set_visible(False)
     axes[0, EXAMPLES].set_title("8-bit values, share of pixels", fontsize=8)
     axes[0, EXAMPLES + 1].set_title("classes, share of pixels", fontsize=8)
     return figure
-
-
-def _pictures(row: Any, data: DataList, settings: PictureSettings) -> None:
-    items = [item for split in SPLITS for item in data.splits[split]]
-    wanted = sorted({round(i) for i in np.linspace(0, max(0, len(items) - 1), EXAMPLES)}) if items else []
-    for axis, number in zip(row, [*wanted, *[None] * EXAMPLES], strict=False):
-        axis.set_xticks([], [])
-        axis.set_yticks([], [])
-        axis.spines[:].set_visible(False)
-        if number is not None and (picture := _picture(items[number], settings)) is not None:
-            axis.imshow(picture)
 
 
 def _picture(item: Item, settings: PictureSettings) -> np.ndarray | None:
@@ -128,21 +103,3 @@ def _picture(item: Item, settings: PictureSettings) -> np.ndarray | None:
         return None
     step = max(1, max(picture.shape) // 256)
     return picture[::step, ::step]
-
-
-def _histogram(axis: Any, shares: list[float], highest: float) -> None:
-    axis.bar(np.arange(len(shares)) * 256 / len(shares), shares, width=256 / len(shares), align="edge", color="0.45")
-    axis.set_ylim(0, highest * 1.05 or 1)
-    axis.tick_params(labelsize=6)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def _bars(axis: Any, found: Mapping[str, Mapping[str, float]], classes: list[str], largest: float) -> None:
-    colors = colormaps["tab10"]
-    widths = [found.get(name, {}).get("share", 0.0) for name in classes]
-    axis.barh(range(len(classes)), widths, color=[colors(i % 10) for i in range(len(classes))])
-    axis.set_yticks(range(len(classes)), [shown(c, 16) for c in classes], fontsize=6, parse_math=False)
-    axis.set_xlim(0, largest * 1.05 or 1)
-    axis.invert_yaxis()
-    axis.tick_params(labelsize=6)
-    axis.spines[["top", "right"]].set_visible(False)

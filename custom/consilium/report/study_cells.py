@@ -1,4 +1,4 @@
-"""Which cells the studies of a workspace have now: what `study run` keeps of them, and what reads it."""
+"""Which cells the studies of a workspace have now: written by `study run`, read by reports, comparisons and `use`."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,17 +8,17 @@ from typing import Any
 
 from consilium.errors import ConfigError
 from consilium.report.clean import shown
-from consilium.report.page.files import folders, read_json
+from consilium.report.plain_files import read_json, subfolders
 from consilium.storage import locked, write_atomic
 
 CELLS, KEPT = "cells", "studies.json"
 SEED = "seed"
-"""What the axis of seeds is called in workspaces of former versions, which do not say it."""
+"""The axis of seeds in workspaces of former versions, which do not say it."""
 
 
 @dataclass(frozen=True)
 class StudyCell:
-    """A cell as its study calls it: its folder, its values on all axes, and on those that name what is compared."""
+    """A cell of a study: its folder, its values on all axes, and on those that name what is compared."""
 
     folder: Path
     labels: Mapping[str, str]
@@ -27,7 +27,7 @@ class StudyCell:
     @property
     def name(self) -> str:
         """Its values on all axes, as `method=IAT,seed=0`; "" where it has none."""
-        return _name(self.labels)
+        return ",".join(f"{shown(axis)}={shown(value)}" for axis, value in self.labels.items())
 
 
 def keep_cells(workspace: Path, study: str, cells: Mapping[str, Mapping[str, str]], axes: Sequence[str]) -> None:
@@ -39,22 +39,24 @@ def keep_cells(workspace: Path, study: str, cells: Mapping[str, Mapping[str, str
 
 def study_cells(workspace: Path) -> list[StudyCell]:
     """Return the cells that have begun and are of a study as it was last run; of a workspace that does not say, all."""
-    there = {one.name: one for one in folders(workspace / CELLS)}
-    if not (kept := _kept(workspace)):
-        return [_former(folder) for folder in sorted(there.values(), key=_place)]
+    there = {one.name: one for one in subfolders(workspace / CELLS)}
     found = {}
-    for one in kept.values():
+    for one in (kept := _kept(workspace)).values():
         for name, labels in one["cells"].items():
             if name in there:
                 found[name] = StudyCell(there[name], labels, {axis: labels[axis] for axis in one["axes"]})
-    return list(found.values())
+    if kept:
+        return list(found.values())
+    places = {folder: read_json(folder / "cell.json").get("place") for folder in there.values()}
+    ordered = sorted(places, key=lambda folder: place if isinstance(place := places[folder], int) else 0)
+    labels_of = {folder: _labels(folder) for folder in ordered}
+    return [StudyCell(f, of, {axis: value for axis, value in of.items() if axis != SEED}) for f, of in labels_of.items()]
 
 
 def earlier_cells(workspace: Path, study: str, present: Iterable[str]) -> list[Path]:
     """Return the folders of cells that neither a study, which now has those `present`, nor another one here has any more."""
-    others = {name for key, one in _kept(workspace).items() if key != study for name in one["cells"]}
-    known = {*present, *others}
-    return [one for one in folders(workspace / CELLS) if one.name not in known and (one / "cell.json").is_file()]
+    known = {*present, *(name for key, one in _kept(workspace).items() if key != study for name in one["cells"])}
+    return [one for one in subfolders(workspace / CELLS) if one.name not in known and (one / "cell.json").is_file()]
 
 
 def check_names(workspace: Path, cells: Sequence[StudyCell]) -> None:
@@ -62,47 +64,27 @@ def check_names(workspace: Path, cells: Sequence[StudyCell]) -> None:
     seen: dict[str, StudyCell] = {}
     for cell in cells:
         if cell.name and (other := seen.setdefault(cell.name, cell)) is not cell:
-            who = (
-                f"{shown(workspace, 200)}: {cell.name} is two runs, {CELLS}/{other.folder.name} and {CELLS}/{cell.folder.name}"
-            )
+            two = f"{CELLS}/{other.folder.name} and {CELLS}/{cell.folder.name}, of two forms of a study or of two studies"
             remedy = "run `consilium study run` again, which keeps what is the study's now, or move the older folder away"
-            raise ConfigError(f"{who}, of two forms of a study or of two studies; {remedy}")
+            raise ConfigError(f"{shown(workspace, 200)}: {cell.name} is two runs, {two}; {remedy}")
 
 
 def values_of_cell(folder: Path) -> str:
     """Return a study's run's values on all axes, as `method=IAT,seed=0`; "" for any other run."""
-    return _name(_labels(folder))
-
-
-def _name(labels: Mapping[str, str]) -> str:
-    return ",".join(f"{shown(axis)}={shown(value)}" for axis, value in labels.items())
+    return StudyCell(folder, _labels(folder), {}).name
 
 
 def _labels(folder: Path) -> dict[str, str]:
-    labels = found.get("labels") if isinstance(found := read_json(folder / "cell.json"), dict) else None
+    labels = read_json(folder / "cell.json").get("labels")
     return labels if isinstance(labels, dict) else {}
 
 
-def _former(folder: Path) -> StudyCell:
-    labels = _labels(folder)
-    return StudyCell(folder, labels, {axis: value for axis, value in labels.items() if axis != SEED})
-
-
-def _place(folder: Path) -> int:
-    found = read_json(folder / "cell.json")
-    place = found.get("place") if isinstance(found, dict) else None
-    return place if isinstance(place, int) else 0
-
-
 def _kept(workspace: Path) -> dict[str, Any]:
-    """Return what is kept of each study; {} where nothing is, or it is damaged."""
-    found = read_json(workspace / KEPT)
-    return {key: one for key, one in found.items() if _is_whole(one)} if isinstance(found, dict) else {}
-
-
-def _is_whole(one: Any) -> bool:
-    """Tell whether what is kept of a study has axes, and cells with a value on each."""
-    cells, axes = (one.get("cells"), one.get("axes")) if isinstance(one, dict) else (None, None)
-    if not isinstance(cells, dict) or not isinstance(axes, list):
-        return False
-    return all(isinstance(labels, dict) and set(axes) <= labels.keys() for labels in cells.values())
+    """Return what is kept of each study that has axes, and cells with a value on each; {} where it is damaged."""
+    found = {}
+    for key, one in read_json(workspace / KEPT).items():
+        cells, axes = (one.get("cells"), one.get("axes")) if isinstance(one, dict) else (None, None)
+        rows = list(cells.values()) if isinstance(cells, dict) and isinstance(axes, list) else [None]
+        if all(isinstance(labels, dict) and set(axes or ()) <= labels.keys() for labels in rows):
+            found[key] = one
+    return found

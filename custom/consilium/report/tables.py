@@ -1,20 +1,130 @@
-"""Tables that fit their screen: narrower layouts first, then names shortened in the middle; nothing is cut off unseen."""
+"""A table of text and its formats: terminal, Markdown, LaTeX, and templates/parts.html of pages. No text in it is markup."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 
+from rich.box import SIMPLE
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, Group
 from rich.measure import Measurement
-from rich.table import Table
+from rich.table import Table as Grid
+from rich.text import Text
 
-SHORT = 16
-"""Names are not shortened below this many cells while a narrower layout is left to try."""
-Layout = Callable[[Mapping[str, str]], Table]
+from consilium.report.clean import cell, line, shown
+
+SHORT, NARROW = 16, 14
+"""Cells: names are not shortened below SHORT while another layout is left; shortened headings have NARROW at most."""
+ROOMS = (48, 36, 28, 22)
+"""Cells of a name in a table that is too wide, tried in turn."""
+Layout = Callable[[Mapping[str, str]], Grid]
 """Makes a table; the argument says how each name is written."""
 
 
-def fit(layouts: Sequence[Layout], names: Iterable[str], width: int) -> Table:
+@dataclass(frozen=True)
+class Column:
+    """A heading. `rank`: a narrow terminal drops columns of the highest rank first, rank 0 never; `right`: numbers."""
+
+    heading: str
+    rank: int = 0
+    right: bool = True
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text, whose first column names a row. `best`: cells (row, column) to stand out; `sums`: rows of means."""
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+    best: Set[tuple[int, int]] = frozenset()
+    sums: Set[int] = frozenset()
+
+
+def columns(*headings: str) -> list[Column]:
+    """Return columns of numbers behind a column of names."""
+    return [Column(heading, right=place > 0) for place, heading in enumerate(headings)]
+
+
+def number(value: float | None) -> str:
+    """Return a score as tables show it; "-" for none."""
+    return "-" if value is None or value != value else f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"
+
+
+def difference(value: float) -> str:
+    """Return a difference of scores as tables show it; one that prints as zero has no sign."""
+    found = f"{value:+.3f}"
+    return found if float(found) else "0.000"
+
+
+def few(names: Sequence[str], most: int = 4) -> str:
+    """Return the first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def terminal(table: Table, width: int, elsewhere: str = "--format md has them") -> Group:
+    """Return a table for a terminal of `width` cells, with its notes.
+
+    A table that is too wide gets headings in two lines, then short ones and shortened names, then loses columns by rank, which
+    it names with where they are (`elsewhere`). If nothing is left to drop, each cell gets a line.
+    """
+    names = [shown(row[i]) for row in table.rows for i, one in enumerate(table.columns) if not one.right]
+    longest = max(map(cell_len, [*names, ""]))
+    rooms = [longest, *(room for room in ROOMS if room < longest)]
+    headings = [shown(one.heading) for one in table.columns]
+    short = shortened(headings, NARROW)
+    heads = [headings, list(map(_two_lines, headings)), [short[one] for one in headings]]
+    most = max(one.rank for one in table.columns)
+    tries = ((keep, head, room) for keep in range(most, -1, -1) for head in heads for room in rooms)
+    for keep, head, room in tries:
+        places = [i for i, one in enumerate(table.columns) if one.rank <= keep]
+        grid = _grid(table, places, head, shortened(names, room))
+        if needed(grid) <= width:
+            break
+    else:
+        keep, grid = most, fit([lambda written: _tall(table, headings, written)] * 2, names, width)
+    gone = [one for one, column in zip(headings, table.columns, strict=True) if column.rank > keep]
+    notes = [*table.notes, *([f"no room here for: {', '.join(gone)}; {elsewhere}"] if gone else [])]
+    return Group(line(table.title, "italic", 1000), grid, *(line(note, "dim", limit=2000) for note in notes), Text(""))
+
+
+def _two_lines(heading: str) -> str:
+    """Return a heading broken at the blank nearest to its middle."""
+    blanks = [i for i, letter in enumerate(heading) if letter == " "]
+    middle = min(blanks, key=lambda i: abs(2 * i - len(heading)), default=None)
+    return heading if middle is None else f"{heading[:middle]}\n{heading[middle + 1 :]}"
+
+
+def _grid(table: Table, places: Sequence[int], heads: Sequence[str], names: Mapping[str, str]) -> Grid:
+    grid = Grid(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    for i in places:
+        grid.add_column(Text(heads[i]), justify="right" if table.columns[i].right else "left", no_wrap=True)
+    for index, row in enumerate(table.rows):
+        if (index in table.sums) != (index - 1 in table.sums):
+            grid.add_section()
+        texts = (names.get(shown(row[i]), shown(row[i])) for i in places)
+        style = "bold" if index in table.sums else ""
+        grid.add_row(
+            *(Text(text, "bold" if (index, i) in table.best else style) for i, text in zip(places, texts, strict=True))
+        )
+    return grid
+
+
+def _tall(table: Table, headings: Sequence[str], names: Mapping[str, str]) -> Grid:
+    """Return a line per cell: the row's name once, the column's heading, the cell."""
+    grid = Grid(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in (headings[0], "", ""):
+        grid.add_column(Text(heading), justify="left", no_wrap=True)
+    for row in table.rows:
+        grid.add_section()
+        for place, (heading, text) in enumerate(pair for pair in zip(headings[1:], row[1:], strict=True) if pair[1]):
+            written = (shown(one) for one in ("" if place else row[0], heading, text))
+            grid.add_row(*(Text(names.get(one, one)) for one in written))
+    return grid
+
+
+def fit(layouts: Sequence[Layout], names: Iterable[str], width: int) -> Grid:
     """Return the first layout that fits into `width` cells; from the second one on, names may be shortened for it."""
     names = list(names)
     whole = {name: name for name in names}
@@ -49,17 +159,73 @@ def _ends(name: str, width: int, mark: str) -> str:
     """Return the name itself, or as much of its beginning and end, equally, as fits with `mark` between them."""
     if cell_len(name) <= width and mark == "…":
         return name
-    kept = len(name)
-    while kept and cell_len(_cut(name, kept, mark)) > width:
-        kept -= 1
-    return _cut(name, kept, mark)
+    cuts = (name[: (kept + 1) // 2] + mark + name[len(name) - kept // 2 :] for kept in range(len(name), -1, -1))
+    return next((cut for cut in cuts if cell_len(cut) <= width), mark)
 
 
-def _cut(name: str, kept: int, mark: str) -> str:
-    return name[: (kept + 1) // 2] + mark + name[len(name) - kept // 2 :]
-
-
-def needed(table: Table) -> int:
+def needed(grid: Grid) -> int:
     """Return the cells a table takes with every column at its full width."""
     console = Console(width=100_000)
-    return Measurement.get(console, console.options, table).maximum
+    return Measurement.get(console, console.options, grid).maximum
+
+
+def markdown(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
+    """Return tables as a Markdown page; the best of a column is bold."""
+
+    def line_of(cells: Iterable[str], bold: Set[int] = frozenset()) -> str:
+        return "| " + " | ".join(f"**{cell(c)}**" if i in bold else cell(c) for i, c in enumerate(cells)) + " |"
+
+    parts = [*(f"- {cell(note, 2000)}" for note in notes), ""]
+    for table in tables:
+        parts += [f"### {cell(table.title)}", "", line_of(column.heading for column in table.columns)]
+        parts.append("|" + "|".join("--:" if column.right else "---" for column in table.columns) + "|")
+        parts += [line_of(row, {c for r, c in table.best if r == index}) for index, row in enumerate(table.rows)]
+        parts += ["", *(f"{cell(note, 2000)}.  " for note in table.notes), ""]
+    return "\n".join(parts).strip() + "\n"
+
+
+_TEX = {c: f"\\{c}" for c in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
+    ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"\textquotedbl{}", "–": "--", "±": r"$\pm$", "…": r"\ldots{}",
+}  # fmt: skip
+"""How LaTeX prints a character that it would read."""
+_GREEK = {
+    0x3B1: "alpha beta gamma delta varepsilon zeta eta theta iota kappa lambda mu nu xi o pi rho varsigma sigma tau upsilon "
+    "varphi chi psi omega",
+    0x391: "A B Gamma Delta E Z H Theta I K Lambda M N Xi O Pi P - Sigma T Upsilon Phi X Psi Omega",
+}
+_SIGNS = {"≥": "geq", "≤": "leq", "≠": "neq", "≈": "approx", "∼": "sim", "≪": "ll", "≫": "gg", "∞": "infty", "∈": "in",
+          "→": "rightarrow", "←": "leftarrow", "↔": "leftrightarrow", "⇒": "Rightarrow", "↑": "uparrow", "↓": "downarrow",
+          "ϵ": "epsilon", "ϕ": "phi", "ϑ": "vartheta", "×": "times", "√": "surd", "∆": "Delta", "∑": "sum"}  # fmt: skip
+_SIGNS |= {chr(first + i): n for first, names in _GREEK.items() for i, n in enumerate(names.split())}
+_TEX |= {c: rf"$\{name}$" if len(name) > 1 else name for c, name in _SIGNS.items()} | {"−": "$-$"}
+_QUIET = frozenset("‘’“”„‚–—†‡•‰€™")
+"""Beside Latin letters, which end at U+017F, what pdfLaTeX prints with T1 and textcomp."""
+
+
+def tex(text: str) -> str:
+    """Return a text that LaTeX prints as it is."""
+    return "".join(_TEX.get(c, c) for c in shown(text, 2000))
+
+
+def latex(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
+    """Return a table environment per table; the first lines say which packages they need, and which engine."""
+
+    def line_of(cells: Iterable[str], bold: Set[int] = frozenset()) -> str:
+        row = " & ".join(rf"\textbf{{{tex(c)}}}" if i in bold else tex(c) for i, c in enumerate(cells)) + r" \\"
+        return "{}" + row if row.startswith(("[", "*")) else row  # else an option of the line before
+
+    parts: list[str] = []
+    for table in tables:
+        rows = [line_of(row, {c for r, c in table.best if r == index}) for index, row in enumerate(table.rows)]
+        align = "".join("r" if column.right else "l" for column in table.columns)
+        head = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", line_of(one.heading for one in table.columns), r"\midrule"]
+        tabular = [*head, *rows, r"\bottomrule", r"\end{tabular}"]
+        if len(table.columns) > 7:
+            tabular = [r"\resizebox{\textwidth}{!}{%", *tabular, "}"]
+        caption = tex(". ".join([table.title, *table.notes]))
+        parts += [r"\begin{table}[t]", r"\centering", rf"\caption{{{caption}.}}", *tabular, r"\end{table}", ""]
+    left = "".join(sorted({c for c in "".join(parts) if ord(c) > 0x17F and c not in _QUIET}))
+    needs = ["% needs: booktabs, graphicx, textcomp, fontenc with T1"]
+    needs += [f"% needs: XeLaTeX or LuaLaTeX in place of pdfLaTeX, and a font that has {left[:40]}"] if left else []
+    return "\n".join([*(f"% {shown(note, 2000)}" for note in notes), *needs, *parts])

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
@@ -21,9 +21,6 @@ from consilium.messages import MetricKey, Observer
 from consilium.report.clean import shown, tag
 from consilium.schema import dotted
 from consilium.storage import private_folder, write_atomic
-
-if TYPE_CHECKING:
-    from mlflow.tracking import MlflowClient
 
 ARTIFACTS = ("job.yaml", "results.json", "privacy.json", "adapters")
 """What goes to MLflow of a run that came to its end, where the server has it; no picture."""
@@ -55,7 +52,7 @@ class Tracker:
 
     def __init__(self, uri: str, folder: Path, config: JobConfig, observer: Observer) -> None:
         self._uri, self._folder, self._config, self._observer = uri, folder, config, observer
-        self._todo: queue.SimpleQueue[Callable[[MlflowClient, str], None] | None] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[Callable[[Any, str], None] | None] = queue.SimpleQueue()
         self._over = False
         self._thread = threading.Thread(target=self._work, daemon=True, name="mlflow")
         self._thread.start()
@@ -66,7 +63,7 @@ class Tracker:
             return
         now = int(time.time() * 1000)
 
-        def log(client: "MlflowClient", run: str) -> None:
+        def log(client: Any, run: str) -> None:
             from mlflow.entities import Metric
 
             named = {tag(f"{source.strip('()')}/{flat_name(name)}"): value for name, value in values.items()}
@@ -77,7 +74,7 @@ class Tracker:
     def close(self, finished: bool) -> None:
         """Hand over the files of a `finished` run and end; wait for that, but not long."""
 
-        def end(client: "MlflowClient", run: str) -> None:
+        def end(client: Any, run: str) -> None:
             for path in (self._folder / name for name in ARTIFACTS if finished and (self._folder / name).exists()):
                 if path.is_dir():
                     client.log_artifacts(run, str(path), path.name)
@@ -107,19 +104,27 @@ class Tracker:
             text = f"MLflow has stopped, the run goes on without: {shown(' '.join(secretless.split()))}"
             self._observer({"event": "warning", "text": text})
 
-    def _begin(self) -> "tuple[MlflowClient, str]":
+    def _begin(self) -> tuple[Any, str]:
         """Return a client and the run's name in MLflow: the one of before the interruption, or a new one."""
         if urlparse(self._uri).scheme == "file":
             private_folder(Path(url2pathname(urlparse(self._uri).path)))
+        from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
         client = MlflowClient(self._uri)
-        if (run := self._former(client)) is None:
-            run = self._create(client)
-            write_atomic(self._folder / KEPT, json.dumps({"run": run}).encode())
+        if (run := self._former(client)) is not None:
+            return client, run
+        name = self._config.name
+        found = client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else client.create_experiment(name)
+        run = str(client.create_run(experiment, run_name=self._config.experiment or self._folder.name).info.run_id)
+        settings = [Param(tag(key), str(value)[:LONGEST]) for key, value in settings_of(self._config.model_dump()).items()]
+        for start in range(0, len(settings), MOST):
+            client.log_batch(run, params=settings[start : start + MOST])
+        write_atomic(self._folder / KEPT, json.dumps({"run": run}).encode())
         return client, run
 
-    def _former(self, client: "MlflowClient") -> str | None:
+    def _former(self, client: Any) -> str | None:
         from mlflow.exceptions import MlflowException
 
         try:
@@ -131,18 +136,6 @@ class Tracker:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":  # it went to another MLflow before
                 return None
             raise
-        return run
-
-    def _create(self, client: "MlflowClient") -> str:
-        from mlflow.entities import Param
-
-        name = self._config.name
-        found = client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else client.create_experiment(name)
-        run = client.create_run(experiment, run_name=self._config.experiment or self._folder.name).info.run_id
-        settings = [Param(tag(key), str(value)[:LONGEST]) for key, value in settings_of(self._config.model_dump()).items()]
-        for start in range(0, len(settings), MOST):
-            client.log_batch(run, params=settings[start : start + MOST])
         return run
 
 

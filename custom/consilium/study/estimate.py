@@ -7,51 +7,34 @@ from consilium.federation.build import assemble_job
 from consilium.federation.cost import moved, own_cost
 from consilium.federation.flops import Samples, Work, own_samples, run_flops, work_of
 from consilium.federation.participants import site_names
-from consilium.study.counted import record
+from consilium.study.flops_cache import save_flops
 from consilium.study.study import Cell, Study
 
 COUNTING = ("model", "adapter", "task", "strategy")
 """Sections of a job that decide what a sample costs."""
 
 
-class Computing:
-    """Counts FLOPs of cells; jobs that differ in rounds, seeds or noise alone are laid out once."""
+def count_flops(study: Study) -> float | None:
+    """Count the FLOPs of a whole study, cache and return them; None where a cell's data have no known size.
 
-    def __init__(self, study: Study) -> None:
-        self._published = not study.size
-        self._known: dict[str, Work] = {}
-
-    def flops(self, cell: Cell) -> float | None:
-        """Return what a cell computes in all; None where neither the study nor its job says how large the data are."""
+    Jobs that differ in rounds, seeds or noise alone are laid out once.
+    """
+    known: dict[str, Work] = {}
+    total = 0.0
+    for cell in study.cells():
         config = cell.load()
         names = site_names(cell.sites, None) if cell.sites or config.data.phantoms is not None else []
-        given = Samples(**cell.counts.model_dump()) if cell.counts and self._published else None
-        samples = own_samples(config, len(names)) or given
-        if samples is None:
+        given = Samples(**cell.counts.model_dump()) if cell.counts and not study.size else None
+        if (samples := own_samples(config, len(names)) or given) is None:
+            save_flops(study, None)
             return None
-        job = assemble_job(config, cell.base)
-        said = config.model_dump(mode="json", include=set(COUNTING))
+        job, said = assemble_job(config, cell.base), config.model_dump(mode="json", include=set(COUNTING))
         key = json.dumps([said, config.training.gradient_checkpointing])
-        if key not in self._known:
-            self._known[key] = work_of(job)
-        return run_flops(job, self._known[key], samples)
-
-
-def count(study: Study) -> float | None:
-    """Return the FLOPs of a whole study; None where they cannot be told of each cell. Raises ConfigError."""
-    computing, found = Computing(study), 0.0
-    for cell in study.cells():
-        if (one := computing.flops(cell)) is None:
-            return None
-        found += one
-    return found
-
-
-def keep(study: Study) -> float | None:
-    """Count a study and put it on record; return its FLOPs."""
-    flops = count(study)
-    record(study, flops)
-    return flops
+        if key not in known:
+            known[key] = work_of(job)
+        total += run_flops(job, known[key], samples)
+    save_flops(study, total)
+    return total
 
 
 def bytes_of(cell: Cell, count: int = 0) -> int | None:

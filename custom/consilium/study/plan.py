@@ -10,17 +10,16 @@ from consilium.config.job import JobConfig
 from consilium.config.site import Given, SiteConfig, find_site
 from consilium.federation.build import assemble_job
 from consilium.federation.participants import site_names
-from consilium.study.content import Contents
-from consilium.study.mistakes import Mistakes
-from consilium.study.study import Cell
+from consilium.study.data_digest import DataDigests
+from consilium.study.study import Cell, GridErrors
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A cell that can run. `data`: what tells its sites' data and checkpoints from others; `code`: see `code_of`.
+    """A cell that can run. `data`: a digest of the samples and checkpoints that it reads; `code`: see `code_of`.
 
     `whole`: the same of all samples, whichever of them a seed draws with `data.most_training`.
-    `again`: a cell that is done runs anew where its code has changed.
+    `rerun`: a cell that is done runs anew where its code has changed.
     """
 
     cell: Cell
@@ -29,7 +28,7 @@ class Planned:
     data: str
     code: str = ""
     whole: str = ""
-    again: bool = False
+    rerun: bool = False
 
     def sites(self) -> dict[str, SiteConfig]:
         """Return the sites' configurations."""
@@ -37,49 +36,40 @@ class Planned:
 
 
 class Planner:
-    """Checks cells, each job and each data set once. `workspace` keeps what was found of the data; `again`: see Planned."""
+    """Checks cells, each job and each data set once. `workspace` keeps digests of the data; `rerun`: see Planned."""
 
-    def __init__(self, given: Given, workspace: Path, again: bool = False) -> None:
-        self.given, self.contents, self.again = given, Contents(workspace), again
+    def __init__(self, given: Given, workspace: Path, rerun: bool = False) -> None:
+        self.given, self.digests, self.rerun = given, DataDigests(workspace), rerun
         self._assembled: set[str] = set()
         self._data: dict[str, str] = {}
 
     def plan(self, cells: list[Cell]) -> list[Planned]:
-        """Return the cells as they can run. Raises ConfigError with every mistake, by axis value."""
-        mistakes, found = Mistakes([cell.labels for cell in cells]), list[Planned]()
+        """Return the cells as they can run. Raises ConfigError with every error, by axis value."""
+        errors, found = GridErrors([cell.labels for cell in cells]), list[Planned]()
         for cell in cells:
-            with mistakes.of(cell.labels):
+            with errors.of(cell.labels):
                 found.append(self._planned(cell))
-        mistakes.tell()
-        self.contents.save()
+        errors.raise_if_any()
+        self.digests.save()
         return found
 
     def _planned(self, cell: Cell) -> Planned:
         config = cell.load()
-        self._assemble(cell, config)
+        unseeded = config.model_copy(update={"training": config.training.model_copy(update={"seed": 0})}).digest
+        if unseeded not in self._assembled:
+            assemble_job(config, cell.base)  # raises ConfigError where parts do not fit together, whatever the seed
+            self._assembled.add(unseeded)
         data = self.given.data / cell.data if self.given.data and cell.data else self.given.data
         planned = Planned(cell, Given(data, self.given.checkpoints), tuple(site_names(cell.sites, data)), "")
         sites, undrawn = planned.sites(), config.data.model_copy(update={"most_training": None})
         whole = self._digest(config.model_copy(update={"data": undrawn}), sites)
-        return replace(planned, data=self._digest(config, sites), whole=whole, code=code_of(config), again=self.again)
-
-    def _assemble(self, cell: Cell, config: JobConfig) -> None:
-        """Raise ConfigError where parts of a job do not fit together; a seed makes no difference to that."""
-        unseeded = config.model_copy(update={"training": config.training.model_copy(update={"seed": 0})})
-        if unseeded.digest not in self._assembled:
-            assemble_job(config, cell.base)
-            self._assembled.add(unseeded.digest)
+        return replace(planned, data=self._digest(config, sites), whole=whole, code=code_of(config), rerun=self.rerun)
 
     def _digest(self, config: JobConfig, sites: Mapping[str, SiteConfig]) -> str:
         drawn = config.training.seed if config.data.most_training else ""  # which samples are read depends on it
-        parts = [
-            str(drawn),
-            config.task.model_dump_json(),
-            config.model.model_dump_json(),
-            config.data.model_dump_json(),
-            str(config.privacy),
-        ]
-        key = json.dumps([*parts, {name: site.model_dump_json() for name, site in sites.items()}])
+        sections = [one.model_dump_json() for one in (config.task, config.model, config.data)]
+        parts = [str(drawn), *sections, str(config.privacy), {name: site.model_dump_json() for name, site in sites.items()}]
+        key = json.dumps(parts)
         if key not in self._data:
-            self._data[key] = self.contents.digest(config, sites)
+            self._data[key] = self.digests.digest(config, sites)
         return self._data[key]

@@ -5,24 +5,57 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from consilium.config.job import JobConfig, job_file, load_job, make_job
 from consilium.config.overrides import parse_override
-from consilium.errors import ConfigError
+from consilium.errors import ConfigError, ConsiliumError
 from consilium.report.compare import DIAGNOSED, HELD_OUT
 from consilium.schema import nearest, read_yaml, validate
 from consilium.study.config import MOST_CELLS, Choice, CountsConfig, SizeConfig, StudyConfig
-from consilium.study.mistakes import Mistakes
 from consilium.tasks.registry import TASKS
 
 STUDIES = Path("jobs/studies")
 Size = Literal["", "smoke", "small"]
+
+
+class GridErrors:
+    """Errors of some cells of a grid `labels`."""
+
+    def __init__(self, labels: list[dict[str, str]]) -> None:
+        self._all = labels
+        self._found: dict[str, list[Mapping[str, str]]] = {}
+
+    @contextmanager
+    def of(self, labels: Mapping[str, str]) -> Iterator[None]:
+        """Keep the ConsiliumError of the block as errors of the cell with these labels, a line each."""
+        try:
+            yield
+        except ConsiliumError as error:
+            for line in str(error).splitlines():
+                self._found.setdefault(line, []).append(labels)
+
+    def raise_if_any(self) -> None:
+        """Raise ConfigError with a line per error, if there is any."""
+        if self._found:
+            raise ConfigError("\n".join(f"{describe(having, self._all)}: {line}" for line, having in self._found.items()))
+
+
+def describe(having: list[Mapping[str, str]], everyone: list[dict[str, str]]) -> str:
+    """Return which cells of `everyone` are meant: by the values that they alone share, else the first and how many more."""
+    if len(having) == len(everyone) > 1:
+        return "all cells"
+    shared = {a: v for a, v in having[0].items() if all(one[a] == v for one in having)}
+    told = {a: v for a, v in shared.items() if any(one[a] != v for one in everyone)}
+    if sum(told.items() <= one.items() for one in everyone) == len(having):
+        return " ".join(f"{axis}={value}" for axis, value in told.items()) or "the only cell"
+    first = " ".join(f"{axis}={value}" for axis, value in having[0].items())
+    return f"{first} and {len(having) - 1} more"
 
 
 @dataclass(frozen=True)
@@ -51,7 +84,7 @@ class Cell:
 
     def load(self) -> JobConfig:
         """Return its job. Raises ConfigError, also where its base is not what it was when the study was read."""
-        config = load_job(self.base, _parsed(self.overrides), plugins=None, author=True)
+        config = load_job(self.base, dict(map(parse_override, self.overrides)), plugins=None, author=True)
         if identity(config, self.sites, self.data) != self.id:
             raise ConfigError(f"{self.base}: has changed since the study was read; run its command again")
         return config
@@ -79,17 +112,12 @@ class Study:
     @property
     def title(self) -> str:
         """Its name, with its size where it is a smaller one."""
-        return _title(self.path, self.size)
+        return f"{self.name}-{self.size}" if self.size else self.name
 
     @property
     def heading(self) -> str:
         """Its name, and how a command asks for its size where it is a smaller one."""
         return f"{self.name} (--{self.size})" if self.size else self.name
-
-    @property
-    def published(self) -> list[dict[str, str | int | float]]:
-        """The published numbers: rows of labels and metrics."""
-        return self.config.published
 
     @property
     def shrunk(self) -> SizeConfig:
@@ -106,27 +134,29 @@ class Study:
         return [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
 
     def excluded(self) -> list[tuple[dict[str, str], str]]:
-        """Return (labels, reason) of what is left out."""
-        return [(labels, why) for labels in self.grid() if (why := self._why_not(labels))]
-
-    def _why_not(self, labels: Mapping[str, str]) -> str:
-        return next((one.reason for one in self.config.exclude if chosen(labels, one.when)), "")
+        """Return (labels, reason) of the cells that are left out, with the first reason of each."""
+        reasons = ((labels, (one.reason for one in self.config.exclude if chosen(labels, one.when))) for labels in self.grid())
+        return [(labels, why) for labels, found in reasons if (why := next(found, ""))]
 
     def cells(self) -> list[Cell]:
-        """Return all cells. Raises ConfigError with every mistake of every cell's job, by axis value."""
+        """Return all cells. Raises ConfigError with every error of every cell's job, by axis value."""
         return self._cells
 
     @cached_property
     def _cells(self) -> list[Cell]:
-        wanted = [labels for labels in self.grid() if not self._why_not(labels)]
+        left_out = {tuple(labels.values()) for labels, _ in self.excluded()}
+        wanted = [labels for labels in self.grid() if tuple(labels.values()) not in left_out]
         if not wanted:
             raise ConfigError(f"{self.path}: axes and exclude leave no cell; leave some values in")
-        mistakes, found = Mistakes(wanted), list[Cell]()
+        errors, found = GridErrors(wanted), list[Cell]()
         for place, labels in enumerate(wanted):
-            with mistakes.of(labels):
+            with errors.of(labels):
                 found.append(self._cell(labels, place))
-        mistakes.tell()
-        _check_apart(self.path, found)
+        errors.raise_if_any()
+        seen: dict[str, Cell] = {}
+        for cell in found:
+            if (other := seen.setdefault(cell.id, cell)) is not cell:  # one run would stand for two results
+                raise ConfigError(f"{self.path}: {other.name} and {cell.name} are the same job; take one of them out")
         if not self.size:  # the smaller ones may be another task
             _check_published(self, found)
         return found
@@ -141,39 +171,24 @@ class Study:
         values = dict(self.config.set)
         for more in (*(self.config.axes[axis][name] for axis, name in labels.items()), self.shrunk.set):
             values = {field: value for field, value in values.items() if field not in more} | more  # the last one comes last
-        sites, data = (_text(name, values.pop(name, "")) for name in ("sites", "folder"))
-        counts = _counts(values.pop("counts")) if "counts" in values else self.config.counts
+        given = {name: values.pop(name, "") for name in ("sites", "folder")}
+        for name, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, str | int):
+                raise ConfigError(f"{name}: {value!r}: expected a number or text; see `consilium simulate --help`")
+        sites, data = map(str, given.values())
+        counts = self.config.counts
+        if "counts" in values:
+            counts = validate(CountsConfig, values.pop("counts"), Path("counts"))
         texts = [f"{field}={_json(field, value)}" for field, value in values.items()]
         base, raw = self._base
-        with _told_by(self.path, base, values):
-            config = make_job(raw, base, _parsed(texts), plugins=None, author=True)
+        try:
+            config = make_job(raw, base, dict(map(parse_override, texts)), plugins=None, author=True)
+        except ConfigError as error:  # the study's file gave these fields, not the base job's
+            fields = "|".join(map(re.escape, values)) or "$."
+            line = re.compile(rf"^{re.escape(str(base))}(?=: ({fields})\b)", re.MULTILINE)
+            raise ConfigError(line.sub(lambda _: str(self.path), str(error))) from None
         name, metrics = identity(config, sites, data), TASKS[config.task.name].metric_names(config.task)
         return Cell(name, labels, texts, self.workspace / "cells" / name, base, sites, data, counts, place, metrics)
-
-
-@contextmanager
-def _told_by(study: Path, base: Path, fields: Iterable[str]) -> Iterator[None]:
-    """Name the study's file in the place of the base job's, in errors of fields that the study gives."""
-    try:
-        yield
-    except ConfigError as error:
-        given = "|".join(map(re.escape, fields))
-        line = re.compile(rf"^{re.escape(str(base))}(?=: ({given})\b)", re.MULTILINE)
-        raise ConfigError(line.sub(lambda _: str(study), str(error)) if given else str(error)) from None
-
-
-def _title(path: Path, size: Size) -> str:
-    return f"{path.stem}-{size}" if size else path.stem
-
-
-def _text(name: str, value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise ConfigError(f"{name}: {value!r}: expected a number or text; see `consilium simulate --help`")
-    return str(value)
-
-
-def _counts(value: Any) -> CountsConfig:
-    return validate(CountsConfig, value, Path("counts"))
 
 
 def _json(field: str, value: Any) -> str:
@@ -183,57 +198,38 @@ def _json(field: str, value: Any) -> str:
         raise ConfigError(f"{field}: {value}: a {type(value).__name__} is no job's value; put it in quotes") from None
 
 
-def _parsed(overrides: list[str]) -> dict[str, Any]:
-    return dict(map(parse_override, overrides))
-
-
 def identity(config: JobConfig, sites: str, data: str) -> str:
     """Return what tells a cell from every other: all its settings, who takes part, and which folder the data are in."""
     parts = [config.digest, config.training.rounds, sites, data]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def _check_apart(path: Path, cells: list[Cell]) -> None:
-    """Raise ConfigError for two cells with one job: it would run once and stand for two results."""
-    seen: dict[str, Cell] = {}
-    for cell in cells:
-        if (other := seen.setdefault(cell.id, cell)) is not cell:
-            raise ConfigError(f"{path}: {other.name} and {cell.name} are the same job; take one of them out")
-
-
 def _check_published(study: Study, cells: list[Cell]) -> None:
-    """Raise ConfigError for a published number that would stand beside nothing, beside several, or where another one does.
+    """Raise ConfigError for a published number without a place of its own: beside no cell, beside several, or taken.
 
     And for a floor of a score that no cell has.
     """
     seen: set[tuple[str, str, str]] = set()
-    scores = frozenset[str]().union(*(one.metrics for one in cells))
-    if wrong := sorted(study.config.floor.keys() - scores - {"about"}):
-        raise _no_score(f"{study.path}: floor", wrong[0], scores)
-    for row in study.published:
+
+    def check(where: str, names: Set[str], known: Set[str]) -> None:
+        if wrong := sorted(names - known - DIAGNOSED.keys() - {f"{HELD_OUT}{one}" for one in known}):
+            what = f"{where}: {wrong[0]!r} is no score of these cells"
+            raise ConfigError(f"{what}; they have {', '.join(sorted(known))}{nearest(wrong[0], known)}")
+
+    check(f"{study.path}: floor", study.config.floor.keys() - {"about"}, set[str]().union(*(one.metrics for one in cells)))
+    for row in study.config.published:
         where, labels = f"{study.path}: published: {named(row)}", {k: str(v) for k, v in row.items() if k in study.axes}
         fitting = [one for one in cells if labels.items() <= one.labels.items()]
         names = {name for name, value in row.items() if name not in labels and not isinstance(value, str)}
-        known = frozenset[str]().union(*(one.metrics for one in fitting))
-        if fitting and (wrong := sorted(names - known - DIAGNOSED.keys() - {f"{HELD_OUT}{one}" for one in known})):
-            raise _no_score(where, wrong[0], known)
-        place = _place(where, [{axis: one.labels[axis] for axis in study.config.named_axes} for one in fitting] or [labels])
-        numbers = {(place, str(row.get("site", "")), name) for name in names}
+        if fitting:
+            check(where, names, set[str]().union(*(one.metrics for one in fitting)))
+        places = [{axis: one.labels[axis] for axis in study.config.named_axes} for one in fitting] or [labels]
+        if unsaid := [axis for axis in places[0] if len({one[axis] for one in places}) > 1]:
+            raise ConfigError(f"{where}: fits several cells; say {' and '.join(unsaid)} too")
+        numbers = {(named(places[0]), str(row.get("site", "")), name) for name in names}
         if twice := sorted(name for *_, name in numbers & seen):
             raise ConfigError(f"{where}: another row has {twice[0]!r} of the same cells; keep one of them")
         seen |= numbers
-
-
-def _no_score(where: str, name: str, known: frozenset[str]) -> ConfigError:
-    what = f"{where}: {name!r} is no score of these cells"
-    return ConfigError(f"{what}; they have {', '.join(sorted(known))}{nearest(name, known)}")
-
-
-def _place(where: str, places: list[dict[str, str]]) -> str:
-    """Return the one place that a published number fits. Raises ConfigError for several: they differ in more than the seed."""
-    if unsaid := [axis for axis in places[0] if len({one[axis] for one in places}) > 1]:
-        raise ConfigError(f"{where}: fits several cells; say {' and '.join(unsaid)} too")
-    return named(places[0])
 
 
 def chosen(labels: Mapping[str, str], when: Choice) -> bool:
@@ -246,23 +242,17 @@ def load(path: Path | str, size: Size = "", workspace: Path | None = None) -> St
 
     `workspace`: where its runs are; by default runs/studies/NAME, or NAME-SIZE.
     """
-    path = study_file(Path(path))
-    config = validate(StudyConfig, read_yaml(path), path)
+    candidates = [Path(path), STUDIES / f"{path}.yaml"]
+    if (file := next((one for one in candidates if one.is_file()), None)) is None:
+        there = ", ".join(sorted(one.stem for one in STUDIES.glob("*.yaml"))) or "none"
+        raise ConfigError(f"{path}: no such study; give a file, or a name in {STUDIES} (there: {there})")
+    config = validate(StudyConfig, read_yaml(file), file)
     if size and getattr(config, size) is None:
-        raise ConfigError(f"{path}: {size}: the study has no such section; add it, or run the study without --{size}")
-    study = Study(path, config, workspace or Path("runs/studies") / _title(path, size), size)
+        raise ConfigError(f"{file}: {size}: the study has no such section; add it, or run the study without --{size}")
+    study = Study(file, config, workspace or Path(), size)
     if (count := math.prod(map(len, study.axes.values()))) > MOST_CELLS:  # counted before anything is that large
-        raise ConfigError(f"{path}: axes: {count} cells, over {MOST_CELLS}; make several studies of it")
-    return study
-
-
-def study_file(path: Path) -> Path:
-    """Return the file of a study that is given by path, or by name. Raises ConfigError."""
-    candidates = [path, STUDIES / f"{path}.yaml"]
-    if found := next((one for one in candidates if one.is_file()), None):
-        return found
-    known = ", ".join(sorted(one.stem for one in STUDIES.glob("*.yaml"))) or "none"
-    raise ConfigError(f"{path}: no such study; give a file, or a name in {STUDIES} (there: {known})")
+        raise ConfigError(f"{file}: axes: {count} cells, over {MOST_CELLS}; make several studies of it")
+    return study if workspace else replace(study, workspace=Path("runs/studies") / study.title)
 
 
 def pick(study: Study, only: list[str]) -> list[Cell]:

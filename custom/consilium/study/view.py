@@ -3,26 +3,26 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Self
 
 from rich.box import SIMPLE
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from consilium.report.clean import line, shown
-from consilium.report.tables import fit
-from consilium.study.cell import Record, finished, outdated, record_of
+from consilium.report.clean import shown
+from consilium.report.live_view import LiveScreen
+from consilium.report.tables import Column as Heading
+from consilium.report.tables import Table as TextTable
+from consilium.report.tables import fit, terminal
 from consilium.study.plan import Planned
+from consilium.study.run_cell import CellRecord, finished, record_of
+from consilium.study.runner import Progress as Part
 from consilium.study.study import Cell
-from consilium.study.worker import Progress as Part
 
-SIGNS = {"waiting": ".", "broken": "~", "running": ">", "elsewhere": "=", "failed": "x", "done": "#"}
+SIGNS = {"waiting": ".", "interrupted": "~", "running": ">", "locked": "=", "failed": "x", "done": "#"}
 """Plain letters: a cell each, in every terminal."""
-LINE = 2000
-Records = Mapping[str, Record]
+Records = Mapping[str, CellRecord]
 """By cell."""
 
 
@@ -31,59 +31,46 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-class StudyView:
-    """Takes what `run_study` tells. Use as a context manager.
+class StudyView(LiveScreen):
+    """Takes the progress of `run_study`.
 
     A row for each value of the first axis, a sign for each cell of the others in their order, an ETA by finished cells.
     """
 
     def __init__(self, console: Console, title: str, cells: Sequence[Planned], workers: int) -> None:
-        self.console, self.title, self.cells, self.workers = console, title, [one.cell for one in cells], workers
+        self.title, self.cells, self.workers = title, [one.cell for one in cells], workers
         self.records = {one.cell.id: _before(one) for one in cells}
         self.parts: dict[str, tuple[float, str, float]] = {}  # fraction, place, when it began here
-        columns = TextColumn("{task.description}"), BarColumn(None), TextColumn("{task.fields[eta]}"), TimeElapsedColumn()
-        self._bar = Progress(*columns, expand=True)
-        self._task = self._bar.add_task(shown(title, 40), total=len(cells), eta="")
-        live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self.render)
-        self._live = live if console.is_terminal else None
+        super().__init__(console, title, len(cells))  # which renders
 
-    def __enter__(self) -> "StudyView":
-        if self._live:
-            self._live.start()
+    def __enter__(self) -> Self:
         if (done := self._count("done")) and not self._live:
-            self._say(f"{done} of {len(self.cells)} cells are done already")
-        return self
+            self.say(f"{done} of {len(self.cells)} cells are done already")
+        return super().__enter__()
 
-    def __exit__(self, *error: object) -> None:
-        if self._live:
-            self._live.stop()
-
-    def __call__(self, planned: Planned, said: "Part | Record") -> None:
+    def __call__(self, planned: Planned, said: "Part | CellRecord") -> None:
         """Take how far a cell is, or how it ended."""
         cell = planned.cell
-        if not isinstance(said, Record):
+        if not isinstance(said, CellRecord):
             began = self.parts.get(cell.id, (0.0, "", time.monotonic()))[2]
             self.parts[cell.id] = (*said, began)
             return
-        before = self.records.get(cell.id, Record()).state
+        before = self.records[cell.id].state
         self.records[cell.id] = said
         self.parts.pop(cell.id, None)
         if said.state == "failed":
-            self._say(f"{self._place()} {cell.name}: failed: {said.reason}", "red")
+            self.say(f"{self._place()} {cell.name}: failed: {said.reason}", "red")
         elif said.state == "done" and not self._live:
             eta = f", ETA {self.eta()}" if self.eta() else ""
-            self._say(f"{self._place()} {cell.name}: done in {duration(said.seconds)}{eta}")
-        elif said.state == "elsewhere" != before:
-            self._say(f"{cell.name}: another process is at it; waiting", "yellow")
+            self.say(f"{self._place()} {cell.name}: done in {duration(said.seconds)}{eta}")
+        elif said.state == "locked" != before:
+            self.say(f"{cell.name}: another process is at it; waiting", "yellow")
 
-    def _say(self, text: str, style: str = "") -> None:
-        self.console.print(line(text, style, limit=LINE), soft_wrap=True)
-
-    def _count(self, state: str) -> int:
-        return sum(self.records.get(cell.id, Record()).state == state for cell in self.cells)
+    def _count(self, *states: str) -> int:
+        return sum(self.records[cell.id].state in states for cell in self.cells)
 
     def _place(self) -> str:
-        return f"{self._count('done') + self._count('failed')}/{len(self.cells)}"
+        return f"{self._count('done', 'failed')}/{len(self.cells)}"
 
     def eta(self) -> str:
         """Return when all will be done, by the mean of the cells that are; "" before there is anything to go by."""
@@ -91,19 +78,16 @@ class StudyView:
         took += [(time.monotonic() - began) / part for part, _, began in self.parts.values() if part > 0.05 and not took]
         if not took:
             return ""
-        left = len(self.cells) - self._count("done") - self._count("failed") - sum(part for part, *_ in self.parts.values())
+        left = len(self.cells) - self._count("done", "failed") - sum(part for part, *_ in self.parts.values())
         return duration(max(left, 0.0) * sum(took) / len(took) / max(min(self.workers, left), 1))
 
     def render(self) -> Group:
         """Return the bar, the grid and what is running."""
-        done = self._count("done") + self._count("failed") + sum(part for part, *_ in self.parts.values())
-        self._bar.update(self._task, completed=done, description=f"{shown(self.title, 40)} {self._place()}", eta=self._eta())
+        done = self._count("done", "failed") + sum(part for part, *_ in self.parts.values())
+        bar = self.bar(done, f"{shown(self.title, 40)} {self._place()}", self.eta())
         running = [f"{c.name}: {self.parts[c.id][1]}" for c in self.cells if c.id in self.parts]
         lines = [Text(shown(text), no_wrap=True, overflow="ellipsis") for text in running]
-        return Group(self._bar, fit([self._grid] * 2, self._rows(), self.console.width), *lines)
-
-    def _eta(self) -> str:
-        return f"ETA {self.eta()}" if self.eta() else ""
+        return Group(bar, fit([self._grid] * 2, self._rows(), self.console.width), *lines)
 
     def _rows(self) -> dict[str, list[Cell]]:
         """Return the cells by their value on the first axis."""
@@ -114,7 +98,8 @@ class StudyView:
 
     def _grid(self, names: Mapping[str, str]) -> Table:
         first, *others = self.cells[0].labels
-        legend = "  ".join(f"{sign} {state}" for state, sign in SIGNS.items() if self._shows(state))
+        there = {self._state(cell) for cell in self.cells}
+        legend = "  ".join(f"{sign} {state}" for state, sign in SIGNS.items() if state in there)
         signs = Column(" x ".join(others) or "cell", overflow="fold", max_width=40)
         table = Table(Column(first, no_wrap=True), signs, box=SIMPLE, pad_edge=False)
         table.caption, table.caption_justify = Text(legend), "left"
@@ -123,38 +108,28 @@ class StudyView:
         return table
 
     def _state(self, cell: Cell) -> str:
-        return "running" if cell.id in self.parts else self.records.get(cell.id, Record()).state
-
-    def _shows(self, state: str) -> bool:
-        return any(self._state(cell) == state for cell in self.cells)
+        return "running" if cell.id in self.parts else self.records[cell.id].state
 
 
-def _before(planned: Planned) -> Record:
+def _before(planned: Planned) -> CellRecord:
     """Return how far a cell is, to one who is about to run it: a failed one goes on, one of other data or code begins."""
     record = record_of(planned.cell.folder)
-    if finished(planned) or record.state in ("waiting", "elsewhere"):
+    if finished(planned) or record.state in ("waiting", "locked"):
         return record
-    goes_on = record.data == planned.data and record.state != "done" and not outdated(record, planned.code)
-    return replace(record, state="broken" if goes_on else "waiting")
+    goes_on = record.data == planned.data and record.state != "done" and not record.outdated(planned.code)
+    return replace(record, state="interrupted" if goes_on else "waiting")
 
 
-def cells_table(title: str, cells: Sequence[Cell], records: Records, sizes: Mapping[str, int | None], width: int) -> Table:
+def cells_table(
+    title: str, cells: Sequence[Cell], records: Records, sizes: Mapping[str, int | None], width: int
+) -> RenderableType:
     """Return a row per cell: its values, how far it is, what it took and will send; as narrow as `width` asks."""
-    values = {shown(value) for cell in cells for value in cell.labels.values()}
-    headings = [*cells[0].labels, "state", "took", "MB"]
-
-    def layout(names: Mapping[str, str]) -> Table:
-        table = Table(title=line(title), title_justify="left", box=SIMPLE, pad_edge=False)
-        for heading in (*headings, "folder"):
-            table.add_column(heading, justify="right" if heading in ("took", "MB") else "left", no_wrap=True)
-        for cell in cells:
-            labels = [Text(names[shown(value)]) for value in cell.labels.values()]
-            table.add_row(*labels, *_told(records[cell.id], sizes.get(cell.id)), cell.id)
-        return table
-
-    return fit([layout, layout], values, width)
-
-
-def _told(record: Record, size: int | None) -> list[Any]:
-    took = duration(record.seconds) if record.seconds else ""
-    return [record.state, took, "" if size is None else f"{size / 1e6:,.1f}"]
+    heads = [*(Heading(axis, right=False) for axis in cells[0].labels), Heading("state", right=False)]
+    heads += [Heading("took"), Heading("MB"), Heading("folder", right=False)]
+    rows = []
+    for cell in cells:
+        record, size = records[cell.id], sizes.get(cell.id)
+        took = duration(record.seconds) if record.seconds else ""
+        sent = "" if size is None else f"{size / 1e6:,.1f}"
+        rows.append([*cell.labels.values(), record.state, took, sent, cell.id])
+    return terminal(TextTable(title, heads, rows), width)

@@ -15,7 +15,7 @@ from consilium.federation.scoring import scores as all_scores
 from consilium.federation.speedups import remember
 from consilium.messages import Stage
 from consilium.report.clean import shown
-from consilium.report.cross_sites import Matrix, matrix
+from consilium.report.matrices import CrossSiteMatrix, cross_site_matrix
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS
 from consilium.use.model import TrainedModel, cell_folder, open_model, run_sites
@@ -58,7 +58,7 @@ def read_site(data: Path, config: JobConfig) -> SiteConfig:
 
 def cross_sites(
     run: Path, data: Path | None, stage: Stage, own: SiteConfig, split: Split, best: bool, done: Callable[[str, str], None]
-) -> Matrix:
+) -> CrossSiteMatrix:
     """Return the leading score of every site's model on every site's data, of a run in process. `done` is told of each cell.
 
     `data`: the folder that the run's sites had; without it their phantoms. Raises ConfigError, DataError.
@@ -78,7 +78,7 @@ def cross_sites(
         table = [_row(open_model(run, name, stage, own, best), name, tasks, split, done) for name in models]
     names = {name for row in table for found in row.values() for name in found}
     metric = TASKS[first.config.task.name].scores(first.config.task).lead(names)
-    return matrix(metric, split, [(model, stage, row) for model, row in zip(models, table, strict=True)])
+    return cross_site_matrix(metric, split, [(model, stage, row) for model, row in zip(models, table, strict=True)])
 
 
 def _row(

@@ -16,7 +16,7 @@ from torch import Tensor
 from consilium.data import volumes
 from consilium.errors import ConfigError, DataError
 from consilium.report.clean import harmless
-from consilium.report.panels import overlay
+from consilium.report.image_grid import overlay
 from consilium.storage import PRIVATE, private_folder, write_atomic
 from consilium.use.asking import Asked, Asking, joined
 from consilium.use.gathering import gathered

@@ -13,7 +13,7 @@ from consilium.data.tally import Tally
 from consilium.errors import Reason, RefusedError
 from consilium.flare.private_log import keep_apart
 from consilium.privacy.statistics import TERMS, answer, check_question
-from consilium.report.of_data import OF_DATA
+from consilium.report.private_logging import OF_DATA
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL
 from tests.conftest import small_config
 from tests.data.storing import make_site

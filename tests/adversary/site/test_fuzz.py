@@ -13,7 +13,7 @@ from consilium.errors import RefusedError
 from consilium.federation.build import Job, assemble_job
 from consilium.federation.coordinator import Coordinator
 from consilium.messages import HELD_OUT, Hello, Payload
-from consilium.report.progress import read_lines
+from consilium.report.run_record import read_lines
 from consilium.strategies.strategy import Role
 from tests.adversary.fuzzing import PLAIN, VALUES, attack, fuzzed
 from tests.conftest import small_config
@@ -54,7 +54,7 @@ def check(server: Coordinator, reason: str | None) -> None:
     text = path.read_text()
     for line in text.splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is in the record"))
-    assert len(read_lines(path)) == len(text.splitlines())
+    assert len(read_lines(path)[0]) == len(text.splitlines())
     assert len(text) < 10_000
     path.write_text("")
     server.log._file.seek(0)

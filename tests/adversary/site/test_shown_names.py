@@ -23,9 +23,10 @@ from consilium.messages import Payload
 from consilium.privacy import audit
 from consilium.report import progress
 from consilium.report.clean import cell, line, shown, tag
-from consilium.report.closing import result_table
+from consilium.report.live_view import LiveView
+from consilium.report.results_table import results_table
 from consilium.report.runlog import RunLog
-from consilium.report.view import LiveView
+from consilium.report.tables import terminal
 from consilium.tasks.segmentation import SCORES as DICE
 from tests.conftest import small_config
 
@@ -108,9 +109,9 @@ def test_the_live_view_and_the_closing_table(tmp_path: Path) -> None:
         view({"event": "refused", "site": HOSTILE, "round": 0, "joining": False, "reason": HOSTILE})
         metrics = {"validation/global/dice": 0.5, "train/loss": 0.5}
         view({"event": "metrics", "site": HOSTILE, "round": 0, "metrics": metrics})
-        check(printed(view._render()))
+        check(printed(view.render()))
     check(console.file.getvalue())
-    check(printed(result_table({HOSTILE: {"test/pretrained/dice": 0.5}}, HOSTILE, DICE)))
+    check(printed(terminal(results_table({HOSTILE: {"test/pretrained/dice": 0.5}}, DICE, HOSTILE), 120)))
 
 
 def test_the_page_of_an_audit(tmp_path: Path) -> None:

@@ -1,0 +1,225 @@
+"""Means over sites and seeds, how sure they are, and ranks. Nothing that is missing is averaged away.
+
+A cell is one method, seed and site. A seed counts in a method's mean only if no site is missing; missing cells are listed.
+Intervals over seeds: the percentile bootstrap (B. Efron, R. Tibshirani, "An Introduction to the Bootstrap", Chapman & Hall
+1993, chapter 13), over all resamples where these are few.
+Intervals over patients: MOVER (G. Zou, A. Donner, "Construction of confidence limits about effect measures: a general
+approach", Statistics in Medicine 27 (2008) 1693-1702).
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from consilium.messages import Stage
+from consilium.report.compare.comparability import Group
+from consilium.report.run_record import RunRecord, known
+from consilium.tasks.registry import COUNT, HIGH, LOW, LOWER
+
+FEWEST_SEEDS = 3
+"""An interval over fewer seeds would be their lowest and highest score."""
+WHOLE, RESAMPLES = 6, 10_000
+"""Up to WHOLE seeds every resample is counted; above, RESAMPLES are drawn."""
+MOST_SITES = 20
+"""Over so many sites a page is too narrow for a column each."""
+SPREAD = {"worst site": 0.0, "median site": 0.5, "best site": 1.0}
+"""Columns where sites are many, and their quantiles of the sites' scores, from the worst to the best."""
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class GroupScores:
+    """The scores of one group by one metric of one model. `cells` by method, seed and site, without missing ones.
+
+    `missing`: the cells that others of the group have, and why each is not there. `without`: methods that have no such model.
+    """
+
+    group: Group
+    stage: Stage
+    metric: str
+    cells: Mapping[tuple[str, str, str], float]
+    missing: Mapping[tuple[str, str, str], str]
+    without: tuple[str, ...]
+
+    @cached_property
+    def sites(self) -> list[str]:
+        """All sites that any method was scored at: those that train, then those that only test."""
+        found = {site for *_, site in [*self.cells, *self.missing]}
+        return sorted(found, key=lambda site: (site in self.test_only, site))
+
+    @cached_property
+    def test_only(self) -> frozenset[str]:
+        """Sites that only test, as far as others train: they are in no mean, rank or test."""
+        found = frozenset[str]().union(*(run.test_only for run in self.group.runs.values()))
+        return found if {site for *_, site in self.cells} - found else frozenset()
+
+    @property
+    def unscored(self) -> list[str]:
+        """Sites without a score of this metric in any run: no such split or class, or no training for a model of their own."""
+        personal = self.stage is Stage.PERSONALIZED
+        of_all = [run.sites - (run.test_only if personal else frozenset()) for run in self.group.runs.values()]
+        return sorted(frozenset[str]().union(*of_all) - set(self.sites))
+
+    @property
+    def inside(self) -> list[str]:
+        """The sites that means, ranks and tests are over."""
+        return [site for site in self.sites if site not in self.test_only]
+
+    @cached_property
+    def methods(self) -> list[str]:
+        """Those that have such a model."""
+        return [method for method in self.group.methods if method not in self.without]
+
+    @cached_property
+    def scored(self) -> list[str]:
+        """Methods with any score."""
+        return [method for method in self.methods if any(key[0] == method for key in self.cells)]
+
+    @property
+    def lower(self) -> bool:
+        """Whether less is better."""
+        return self.metric.partition("/")[0] in LOWER
+
+    @cached_property
+    def splits(self) -> list[list[str]]:
+        """The sites that means are over, together where they were scored on the same test split."""
+        found = [{site} for site in self.inside]
+        for run in self.group.runs.values():
+            for together in _on_one_split(run, self.inside):
+                apart = [one for one in found if not one & together]
+                found = [*apart, together.union(*(one for one in found if one & together))]
+        return sorted(sorted(one) for one in found)
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of scores: each site, or of many sites worst, median and best; sites that only test have one each."""
+        return self.sites if len(self.inside) <= MOST_SITES else [*SPREAD, *sorted(self.test_only)]
+
+    def whole_seeds(self, method: str) -> list[str]:
+        """Return a method's seeds of which no site is missing."""
+        return [s for s in self.group.seeds if self.inside and all((method, s, site) in self.cells for site in self.inside)]
+
+    def complete(self, method: str) -> bool:
+        """Tell whether no seed of a method lacks a site."""
+        return self.whole_seeds(method) == self.group.expected(method)
+
+    def at(self, method: str, site: str) -> list[float]:
+        """Return a method's scores at a site, by seed."""
+        return [self.cells[method, s, site] for s in self.group.seeds if (method, s, site) in self.cells]
+
+    def under(self, method: str, column: str) -> list[float]:
+        """Return a method's scores in a column, by seed: at a site, or a quantile over all sites of whole seeds."""
+        if column not in SPREAD or len(self.inside) <= MOST_SITES:
+            return self.at(method, column)
+        share = 1 - SPREAD[column] if self.lower else SPREAD[column]
+        seeds = [[self.cells[method, seed, site] for site in self.inside] for seed in self.whole_seeds(method)]
+        return [float(np.quantile(scores, share)) for scores in seeds]
+
+    def means(self, method: str, weighted: bool = False) -> list[float]:
+        """Return the mean over sites of each whole seed; `weighted` by the samples a site scored, [] where one is unknown."""
+        found = []
+        for seed in self.whole_seeds(method):
+            run = self.group.runs[method, seed]
+            weights = [1.0 if not weighted else known(run.score(site, self.stage, COUNT)) or 0.0 for site in self.inside]
+            if not all(weights):
+                return []
+            values = [self.cells[method, seed, site] for site in self.inside]
+            found.append(math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights))
+        return found
+
+
+def scores_of(group: Group, stage: Stage, metric: str) -> GroupScores:
+    """Return the scores of a group, and which are missing: of every method, in every seed and site that any has."""
+    values = {
+        (method, seed, site): run.score(site, stage, metric) for (method, seed), run in group.runs.items() for site in run.sites
+    }
+    cells = {key: value for key, one in values.items() if (value := known(one)) is not None}
+    scored = [key for key, value in values.items() if value is not None]
+    without = tuple(m for m in group.methods if group.of(m) and not any(key[0] == m for key in scored))
+    missing = {}
+    for method in (method for method in group.methods if method not in without):
+        for key in itertools.product([method], group.expected(method), sorted({site for *_, site in scored})):
+            if key not in cells:
+                there = "not scored there" if values.get(key) is None else "not finite"
+                missing[key] = there if key[:2] in group.runs else group.absent.get(key[:2], "no run with this seed")
+    return GroupScores(group, stage, metric, cells, missing, without)
+
+
+def _on_one_split(run: RunRecord, sites: Sequence[str]) -> list[set[str]]:
+    """Return sites that a run scored on the same samples: there one trained model has the same loss to the last digit.
+
+    The frozen model's does not tell: with a head that starts at zero it is the same on all pictures.
+    """
+    found: dict[tuple[float | None, ...], set[str]] = {}
+    for site in sites:
+        scores = tuple(known(run.score(site, Stage.GLOBAL, name)) for name in (COUNT, run.metric, "loss"))
+        if scores[-1] not in (None, 0.0, run.score(site, Stage.PRETRAINED, "loss")):
+            found.setdefault(scores, set()).add(site)
+    return [one for one in found.values() if len(one) > 1]
+
+
+def interval(values: Sequence[float]) -> Interval | None:
+    """Return the 95 % percentile bootstrap interval of a mean over seeds; None for fewer than FEWEST_SEEDS."""
+    count = len(values)
+    if count < FEWEST_SEEDS:
+        return None
+    if count <= WHOLE:
+        drawn = np.array(list(itertools.product(range(count), repeat=count)))
+    else:
+        drawn = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
+    low, high = np.quantile(np.asarray(values, np.float64)[drawn].mean(1), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def patients_interval(scores: GroupScores, method: str) -> Interval | None:
+    """Return the 95 % interval of a method's mean over sites as far as other patients would change it.
+
+    From each site's own bootstrap, which its run reports, by MOVER: the distances of the ends from the score add up over sites
+    as standard errors do, lower and upper ones apart, so no end lies where no score can be. Sites are independent, except
+    those on one test split, whose errors are the same patients' and add up. The same patients are scored with every seed, so
+    seeds do not narrow it. None where a site of a seed has no interval.
+    """
+    seeds, means = scores.whole_seeds(method), scores.means(method)
+    reaches: list[Interval] = []
+    for sites in scores.splits:
+        found = []
+        for run, site in itertools.product((scores.group.runs[method, seed] for seed in seeds), sites):
+            low, score, high = (known(run.score(site, scores.stage, f"{scores.metric}{end}")) for end in (LOW, "", HIGH))
+            if low is None or score is None or high is None:
+                return None
+            found.append((max(score - low, 0.0), max(high - score, 0.0)))
+        if not found:
+            return None
+        down, up = np.array(found, np.float64).sum(0) / len(seeds)
+        reaches.append((down, up))
+    down, up = np.sqrt(np.square(reaches).sum(0)) / len(scores.inside)
+    middle = math.fsum(means) / len(means)
+    return float(middle - down), float(middle + up)
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Return the mean, None of nothing."""
+    return math.fsum(values) / len(values) if values else None
+
+
+def ranks(scores: GroupScores) -> tuple[dict[str, float], int]:
+    """Return each method's rank, 1 the best, averaged over the sites at which all have one, and the number of these sites.
+
+    At a site methods are ranked by their mean over the seeds that all of them have there; equal ones share their mean rank.
+    """
+    methods, blocks = scores.scored, []
+    for site in scores.inside:
+        shared = [s for s in scores.group.seeds if all((m, s, site) in scores.cells for m in methods)]
+        if shared:
+            blocks.append([math.fsum(scores.cells[m, s, site] for s in shared) / len(shared) for m in methods])
+    if not blocks or len(methods) < 2:
+        return {}, 0
+    from scipy.stats import rankdata
+
+    rounded = np.round(blocks, 12)  # a difference of rounding alone is none, as in significance.py
+    placed = rankdata(rounded * (1 if scores.lower else -1), axis=1).mean(0)
+    return dict(zip(methods, map(float, placed), strict=True)), len(blocks)

@@ -1,0 +1,305 @@
+"""A comparison as tables: scores, costs, ranks, paired tests, missing runs; and all its numbers as records, CSV and JSON."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from consilium.messages import Stage
+from consilium.report.clean import harmless
+from consilium.report.compare import Test
+from consilium.report.compare.comparability import Group, frozen_model
+from consilium.report.compare.diagnostics import diagnostics_table
+from consilium.report.compare.published import Published, published_for, published_table
+from consilium.report.compare.scores import (
+    FEWEST_SEEDS,
+    GroupScores,
+    Interval,
+    interval,
+    mean,
+    patients_interval,
+    ranks,
+    scores_of,
+)
+from consilium.report.compare.significance import FEWEST, comparisons
+from consilium.report.progress import ending
+from consilium.report.run_record import RunRecord, known
+from consilium.report.tables import Column, Table, difference, few, number
+from consilium.strategies.strategy import Role
+from consilium.tasks.registry import COUNT, HIGH, LOW
+
+MOST_TESTS, MOST_LISTED = 30, 20
+"""Lines of a table of tests and of missing runs; the others are counted in a note, and JSON has all."""
+MARK = "*"
+"""Stands behind a mean from which seeds are missing."""
+MEANT = {
+    Stage.PRETRAINED: "the frozen model, not adapted",
+    Stage.GLOBAL: "what the server sends in the end, with what a site keeps of its own",
+    Stage.PERSONALIZED: "each site's model as its last training left it",
+}
+"""What each model is, in words."""
+ROW = ("group", "method", "seed", "site", "model", "split", "metric", "value", "low", "high", "n",
+       "bytes", "seconds", "epsilon", "run")  # fmt: skip
+METHOD = Column("method", right=False)
+
+
+def comparison_tables(
+    groups: Sequence[Group],
+    stage: Stage,
+    metric: str | None = None,
+    test: Test = Test.WILCOXON,
+    against: str | None = None,
+    published: Sequence[Published] = (),
+) -> list[Table]:
+    """Return all tables of a comparison, group by group. `stage`: the model that ranks and tests are about."""
+    found: list[Table] = []
+    ranked = [scores_of(group, stage, metric or group.first.metric) for group in groups]
+    for scores in ranked:
+        tables = {one: scores if one is stage else scores_of(scores.group, one, scores.metric) for one in Stage}
+        shown = [one for one in (Stage.GLOBAL, Stage.PERSONALIZED) if tables[one].cells or tables[one].missing]
+        found += [scores_table(tables[one], tables[Stage.PRETRAINED], published if one is stage else ()) for one in shown]
+        found += published_table(scores, published)
+        found.append(cost_table(scores.group))
+        found += diagnostics_table(scores)
+        if len(scores.group.methods) > 1:
+            found.append(_significance_table(scores, test, against))
+        found += _missing_table([tables[one] for one in shown])
+    return found + (_rank_table(ranked) if len(groups) > 1 else [])
+
+
+def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequence[Published] = ()) -> Table:
+    """Return a row per method: seeds, sites, means, intervals, rank, and published numbers."""
+    group, (placed, blocks), sites = scores.group, ranks(scores), scores.columns
+    against = {method: published_for(published, group, method, scores.metric) for method in group.methods}
+    printed = any(value is not None for value in against.values())
+    rest = [Column("mean"), Column("95 % seeds", 2), Column("95 % patients", 2), Column("mean by n", 1), Column("rank", 1)]
+    rest += [Column("published"), Column("difference")] if printed else []
+    taken = {"seeds", *(one.heading for one in rest)}
+    columns = [METHOD, Column("seeds", 1), *(Column(f"site {one}" if one in taken else one, 3) for one in sites), *rest]
+
+    def row(of: GroupScores, method: str, name: str, rank: float | None = None, beside: float | None = None) -> list[str]:
+        means, whole, expected = of.means(method), of.whole_seeds(method), of.group.expected(method)
+        mark = MARK if means and not of.complete(method) else ""
+        found = [name, f"{len(whole)}/{len(expected)}"]
+        for values in (of.under(method, site) for site in sites):
+            found.append(_plus_minus(values) + (MARK if values and len(values) < len(expected) else ""))
+        found += [_plus_minus(means) + mark, _between(interval(means))]
+        found.append(_between(patients_interval(of, method) if means else None))
+        by_n = of.means(method, weighted=True)
+        found += [_plus_minus(by_n) + (mark if by_n else ""), "-" if rank is None else f"{rank:.2f}"]
+        ours = mean(means)
+        gap = "-" if ours is None or beside is None else difference(ours - beside)
+        return found + ([number(beside), gap] if printed else [])
+
+    models: dict[str, list[str]] = {}
+    for (method, _), run in pretrained.group.runs.items():
+        if method in pretrained.scored:
+            models.setdefault(frozen_model(run), []).append(method)
+    frozen = {max(m, key=lambda one: len(pretrained.whole_seeds(one))): list(dict.fromkeys(m)) for m in models.values()}
+    several = len(frozen) > 1
+    rows = [row(pretrained, m, f"pretrained: {few(of)}" if several else "pretrained (not adapted)") for m, of in frozen.items()]
+    for floor in (one for one in published if one.floor and one.metric == scores.metric):
+        cells = [number(floor.value) if one is rest[0] else "-" for one in columns[1:]]
+        rows.append([f"floor: {floor.floor}", *cells])
+    above = len(rows)
+    rows += [row(scores, method, method, placed.get(method), against[method]) for method in group.methods]
+
+    best: set[tuple[int, int]] = set()
+    for index, site in [*enumerate(sites, 2), (2 + len(sites), None)]:
+        values = {m: scores.means(m) if site is None else scores.under(m, site) for m in group.methods}
+        whole = {m: mean(found) for m, found in values.items() if found and len(found) == len(group.expected(m))}
+        there = [value for value in whole.values() if value is not None]
+        if len(there) > 1:
+            top = number((min if scores.lower else max)(there))
+            best |= {(above + i, index) for i, m in enumerate(group.methods) if number(whole.get(m)) == top}
+    title = group.titled(f"{group.heading(scores.metric)}, {scores.stage} model, {group.first.split} split")
+    return Table(title, columns, rows, _score_notes(scores, blocks, printed), best)
+
+
+def _plus_minus(values: Sequence[float]) -> str:
+    """Return a mean over seeds and its standard deviation (n - 1 in the denominator), where there is one."""
+    middle = mean(values)
+    if middle is None or len(values) < 2:
+        return number(middle)
+    return f"{number(middle)} ± {number(math.sqrt(math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1)))}"
+
+
+def _between(ends: Interval | None) -> str:
+    return "-" if ends is None else f"{number(ends[0])}–{number(ends[1])}"
+
+
+def _score_notes(scores: GroupScores, blocks: int, printed: bool) -> list[str]:
+    seeds, apart = len(scores.group.seeds), "sites on one test split as one, others independent"
+    if len(scores.splits) == len(scores.inside):
+        apart = "sites independent (too narrow where they share patients)"
+    elif len(scores.splits) == 1:
+        apart = "all sites on one test split"
+    bootstrap = "percentile bootstrap over seeds; few seeds make it too narrow"
+    too_few = f"95 % seeds needs {FEWEST_SEEDS} seeds: {seeds} here say nothing of how sure a mean is"
+    found = {
+        f"{scores.stage}: {MEANT[scores.stage]}; pretrained: {MEANT[Stage.PRETRAINED]}": True,
+        f"mean over {len(scores.inside)} sites{' ± standard deviation over seeds' if seeds > 1 else ''}; seeds: those with all "
+        f"sites, of {seeds}; mean by n: sites weighted by the samples they scored": True,
+        f"test only, in no mean, rank or test: {', '.join(sorted(scores.test_only))}": scores.test_only,
+        f"no score of this metric at: {few(scores.unscored)}": scores.unscored,
+        too_few if seeds < FEWEST_SEEDS else f"95 % seeds: {bootstrap}": True,
+        f"95 % patients: from each site's bootstrap over its patients, {apart}, by MOVER": True,
+        "too many sites for a column each: .csv and .json have them": scores.columns != scores.sites,
+        f"rank: 1 is best; averaged over {blocks} sites": blocks,
+        f"{MARK} seeds are missing, see below": scores.missing,
+        f"no such model: {', '.join(scores.without)}": scores.without,
+        "published: the paper's own number, not measured here; difference: ours minus it": printed,
+    }
+    return [note for note, holds in found.items() if holds]
+
+
+def cost_table(group: Group) -> Table:
+    """Return a row per method: what trains, rounds, bytes, seconds and epsilon, as means over seeds."""
+    columns = [METHOD, Column("trained set", 1, False), Column("parameters", 2), Column("shared", 2)]
+    columns += [Column("rounds", 3), Column("MiB"), Column("seconds", 1), Column("epsilon")]
+    rows, sets = [], set()
+    for method in (method for method in group.methods if group.of(method)):
+        runs = group.of(method)
+        first, counts, most = runs[0], runs[0].trained, runs[0].settings["training.rounds"]
+        every = "-" if counts is None else f"{counts[Role.SHARED] + counts[Role.LOCAL]:,}"
+        shared = "-" if counts is None or first.pooled else f"{counts[Role.SHARED]:,}"
+        had = sorted({run.last_round for run in runs})
+        rounds = f"{'–'.join(map(str, dict.fromkeys((had[0], had[-1]))))} of {most}" if any(run.ended for run in runs) else most
+        sent = _mean_of_known([None if run.bytes is None else run.bytes / 2**20 for run in runs], 2)
+        epsilons = [run.epsilon for run in runs if run.epsilon is not None]
+        epsilon = "none" if not first.private else "not known"  # a private run may not tell it, which is not "none"
+        if first.private and len(epsilons) == len(runs):
+            epsilon = f"{max(epsilons):.4g} ({first.settings['privacy.unit']})"
+        adapted = trained_set(first)
+        sets.add((adapted, every))
+        cells = [adapted + (", pooled data" if first.pooled else ""), every, shared, str(rounds)]
+        cells += ["the data" if first.pooled else sent, _mean_of_known([run.seconds for run in runs], 1), epsilon]
+        rows.append([method, *cells])
+    notes = ["parameters: how many train at a site; shared: how many of them travel; MiB: tensors up and down in training, all "
+             "sites; seconds: the sites' training, summed; epsilon: none is not private"]  # fmt: skip
+    notes += ["the methods do not all train the same set of parameters"] if len(sets) > 1 else []
+    marked = any(cell.endswith(MARK) for row in rows for cell in row[1:])
+    notes += [f"{MARK} without runs that have not all of it on record"] if marked else []
+    early = [f"{method}, seed {seed}: {ending(run.ended)}" for (method, seed), run in group.runs.items() if run.ended]
+    notes += early[:MOST_LISTED]
+    notes += [f"and {len(early) - MOST_LISTED} more that ended early"] if len(early) > MOST_LISTED else []
+    return Table(group.titled("What it costs"), columns, rows, notes)
+
+
+def _mean_of_known(values: Sequence[float | None], digits: int) -> str:
+    """Return the mean of the values on record, with MARK where some are not."""
+    there = [value for value in values if value is not None]
+    return f"{mean(there):,.{digits}f}{MARK if len(there) < len(values) else ''}" if there else "-"
+
+
+def trained_set(run: RunRecord) -> str:
+    """Return the kind of adapter, where it sits, and a decoder that trains; a frozen one does not train."""
+    found = {k.partition(".")[2]: v for k, v in run.settings.items() if k.startswith("adapter.")}
+    parts = [str(found["kind"])]
+    parts += [f"{name} {found[name]}" for name in ("rank", "width", "targets") if found.get(name) is not None]
+    decoder = found.get("decoder")
+    if isinstance(decoder, str) and decoder != "freeze":
+        parts.append(f"decoder {decoder}")
+    return ", ".join([*parts, *["decoder"] * (decoder is True)])
+
+
+def _significance_table(scores: GroupScores, test: Test, against: str | None) -> Table:
+    """Return a row per pair of methods, also where pairs of scores are too few for a test."""
+    found = comparisons(scores, test, against)
+    columns = [METHOD, Column("against", 0, False), Column("pairs", 1), Column("difference")]
+    columns += [Column("better/worse", 2), Column("p", 1), Column("p Holm")]
+    rows = [
+        [c.one, c.other, str(c.pairs), difference(c.difference), f"{c.wins}/{c.losses}", p_text(c.p), p_text(c.holm)]
+        for c in found[:MOST_TESTS]
+    ]
+    name = {Test.WILCOXON: "Wilcoxon's signed-rank test", Test.PERMUTATION: "paired permutation test"}[test]
+    tested = sum(one.p is not None for one in found)
+    notes = [
+        f"{name}, two-sided, over seeds x sites; p Holm: corrected for {tested} tests; "
+        "pairs of one site or seed are alike, so p is rather too small"
+    ]
+    notes = notes if tested else []
+    if len(scores.splits) < len(scores.inside):
+        notes.append("sites on one test split are one pair a seed, their mean; difference: over all sites, as of the scores")
+    if tested < len(found):
+        notes.append(f"too few: under {FEWEST} pairs no p can be under 0.05, so none is given")
+    notes += [f"{len(found) - MOST_TESTS} more with larger p are left out here"] if len(found) > MOST_TESTS else []
+    return Table(
+        scores.group.titled(f"Paired tests, {scores.group.heading(scores.metric)} ({scores.stage})"), columns, rows, notes
+    )
+
+
+def p_text(value: float | None) -> str:
+    """Return a p as tables show it."""
+    if value is None:
+        return "too few"
+    return "-" if math.isnan(value) else f"{value:.3f}" if value >= 0.001 else "<0.001"
+
+
+def _missing_table(tables: Sequence[GroupScores]) -> list[Table]:
+    """Return the missing scores, a row per method, seed and reason; [] where nothing is missing."""
+    lines: dict[tuple[str, str, str], dict[str, None]] = {}
+    for (method, seed, site), why in (one for scores in tables for one in scores.missing.items()):
+        lines.setdefault((method, seed, why), {})[site] = None
+    rows = [[method, seed, few(list(places)), why] for (method, seed, why), places in sorted(lines.items())]
+    columns = [METHOD, Column("seed"), Column("sites", 1, False), Column("why", 0, False)]
+    rest = [f"{len(rows) - MOST_LISTED} more lines are left out here"] if len(rows) > MOST_LISTED else []
+    return [Table(tables[0].group.titled("Missing, and in no mean"), columns, rows[:MOST_LISTED], rest)] if rows else []
+
+
+def _rank_table(tables: Sequence[GroupScores]) -> list[Table]:
+    """Return each method's rank by data set, and the mean of methods that all rank; [] where no method is in two."""
+    placed = [ranks(scores)[0] for scores in tables]
+    methods = list(dict.fromkeys(method for one in placed for method in one))
+    if not any(sum(method in one for one in placed) > 1 for method in methods):
+        return []
+    complete = all(len(one) == len(methods) for one in placed)  # ranks among fewer are no ranks among all
+    rows = []
+    for method in methods:
+        cells = [one.get(method) for one in placed]
+        cells.append(mean([one[method] for one in placed]) if complete else None)
+        rows.append([method, *("-" if cell is None else f"{cell:.2f}" for cell in cells)])
+    columns = [METHOD, *(Column(scores.group.name, 2) for scores in tables), Column("mean rank")]
+    notes = ["rank over sites in each group of runs that compare; mean rank: only where all groups rank all methods"]
+    return [Table("Average ranks over data sets", columns, rows, notes)]
+
+
+def records(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return a row per run, site, model and score: the numbers of all tables and tests. A missing value is None."""
+    found = []
+    for group, (method, seed), run in ((one, key, run) for one in groups for key, run in one.runs.items()):
+        whole = {"bytes": _whole(run.bytes), "seconds": run.seconds, "epsilon": run.epsilon, "run": run.name}
+        metrics = dict.fromkeys([run.metric, *run.scores.leading, *run.scores.beside])
+        for site, stage, metric in ((site, stage, m) for site in sorted(run.sites) for stage in Stage for m in metrics):
+            if (value := run.score(site, stage, metric)) is not None:
+                ends = {end.strip("_"): known(run.score(site, stage, f"{metric}{end}")) for end in (LOW, HIGH)}
+                one: dict[str, Any] = {"group": group.name, "method": method, "seed": seed, "site": site, "model": str(stage)}
+                one |= {"split": run.split, "metric": metric, "value": known(value)}
+                found.append(one | {"n": _whole(run.score(site, stage, COUNT))} | ends | whole)
+    return found
+
+
+def _whole(value: float | None) -> float | None:
+    """Return a number of things as a whole one."""
+    return value if known(value) is None or not float(value or 0).is_integer() else int(value or 0)
+
+
+def as_csv(groups: Sequence[Group]) -> str:
+    """Return the records as CSV. A text that a spreadsheet would take for a formula begins with an apostrophe."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, ROW, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: harmless(one.get(key)) for key in ROW} for one in records(groups))
+    return file.getvalue()
+
+
+def as_json(groups: Sequence[Group], tables: Sequence[Table], notes: Sequence[str]) -> str:
+    """Return records, tables and notes."""
+    told: list[Mapping[str, Any]] = [
+        {"title": one.title, "columns": [c.heading for c in one.columns], "rows": one.rows, "notes": one.notes}
+        | {"best": sorted(one.best)}
+        for one in tables
+    ]
+    return json.dumps({"records": records(groups), "tables": told, "notes": list(notes)}, indent=1)

@@ -1,0 +1,211 @@
+"""The terminal while a run or a study goes on: a bar with a live table, or plain lines where there is no terminal."""
+
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, Self
+
+from rich.box import SIMPLE
+from rich.cells import cell_len
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from consilium.messages import SPLITS, TRAIN_LOSS, MetricKey, Stage
+from consilium.report.clean import LIMIT, line, shown
+from consilium.report.progress import ending
+from consilium.report.progress import when as refused_when
+from consilium.report.tables import fit
+from consilium.tasks.registry import Scores
+
+LINE = 2000
+"""Characters of a line at most; names and reasons in it have their own bound."""
+AROUND = 7
+"""Lines of a terminal that the live table does not have for sites: bar, headings, rules, what is left out."""
+READY, WAITING, DONE = "ready", "waiting", "done"
+SAID = {
+    "warning": ("warning: {}", "text", "yellow"),
+    "undrawn": ("{site}: no picture: {}", "reason", "yellow"),
+    "chosen": ("{site}: {}", "text", ""),
+}
+"""Events that are one line: how it reads, the field with its text, the style."""
+IDLE = {"": "not asked", READY: READY, WAITING: WAITING, DONE: DONE}
+"""What a site that is not at work says, and how several of them are counted."""
+
+
+class LiveScreen(ABC):
+    """A bar with `render` below it while work goes on; plain lines where there is no terminal. Use as a context manager."""
+
+    def __init__(self, console: Console, title: str, total: int) -> None:
+        self.console = console
+        text = TextColumn("{task.description}", markup=False)
+        self._bar = Progress(text, BarColumn(None), TextColumn("{task.fields[eta]}"), TimeElapsedColumn(), expand=True)
+        self._task = self._bar.add_task(shown(title, 40), total=total, eta="")
+        live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self.render)
+        self._live = live if console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    @abstractmethod
+    def render(self) -> Group:
+        """Return the bar and what stands below it."""
+
+    def bar(self, done: float, now: str, eta: str) -> Progress:
+        """Return the bar at a point of the work."""
+        self._bar.update(self._task, completed=done, description=now, eta=f"ETA {eta}" if eta else "")
+        return self._bar
+
+    def say(self, text: str, style: str = "") -> None:
+        """Print a line, whole: the terminal wraps it, a file keeps it as one."""
+        self.console.print(line(text, style, limit=LINE), soft_wrap=True)
+
+
+class LiveView(LiveScreen):
+    """An observer that shows round, site, step, ETA and the leading score of a run.
+
+    `losses`: the last training loss of every site. Sites that a terminal has no lines for are counted below the others.
+    """
+
+    def __init__(self, console: Console, rounds: int, title: str, scores: Scores) -> None:
+        self.rounds, self.scores = rounds, scores
+        self.sites: dict[str, dict[str, Any]] = {}
+        self.losses: dict[str, float] = {}
+        self.round, self.phase, self.phases, self.asked, self.began = 0, 0, 1, 1, time.monotonic()
+        self.score, self.loading, self._said = scores.leading[0], "", set[str]()
+        super().__init__(console, title, rounds)  # which renders
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Take one event of a Coordinator or a Site."""
+        if handler := getattr(self, f"_on_{event['event']}", None):
+            handler(event)
+        if event["event"] in SAID:
+            words, field, style = SAID[event["event"]]
+            text = shown(event[field], LIMIT if "site" in event else LINE)
+            self.say(words.format(text, site=shown(event.get("site", ""))), style)
+
+    def _row(self, event: Mapping[str, Any]) -> dict[str, Any]:
+        return self.sites.setdefault(shown(event["site"]), {"state": "", "part": 0.0})
+
+    def _on_site(self, event: Mapping[str, Any]) -> None:
+        self._row(event)["state"] = READY
+
+    def _on_loading(self, event: Mapping[str, Any]) -> None:
+        """Say what is loaded, by a site or (no "site") for all of them; without a terminal once, whoever loads it."""
+        what = f"loading {shown(event['what'])}"
+        if event["site"]:
+            self._row(event)["state"] = what
+        else:
+            self.loading = f"{what} ..."
+        if not self._live and what not in self._said:
+            self._said.add(what)
+            self.say(f"{what} ...")
+
+    def _on_round(self, event: Mapping[str, Any]) -> None:
+        self.round, self.asked, self.loading = event["round"], len(event["sites"]), ""
+        self.phase, self.phases = event["phase"], event["phases"]
+        for row in self.sites.values():
+            row |= {"state": "", "part": 0.0}
+        for name in event["sites"]:
+            self._row({"site": name})["state"] = WAITING
+
+    def _on_privacy(self, event: Mapping[str, Any]) -> None:
+        self.say(f"privacy: {event['claim']}")
+        for warning in event["warnings"]:
+            self.say(f"privacy: {warning}", "yellow")
+
+    def _on_ended(self, event: Mapping[str, Any]) -> None:
+        self.say(ending(event))
+        self.rounds = event["round"]
+
+    def _on_step(self, event: Mapping[str, Any]) -> None:
+        row = self._row(event)
+        row |= {
+            "state": f"step {event['step']}/{event['steps']}",
+            "loss": event["loss"],
+            "part": event["step"] / event["steps"],
+        }
+
+    def _on_evaluate(self, event: Mapping[str, Any]) -> None:
+        self._row(event)["state"] = f"scoring {event['stage'].rpartition('/')[2]}"
+
+    def _on_refused(self, event: Mapping[str, Any]) -> None:
+        self._row(event)["state"] = "refused"
+        self.say(f"{shown(event['site'])}: refused {refused_when(event, self.rounds)}: {shown(event['reason'])}", "red")
+
+    def _on_metrics(self, event: Mapping[str, Any]) -> None:
+        """Keep a site's scores; without a terminal say them: the loss of training and the leading score, if there are any."""
+        metrics, row, closing = event["metrics"], self._row(event), TRAIN_LOSS not in event["metrics"]
+        if found := reported(metrics):  # a round may go without validation
+            self.score = self.scores.lead(found)
+        scored = {stage: value for stage in Stage if (value := score_of(metrics, stage, self.score)) is not None}
+        row |= scored | {"state": DONE, "part": 1.0}
+        if not closing:
+            self.losses[shown(event["site"])] = row["loss"] = metrics[TRAIN_LOSS]
+        if self._live:
+            return
+        values = "  ".join(f"{stage} {value:.3f}" for stage, value in scored.items())
+        told = f"{self.scores.heading(self.score)} {values}" if values else ""
+        when = "closing evaluation"
+        if closing:
+            told = told or "nothing to score"
+        else:
+            phase = f" phase {self.phase + 1}/{self.phases}" if self.phases > 1 else ""
+            when, eta = f"round {event['round'] + 1}/{self.rounds}{phase}", self._eta()
+            told = "  ".join(part for part in (f"loss {row['loss']:.3f}", told, eta and f"ETA {eta}") if part)
+        self.say(f"{when}  {shown(event['site'])}: {told}")
+
+    def _fraction(self) -> float:
+        done = sum(row["part"] for row in self.sites.values()) / max(self.asked, 1)
+        return (self.round + (self.phase + done) / self.phases) / self.rounds
+
+    def _eta(self) -> str:
+        done, spent = min(self._fraction(), 1.0), time.monotonic() - self.began
+        return f"{spent * (1 - done) / done:.0f} s" if done > 0 else ""
+
+    def render(self) -> Group:
+        """Return the bar and a row per site."""
+        now = self.loading or f"round {min(self.round + 1, self.rounds)}/{self.rounds}"
+        bar = self.bar(self._fraction() * self.rounds, now, self._eta())
+        layouts = [partial(self._table, count=n, joint=j) for n, j in ((3, " "), (3, "\n"), (2, "\n"), (1, "\n"), (0, ""))]
+        return Group(bar, *([fit(layouts, self.sites, self.console.width)] if self.sites else []))
+
+    def _table(self, names: Mapping[str, str], count: int, joint: str) -> Table:
+        """Return a row per site with the first `count` numbers; names keep their width whichever sites are shown."""
+        heading = self.scores.heading(self.score)
+        headings = {"loss": "loss"} | {k: f"{heading}{joint}{k}" for k in (Stage.GLOBAL, Stage.PERSONALIZED)}
+        site = Column("site", no_wrap=True, min_width=max(map(cell_len, names.values())))
+        table = Table(site, Column("now", min_width=16, no_wrap=True), box=SIMPLE, pad_edge=False, caption_justify="left")
+        numbers = list(headings)[:count]
+        for key in numbers:
+            table.add_column(headings[key], justify="right", no_wrap=True)
+        first = sorted(names, key=lambda name: (self.sites[name]["state"] in IDLE, name))  # sites at work where room is short
+        room = max(self.console.height - AROUND, 1)
+        left = Counter(IDLE.get(self.sites[name]["state"], "at work") for name in first[room:])
+        if left:
+            others = ", ".join(f"{count} {state}" for state, count in left.items())
+            table.caption = f"and {left.total()} more: {others}"
+        for name in sorted(first[:room]):
+            row = self.sites[name]
+            table.add_row(Text(names[name]), Text(row["state"]), *(f"{row[k]:.3f}" if k in row else "" for k in numbers))
+        return table
+
+
+def reported(metrics: Iterable[str]) -> set[str]:
+    """Return what scores metric names such as "test/global/dice" tell of; the training's own loss does not count."""
+    return {key.metric for name in metrics if (key := MetricKey.parse(name))}
+
+
+def score_of(metrics: Mapping[str, float], stage: Stage, score: str) -> float | None:
+    """Return a score of whichever split there is: validation in training, test or validation in the end."""
+    return next((v for split in SPLITS if (v := metrics.get(str(MetricKey(split, stage, score)))) is not None), None)

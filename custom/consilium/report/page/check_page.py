@@ -1,0 +1,77 @@
+"""check.html and check.json of `consilium data check --report`: every bad sample by name, the first of a kind as pictures.
+
+They name files and show patients: they are the user's alone.
+"""
+
+import base64
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from consilium.data.datalist import Item
+from consilium.data.findings import WORTHLESS, Findings
+from consilium.data.images import read_image, read_labels
+from consilium.data.settings import DEFAULTS, PictureSettings
+from consilium.data.volumes import header, is_volume
+from consilium.errors import DataError
+from consilium.report.page.html import render
+from consilium.report.tables import Table, columns
+from consilium.storage import open_private, private_folder
+
+SIDE = 112
+"""Pixels of a thumbnail's longer side."""
+SHOWN = 2000
+"""Lines of a kind on the page; check.json has all."""
+
+
+def write_report(folder: Path, found: Mapping[str, Findings], shared: Mapping[str, list[str]], settings: Any = None) -> None:
+    """Write check.json and check.html into `folder`; `shared`: lines by kind, of samples that sites have in common."""
+    whole = {"sites": {name: one.to_dict(None) for name, one in found.items()}, "between_sites": dict(shared)}
+    settings = settings if isinstance(settings, PictureSettings) else DEFAULTS
+    sites = []
+    for name, one in found.items():
+        counts: dict[str, Mapping[str, int]] = {"samples": one.samples, "cannot be used": one.bad, "planes": one.planes}
+        counts = {what: of for what, of in counts.items() if what == "samples" or any(of.values())}
+        counts |= {f"class {of}": images for of, images in sorted(one.images_of_class.items())}
+        rows = [[what, *(str(of.get(split, 0)) for split in one.samples)] for what, of in counts.items()]
+        pictures = {line: picture for line, item in one.shown.items() if (picture := _thumbnail(item, settings))}
+        kinds = [(level, kind, lines) for level in ("problem", "warning") for kind, lines in getattr(one, f"{level}s").items()]
+        table = Table(one.path, columns("", *one.samples), rows)
+        sites.append({"name": name, "verdict": one.verdict, "table": table, "kinds": kinds, "pictures": pictures})
+    values = {"sites": sites, "between": shared, "most": SHOWN, "worthless": WORTHLESS}
+    page = render("check.html", "Data check", f"Lists of {len(found)} sites", ", ".join(found), [], values)
+    private_folder(folder)
+    for file, text in (("check.json", json.dumps(whole, indent=1)), ("check.html", page)):
+        with open_private(folder / file, "w") as opened:
+            opened.write(text)
+
+
+def _thumbnail(item: Item, settings: PictureSettings) -> str:
+    """Return a small picture as text for a page, beside its mask, every label white; "" where it cannot be read.
+
+    Where there is no mask to show, there is a cross.
+    """
+    try:
+        if item.slice is None and is_volume(item.image):
+            item = Item(item.image, item.label, header(item.image).grid.planes(settings.slices.axis) // 2, settings.slices.axis)
+        image = Image.fromarray(read_image(item, settings))
+    except DataError:
+        return ""
+    image.thumbnail((SIDE, SIDE))
+    mask = Image.new("L", image.size, 40)
+    ImageDraw.Draw(mask).line([(0, 0), image.size], fill=120)
+    try:
+        if isinstance(item.label, Path):
+            labels = read_labels(item, settings)
+            mask = Image.fromarray(labels.where(labels.present() - {0})).convert("L").resize(image.size)
+    except DataError:
+        pass
+    sheet, file = Image.new("RGB", (image.width * 2 + 4, image.height), (128, 128, 128)), io.BytesIO()
+    sheet.paste(image, (0, 0))
+    sheet.paste(mask, (image.width + 4, 0))
+    sheet.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

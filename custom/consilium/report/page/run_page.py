@@ -1,0 +1,217 @@
+"""The page of a run: all that its folder says, finished or not."""
+
+import statistics
+from collections import Counter
+from typing import Any
+
+from consilium.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, MetricKey, Stage
+from consilium.report.cases import CASES
+from consilium.report.clean import number_of, shown
+from consilium.report.compare.tables import MEANT
+from consilium.report.matrices import VALUES, confusion_tables, read_matrix
+from consilium.report.page import figures
+from consilium.report.page.cases import read_cases, site_section
+from consilium.report.page.html import render
+from consilium.report.page.words import duration, size, stamp, statement
+from consilium.report.plain_files import hashes, read_json, read_plain, subfolders
+from consilium.report.progress import ending, when
+from consilium.report.results_table import mean_of, results_table
+from consilium.report.run_record import Results, RunRecord, is_simulation, round_times, split_of
+from consilium.report.study_cells import values_of_cell
+from consilium.report.tables import Table, columns, few, number
+from consilium.strategies.strategy import Role
+
+MOST_SITES, MOST_REFUSALS, MOST_TENSORS = 24, 200, 500
+"""Sites whose pictures are on one page, refusals and tensors that are listed; the others are counted."""
+MOST_JOB = 256 * 1024
+HASHED = ("job.yaml", "results.json", "metrics.jsonl", "privacy.json", "adapters/global/consilium.safetensors",
+          "adapters/global/adapter_model.safetensors", "server/state.safetensors")  # fmt: skip
+
+
+def run_page(record: RunRecord) -> str:
+    """Return the page of a run."""
+    config, label, title = record.config, record.scores.heading(record.metric), shown(record.config.title)
+    simulated = is_simulation(record.folder)  # only then are the sites' folders here, and rightly so
+    places = [place for place in subfolders(record.folder / "sites") if simulated and (place / CASES).exists()]
+    read = [(place, read_cases(place)) for place in places]
+    own = [(place, cases) for place, cases in read if cases is not None]
+    left_out = {
+        "--site shows these too": [place.name for place, _ in own[MOST_SITES:]],
+        f"{CASES} is damaged, so nothing is shown of": [place.name for place, cases in read if cases is None],
+    }
+    trained = {site: one for site, one in record.closing.items() if site not in record.test_only} or record.closing
+    crossed = read_matrix(read_json(record.folder / VALUES))
+    confused = confusion_tables(trained, list(getattr(config.task, "classes", ())))
+    private, private_facts = statement(record)
+    refusals = [
+        {"site": one["site"], "when": when(one, record.last_round), "reason": shown(one["reason"], 600)}
+        for one in record.of("refused")
+    ]
+    values = {
+        "warnings": _warnings(record, bool(own)),
+        "facts": _facts(record, simulated),
+        "running": record.results is None,
+        "headline": results_table(record.closing, record.scores, title, record.test_only) if record.split else None,
+        "gain": _gain(trained, record.metric, label),
+        "models": figures.models("models", record.closing, record.metric, label),
+        "meant": MEANT,
+        "crossed": None if crossed is None else crossed.table(),
+        "confused": confused,
+        "figures": curve_figures(record),
+        "sites": [site_section(f"site{i}", place.name, place, one) for i, (place, one) in enumerate(own[:MOST_SITES])],
+        "units": own[0][1].unit if own else "",
+        "left_out": [f"{what}: {few(sites, 20)}" for what, sites in left_out.items() if sites],
+        "traffic": _traffic(record),
+        "parameters": _parameters(record),
+        "tensors": _tensors(record),
+        "times": _times(record),
+        "training": _training(record),
+        "absences": _absences(record),
+        "refusals": refusals[:MOST_REFUSALS],
+        "more_refusals": max(len(refusals) - MOST_REFUSALS, 0),
+        "privacy": private,
+        "privacy_facts": private_facts,
+        "versions": list(record.versions.items()) or [("versions.json", "is not here or is damaged")],
+        "hashes": [("the job's digest", config.digest), *hashes(record.folder, HASHED)],
+        "job": (read_plain(record.folder / "job.yaml", MOST_JOB) or b"(too large to show)").decode(errors="replace"),
+    }
+    sections = ["result", "curves", "travelled", "time", "absences", "privacy", "versions"]
+    sections += ["crossed"] * (crossed is not None) + ["confusion"] * bool(confused) + ["sites"] * bool(read)
+    model = f"{config.model.name} {getattr(config.model, 'variant', '')}".strip()
+    counts = f"{number_of(len(record.sites), 'site')}, {number_of(config.training.rounds, 'round')}"
+    lead = f"{config.strategy.name}, {model}, {config.adapter.kind}; {config.task.name}, {counts}"
+    cell = values_of_cell(record.folder).replace(",", ", ")
+    return render("run.html", f"{title}: {cell}" if cell else title, lead, str(record.folder), sections, values)
+
+
+def _warnings(record: RunRecord, pictures: bool) -> list[str]:
+    """Return what a reader must know before anything else."""
+    found = []
+    if pictures:
+        found.append("This page shows test samples of the sites: patients, where the data are real. Keep it where the run is.")
+    if record.results is None:
+        found.append("The run has not ended. Scores are the last ones on validation data, not the closing ones on test data.")
+    if record.lost_lines:
+        found.append(f"Damaged lines of metrics.jsonl: {record.lost_lines}. They count nowhere on this page.")
+    if damaged := sorted(record.damaged - {"metrics.jsonl"}):
+        found.append(f"Damaged files, left out: {', '.join(damaged)}. Run the job anew, or take a copy that is whole.")
+    return found
+
+
+def _facts(record: RunRecord, simulated: bool) -> list[tuple[str, str]]:
+    """Return the run's facts as pairs of texts."""
+    early = f": {ending(record.ended)}" if record.ended else ""
+    state = f"finished{early}"
+    if record.results is None:
+        phases = {(line["round"], line["phase"]) for line in record.of("concluded")}
+        done = sum(phase == max(phase for _, phase in phases) for _, phase in phases)
+        state = f"not finished{early or f': {done} of {record.config.training.rounds} rounds have ended'}"
+    where = "a simulation: all sites were on one machine" if simulated else "the server of a federation, or its result"
+    crossed = record.config.cross_site
+    scored = [("scores", f"the models of the run {crossed.run}; nothing was trained here")] if crossed else []
+    return [("state", state), ("kind of run", where), *scored, ("seed", str(record.seed))]
+
+
+def _gain(results: Results, metric: str, label: str) -> str:
+    """Return in a sentence what adapting changed, on the mean of the sites; "" where that is unknown."""
+    keys = {stage: str(MetricKey(split_of(results) or "", stage, metric)) for stage in Stage}
+    rows = {site: one for site, one in results.items() if keys[Stage.PRETRAINED] in one and keys[Stage.GLOBAL] in one}
+    means = {stage: mean_of(rows, key) for stage, key in keys.items() if rows and all(key in one for one in rows.values())}
+    whose = f", mean of {len(rows)} sites" if len(rows) > 1 else ""
+    return f"{label}{whose}: {', '.join(f'{number(mean)} {stage}' for stage, mean in means.items())}." if means else ""
+
+
+def curve_figures(record: RunRecord, site: str | None = None) -> list[tuple[Any, str]]:
+    """Return the learning curves as (figure, caption), of one site where named."""
+    label, found = record.scores.heading(record.metric), []
+    wanted = [(str(stage), record.validation(stage), label, f"Validation {label}, {stage} model") for stage in list(Stage)[1:]]
+    for name, curves, axis, what in [*wanted, ("loss", record.curves(TRAIN_LOSS, True), "loss", "Training loss")]:
+        chosen = {one: curve for one, curve in curves.items() if site in (None, one)}
+        if (figure := figures.curves(f"curve-{name}", chosen, axis, what)) is not None:
+            found.append((figure, f"{what}, {'before' if name == Stage.GLOBAL else 'after'} each round's training."))
+    return found
+
+
+def _answers(record: RunRecord) -> dict[str, list[dict[str, float]]]:
+    """Return the metrics of each site's results, by site."""
+    found: dict[str, list[dict[str, float]]] = {site: [] for site in sorted(record.sites)}
+    for line in record.of("result"):
+        found.setdefault(line["site"], []).append(line["metrics"])
+    return found
+
+
+def _traffic(record: RunRecord) -> Table | None:
+    """Return the bytes of tensors that each site sent and received in training; None before anything did."""
+    rows, total = [], Counter[str]()
+    for site, answers in _answers(record).items():
+        sums = {name: sum(one.get(name, 0.0) for one in answers) for name in (BYTES_UP, BYTES_DOWN)}
+        last = max((one.get(BYTES_UP, 0.0) for one in answers), default=0.0)
+        rows.append([site, str(len(answers)), size(sums[BYTES_UP]), size(sums[BYTES_DOWN]), size(last)])
+        total.update({"answers": len(answers), **sums})
+    rows.append(["all sites", str(total["answers"]), size(total[BYTES_UP]), size(total[BYTES_DOWN]), ""])
+    heads = columns("site", "updates", "sent", "received", "largest update")
+    table = Table("Tensors between sites and server, in training", heads, rows, sums={len(rows) - 1})
+    return table if total["answers"] and not record.pooled else None
+
+
+def _parameters(record: RunRecord) -> str:
+    """Return in a sentence which of the adapter's parameters travel; "" where the run does not tell."""
+    if record.pooled:
+        return "The sites' data were pooled: nothing travelled, and the run is a reference, no federation."
+    if (found := record.trained) is None:
+        return ""
+    shared, local, frozen = (found[role] for role in (Role.SHARED, Role.LOCAL, Role.FROZEN))
+    rest = [f", {local:,} stay at their site"] * bool(local) + [f", {frozen:,} do not train"] * bool(frozen)
+    return f"{shared:,} of the adapter's parameters travel{''.join(rest)}."
+
+
+def _tensors(record: RunRecord) -> Table | None:
+    """Return a row per tensor of the adapter that travels, with how many numbers it has; None where the run does not tell."""
+    found = {} if record.pooled else record.tensors or {}
+    rows = [[name, f"{count:,}"] for name, (role, count) in sorted(found.items()) if role is Role.SHARED]
+    more = [f"{len(rows) - MOST_TENSORS} more tensors travel."] if len(rows) > MOST_TENSORS else []
+    return Table("Tensors that travel, by name", columns("tensor", "numbers"), rows[:MOST_TENSORS], more) if rows else None
+
+
+def _times(record: RunRecord) -> list[tuple[str, str]]:
+    """Return how long the run took as pairs of texts."""
+    began, ended = round_times(record.lines)
+    took = [ended[r] - began[r] for r in sorted(ended) if r in began and ended[r] >= began[r]]
+    stamps = [line["time"] for line in record.lines if line["time"] is not None]
+    facts = [("began", stamp(min(stamps))), ("last record", stamp(max(stamps)))] if stamps else []
+    if took:
+        middle = f"{duration(statistics.median(took))} (from {duration(min(took))} to {duration(max(took))})"
+        facts += [("rounds, summed", duration(sum(took))), ("a round, median", middle)]
+    finals = [line["time"] for line in record.of("final") if line["time"] is not None]
+    if finals and ended and max(finals) >= max(ended.values()):
+        facts.append(("closing evaluation", duration(max(finals) - max(ended.values()))))
+    if resumed := sum(1 for _ in record.of("resumed")):
+        text = f"gone on with {resumed} times; a pause is in no round's time but the one it fell into"
+        facts.append(("interrupted", text))
+    return facts
+
+
+def _training(record: RunRecord) -> Table | None:
+    """Return the time of training at each site, and the most memory of its GPU; None where no site tells it."""
+    rows, memory = [], any(TRAIN_MEMORY in line["metrics"] for line in record.of("result"))
+    for site, answers in _answers(record).items():
+        seconds = [one[TRAIN_SECONDS] for one in answers if TRAIN_SECONDS in one]
+        most = max((one.get(TRAIN_MEMORY, 0.0) for one in answers), default=0.0)
+        row = [duration(sum(seconds)), duration(statistics.median(seconds))] if seconds else ["-", "-"]
+        rows.append([site, *row, *([size(most) if most else "-"] if memory else [])])
+    heads = columns("site", "in all", "a round, median", *["GPU memory, most"] * memory)
+    return Table("Training at the sites", heads, rows) if any(row[1] != "-" for row in rows) else None
+
+
+def _absences(record: RunRecord) -> Table | None:
+    """Return how often each site was asked, answered, was counted and was refused."""
+    asked = Counter(site for line in record.of("started") for site in line["sites"])
+    answered = Counter(line["site"] for line in record.of("result"))
+    counted = Counter(site for line in record.of("concluded") for site in line["sites"])
+    refused = Counter(line["site"] for line in record.of("refused"))
+    rows = []
+    for site in sorted({*record.sites, *asked, *refused}):
+        numbers = asked[site], answered[site], max(asked[site] - answered[site], 0), counted[site], refused[site]
+        rows.append([site, *map(str, numbers)])
+    heads = columns("site", "asked", "answered", "absent", "in the mean", "refused")
+    return Table("Phases of training", heads, rows) if rows else None

@@ -1,0 +1,98 @@
+"""The table of a run's closing scores, for the terminal and for pages: a row per site, and means over sites."""
+
+from collections.abc import Collection, Mapping, Set
+from dataclasses import replace
+from math import fsum
+from types import MappingProxyType
+
+from consilium.messages import SKIPPED, MetricKey, Stage
+from consilium.report.run_record import Results, known, split_of
+from consilium.report.tables import Column, Table, columns, few, number
+from consilium.tasks.registry import COUNT, HIGH, LOW, Scores
+
+MEAN, BY_N = "mean", "mean by n"
+INTERVAL = "95 %"
+NO_SCORES = MappingProxyType[str, float]({})
+
+
+def results_table(
+    results: Results,
+    scores: Scores,
+    title: str,
+    test_only: Set[str] = frozenset(),
+    refused: Collection[str] = (),
+    losses: Mapping[str, float] = NO_SCORES,
+) -> Table:
+    """Return a row per site: the leading score of each model with its interval, then the global model's other scores.
+
+    `test_only` sites stand below the means and are in none. The title names sites that were `refused` in the closing
+    evaluation. Without any score, rows have the last training `losses`.
+    """
+    missing = f"; {few(sorted(refused)) if len(refused) < 4 else f'{len(refused)} sites'} refused in the closing evaluation"
+    missing = missing if refused else ""
+    split = split_of(results) or ""
+    names = {name for metrics in results.values() for name in metrics}
+    leading = scores.lead(key.metric for name in names if (key := MetricKey.parse(name)))
+    wanted = [(MetricKey(split, Stage.GLOBAL, COUNT), COUNT, 0)]
+    for stage in Stage:
+        key = MetricKey(split, stage, leading)
+        wanted.append((key, f"{scores.heading(leading)} {stage}", 0))
+        wanted.append((replace(key, metric=leading + LOW), INTERVAL, 1 if stage is Stage.GLOBAL else 2))
+    for metric in (one for one in scores.beside if one != leading):
+        wanted.append((MetricKey(split, Stage.GLOBAL, metric), f"{scores.heading(metric)} global", int("assd" in metric)))
+    there = [one for one in wanted if str(one[0]) in names]
+    if not there:
+        why = "nothing was scored" if refused or split else "no test or validation split: nothing was scored"
+        rows = [[site, number(losses.get(site))] for site in sorted(results)]
+        return Table(f"{title}: {why}{missing}", columns("site", "training loss"), rows, _notes(results, split))
+    inside, below = ({site: results[site] for site in sorted(results) if (site in test_only) is only} for only in (False, True))
+    means = [MEAN, BY_N] if there[0][1] == COUNT else [MEAN]
+    rows = [[site, *(_cell(one, key) for key, *_ in there)] for site, one in inside.items()]
+    rows += [[which, *(_mean_cell(inside, key, which == BY_N) for key, *_ in there)] for which in means]
+    rows += [[site, *(_cell(one, key) for key, *_ in there)] for site, one in below.items()]
+    notes = _notes(results, split)
+    notes += ["n: how many a site scored, and its weight in the mean by n"] if BY_N in means else []
+    notes += [f"{INTERVAL}: bootstrap over a site's patients (volumes, images, records)"] if LOW in "".join(names) else []
+    notes += [f"test only, in no mean: {', '.join(below)}"] if below else []
+    heads = [Column("site", right=False), *(Column(heading, rank) for _, heading, rank in there)]
+    place = len(inside)
+    sums = frozenset(range(place, place + len(means)))
+    return Table(f"{title}: {split} split{scores.remark}{missing}", heads, rows, notes, sums=sums)
+
+
+def _notes(results: Results, split: str) -> list[str]:
+    without = [site for site in sorted(results) if split and not any(name.startswith(f"{split}/") for name in results[site])]
+    skipped = [f"{site} {one[SKIPPED]:.0f}" for site, one in sorted(results.items()) if one.get(SKIPPED)]
+    notes = [f"no {split} split, so not scored here: {', '.join(without)}"] if without else []
+    return notes + ([f"samples left out because they cannot be read: {', '.join(skipped)}"] if skipped else [])
+
+
+def _cell(metrics: Mapping[str, float], key: MetricKey) -> str:
+    if key.metric.endswith(LOW):
+        return f"{number(metrics.get(str(key)))}–{number(metrics.get(str(key).removesuffix(LOW) + HIGH))}".replace("-–-", "-")
+    return _count(metrics.get(str(key))) if key.metric == COUNT else number(metrics.get(str(key)))
+
+
+def _mean_cell(results: Results, key: MetricKey, weighted: bool) -> str:
+    """Return the cell of a mean over sites; the mean by n has the sum of n, and an interval has no mean."""
+    if key.metric == COUNT:
+        return _count(sum(one.get(str(key), 0) for one in results.values())) if weighted else ""
+    return "" if key.metric.endswith(LOW) else number(mean_of(results, str(key), weighted))
+
+
+def _count(value: float | None) -> str:
+    return number(value) if known(value) is None else f"{value:.0f}"
+
+
+def mean_of(results: Results, metric: str, weighted: bool = False) -> float | None:
+    """Return the mean over the sites that report a metric, `weighted` by how many each scored; None where none tells it."""
+    key = MetricKey.parse(metric)
+    count = str(replace(key, metric=COUNT)) if weighted and key else ""
+    found = [
+        (value, weight)
+        for one in results.values()
+        if (value := known(one.get(metric))) is not None and (weight := one.get(count, 0.0) if weighted else 1.0) > 0
+    ]
+    return (
+        fsum(value * n for value, n in found) / fsum(n for _, n in found) if found else None
+    )  # the order of sites is no matter

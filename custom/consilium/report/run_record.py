@@ -1,0 +1,411 @@
+"""RunRecord: the one reader of a run's folder, for pages, comparisons, result tables, studies and commands.
+
+A run's files may have been written by others, or be torn. `read_run` keeps what is whole, and notes what is not;
+`read_finished` refuses a run that has not ended or has a damaged file.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from safetensors import SafetensorError, safe_open
+
+from consilium.config.job import JobConfig, load_job
+from consilium.config.site import SIMULATION
+from consilium.errors import ConfigError
+from consilium.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, MetricKey, Stage
+from consilium.report.clean import shown
+from consilium.report.plain_files import LARGEST, finite, open_plain, read_json, read_plain
+from consilium.schema import dotted
+from consilium.strategies.strategy import Role, Strategy
+from consilium.tasks.registry import TASKS, Scores
+
+Line = dict[str, Any]
+"""One event of metrics.jsonl."""
+Results = Mapping[str, Mapping[str, float]]
+"""Metrics of the closing evaluation by site."""
+Curve = dict[int, float]
+"""A measure by rounds done."""
+MOST_RECORD, LONGEST_LINE = 2 * 1024**3, 16 * 1024**2
+"""Bytes of a metrics.jsonl, and of one line."""
+OWNER = "owner.json"
+"""In every run's folder of a startup kit, at the server and at a site."""
+MACHINE = ("python", "platform")
+"""Fields of versions.json that say where a run was, not which code it ran."""
+POOLED = "centralized"
+"""The name under which a run on pooled data joins, in place of its sites."""
+REPEATED = ("started", "result", "held_out", "concluded", "diagnostics", "figure", "final", "ended")
+"""Events that a resumed run writes again."""
+
+Number = Annotated[float, AfterValidator(lambda value: value if abs(value) <= LARGEST else math.nan)]
+"""A metric; NaN unless it is a finite number of single precision."""
+_Count = Annotated[int, Field(ge=-1, le=10**6)]
+_Size = Annotated[int, Field(ge=0, le=10**15)]
+_PLACE: dict[str, Any] = {"round": _Count, "phase": _Count}
+_SITE: dict[str, Any] = {"site": str, "round": _Count}
+_METRICS: dict[str, Any] = _SITE | {"metrics": dict[str, Number]}
+_FIELDS: dict[str, dict[str, Any]] = {
+    "started": _PLACE | {"sites": list[str]}, "concluded": _PLACE | {"sites": list[str]}, "joined": _SITE,
+    "result": _METRICS | {"phase": _Count}, "held_out": _METRICS, "final": _METRICS, "refused": _SITE | {"reason": str},
+    "resumed": _PLACE, "diagnostics": _PLACE | {"values": dict[str, Number]},
+    "ended": dict.fromkeys(("round", "rounds", "validations", "best_round"), _Count),
+    "parameters": _PLACE | dict.fromkeys(("shared", "local", "frozen"), _Size),
+}  # fmt: skip
+
+
+def _model(name: str, fields: dict[str, Any]) -> type[BaseModel]:
+    """Return a model whose values are strictly of their kinds: "1" and true are no numbers. More fields are allowed."""
+    return create_model(name, __config__=ConfigDict(strict=True, extra="allow"), **fields)
+
+
+LINES: dict[str, type[BaseModel]] = {
+    event: _model(event, {name: (kind, ...) for name, kind in fields.items()}) for event, fields in _FIELDS.items()
+}
+"""The events of metrics.jsonl that are read, as run_log.py writes them; a line may have more fields."""
+_EPSILON = dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+_FILES: dict[str, TypeAdapter[Any]] = {
+    "results.json": TypeAdapter(dict[str, dict[str, Number]]),
+    "privacy.json": TypeAdapter(_model("privacy", {"epsilon": (_EPSILON, {})})),
+    SIMULATION: TypeAdapter(_model("simulation", {"content": (dict[str, str], {})})),
+}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run, finished or not.
+
+    `settings`: job.yaml by dotted field. `lines`: its known events, without what a resumption repeats. `results`: None before
+    the end. `content`: a digest of each site's data, of a simulation. `damaged`: names of files that hold what no run writes;
+    `lost_lines`: lines of metrics.jsonl that are torn or damaged. Of a study's cell: `labels` by axis; `data`: the data's
+    folder and a digest of the samples read; `whole`: a digest of all samples. "" where it is unknown.
+    """
+
+    name: str
+    folder: Path
+    config: JobConfig
+    settings: Mapping[str, Any]
+    scores: Scores
+    lines: list[Line]
+    results: Results | None
+    privacy: Mapping[str, Any] | None
+    content: Mapping[str, str]
+    versions: Mapping[str, str]
+    damaged: Set[str] = frozenset()
+    lost_lines: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
+    data: tuple[str, str] = ("", "")
+    whole: str = ""
+
+    def of(self, *events: str) -> Iterator[Line]:
+        """Yield the lines of these events."""
+        return (line for line in self.lines if line["event"] in events)
+
+    @property
+    def seed(self) -> int:
+        """Of training; generated data follow it too."""
+        return int(self.settings["training.seed"])
+
+    @property
+    def private(self) -> bool:
+        """Whether its job is; its epsilon may still be unknown."""
+        return bool(self.settings["privacy.unit"] != "none")
+
+    @property
+    def pooled(self) -> bool:
+        """Whether the sites' data travelled in place of updates."""
+        return self.config.strategy.pools_data
+
+    @cached_property
+    def sites(self) -> frozenset[str]:
+        """Sites that took part or asked to."""
+        joined = {line["site"] for line in self.lines if "site" in line and (line["event"] != "refused" or line.get("joining"))}
+        return frozenset({*joined, *(self.results or ())} - {POOLED})
+
+    @cached_property
+    def test_only(self) -> frozenset[str]:
+        """Sites that do not train: they are in no mean."""
+        return frozenset(line["site"] for line in self.of("joined") if line.get("test_only") is True)
+
+    @cached_property
+    def seeded(self) -> list[str]:
+        """Sites whose noise came from a seed: their promise is void."""
+        return sorted({line["site"] for line in self.of("joined") if line.get("seeded") is True})
+
+    @cached_property
+    def ended(self) -> Line | None:
+        """Where and why the rounds have ended early; None where they have not."""
+        return next(self.of("ended"), None)
+
+    @property
+    def last_round(self) -> int:
+        """After how many rounds the closing evaluation comes, or came."""
+        return int(self.ended["round"] if self.ended else self.settings["training.rounds"])
+
+    @cached_property
+    def unscored(self) -> dict[str, str]:
+        """Why sites have no closing scores, by site: they were refused in the closing evaluation."""
+        scored = {line["site"] for line in self.of("final") if line["round"] >= self.last_round}
+        refused = [one for one in self.of("refused") if one["round"] >= self.last_round and not one.get("joining")]
+        return {line["site"]: line["reason"] for line in refused if line["site"] not in scored}
+
+    @cached_property
+    def closing(self) -> Results:
+        """The closing scores by site; before the end the last ones on validation data."""
+        found: dict[str, dict[str, float]] = {}
+        for line in self.of("result", "final"):
+            found.setdefault(line["site"], {}).update({n: v for n, v in line["metrics"].items() if MetricKey.parse(n)})
+        return found if self.results is None else self.results
+
+    @cached_property
+    def split(self) -> str | None:
+        """What was scored: test where any site has it; None where nothing was."""
+        return split_of(self.closing)
+
+    @cached_property
+    def metric(self) -> str:
+        """The score that the task is judged by, of those reported."""
+        return self.scores.lead(key.metric for one in self.closing.values() for name in one if (key := MetricKey.parse(name)))
+
+    def score(self, site: str, stage: Stage, metric: str) -> float | None:
+        """Return a closing score, which may be NaN; None where there is none."""
+        return self.closing.get(site, {}).get(str(MetricKey(self.split or SPLITS[-1], stage, metric)))
+
+    def curves(self, metric: str, after: bool) -> dict[str, Curve]:
+        """Return a metric by site and rounds done; `after`: it was measured after a round's training, else before it."""
+        found: dict[str, Curve] = {}
+        for (round, phase, site), metrics in sorted(self.rounds.items()):
+            if (value := known(metrics.get(metric))) is not None and (after or phase <= 0):
+                found.setdefault(site, {})[round + after] = value
+        return found
+
+    def validation(self, stage: Stage, metric: str = "") -> dict[str, Curve]:
+        """Return a validation score, by default the leading one: of the global model before a round's training."""
+        return self.curves(str(MetricKey("validation", stage, metric or self.metric)), stage is Stage.PERSONALIZED)
+
+    def held_out(self, metric: str) -> float | None:
+        """Return the mean validation score, before the last round, of the sites that it did not ask to train; None for none."""
+        key, found = str(MetricKey("validation", Stage.GLOBAL, metric)), dict[int, list[float]]()
+        for (round, phase, _), metrics in self.rounds.items():
+            if phase == HELD_OUT and key in metrics:
+                found.setdefault(round, []).append(metrics[key])
+        return math.fsum(found[max(found)]) / len(found[max(found)]) if found else None
+
+    @cached_property
+    def rounds(self) -> dict[tuple[int, int, str], Mapping[str, float]]:
+        """Metrics by round, phase and site."""
+        answers = self.of("result", "held_out")
+        return {(one["round"], one.get("phase", HELD_OUT), one["site"]): one["metrics"] for one in answers}
+
+    @cached_property
+    def diagnostics(self) -> dict[tuple[int, int], dict[str, float]]:
+        """Finite numbers that the run measured of itself, by round and phase."""
+        found = {(one["round"], one["phase"]): one["values"] for one in self.of("diagnostics")}
+        return {place: {name: v for name, v in one.items() if math.isfinite(v)} for place, one in found.items()}
+
+    def total(self, *names: str) -> float | None:
+        """Return a sum over sites and rounds of training; None unless every result of every round has these metrics."""
+        trained = {place: one for place, one in self.rounds.items() if place[1] != HELD_OUT}
+        if not {round for round, *_ in trained} >= {*range(self.last_round)}:
+            return None
+        values = [one.get(name, math.nan) for one in trained.values() for name in names]
+        return known(sum(values))
+
+    @property
+    def bytes(self) -> float | None:
+        """Of tensors, up and down; None where data travelled instead, or not all of it is on record."""
+        return None if self.pooled else self.total(BYTES_UP, BYTES_DOWN)
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the sites' training, summed; None where not all of it is on record."""
+        return self.total(TRAIN_SECONDS)
+
+    @cached_property
+    def epsilon(self) -> float | None:
+        """The epsilon guaranteed at the job's delta; None where the run is not private or does not tell it."""
+        private = self.config.privacy
+        return None if private is None else (self.privacy or {"epsilon": {}})["epsilon"].get(f"{private.delta:g}")
+
+    @cached_property
+    def code_versions(self) -> dict[str, str]:
+        """The digest of the code and the versions of packages."""
+        return {name: one for name, one in self.versions.items() if name not in MACHINE and one != "not installed"}
+
+    @cached_property
+    def base(self) -> str:
+        """The SHA-256 of the frozen weights, from the server's checkpoint; "" where the package has them or it is unknown."""
+        return self._checkpoint[1]
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[Role, int]] | None:
+        """Role and size of each adapter tensor, from the server's checkpoint; None where that does not hold all that trains."""
+        if getattr(self.config.adapter, "decoder", "freeze") == "keep":
+            return None
+        sizes = self._checkpoint[0]
+        try:
+            return {name: (role, sizes[name]) for name, role in roles_of(self.config.strategy, sizes).items()} or None
+        except ConfigError:  # a tensor that the server alone has
+            return None
+
+    @cached_property
+    def trained(self) -> dict[Role, int] | None:
+        """How many parameters travel, stay at a site and do not train; None where the run does not tell."""
+        if recorded := next(self.of("parameters"), None):
+            return {role: recorded[role.value] for role in Role}
+        found = self.tensors
+        return None if found is None else {role: sum(size for one, size in found.values() if one is role) for role in Role}
+
+    @cached_property
+    def _checkpoint(self) -> tuple[dict[str, int], str]:
+        """Sizes of the adapter tensors in the server's checkpoint, and the digest of the frozen weights."""
+        path = self.folder / "server" / "state.safetensors"
+        try:
+            with safe_open("" if path.is_symlink() else path, framework="pt") as file:
+                sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dict
+                meta = json.loads((file.metadata() or {}).get("meta", "{}"))
+        except (OSError, SafetensorError, ValueError, RecursionError):
+            return {}, ""
+        adapter = {n.partition("/")[2]: size for n, size in sizes.items() if n.startswith(("initial/", "shared/"))}
+        return adapter, str(meta.get("checkpoint") or "") if isinstance(meta, dict) else ""
+
+
+def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = None) -> RunRecord:
+    """Return the run of a folder, as far as it is whole. Raises ConfigError where the folder holds none."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; give the folder of `simulate --workspace`, or of a study's runs")
+    if not (folder / "job.yaml").is_file() or (folder / "job.yaml").is_symlink():
+        raise ConfigError(f"{folder}: holds no run (no job.yaml); give the folder of `simulate --workspace`")
+    config = load_job(folder / "job.yaml", plugins=None)
+    damaged: set[str] = set()
+    files: dict[str, Any] = {}
+    for file, kind in _FILES.items():
+        try:
+            files[file] = None if (data := read_plain(folder / file)) is None else kind.validate_json(data, strict=True)
+        except ValidationError:
+            files[file] = None
+            damaged.add(file)
+    lines, lost, wrong = read_events(folder / "metrics.jsonl")
+    damaged |= {"metrics.jsonl"} if wrong else set()
+    private, simulation = files["privacy.json"], files[SIMULATION]
+    settings = dotted(config.model_dump(mode="json"))
+    return RunRecord(
+        name or str(folder),
+        folder,
+        config,
+        {"privacy.unit": "none"} | {key: value for key, value in settings.items() if key != "privacy"},
+        TASKS[config.task.name].scores(config.task),
+        lines,
+        files["results.json"],
+        None if private is None else private.model_dump(),
+        {} if simulation is None else simulation.content,
+        {shown(key, 80): shown(one, 200) for key, one in read_json(folder / "versions.json").items() if isinstance(one, str)},
+        damaged,
+        lost,
+        labels or {},
+    )
+
+
+def read_finished(folder: Path, name: str = "", labels: Mapping[str, str] | None = None) -> RunRecord:
+    """Return the finished run of a folder. Raises ConfigError where it is none, has not ended, or a file is damaged."""
+    found = read_run(folder, name, labels)
+    if (linked := folder / "results.json").is_symlink():
+        raise ConfigError(f"{linked}: is a link, which may lead anywhere; put the file itself there")
+    if found.results is None and "results.json" not in found.damaged:
+        raise ConfigError(f"{folder}: the run has not ended (no results.json); resume it")
+    if found.damaged:
+        raise ConfigError(f"{folder / min(found.damaged)}: is damaged; delete its folder and run the job anew")
+    return found
+
+
+def read_events(path: Path) -> tuple[list[Line], int, int]:
+    """Return the known events of a metrics.jsonl as an uninterrupted run would have written them, each with a `time` or None.
+
+    And how many lines are torn or damaged, and how many of these are events with a value that no run writes.
+    """
+    raw, torn = read_lines(path)
+    found: list[Line] = []
+    wrong = 0
+    for line in (line for line in raw if line["event"] in LINES):
+        try:
+            read = LINES[line["event"]].model_validate(line).model_dump()
+            found.append(line | read | {"time": finite(line.get("time"))})
+        except (ValidationError, OverflowError):
+            wrong += 1
+    return without_repeats(found), torn + wrong, wrong
+
+
+def read_lines(path: Path) -> tuple[list[Line], int]:
+    """Return the events of a metrics.jsonl, and how many lines are none. Raises ConfigError for a file that is too large."""
+    found: list[Line] = []
+    damaged = 0
+    if (file := open_plain(path)) is None:
+        return found, damaged
+    with file:
+        if os.fstat(file.fileno()).st_size > MOST_RECORD:
+            raise ConfigError(f"{path}: has more than {MOST_RECORD // 1024**3} GiB, no record of ours; give another folder")
+        for text in iter(lambda: file.readline(LONGEST_LINE), b""):
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                line = None
+            if isinstance(line, dict) and isinstance(line.get("event"), str):
+                found.append(line)
+            else:
+                damaged += bool(text.strip())
+    return found, damaged
+
+
+def without_repeats(lines: Iterable[Line]) -> list[Line]:
+    """Return the lines as an uninterrupted run would have written them: what a resumption repeats counts once."""
+    found: list[Line] = []
+    for line in lines:
+        if line["event"] == "resumed":
+            found = [one for one in found if one["event"] not in REPEATED or place_of(one) < place_of(line)]
+        found.append(line)
+    return found
+
+
+def place_of(line: Line) -> tuple[int, int]:
+    """Return an event's round and phase."""
+    return line["round"], line.get("phase", 0)
+
+
+def round_times(lines: Iterable[Line]) -> tuple[dict[int, float], dict[int, float]]:
+    """Return when each round began and ended, in seconds, as far as it is on record."""
+    began: dict[int, float] = {}
+    ended: dict[int, float] = {}
+    for line in lines:
+        if line["time"] is not None and line["event"] == "started":
+            began.setdefault(line["round"], line["time"])
+        elif line["time"] is not None and line["event"] == "concluded":
+            ended[line["round"]] = line["time"]
+    return began, ended
+
+
+def is_simulation(folder: Path) -> bool:
+    """Tell whether a run's folder is that of a simulation, whose sites' folders are in it; a startup kit's never is."""
+    return (folder / SIMULATION).is_file() and not (folder / OWNER).exists() and not (folder / OWNER).is_symlink()
+
+
+def split_of(results: Results) -> str | None:
+    """Return what was scored: test where any site has it; None where nothing was."""
+    keys = {key.split for metrics in results.values() for name in metrics if (key := MetricKey.parse(name))}
+    return next((split for split in reversed(SPLITS) if split in keys), None)
+
+
+def known(value: float | None) -> float | None:
+    """Return a finite number; None for any other."""
+    return None if value is None or not math.isfinite(value) else value
+
+
+def roles_of(strategy: Strategy, names: Iterable[str]) -> dict[str, Role]:
+    """Return each tensor's role over round 1 and the rounds of a period: shared if it is ever shared."""
+    places = [(r, p) for r in range(1, 1 + strategy.period) for p in range(strategy.phases(r))]
+    all_of = {name: {strategy.role(name, *place) for place in places} for name in names}
+    return {name: next(r for r in (Role.SHARED, Role.LOCAL, Role.FROZEN) if r in found) for name, found in all_of.items()}

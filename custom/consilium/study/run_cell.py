@@ -1,0 +1,220 @@
+"""One cell of a study: its `cell.json`, and how it is run, or resumed."""
+
+import json
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from filelock import FileLock, Timeout
+from pydantic import Field, TypeAdapter
+
+from consilium.errors import ConsiliumError
+from consilium.federation import checkpoint
+from consilium.federation.build import assemble_job
+from consilium.federation.engine import simulate
+from consilium.messages import Observer
+from consilium.report.clean import shown
+from consilium.report.predictions import PREDICTIONS, join_predictions
+from consilium.storage import file_lock, private_folder, write_atomic
+from consilium.study.plan import Planned
+
+RECORD = "cell.json"
+MOST_REASON = 600
+"""Characters of why a cell failed."""
+State = Literal["waiting", "running", "locked", "interrupted", "failed", "done", "other data"]
+"""`locked`: another process runs it; `interrupted`: it resumes from its checkpoint, also where its scores are gone; `other
+data`: it will run anew, see `held`."""
+
+
+@dataclass(frozen=True)
+class CellRecord:
+    """How far a cell is.
+
+    `data`, `whole` and `code`: see Planned, "" in records of former versions; `folder`: of its data, in `--data`, None in
+    those; `place`: see Cell; `seconds`: what it took, without parts that were interrupted.
+    """
+
+    state: State = "waiting"
+    reason: str = ""
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    data: str = ""
+    labels: Mapping[str, str] | None = None
+    overrides: tuple[str, ...] = ()
+    place: int = 0
+    folder: str | None = None
+    code: str = ""
+    whole: str = ""
+
+    def save(self, folder: Path) -> None:
+        """Write it, whole or not at all."""
+        write_atomic(folder / RECORD, json.dumps(asdict(self), indent=1).encode())
+
+    def outdated(self, code: str) -> bool:
+        """Tell whether a cell ran by other code than this, to its end or not. One of a version that noted none did not."""
+        return self.state not in ("locked", "other data") and self.code not in ("", code)
+
+    def held(self, data: str) -> "CellRecord":
+        """Return the record as it stands to these data: a run on others will run anew."""
+        other = self.state in ("done", "failed", "interrupted") and self.data not in ("", data)
+        return replace(self, state="other data") if other else self
+
+
+_RECORD = TypeAdapter(CellRecord)
+
+
+def record_of(folder: Path) -> CellRecord:
+    """Return how far the cell in a folder is."""
+    found = _stored(folder)
+    if found.state != "running":
+        return found
+    try:
+        with _lock(folder):
+            return replace(found, state="interrupted")
+    except Timeout:
+        return replace(found, state="locked")
+
+
+def _stored(folder: Path) -> CellRecord:
+    try:
+        record = _RECORD.validate_json((folder / RECORD).read_bytes(), strict=True)
+    except (OSError, ValueError):  # none yet, or damaged: it runs again
+        return CellRecord()
+    try:  # a copy may have been interrupted
+        scored = record.state != "done" or isinstance(json.loads((folder / "results.json").read_bytes()), dict)
+    except (OSError, ValueError):
+        scored = False
+    return record if scored else replace(record, state="interrupted")
+
+
+def _lock(folder: Path) -> FileLock:
+    """Return the lock of a cell; it lies beside the folder, which may be set aside."""
+    return file_lock(private_folder(folder.parent) / f".{folder.name}.lock", wait=False)
+
+
+def log_of(folder: Path) -> Path:
+    """Return the file for the output of a cell's process; beside the folder, as it may be set aside."""
+    return private_folder(folder.parent) / f"{folder.name}.log"
+
+
+def finished(planned: Planned) -> bool:
+    """Tell whether nothing is left to do: the cell is done, with these data, and by this code if that is asked for."""
+    record = _stored(planned.cell.folder)
+    return record.state == "done" and record.data == planned.data and not _unwanted(record, planned)
+
+
+def _unwanted(record: CellRecord, planned: Planned) -> bool:
+    """Tell whether a run is by other code and makes room: a part always, a finished one only if that is asked for."""
+    return record.outdated(planned.code) and (planned.rerun or record.state != "done")
+
+
+def renewed(planned: Planned) -> CellRecord:
+    """Return the record of a finished cell, with its present name in the study and the present digest of all its data."""
+    before = _stored(planned.cell.folder)
+    if (now := _described(before, planned)) != before:
+        now.save(planned.cell.folder)
+    return now
+
+
+def _described(record: CellRecord, planned: Planned) -> CellRecord:
+    """Return a record with the cell's name in its study."""
+    cell = planned.cell
+    named = replace(record, labels=cell.labels, overrides=tuple(cell.overrides), place=cell.place)
+    return replace(named, folder=cell.data, whole=planned.whole)
+
+
+def run_cell(planned: Planned, observer: Observer) -> CellRecord:
+    """Run a cell, or resume it, unless it is done or another process runs it; return how far it is then."""
+    try:
+        with _lock(planned.cell.folder):
+            if not finished(planned):
+                set_aside(planned)
+            return renewed(planned) if finished(planned) else _run(planned, observer)  # a restored run may be done
+    except Timeout:
+        return CellRecord("locked")
+
+
+def fail(planned: Planned, reason: str) -> CellRecord:
+    """Record that a cell failed in a process that is gone, unless another one runs it by now, or has done it."""
+    try:
+        with _lock(planned.cell.folder):
+            if finished(planned):
+                return renewed(planned)
+            ended = replace(_stored(planned.cell.folder), state="failed", reason=shown(reason))
+            ended.save(planned.cell.folder)
+            return ended
+    except Timeout:
+        return CellRecord("locked")
+
+
+def begun(planned: Planned) -> CellRecord:
+    """Return the record of a cell that begins or resumes."""
+    described = _described(_stored(planned.cell.folder), planned)
+    return replace(described, state="running", data=planned.data, code=planned.code)
+
+
+def _run(planned: Planned, observer: Observer) -> CellRecord:
+    """Run a cell; an error is recorded in one line: our own behind the last refusal, which is often its cause."""
+    folder, record, start, refused = planned.cell.folder, begun(planned), time.monotonic(), ""
+    record.save(folder)
+
+    def hear(event: Mapping[str, Any]) -> None:
+        nonlocal refused
+        if event["event"] == "refused":
+            refused = f"{event['site']} was refused: {event['reason']}; "
+        observer(event)
+
+    try:
+        simulate_cell(planned, hear)
+        ended = replace(record, state="done", reason="")
+    except Exception as error:  # the other cells go on
+        traceback.print_exc()
+        text = " ".join(str(error).split())
+        reason = refused + text if isinstance(error, ConsiliumError) else f"{type(error).__name__}: {text}"
+        ended = replace(record, state="failed", reason=shown(reason, MOST_REASON))
+    ended = replace(ended, seconds=round(record.seconds + time.monotonic() - start, 2))
+    ended.save(folder)
+    return ended
+
+
+def set_aside(planned: Planned) -> None:
+    """Set a run aside that is on other data, or by other code, and restore an earlier one that ran with these."""
+    folder, before = planned.cell.folder, _stored(planned.cell.folder)
+    if not folder.exists():
+        before = _restored(folder, planned.data, f"{planned.data}-{planned.code}")
+    if before.data and before.data != planned.data:
+        before = _exchanged(folder, before.data, planned.data)
+    if _unwanted(before, planned):
+        _exchanged(folder, f"{planned.data}-{before.code}", f"{planned.data}-{planned.code}")
+
+
+def _exchanged(folder: Path, old: str, new: str) -> CellRecord:
+    """Set a cell's folder aside under `old`, its data and code; restore the one under `new`, if any; return its record."""
+    place = private_folder(folder.parent.parent / "set-aside") / f"{folder.name}-{old}"
+    while place.exists():  # an earlier one failed in between
+        place = place.with_name(f"{place.name}-former")
+    folder.rename(place)
+    return _restored(folder, new)
+
+
+def _restored(folder: Path, *names: str) -> CellRecord:
+    """Restore the first run that was set aside under one of these names, where there is one; return the cell's record."""
+    for name in names:
+        with suppress(FileNotFoundError):
+            (folder.parent.parent / "set-aside" / f"{folder.name}-{name}").rename(folder)
+            break
+    return _stored(folder)
+
+
+def simulate_cell(planned: Planned, observer: Observer) -> None:
+    """Leave what `consilium simulate --workspace` leaves."""
+    folder, log = planned.cell.folder, planned.cell.folder / "metrics.jsonl"
+    if not (folder / checkpoint.FILE).is_file():
+        log.unlink(missing_ok=True)  # it ended before its first checkpoint
+    job = assemble_job(planned.cell.load(), planned.cell.base)
+    simulate(job, planned.sites(), folder, observer, resume=log.exists())
+    with suppress(OSError):  # a full disk: the scores are there all the same
+        join_predictions({name: folder / "sites" / name / PREDICTIONS for name in planned.names}, folder / PREDICTIONS)

@@ -1,0 +1,94 @@
+"""Runs the cells of a study in worker processes: finished ones never again, interrupted ones from their checkpoint."""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing import connection
+from typing import Any
+
+from consilium.storage import open_private
+from consilium.study.plan import Planned
+from consilium.study.run_cell import CellRecord, fail, finished, log_of, renewed, run_cell
+from consilium.study.worker import Worker, redirect
+
+RETRY = 1.0
+"""Seconds after which a cell that another process runs is tried again."""
+OFTEN = 0.2
+"""Seconds between two reports of a cell's progress."""
+Progress = tuple[float, str]
+"""How much of a cell is done, from 0 to 1, and where it is, in words."""
+Told = Callable[[Planned, Progress | CellRecord], None]
+"""Takes how far a cell is, or how it ended."""
+
+
+def run_study(cells: list[Planned], workers: int, told: Told) -> dict[str, CellRecord]:
+    """Run all cells, so many at a time; return how each ended, by its id. No process is left however this ends.
+
+    A cell that another process runs is waited for. With the same number of workers results are the same to the bit.
+    """
+    left = deque((0.0, one) for one in cells if not finished(one))
+    waiting = {one.cell.id for _, one in left}
+    ended = {one.cell.id: renewed(one) for one in cells if one.cell.id not in waiting}
+    count, threads = min(workers, len(left)), max(1, (os.cpu_count() or 1) // workers)
+    crew: list[Worker] = []
+    try:
+        while left or any(worker.task for worker in crew):
+            while left and left[0][0] <= time.monotonic():
+                idle = next((worker for worker in crew if not worker.task), None)
+                if idle is None and len(crew) >= count:
+                    break
+                if idle is None:
+                    crew.append(idle := Worker(threads))
+                idle.give(report_cell, left.popleft()[1])
+            busy: dict[Any, Worker] = {worker.pipe: worker for worker in crew if worker.task}
+            for worker in [busy[pipe] for pipe in connection.wait(list(busy), RETRY)] if busy else ():
+                said, planned = worker.take(), worker.task
+                if said is None:
+                    crew.remove(worker)
+                    said = fail(planned, worker.end())
+                told(planned, said)
+                if isinstance(said, CellRecord):
+                    worker.task = None
+                    if said.state == "locked":
+                        left.append((time.monotonic() + RETRY, planned))
+                    else:
+                        ended[planned.cell.id] = said
+            if not busy:
+                time.sleep(RETRY / 10)
+        return ended
+    finally:
+        for worker in crew:
+            worker.process.terminate()
+        for worker in crew:
+            worker.end()
+
+
+def report_cell(planned: Planned, pipe: connection.Connection) -> None:
+    """Run a cell in a worker: its output goes to the cell's log, its progress and its record through the pipe."""
+    with open_private(log_of(planned.cell.folder), "a") as log:
+        redirect(log)
+    pipe.send(run_cell(planned, ProgressReporter(pipe, planned.cell.load().training.rounds)))
+
+
+class ProgressReporter:
+    """An observer that reports how far a run of so many rounds is, not too often."""
+
+    def __init__(self, pipe: connection.Connection, rounds: int) -> None:
+        self.pipe, self.rounds, self.last = pipe, rounds, 0.0
+        self.round: Mapping[str, Any] = {"round": 0, "phase": 0, "phases": 1, "sites": ()}
+        self.parts: dict[str, float] = {}
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Take one event of a Coordinator or a Site."""
+        if event["event"] == "round":
+            self.round, self.parts = event, {}
+        elif event["event"] == "step":
+            self.parts[event["site"]] = event["step"] / event["steps"]
+        if event["event"] in ("round", "step") and time.monotonic() - self.last > OFTEN:
+            self.last, number = time.monotonic(), self.round["round"]
+            done = sum(self.parts.values()) / max(len(self.round["sites"]), 1)
+            part = (number + (self.round["phase"] + done) / self.round["phases"]) / self.rounds
+            with suppress(OSError):  # the study is gone, and this process will be
+                self.pipe.send((part, f"round {number + 1}/{self.rounds}"))

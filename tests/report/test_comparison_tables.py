@@ -1,0 +1,244 @@
+"""The tables of a comparison: scores, costs, published numbers, diagnostics."""
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from consilium.messages import Stage
+from consilium.report.compare.comparability import grouped
+from consilium.report.compare.diagnostics import correlations_over_runs, diagnostics_table
+from consilium.report.compare.published import published_for, published_table, read_published
+from consilium.report.compare.scores import scores_of
+from consilium.report.compare.tables import as_csv, comparison_tables, cost_table, records, scores_table, trained_set
+from consilium.report.run_record import read_finished
+from tests.report.runs import PRIVATE, accuracy, change, group_of, made, make, note_in, noted, read, study_runs
+
+
+def test_each_frozen_model_has_its_row(tmp_path: Path) -> None:
+    small, large = made(tmp_path, {"fedit": [[0.5]], "ffa_lora": [[0.6]]})
+    change(large, "s0", test__pretrained__accuracy=0.4)
+    runs = [
+        replace(run, settings={**run.settings, "model.name": name}) for run, name in zip(read(small, large), "xy", strict=True)
+    ]
+    rows = comparison_tables(grouped(runs)[0], Stage.GLOBAL)[0].rows
+    assert [(row[0].partition(",")[0], row[2]) for row in rows[:2]] == [
+        ("pretrained: fedit", "0.200"),
+        ("pretrained: ffa_lora", "0.400"),
+    ]
+
+
+def test_a_repeated_private_run_makes_no_other_incomplete(tmp_path: Path) -> None:
+    draws = [make(tmp_path / name, {"s": score}, privacy=PRIVATE) for name, score in (("a", 0.5), ("b", 0.7))]
+    runs = [*read(*draws), *read(make(tmp_path / "open", {"s": 0.9}, "ffa_lora"))]
+    found = comparison_tables(grouped(runs)[0], Stage.GLOBAL)
+    assert not any("Missing" in sheet.title for sheet in found)
+    assert [row[1] for row in found[0].rows] == ["2/2", "2/2", "1/1"]
+    assert found[0].best == {(2, 2), (2, 3)}
+    assert "*" not in "".join(found[0].rows[2])
+
+
+@pytest.mark.parametrize(
+    ("scores", "rows"), [((0.5004, 0.5001, 0.49), {1, 2}), ((0.5004, 0.4996, 0.4994), {1, 2}), ((0.5006, 0.5004, 0.5), {1})]
+)
+def test_what_prints_the_best_number_is_the_best(scores: Sequence[float], rows: set[int], tmp_path: Path) -> None:
+    folders = made(tmp_path, {name: [[s]] for name, s in zip(("fedit", "ffa_lora", "fedprox"), scores, strict=True)})
+    sheet = comparison_tables([group_of(*folders)], Stage.GLOBAL)[0]
+    assert {row for row, column in sheet.best if sheet.columns[column].heading == "mean"} == rows
+
+
+def test_what_lacks_a_seed_is_not_the_best_at_a_site(tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.5, 0.5], [0.6, 0.6]], "ffa_lora": [[0.4, 0.4], [0.5, 0.5]], "fedprox": [[0.9, 0.9]]})
+    assert comparison_tables([group_of(*folders)], Stage.GLOBAL)[0].best == {(1, 2), (1, 3), (1, 4)}
+
+
+def test_a_run_without_its_record_has_no_costs_in_the_mean(tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.9], [0.8]]})
+    whole = cost_table(group_of(*folders)).rows[0]
+    (folders[1] / "metrics.jsonl").write_text("")
+    assert cost_table(group_of(*folders)).rows[0] == [*whole[:5], f"{whole[5]}*", f"{whole[6]}*", *whole[7:]]
+    (folders[0] / "metrics.jsonl").write_text("")
+    assert list(cost_table(group_of(*folders)).rows[0])[5:7] == ["-", "-"]
+
+
+@pytest.mark.parametrize("wrong", ["NaN", "Infinity", "1e308"])
+def test_what_is_no_number_has_no_mean(wrong: str, tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.5, 0.5], [0.5, 0.5]]})
+    path = folders[0] / "metrics.jsonl"
+    path.write_text(path.read_text().replace("100.0", wrong).replace('"train/seconds": 2.0', f'"train/seconds": {wrong}'))
+    with path.open("a") as file:
+        file.write(f'{{"event": "diagnostics", "round": 0, "phase": 0, "values": {{"drift": {wrong}, "other": 1}}}}\n')
+    (folders[1] / "results.json").write_text((folders[1] / "results.json").read_text().replace("0.5", wrong))
+    runs = read(*folders)
+    assert (runs[0].bytes, runs[0].seconds, runs[0].diagnostics) == (None, None, {(0, 0): {"other": 1.0}})
+    assert list(cost_table(group_of(*folders)).rows[0])[5:7] == ["0.00*", "12.0*"]
+    assert accuracy(*folders).means("fedit") == [0.5]
+
+
+def test_a_private_run_that_tells_no_epsilon_is_not_called_not_private(tmp_path: Path) -> None:
+    folder = make(tmp_path / "a", {"s": 0.5}, privacy=PRIVATE)
+    assert cost_table(group_of(folder)).rows[0][-1] == "not known"
+    (folder / "privacy.json").write_text(json.dumps({"epsilon": {"1e-05": 7.5}}))
+    assert cost_table(group_of(folder)).rows[0][-1] == "7.5 (site)"
+    assert cost_table(group_of(make(tmp_path / "b", {"s": 0.5}))).rows[0][-1] == "none"
+
+
+def test_one_run_of_one_site_is_a_table(tmp_path: Path) -> None:
+    found = comparison_tables([group_of(make(tmp_path / "a", {"s": 0.5}))], Stage.GLOBAL)
+    assert [sheet.title for sheet in found] == ["Accuracy, global model, test split", "What it costs"]
+    assert list(found[0].rows[1]) == ["fedit", "1/1", "0.500", "0.500", "-", "-", "0.500", "-"]
+
+
+def test_a_floor_is_a_row_of_its_own_and_no_methods(tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.5, 0.7]]})
+    numbers = read_published([], [], {"accuracy": 0.31, "f1": 0.2, "about": "the background"})
+    plain, (first, *_) = (
+        comparison_tables([group_of(*folders)], Stage.GLOBAL),
+        comparison_tables([group_of(*folders)], Stage.GLOBAL, published=numbers),
+    )
+    added = [row for row in first.rows if row not in plain[0].rows]
+    assert added == [["floor: the background", "-", "-", "-", "0.310", "-", "-", "-", "-"]]
+    assert [column.heading for column in first.columns][4] == "mean"
+    assert first.rows[-1][0] == "fedit"
+    assert published_table(accuracy(*folders), numbers) == []
+    assert published_for(numbers, group_of(*folders), "fedit", "accuracy") is None
+
+
+def test_sites_called_as_a_column_is_do_not_pass_for_it(tmp_path: Path) -> None:
+    """A floor of 0.31 is of the mean, not of the site `mean`; 0.5 and 0.7 are the sites', 0.6 their mean."""
+    folder = make(tmp_path / "a", {"mean": 0.5, "rank": 0.7})
+    found = comparison_tables(
+        [group_of(folder)], Stage.GLOBAL, published=read_published([], [], {"accuracy": 0.31, "about": "chance"})
+    )[0]
+    assert [column.heading for column in found.columns][:5] == ["method", "seeds", "site mean", "site rank", "mean"]
+    assert [list(row)[2:5] for row in found.rows[1:]] == [["-", "-", "0.310"], ["0.500", "0.700", "0.600"]]
+
+
+def test_published_numbers_stand_beside_and_in_no_mean(tmp_path: Path) -> None:
+    groups, _ = grouped(study_runs(tmp_path))
+    rows = [{"method": "FEDIT", "data": "easy", "accuracy": 0.75, "f1": 0.5}, {"method": "FEDIT", "site": "s", "accuracy": 0.4}]
+    numbers = read_published(rows, ["method", "data", "rank"])
+    assert published_for(numbers, groups[0], "FEDIT", "accuracy") == 0.75
+    assert published_for(numbers, groups[0], "FFA_LORA", "accuracy") is None
+    assert published_for(numbers, groups[1], "FEDIT", "accuracy") is None
+    found = comparison_tables(groups, Stage.GLOBAL, published=numbers)
+    assert [c.heading for c in found[0].columns[-2:]] == ["published", "difference"]
+    assert list(found[0].rows[1])[-2:] == ["0.750", "-0.250"]
+    assert [list(row) for row in found[1].rows] == [
+        ["FEDIT", "mean", "f1", "-", "0.500", "-"],
+        ["FEDIT", "s", "accuracy", "0.500", "0.400", "+0.100"],
+    ]
+
+
+def test_a_frozen_decoder_is_in_no_trained_set(tmp_path: Path) -> None:
+    run = read_finished(make(tmp_path / "a", {"s": 0.5}))
+    assert run.settings["adapter.decoder"] == "freeze"
+    assert "decoder" not in trained_set(run)
+    assert trained_set(replace(run, settings={**run.settings, "adapter.decoder": "share"})).endswith(", decoder share")
+
+
+def test_a_site_without_this_score_is_named(tmp_path: Path) -> None:
+    folders = made(tmp_path, {"fedit": [[0.5, 0.6]], "ffa_lora": [[0.5, 0.7]]})
+    for folder in folders:
+        (folder / "results.json").write_text(json.dumps(json.loads((folder / "results.json").read_text()) | {"s9": {}}))
+        note_in(folder, {"event": "joined", "site": "t", "round": 0, "test_only": True})
+    table = accuracy(*folders)
+    sheet = scores_table(table, scores_of(table.group, Stage.PRETRAINED, "accuracy"))
+    assert "no score of this metric at: s9, t" in sheet.notes
+    assert table.sites == ["s0", "s1"]
+    assert scores_of(table.group, Stage.PERSONALIZED, "accuracy").unscored == ["s0", "s1", "s9"]
+    assert accuracy(*made(tmp_path / "whole", {"fedit": [[0.5]]})).unscored == []
+
+
+def test_of_many_sites_the_worst_the_middle_and_the_best_have_a_column(tmp_path: Path) -> None:
+    """21 sites with 0 to 20 hundredths, and with 40 to 60: worst .0 and .4, middle .1 and .5, best .2 and .6."""
+    one = [[(i + shift) / 100 for i in range(21)] for shift in (0, 40)]
+    other = [[0.3] * 21, [0.3] * 21]
+    table = accuracy(*made(tmp_path, {"fedit": one, "ffa_lora": other}))
+    sheet = scores_table(table, scores_of(table.group, Stage.PRETRAINED, "accuracy"))
+    first = {column.heading: cell for column, cell in zip(sheet.columns, sheet.rows[1], strict=True)}
+    assert [c.heading for c in sheet.columns][2:6] == ["worst site", "median site", "best site", "mean"]
+    assert [first[name].split()[0] for name in ("worst site", "median site", "best site")] == ["0.200", "0.300", "0.400"]
+    assert {sheet.columns[c].heading for r, c in sheet.best if r == 2} >= {"worst site"}
+    assert any("too many sites" in note for note in sheet.notes)
+    assert len(records([table.group])) >= 2 * 2 * 21
+
+
+def test_drift_stands_beside_the_scores_with_its_rank_correlation(tmp_path: Path) -> None:
+    """Validation is 0, .1 and .2 before rounds 0 to 2, so .1 and .2 after rounds 0 and 1: two pairs a seed, four in all.
+
+    Ranks of drift (4, 2, 3, 1) against those of the score (1.5, 3.5, 1.5, 3.5): rho = -0.89.
+    """
+    runs = [make(tmp_path / str(seed), {"s": 0.5}, "fedit", seed) for seed in (0, 1)]
+    table = accuracy(*(noted(run, values) for run, values in zip(runs, ([0.9, 0.4, 7.0], [0.6, 0.2, 9.0]), strict=True)))
+    (sheet,) = diagnostics_table(table)
+    assert [c.heading for c in sheet.columns] == ["method", "diagnostic", "first", "last", "mean", "rho", "n"]
+    assert sheet.rows[0][1:] == ["drift/cross", "0.750", "8.000", "3.017", "-0.89", "4"]
+
+
+def test_published_drift_stands_beside_that_of_the_last_round(tmp_path: Path) -> None:
+    """Two seeds end with 7 and 9, printed is 6."""
+    runs = [make(tmp_path / str(seed), {"s": 0.5}, "fedit", seed) for seed in (0, 1)]
+    groups, _ = grouped(
+        [
+            read_finished(noted(folder, values), str(values), {"method": "A"})
+            for folder, values in zip(runs, ([1.0, 7.0], [9.0]), strict=True)
+        ]
+    )
+    rows: list[dict[str, str | float]] = [{"method": "A", "drift_between": 6.0, "drift_absolute": 2.0}]
+    (sheet,) = published_table(scores_of(groups[0], Stage.GLOBAL, "accuracy"), read_published(rows, ["method"]))
+    assert [list(row) for row in sheet.rows] == [
+        ["A", "mean", "drift_between", "8.000", "6.000", "+2.000"],
+        ["A", "mean", "drift_absolute", "-", "2.000", "-"],
+    ]
+    assert "drift_between, drift_absolute: ours is the last round's" in sheet.notes
+
+
+def test_what_was_printed_of_sites_not_asked_to_train_stands_beside_theirs(tmp_path: Path) -> None:
+    """Before the last round 0.4 and 0.8 at the two sites that it leaves out; what trains, and earlier rounds, do not count."""
+    folder = make(tmp_path / "run", {"a": 0.5, "b": 0.5, "c": 0.5})
+    path, lines = folder / "metrics.jsonl", []
+    for round, site, score in ((1, "a", 0.1), (1, "c", 0.1), (2, "a", 0.4), (2, "b", 0.8)):
+        metrics = {"validation/global/accuracy": score}
+        lines.append(json.dumps({"event": "held_out", "site": site, "round": round, "metrics": metrics}) + "\n")
+    path.write_text(path.read_text() + "".join(lines))
+    groups, _ = grouped([read_finished(folder, "run", {"method": "A"})])
+    rows: list[dict[str, str | float]] = [{"method": "A", "held_out_accuracy": 0.55, "held_out_f1": 0.3}]
+    (sheet,) = published_table(scores_of(groups[0], Stage.GLOBAL, "accuracy"), read_published(rows, ["method"]))
+    assert [list(row) for row in sheet.rows] == [
+        ["A", "mean", "held_out_accuracy", "0.600", "0.550", "+0.050"],
+        ["A", "mean", "held_out_f1", "-", "0.300", "-"],
+    ]
+    assert "held_out_: sites not asked to train, before the last round" in sheet.notes
+
+
+def test_pooled_data_are_no_other_set_of_parameters(tmp_path: Path) -> None:
+    said = "the methods do not all train the same set of parameters"
+    folders = made(tmp_path, {"fedit": [[0.5]], "centralized": [[0.6]]})
+    sheet = cost_table(group_of(*folders))
+    assert [row[1].partition(", ")[2].endswith("pooled data") for row in sheet.rows] == [False, True]
+    assert said not in sheet.notes
+    other = make(tmp_path / "other", {"s0": 0.5}, adapter={"kind": "lora", "rank": 2, "alpha": 2})
+    assert said in cost_table(group_of(*folders, other)).notes
+
+
+def test_over_runs_drift_and_the_closing_score_are_correlated_where_there_are_four(tmp_path: Path) -> None:
+    scores = (0.8, 0.6, 0.7, 0.5)
+    runs = [noted(make(tmp_path / str(n), {"s": v}, "fedit", n), [n, n]) for n, v in enumerate(scores)]
+    assert correlations_over_runs(accuracy(*runs)) == ["over runs, drift/cross and the closing score: rho -0.80, n 4"]
+    assert correlations_over_runs(accuracy(*runs[:3])) == []
+
+
+def test_without_diagnostics_there_is_no_such_table(tmp_path: Path) -> None:
+    assert diagnostics_table(accuracy(*made(tmp_path, {"fedit": [[0.5]]}))) == []
+
+
+def test_counts_are_whole_numbers(tmp_path: Path) -> None:
+    """Two sites, three rounds, 100 bytes up and 50 down."""
+    groups, _ = grouped(read(make(tmp_path / "a", {"s0": 0.5, "s1": 0.7})))
+    rows = list(csv.DictReader(io.StringIO(as_csv(groups))))
+    assert {(row["n"], row["bytes"], row["seconds"]) for row in rows} == {("10", "900", "12.0")}
