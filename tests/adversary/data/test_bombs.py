@@ -37,6 +37,7 @@ QUICK: Bombs = {
     "pages.tif": bombs.tiff_pages,
     "tiled-pages.tif": bombs.tiff_pages,
     "tiled-block.tif": bombs.tiff_block,
+    "tiled-slide.svs": bombs.slide_tile,
     "training.jsonl": bombs.one_line,
     "table.csv": bombs.csv_table,
 }
