@@ -352,10 +352,10 @@ def jpeg_scans(path: Path) -> None:
 
 
 def bmp_runs(path: Path) -> None:
-    """Write a BMP of 60 million pixels in one row, of steps over rows that are not there."""
+    """Write a BMP of 20 million pixels in one row, of steps over rows that are not there."""
     code = b"\0\x02\0\xff" * 1000 + b"\0\1"
     palette = bytes(1024)
-    info = struct.pack("<IiiHHIIiiII", 40, 60_000_000, 1, 1, 8, 1, len(code), 0, 0, 256, 0)
+    info = struct.pack("<IiiHHIIiiII", 40, 20_000_000, 1, 1, 8, 1, len(code), 0, 0, 256, 0)
     start = 14 + len(info) + len(palette)
     path.write_bytes(b"BM" + struct.pack("<IHHI", start + len(code), 0, 0, start) + info + palette + code)
 
