@@ -33,6 +33,7 @@ MOST_TILES = 10**6
 """Of one picture."""
 GREY, INVERTED, COLOURS, PALETTE, JPEG_COLOURS = 1, 0, 2, 3, 6
 _MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_SPARE = 2**16
 _SAMPLED, _PROBES, _MASK_BLOCK = 256, 4, 2048
 
 
@@ -168,9 +169,24 @@ def _layout(path: Path, stamp: tuple[int, int]) -> Layout:
                 return Layout((pictures.size(path),), "pictures")
             raise DataError(f"{path}: is a whole slide; install consilium[slides] to read it") from None
         if (OpenSlide.detect_format(str(path)) or "generic-tiff") != "generic-tiff":
+            if tiff:
+                _check_tiles(path)
             with OpenSlide(str(path)) as slide:
                 return Layout(tuple((rows, columns) for columns, rows in slide.level_dimensions), "openslide")
         return _tiff_layout(path)
+
+
+def _check_tiles(path: Path) -> None:
+    """Raise UnfitError for a slide in TIFF whose tiles are too large: OpenSlide ends the process where memory does not do."""
+    from tifffile import TiffFile
+
+    pages(path)
+    with TiffFile(path) as file:
+        for page in file.pages:
+            rows, columns = _block(page)
+            if page.is_tiled and 4 * rows * columns > MOST_BLOCK_BYTES:
+                what = f"is a slide with tiles of {columns}x{rows} pixels"
+                raise UnfitError(f"{path}: {what}; save it in smaller ones", "too large")
 
 
 def _tiff_layout(path: Path) -> Layout:
@@ -247,7 +263,7 @@ def _decoded(file: Any, page: Any, index: int) -> np.ndarray | None:
     data = file.filehandle.read(count)
     if len(data) < count:
         raise ValueError("it ends early")
-    if (coded := coded_shape(data)) and (coded[0] > rows or coded[1] > columns):
+    if (coded := coded_shape(data)) and coded[0] * coded[1] > 4 * rows * columns + _SPARE:
         raise ValueError(f"a block of {columns}x{rows} pixels has {coded[1]}x{coded[0]} in its code")
     check_work(file.filehandle.name, data)
     block = page.decode(data, index, jpegtables=page.jpegtables, jpegheader=page.jpegheader)[0]

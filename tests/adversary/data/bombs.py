@@ -320,6 +320,16 @@ def tiff_block(path: Path) -> None:
     _tiled(path, 8000, 64, _zipped(512 * MIB), 8, 8000)
 
 
+def slide_tile(path: Path) -> None:
+    """Write a slide of Aperio's whose one tile has 40,000 x 40,000 pixels."""
+    about = b"Aperio Image Library v1.0\r\n1x1\0"
+    side, tile = 40_000, 40_000
+    own = [(256, 4, 1, side), (257, 4, 1, side), (258, 3, 1, 8), (259, 3, 1, 7), (262, 3, 1, 1), (277, 3, 1, 1)]
+    own += [(322, 4, 1, tile), (323, 4, 1, tile), (324, 4, 1, 8), (325, 4, 1, 0)]
+    at = 8 + len(_directory([*own, (270, 2, len(about), 0)]))
+    path.write_bytes(b"II*\0" + struct.pack("<I", 8) + _directory([*own, (270, 2, len(about), at)]) + about)
+
+
 def tiff_jpeg(path: Path) -> None:
     """Write tiles of 256 x 256 pixels, each of which is a JPEG of 30,000 x 30,000."""
     from PIL import Image
@@ -342,10 +352,10 @@ def jpeg_scans(path: Path) -> None:
 
 
 def bmp_runs(path: Path) -> None:
-    """Write a BMP of 60 million pixels in one row, of steps over rows that are not there."""
+    """Write a BMP of 20 million pixels in one row, of steps over rows that are not there."""
     code = b"\0\x02\0\xff" * 1000 + b"\0\1"
     palette = bytes(1024)
-    info = struct.pack("<IiiHHIIiiII", 40, 60_000_000, 1, 1, 8, 1, len(code), 0, 0, 256, 0)
+    info = struct.pack("<IiiHHIIiiII", 40, 20_000_000, 1, 1, 8, 1, len(code), 0, 0, 256, 0)
     start = 14 + len(info) + len(palette)
     path.write_bytes(b"BM" + struct.pack("<IHHI", start + len(code), 0, 0, start) + info + palette + code)
 

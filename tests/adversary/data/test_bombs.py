@@ -37,12 +37,18 @@ QUICK: Bombs = {
     "pages.tif": bombs.tiff_pages,
     "tiled-pages.tif": bombs.tiff_pages,
     "tiled-block.tif": bombs.tiff_block,
+    "tiled-slide.svs": bombs.slide_tile,
     "training.jsonl": bombs.one_line,
     "table.csv": bombs.csv_table,
 }
 """By the name of the file: what opens it goes by that."""
-READ: Bombs = {"more.png": bombs.png_pixels, "exif.png": bombs.png_exif, "tags.tif": bombs.tiff_tags}
-"""Those whose picture is a small one, and read as such: what is behind it, or around it, is left."""
+READ: Bombs = {
+    "more.png": bombs.png_pixels,
+    "exif.png": bombs.png_exif,
+    "tags.tif": bombs.tiff_tags,
+    "runs.bmp": bombs.bmp_runs,
+}
+"""Those whose picture is within bounds, and read as such: what is behind it, or around it, is left."""
 LONG: Bombs = {
     "items.dcm": bombs.items,
     "inflated-items.dcm": bombs.deflated_items,
@@ -50,7 +56,6 @@ LONG: Bombs = {
     "numbers.dcm": bombs.numbers,
     "runs.dcm": bombs.run_lengths,
     "list.json": bombs.json_list,
-    "runs.bmp": bombs.bmp_runs,
     "tiled-jpeg.tif": bombs.tiff_jpeg,
 }
 LARGE: Bombs = {

@@ -24,8 +24,8 @@ TOLERANCE = 0.25
 """Share of the distance between slices by which one may lie off its place."""
 _SAME = 1e-3
 """Millimetres below which two positions are one, and by which direction cosines may differ."""
-_OF_FRAME = 256
-"""Bytes that say of a segment's frame which one it is and where it lies."""
+_OF_FRAME = 32
+"""Bytes that a segment's frame takes of a deflated file, with what says where it lies."""
 _TO_RAS = np.diag([-1.0, -1.0, 1.0, 1.0])
 
 

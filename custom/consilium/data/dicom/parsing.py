@@ -86,7 +86,7 @@ class _Metered(io.RawIOBase):
     Raises DataError for a value that is longer than any of its kind.
     """
 
-    def __init__(self, file: IO[bytes], size: int, budget: Budget) -> None:
+    def __init__(self, file: Any, size: int, budget: Budget) -> None:
         self._file, self._size, self._budget, self._head = file, size, budget, bytes(8)
         self.name = getattr(file, "name", None)
 
@@ -200,7 +200,7 @@ def _count(sequence: RawDataElement, budget: Budget, level: int = 0) -> None:
         group, number, length = struct.unpack(f"{order}HHI", head)
         if (group, number) == _END:
             return
-        own = items if length == 0xFFFFFFFF else _Metered(io.BytesIO(file.read(length)), length, budget)
+        own: Any = items if length == 0xFFFFFFFF else _Metered(io.BytesIO(file.read(length)), length, budget)
         for one in data_element_generator(own, sequence.is_implicit_VR, sequence.is_little_endian):
             for below in _unread_of(one):
                 _count(below, budget, level + 1)
