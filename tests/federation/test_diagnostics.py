@@ -19,6 +19,7 @@ from consilium.federation.diagnostics import deviation, draw, drift
 from consilium.federation.engine import simulate
 from consilium.messages import TRAIN_LOSS, TRAIN_PENALTY, Payload, SiteInfo
 from consilium.privacy.noise import linear_terms
+from consilium.privacy.noise import measured as measured_noise
 from consilium.report.figures import plot_curves
 from consilium.strategies.deer import DEeR
 from consilium.strategies.fedit import FedIT
@@ -76,6 +77,16 @@ def test_linear_terms_are_the_norms_of_the_products() -> None:
     on_b = np.hypot(*(np.linalg.norm(2 * noise[f"{n}.lora_B"] @ factors[f"{n}.lora_A"]) for n in ("one", "two")))
     on_a = np.linalg.norm(2 * factors["one.lora_B"] @ noise["one.lora_A"])
     assert found == pytest.approx({"noise/xi_B A": on_b, "noise/B xi_A": on_a})
+
+
+def test_noise_is_measured_on_the_factors_after_training() -> None:
+    """B goes from (1, 0)' to (2, 0)' and A from (2, 0) to (3, 0); noise (0, 2)' on B, (0, 4) on A: 2 * 2 * 3 and 2 * 2 * 4."""
+    sent = {A: torch.tensor([[2.0, 0.0]]), B: torch.tensor([[1.0], [0.0]])}
+    update = {A: torch.tensor([[1.0, 0.0]]), B: torch.tensor([[1.0], [0.0]])}
+    clean = {name: tensor / 2 for name, tensor in update.items()}  # clipped
+    released = {A: clean[A] + torch.tensor([[0.0, 4.0]]), B: clean[B] + torch.tensor([[0.0], [2.0]])}
+    assert measured_noise(clean, released, sent, update, 2.0) == pytest.approx({"noise/xi_B A": 12.0, "noise/B xi_A": 16.0})
+    assert measured_noise(clean, released, {B: sent[B]}, update, 2.0) == pytest.approx({"noise/B xi_A": 16.0})
 
 
 def test_drift_is_the_relative_change_of_each_adapter_from_the_input_on() -> None:

@@ -14,7 +14,9 @@ from consilium.data.datalist import read_datalist
 from consilium.errors import DataError
 from consilium.tasks.classification import ClassificationConfig, metric_names
 from consilium.tasks.classification.task import ClassificationTask, balanced_loss, score, spread, summary
+from consilium.tasks.registry import TASKS
 from consilium.training.loop import batches
+from tests.conftest import small_cells
 
 CLASSES = ["round", "long", "spiky"]
 
@@ -215,6 +217,17 @@ def test_a_patient_s_class_is_that_of_its_mean_probability(tmp_path: Path) -> No
 def test_probabilities_of_nothing_leave_a_finite_loss(tmp_path: Path) -> None:
     task = by_patient(tmp_path, ["a", "a"], ["dark", "dark"])
     assert np.isfinite(task.evaluate(Table([[-900.0, 900.0]] * 2), "test", 2)["loss"])
+
+
+@pytest.mark.parametrize(("per", "accuracy"), [("image", 0.5), ("patient", 1.0)])
+def test_the_job_says_whether_images_or_patients_are_scored(per: str, accuracy: float, tmp_path: Path) -> None:
+    """As above: of four images those of shares .9 and .05 are right."""
+    data = by_patient(tmp_path, ["a", "b", "a", "a"], ["dark", "light", "dark", "dark"]).data
+    config = ClassificationConfig(name="classification", classes=["dark", "light"], scores={"per": per})
+    model = small_cells().model.model_copy(update={"image_size": 8})
+    task = TASKS["classification"].build(config, model, data, None)
+    found = task.evaluate(Table([[np.log(1 - p), np.log(p)] for p in (0.6, 0.9, 0.6, 0.05)]), "test", 3)
+    assert found["accuracy"] == accuracy
 
 
 def test_a_patient_of_two_classes_is_refused(tmp_path: Path) -> None:
