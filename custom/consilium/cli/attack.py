@@ -15,7 +15,7 @@ from rich.table import Table
 from consilium.cli.options import Format, FormatOption, page
 from consilium.cli.predict import BestOption, CheckpointsOption, DeviceOption, ModelArgument, SiteOption, StageOption, site_of
 from consilium.errors import ConfigError
-from consilium.report.clean import shown
+from consilium.sanitize import shown
 
 if TYPE_CHECKING:
     from consilium.config.site import SiteConfig

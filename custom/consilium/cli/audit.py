@@ -10,7 +10,7 @@ import typer
 from consilium.cli.options import PageFormat, PageFormatOption
 from consilium.errors import ConfigError
 from consilium.federation.runs import STATE
-from consilium.report.clean import cell
+from consilium.sanitize import cell
 
 
 def audit(

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from consilium.cli.options import FILE_WIDTH, page, study_command
 from consilium.errors import ConfigError
-from consilium.report.clean import line, shown
 from consilium.report.compare import Test
+from consilium.sanitize import line, shown
 from consilium.storage import PUBLIC, named, private_folder, write_atomic
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from consilium.cli.options import (
     gpu_hours,
     load,
 )
-from consilium.report.clean import line, number_of
+from consilium.sanitize import line, number_of
 
 if TYPE_CHECKING:
     from consilium.federation.build import Job

@@ -18,7 +18,7 @@ from consilium.cli.data_stats import data_stats
 from consilium.cli.options import Format, FormatOption, check_finite
 from consilium.errors import ConfigError
 from consilium.federation.participants import MOST_SITES
-from consilium.report.clean import line, shown
+from consilium.sanitize import line, shown
 from consilium.storage import undone
 
 app = typer.Typer(no_args_is_help=True, help="Import published sets, look at data lists, share them out, generate phantoms.")

@@ -10,7 +10,7 @@ from rich.console import Console
 from consilium.cli.options import LONGEST_LINE, Format, FormatOption
 from consilium.errors import ConfigError, DataError
 from consilium.registry import NO_PLUGINS
-from consilium.report.clean import line, shown
+from consilium.sanitize import line, shown
 
 if TYPE_CHECKING:
     from consilium.config.datasets import DatasetConfig

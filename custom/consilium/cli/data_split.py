@@ -11,7 +11,7 @@ from rich.table import Table
 
 from consilium.cli.options import Format, FormatOption, check_finite
 from consilium.errors import ConfigError
-from consilium.report.clean import line
+from consilium.sanitize import line
 from consilium.storage import undone
 
 

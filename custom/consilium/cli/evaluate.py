@@ -16,7 +16,7 @@ from consilium.cli.options import Format, FormatOption, page
 from consilium.cli.predict import BestOption, CheckpointsOption, DeviceOption, ModelArgument, SiteOption, site_of
 from consilium.errors import ConfigError
 from consilium.messages import Stage
-from consilium.report.clean import line, shown
+from consilium.sanitize import line, shown
 from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS
 
 if TYPE_CHECKING:

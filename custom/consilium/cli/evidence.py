@@ -12,7 +12,7 @@ from consilium.cli.audit import audit, markdown
 from consilium.cli.options import Format, FormatOption, Panel
 from consilium.errors import ConfigError
 from consilium.federation.runs import RUNS, STATE, check_name
-from consilium.report.clean import shown
+from consilium.sanitize import shown
 
 app = typer.Typer()
 app.command(rich_help_panel=Panel.SITE)(audit)

@@ -8,7 +8,7 @@ import typer
 
 from consilium.cli.options import LONGEST_LINE
 from consilium.cli.predict import BestOption, CheckpointsOption, ModelArgument, SiteOption, StageOption, site_of
-from consilium.report.clean import shown
+from consilium.sanitize import shown
 
 
 class ModelFormat(StrEnum):

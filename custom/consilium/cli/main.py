@@ -31,7 +31,7 @@ from consilium.cli.study import app as study_app
 from consilium.cli.submit import app as submit_app
 from consilium.cli.way_on import FULL, again, no_room
 from consilium.errors import CheckpointError, ConfigError, ConsiliumError, DataError
-from consilium.report.clean import line
+from consilium.sanitize import line
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Federated fine-tuning of medical foundation models.")
 COMMANDS: dict[Panel, tuple[Callable[..., None], ...]] = {

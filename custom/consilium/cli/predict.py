@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from consilium.cli.options import Format, FormatOption
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.messages import Stage
-from consilium.report.clean import line, shown
+from consilium.sanitize import line, shown
 
 if TYPE_CHECKING:
     from consilium.config.site import SiteConfig

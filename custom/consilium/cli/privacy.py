@@ -16,7 +16,7 @@ from consilium.cli.options import Format, FormatOption
 from consilium.cli.privacy_plan import plan
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.runs import STATE
-from consilium.report.clean import line
+from consilium.sanitize import line
 
 app = typer.Typer(no_args_is_help=True, help="Plan a privacy budget, read a site's ledger, attack a model.")
 app.command()(attack)

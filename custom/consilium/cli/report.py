@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from consilium.errors import ConfigError
-from consilium.report.clean import shown
+from consilium.sanitize import shown
 from consilium.storage import write_atomic
 
 if TYPE_CHECKING:

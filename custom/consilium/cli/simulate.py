@@ -21,7 +21,7 @@ from consilium.config.job import job_file, load_job
 from consilium.config.site import Given, TrackingConfig, find_site
 from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.participants import check_same, kept_in, site_names, unused_state
-from consilium.report.clean import line, shown
+from consilium.sanitize import line, shown
 from consilium.schema import validate
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from consilium.cli.options import Format, FormatOption, page
 from consilium.errors import ConfigError
-from consilium.report.clean import line, shown
 from consilium.report.tables import fit
+from consilium.sanitize import line, shown
 
 SILENT = 60
 """Seconds without a heartbeat; FLARE drops a site after 600."""

@@ -16,7 +16,7 @@ from consilium.cli.way_on import again as same_command
 from consilium.cli.way_on import say_interrupted, stoppable
 from consilium.config.site import Given
 from consilium.errors import ConfigError
-from consilium.report.clean import line, number_of
+from consilium.sanitize import line, number_of
 
 if TYPE_CHECKING:
     from consilium.study.run_cell import CellRecord

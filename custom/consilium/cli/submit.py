@@ -19,8 +19,8 @@ from consilium.cli.sites import sites
 from consilium.cli.watch import exit_code, place, watch_job
 from consilium.config.overrides import parse_override
 from consilium.errors import ConfigError, ConsiliumError
-from consilium.report.clean import line, shown
 from consilium.report.tables import fit
+from consilium.sanitize import line, shown
 
 if TYPE_CHECKING:
     from consilium.flare.session import Admin

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from consilium.report.clean import line
+from consilium.sanitize import line
 
 if TYPE_CHECKING:
     from consilium.flare.session import Admin

@@ -7,8 +7,8 @@ from typing import Any, Self
 from consilium import __version__
 from consilium.config.job import JobConfig
 from consilium.messages import MetricKey, Stage
-from consilium.report.clean import cell
 from consilium.report.tables import number
+from consilium.sanitize import cell
 from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS
 
 BEST = "-best"

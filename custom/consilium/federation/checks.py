@@ -22,8 +22,8 @@ from consilium.privacy.plan import Plan
 from consilium.privacy.release import upload_shapes
 from consilium.privacy.secagg.arithmetic import layout, size_of
 from consilium.privacy.secagg.attempt import MASKED
-from consilium.report.clean import shown
 from consilium.report.plain_files import LARGEST
+from consilium.sanitize import shown
 from consilium.strategies.strategy import Role, ServerState, Strategy
 
 SMALLEST = 1e-3

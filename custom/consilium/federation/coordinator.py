@@ -29,9 +29,9 @@ from consilium.privacy.mechanism import Geometry, in_reals, privatize, restored
 from consilium.privacy.plan import Plan, make_plan, not_private
 from consilium.privacy.randomness import Randomness
 from consilium.privacy.release import geometries, noised_sum, sent_as_sums, upload_shapes
-from consilium.report.clean import shown
 from consilium.report.runlog import RunLog
 from consilium.report.tracking import Tracker
+from consilium.sanitize import shown
 from consilium.seeding import seed_for
 from consilium.storage import sweep
 from consilium.strategies.strategy import SiteResult

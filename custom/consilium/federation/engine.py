@@ -23,7 +23,7 @@ from consilium.messages import Kind, Observer, Payload
 from consilium.privacy.guard import Guard
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identities
-from consilium.report.clean import number_of
+from consilium.sanitize import number_of
 from consilium.storage import write_atomic
 
 Members = Mapping[str, Member | Remote]

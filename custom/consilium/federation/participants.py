@@ -11,7 +11,7 @@ from typing import NamedTuple
 from consilium.config.site import SIMULATION, SiteConfig, is_site_folder
 from consilium.data.fingerprint import fingerprint
 from consilium.errors import ConfigError
-from consilium.report.clean import shown
+from consilium.sanitize import shown
 
 MOST_SITES = 10_000
 RESERVED = ("server", "centralized")

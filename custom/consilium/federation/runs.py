@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from consilium.errors import ConfigError
-from consilium.report.clean import shown
+from consilium.sanitize import shown
 from consilium.storage import locked, private_folder, write_atomic
 
 RUNS, OWNER = "runs", "owner.json"

@@ -16,7 +16,7 @@ from consilium.federation.masked import aggregate_for
 from consilium.flare import context, wire
 from consilium.messages import Payload, SiteInfo
 from consilium.privacy.plan import Plan, make_plan
-from consilium.report.clean import shown
+from consilium.sanitize import shown
 from consilium.strategies.strategy import Strategy
 
 

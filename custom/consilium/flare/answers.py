@@ -8,7 +8,7 @@ from consilium.errors import Reason, RefusedError
 from consilium.federation.versions import check_versions
 from consilium.flare import wire
 from consilium.messages import PROTOCOL, Hello
-from consilium.report.clean import shown
+from consilium.sanitize import shown
 
 CODES = frozenset(value for key, value in vars(ReturnCode).items() if not key.startswith("_"))
 

@@ -25,7 +25,7 @@ from nvflare.private.fed.server.server_engine import ServerEngine
 from nvflare.private.fed.utils.fed_utils import extract_participants
 
 from consilium.errors import ConsiliumError
-from consilium.report.clean import shown
+from consilium.sanitize import shown
 
 COMPONENT = {"id": "late_sites", "path": "consilium.flare.late_sites.LateSites"}
 """In the server kit's local/resources.json."""

@@ -16,7 +16,7 @@ from nvflare.lighter.utils import load_crt
 
 from consilium.errors import ConfigError
 from consilium.federation.runs import ATTENDANCE, STATE
-from consilium.report.clean import shown
+from consilium.sanitize import shown
 from consilium.storage import locked, note
 
 FILE = "revoked.json"

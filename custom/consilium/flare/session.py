@@ -20,8 +20,8 @@ from consilium.errors import ConfigError, ConsiliumError
 from consilium.federation.runs import default_name
 from consilium.flare.attendance_report import KEY
 from consilium.flare.certificates import check_time, why_no_connection
-from consilium.report.clean import shown
 from consilium.report.progress import progress
+from consilium.sanitize import shown
 from consilium.schema import read_yaml
 
 ENDED = "FINISHED"

@@ -11,9 +11,9 @@ import numpy as np
 from PIL import Image
 
 from consilium.messages import Stage
-from consilium.report.clean import tag
 from consilium.report.predictions import drawn
 from consilium.report.private_logging import undrawn
+from consilium.sanitize import tag
 from consilium.storage import PRIVATE, private_folder
 from consilium.tasks.base import Examples
 

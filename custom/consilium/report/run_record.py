@@ -20,8 +20,8 @@ from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SIMULATION
 from consilium.errors import ConfigError
 from consilium.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, MetricKey, Stage
-from consilium.report.clean import shown
 from consilium.report.plain_files import LARGEST, finite, open_plain, read_json, read_plain
+from consilium.sanitize import shown
 from consilium.schema import dotted
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.registry import TASKS, Scores

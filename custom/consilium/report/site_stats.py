@@ -14,8 +14,8 @@ from consilium.data.images import read_image
 from consilium.data.settings import PictureSettings
 from consilium.data.volumes import header, is_volume
 from consilium.errors import DataError
-from consilium.report.clean import shown
 from consilium.report.tables import Table, columns
+from consilium.sanitize import shown
 from consilium.storage import open_private, private_folder
 
 EXAMPLES = 3

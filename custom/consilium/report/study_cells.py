@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from consilium.errors import ConfigError
-from consilium.report.clean import shown
 from consilium.report.plain_files import read_json, subfolders
+from consilium.sanitize import shown
 from consilium.storage import locked, write_atomic
 
 CELLS, KEPT = "cells", "studies.json"

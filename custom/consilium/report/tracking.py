@@ -18,7 +18,7 @@ from urllib.request import url2pathname
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
 from consilium.messages import MetricKey, Observer
-from consilium.report.clean import shown, tag
+from consilium.sanitize import shown, tag
 from consilium.schema import dotted
 from consilium.storage import private_folder, write_atomic
 

@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from consilium.report.clean import shown
+from consilium.sanitize import shown
 from consilium.schema import Section, nearest
 
 MOST_CELLS = 10_000

@@ -17,8 +17,8 @@ from consilium.federation import checkpoint
 from consilium.federation.build import assemble_job
 from consilium.federation.engine import simulate
 from consilium.messages import Observer
-from consilium.report.clean import shown
 from consilium.report.predictions import PREDICTIONS, join_predictions
+from consilium.sanitize import shown
 from consilium.storage import file_lock, private_folder, write_atomic
 from consilium.study.plan import Planned
 

@@ -13,7 +13,7 @@ from consilium.data.datalist import DataList, Item
 from consilium.data.expand import expand
 from consilium.data.images import inner, read_image, shrink
 from consilium.errors import ConfigError, DataError
-from consilium.report.clean import shown
+from consilium.sanitize import shown
 from consilium.tasks.segmentation import PROMPTS
 from consilium.training.device import autocast
 from consilium.use.inputs import Input, Prompts

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from consilium.config.job import JobConfig
 from consilium.errors import ConfigError
 from consilium.federation.card import Card
-from consilium.report.clean import shown
+from consilium.sanitize import shown
 from consilium.storage import PUBLIC, write_atomic
 from consilium.tasks.segmentation import prompts_of
 from consilium.use.merge import merge_if_possible

@@ -13,7 +13,7 @@ import psutil
 from safetensors import SafetensorError
 
 from consilium.errors import CheckpointError, ConfigError
-from consilium.report.clean import shown
+from consilium.sanitize import shown
 from consilium.storage import PUBLIC, file_hash, write_atomic
 
 RECORD = "export.json"

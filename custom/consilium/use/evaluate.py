@@ -14,8 +14,8 @@ from consilium.federation.samples import site_data
 from consilium.federation.scoring import scores as all_scores
 from consilium.federation.speedups import remember
 from consilium.messages import Stage
-from consilium.report.clean import shown
 from consilium.report.matrices import CrossSiteMatrix, cross_site_matrix
+from consilium.sanitize import shown
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS
 from consilium.use.model import TrainedModel, cell_folder, open_model, run_sites

@@ -14,7 +14,7 @@ from consilium.federation.build import checkpoint_of, tokenizer_of
 from consilium.federation.card import FILES
 from consilium.federation.saved_model import CARD, TENSORS, SavedModel, export_adapter, read_kept, with_parameters
 from consilium.models.stored import QUANTIZED
-from consilium.report.clean import cell
+from consilium.sanitize import cell
 from consilium.storage import PUBLIC, write_atomic
 from consilium.use import bundle, merge, onnx
 from consilium.use.destination import RECORD, check_destination, new_folder, write_record

@@ -13,7 +13,7 @@ from consilium.data import volumes
 from consilium.data.folders import PICTURES
 from consilium.data.opening import read_text
 from consilium.errors import ConfigError, DataError
-from consilium.report.clean import shown
+from consilium.sanitize import shown
 from consilium.tasks.segmentation import PROMPTS
 
 TEXTS = (".jsonl",)

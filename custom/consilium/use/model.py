@@ -12,8 +12,8 @@ from consilium.federation.build import build_model, checkpoint_of
 from consilium.federation.card import BEST, Card
 from consilium.federation.saved_model import ADAPTERS, TENSORS, SavedModel, load_values, read_kept, run_as_kept
 from consilium.messages import Stage
-from consilium.report.clean import shown
 from consilium.report.study_cells import CELLS, check_names, study_cells
+from consilium.sanitize import shown
 from consilium.storage import checkpoint_hash
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from consilium.errors import ConfigError
-from consilium.report.clean import shown
+from consilium.sanitize import shown
 from consilium.use.inputs import Input
 from consilium.use.writing import mask_name, with_ending
 

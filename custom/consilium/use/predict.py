@@ -15,8 +15,8 @@ from torch import Tensor
 
 from consilium.data import volumes
 from consilium.errors import ConfigError, DataError
-from consilium.report.clean import harmless
 from consilium.report.image_grid import overlay
+from consilium.sanitize import harmless
 from consilium.storage import PRIVATE, private_folder, write_atomic
 from consilium.use.asking import Asked, Asking, joined
 from consilium.use.gathering import gathered

@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
-from consilium.report.page.check_page import write_report
 
 from consilium.errors import ConfigError
+from consilium.report.page.check_page import write_report
 from consilium.report.runlog import RunLog
 from consilium.use.inputs import Input
 from consilium.use.outputs import Wanted, check_files

@@ -22,11 +22,11 @@ from consilium.errors import ConfigError
 from consilium.messages import Payload
 from consilium.privacy import audit
 from consilium.report import progress
-from consilium.report.clean import cell, line, shown, tag
 from consilium.report.live_view import LiveView
 from consilium.report.results_table import results_table
 from consilium.report.runlog import RunLog
 from consilium.report.tables import terminal
+from consilium.sanitize import cell, line, shown, tag
 from consilium.tasks.segmentation import SCORES as DICE
 from tests.conftest import small_config
 

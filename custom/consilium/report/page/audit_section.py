@@ -11,11 +11,11 @@ from consilium.errors import ConfigError, RefusedError
 from consilium.privacy.audit import FILE, read
 from consilium.privacy.composition import VOID
 from consilium.privacy.ledger import Ledger, summary
-from consilium.report.clean import shown
 from consilium.report.page.words import size, stamp
 from consilium.report.plain_files import MOST_BYTES, finite, is_folder, subfolders
 from consilium.report.run_record import Number
 from consilium.report.tables import Table, columns
+from consilium.sanitize import shown
 
 MOST_ROWS = 500
 LEDGER = "ledger.sqlite"

@@ -6,7 +6,6 @@ from typing import Any
 
 from consilium.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, MetricKey, Stage
 from consilium.report.cases import CASES
-from consilium.report.clean import number_of, shown
 from consilium.report.compare.tables import MEANT
 from consilium.report.matrices import VALUES, confusion_tables, read_matrix
 from consilium.report.page import figures
@@ -19,6 +18,7 @@ from consilium.report.results_table import mean_of, results_table
 from consilium.report.run_record import Results, RunRecord, is_simulation, round_times, split_of
 from consilium.report.study_cells import values_of_cell
 from consilium.report.tables import Table, columns, few, number
+from consilium.sanitize import number_of, shown
 from consilium.strategies.strategy import Role
 
 MOST_SITES, MOST_REFUSALS, MOST_TENSORS = 24, 200, 500

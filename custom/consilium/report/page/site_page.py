@@ -5,7 +5,6 @@ from pathlib import Path
 from consilium.errors import ConfigError
 from consilium.privacy.audit import FILE
 from consilium.report.cases import CASES
-from consilium.report.clean import shown
 from consilium.report.compare.tables import MEANT
 from consilium.report.matrices import confusion_tables
 from consilium.report.page.audit_section import audits, ledger, ledger_of
@@ -17,6 +16,7 @@ from consilium.report.plain_files import hashes, subfolders
 from consilium.report.results_table import results_table
 from consilium.report.run_record import is_simulation, read_run
 from consilium.report.runlog import versions
+from consilium.sanitize import shown
 
 HASHED = (
     *(f"adapters/{which}/consilium.safetensors" for which in ("global", "global-best", "personalized", "personalized-best")),

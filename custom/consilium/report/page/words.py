@@ -6,9 +6,9 @@ from typing import Any
 
 from consilium.config.privacy import PrivacyConfig
 from consilium.privacy.plan import not_private
-from consilium.report.clean import shown
 from consilium.report.plain_files import finite
 from consilium.report.run_record import RunRecord
+from consilium.sanitize import shown
 
 NONE = (
     "This job has no differential privacy. Updates left the sites as trained. The guard let only shared tensors and declared "

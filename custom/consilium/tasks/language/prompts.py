@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from consilium.data.text import WITH_INPUT, WITHOUT_INPUT, Text
 from consilium.errors import ConfigError
-from consilium.report.clean import shown
+from consilium.sanitize import shown
 from consilium.tasks.language.templates import TemplateFailure, rendered
 
 PAPER_WITH_INPUT = (

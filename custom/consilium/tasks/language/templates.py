@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from consilium.errors import ConsiliumError
-from consilium.report.clean import shown
+from consilium.sanitize import shown
 
 SCRIPT = Path(__file__).with_name("template_worker.py")
 
