@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from consilium.adapters import bottleneck, layers
 from consilium.adapters.names import bottleneck_count, bottleneck_position
-from consilium.adapters.registry import Decoder
+from consilium.adapters.registry import ADAPTERS, Decoder
 from consilium.errors import ConfigError
 from consilium.models.clip.network import build_clip
 from consilium.models.sam.network import build_sam
@@ -59,6 +59,10 @@ def test_the_formula_of_one_adapter() -> None:
     assert torch.allclose(module(x), x + hidden @ module.up.weight.T + module.up.bias, atol=1e-6)
     module.skip = False
     assert torch.allclose(module(x), 0.5 * (hidden @ module.up.weight.T + module.up.bias), atol=1e-6)
+
+
+def test_an_adapter_without_factors_scales_no_product() -> None:
+    assert [ADAPTERS[kind].config(kind=kind).product_scaling for kind in ("bottleneck", "full")] == [1.0, 1.0]
 
 
 def test_positions_count_from_the_input_and_vit_b_has_36() -> None:
