@@ -18,7 +18,7 @@ from consilium.errors import ConfigError
 from consilium.messages import Payload
 from consilium.report import tracking
 from consilium.report.runlog import RunLog
-from consilium.report.tracking import ENVIRONMENT, Tracker, flat_name, settings_of
+from consilium.report.tracking import ENVIRONMENT, Tracker, flat_name, metric_name, settings_of
 from consilium.schema import validate
 from consilium.strategies.strategy import ServerState
 from tests.adversary.network.modes import open_to_others
@@ -177,6 +177,29 @@ def test_a_class_stands_behind_a_dot() -> None:
     assert flat_name("test/global/dice") == "test/global/dice"
     assert flat_name("test/global/dice/cup") == "test/global/dice.cup"
     assert flat_name("train/loss") == "train/loss"
+
+
+@pytest.mark.parametrize("name", ["a/", "a//b", "/abs", "", "..", "x" * 300, "ü" * 200, "/".join("y" * 70 for _ in range(9))])
+def test_mlflow_takes_every_name(name: str, tmp_path: Path) -> None:
+    """A refused name would end the tracking of the run. The name passes MLflow's own check and fits a file system."""
+    from mlflow.utils.validation import _validate_metric_name
+
+    found = metric_name("site-1", name)
+    _validate_metric_name(found)
+    assert len(found) <= 250
+    assert all(0 < len(part.encode()) <= 255 and part != ".." for part in found.split("/"))
+
+
+def test_no_file_goes_to_a_folder_that_a_foreign_server_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `artifact_uri` file:///... would have this machine's files written where that server says."""
+    events: list[dict[str, Any]] = []
+    client = Mock()
+    client.get_run.return_value.info.artifact_uri = f"file://{tmp_path}/elsewhere"
+    monkeypatch.setattr(Tracker, "_begin", lambda self: (client, "run"))
+    (tmp_path / "results.json").write_text("{}")
+    Tracker("http://127.0.0.1:9", tmp_path, CONFIG, events.append).close(finished=True)
+    assert not client.log_artifact.called
+    assert "its server names a folder of this machine" in events[0]["text"]
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ PATIENCE = 60.0
 """Seconds that the end of a run waits for MLflow to take the last numbers and files."""
 LONGEST, MOST = 500, 100
 """Characters of a setting, and settings a message, that MLflow takes."""
+LONGEST_PART, LONGEST_NAME = 60, 250
+"""Characters of a metric's source, and of its whole name: MLflow refuses longer names, and its file store longer files."""
 KEPT = Path("server", "mlflow.json")
 """Where the server notes MLflow's name of the run, so that a resumed run goes on in it."""
 
@@ -66,7 +68,7 @@ class Tracker:
         def log(client: Any, run: str) -> None:
             from mlflow.entities import Metric
 
-            named = {tag(f"{source.strip('()')}/{flat_name(name)}"): value for name, value in values.items()}
+            named = {metric_name(source, name): value for name, value in values.items()}
             client.log_batch(run, [Metric(name, value, now, step) for name, value in named.items()])
 
         self._todo.put(log)
@@ -75,7 +77,11 @@ class Tracker:
         """Hand over the files of a `finished` run and end; wait for that, but not long."""
 
         def end(client: Any, run: str) -> None:
-            for path in (self._folder / name for name in ARTIFACTS if finished and (self._folder / name).exists()):
+            stored = urlparse(client.get_run(run).info.artifact_uri).scheme
+            if stored in ("", "file") and urlparse(self._uri).scheme != "file":
+                raise ConfigError("its server names a folder of this machine for files; none were written")
+            paths = [self._folder / name for name in ARTIFACTS if finished]
+            for path in (path for path in paths if path.exists() and not path.is_symlink()):
                 if path.is_dir():
                     client.log_artifacts(run, str(path), path.name)
                 else:
@@ -137,6 +143,15 @@ class Tracker:
                 return None
             raise
         return run
+
+
+def metric_name(source: str, name: str) -> str:
+    """Return the name in MLflow of a metric of a site, of the server ("server") or of all sites, at most LONGEST_NAME long.
+
+    One name that MLflow refuses would end the tracking of a run, so no part is empty or too long for a file's name in UTF-8.
+    """
+    short = [tag(part)[:LONGEST_PART].strip(".") or "-" for part in (source.strip("()"), *flat_name(name).split("/"))]
+    return "/".join(short)[:LONGEST_NAME].rstrip("/")
 
 
 def flat_name(name: str) -> str:
