@@ -111,5 +111,5 @@ def test_local_noise_protects_uploads_of_every_shape(tmp_path: Path) -> None:
     simulate(assemble_job(JobConfig.model_validate(raw)), sites, tmp_path, events.append)
     released = [event for event in events if event["event"] == "release"]
     assert len({event["dimensions"] for event in released if event["round"] == 0}) == 3  # three tiers
-    assert {event["noise_std"] for event in released} == {0.5 * 0.1}
+    assert all(0 <= event["noise_std"] - 0.5 * 0.1 < 2**-36 for event in released)  # rounded up to the grid
     assert all(event["clip_factor"] <= 1 for event in released)
