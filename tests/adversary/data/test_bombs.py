@@ -82,6 +82,7 @@ def assert_bounded(found: dict[str, dict[str, Any]], made: Bombs) -> None:
     assert [one["said"] for one in found.values() if one["said"] and ("; " not in one["said"] or "\n" in one["said"])] == []
 
 
+@pytest.mark.slow
 def test_a_small_file_takes_no_gigabytes(tmp_path: Path) -> None:
     """Claim: reading a file takes no more memory than a file of its size may, and seconds; else one line refuses it.
 

@@ -93,6 +93,7 @@ def test_a_list_and_records_count_one_patient_once(tmp_path: Path) -> None:
     assert by_patient(read_datalist(write_list(tmp_path, *numbers))) == ((0, 1, 2, 3),)
 
 
+@pytest.mark.slow
 def test_ledger_and_training_count_the_same(tmp_path: Path) -> None:
     """The guard's plan, which the ledger charges, and the patients whom steps draw are of one list."""
     listed = entries(tmp_path, *(f"{who[:-2]} {n}{who[-2:]}" for n in range(8) for who in ("P 17", "P \uff11\uff17")))
@@ -183,6 +184,7 @@ NEARLY = ("P-017", "p17", "P_017", "p 17.", "P17")
 APART = ("P18", "P170", "P1 7 1", "Q17")
 
 
+@pytest.mark.slow
 def test_nearly_equal_patients_are_named_by_their_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """`data check` and the site's own log say which samples to look at, and no identifier; they stay different patients."""
     path = write_list(tmp_path, *entries(tmp_path, *NEARLY, *APART))

@@ -70,6 +70,7 @@ def test_a_search_of_what_a_generator_keeps_of_its_seed_takes_no_noise_off(monke
     assert float(rest.min()) > 10 * UNITS * CLIP
 
 
+@pytest.mark.slow
 def test_every_bit_of_the_systems_randomness_changes_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
     """Claim: the noise is a secret of 256 bits. Two keys that differ in one of them give different noise in every number.
 
@@ -178,6 +179,7 @@ def test_the_walk_sees_each_way_to_draw() -> None:
 # what has begun already -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_round_that_a_former_version_has_begun_is_not_answered(client: MakeClient, tmp_path: Path) -> None:
     """What was trained with noise that can be taken off must not leave now, in a row that says otherwise."""
     first = client(RECORD_LEVEL)

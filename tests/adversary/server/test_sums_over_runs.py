@@ -172,6 +172,7 @@ def test_a_changed_job_changes_nothing_about_it(changed: dict, hospitals: Hospit
         hospitals.sum(FOUR, job_of(**changed))
 
 
+@pytest.mark.slow
 def test_a_hospital_that_is_ill_for_a_day_stops_the_others_for_a_day(hospitals: Hospitals) -> None:
     hospitals.sum(FOUR)
     with pytest.raises(ConsiliumError, match="3 of 3 sites say `sums`"):
@@ -179,6 +180,7 @@ def test_a_hospital_that_is_ill_for_a_day_stops_the_others_for_a_day(hospitals: 
     hospitals.sum(FOUR, job_of(training={"lr": 1e-4}))
 
 
+@pytest.mark.slow
 def test_with_noise_hospitals_may_come_and_go(hospitals: Hospitals) -> None:
     hospitals.sum(THREE)
     hospitals.sum(FOUR, job_of(privacy=NOISE))
@@ -195,6 +197,7 @@ def test_two_other_hospitals_are_too_few_where_one_may_collude(hospitals: Hospit
     hospitals.sum(["site-1", "site-4", "site-5"])  # differs from the first in four
 
 
+@pytest.mark.slow
 def test_an_administrator_lets_one_set_pass_by_the_command_that_the_refusal_names(hospitals: Hospitals) -> None:
     hospitals.sum(THREE)
     with pytest.raises(ConsiliumError, match="say `sums`"):
@@ -212,6 +215,7 @@ def test_an_administrator_lets_one_set_pass_by_the_command_that_the_refusal_name
         hospitals.sum([*THREE, "site-5"])
 
 
+@pytest.mark.slow
 def test_a_masked_update_that_left_counts_whether_its_sum_was_opened_or_not(hospitals: Hospitals) -> None:
     """The run is killed between the masked updates and the opening, and goes on later; meanwhile another set is refused."""
     coordinator, rounds, members = hospitals.begin(FOUR, job_of(), "study")
@@ -229,6 +233,7 @@ def test_a_masked_update_that_left_counts_whether_its_sum_was_opened_or_not(hosp
     hospitals.sum(FOUR, run="study", resume=True)
 
 
+@pytest.mark.slow
 def test_a_run_that_nobody_was_masked_in_does_not_count(hospitals: Hospitals) -> None:
     """site-4 is lost after its hello, so the others have prepared and nothing else: a run without it may begin."""
     coordinator, rounds, members = hospitals.begin(FOUR, job_of())
@@ -342,6 +347,7 @@ def test_an_accepted_loss_forgives_nothing_later(tmp_path: Path) -> None:
         sum_ledger.check_whole(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_lost_ledger_of_sums_stops_jobs_until_it_is_accepted(hospitals: Hospitals) -> None:
     hospitals.sum(THREE)
     lose(hospitals.records("site-1") / sum_ledger.FILE)
@@ -454,6 +460,7 @@ def test_many_sets_that_differ_in_many_and_show_one_together_are_refused(hospita
         ledger.add([*d, *c, "x", "y"], 4, "run")
 
 
+@pytest.mark.slow
 def test_the_limit_that_the_page_names_sums_of_which_no_hospital_has_seen_all(hospitals: Hospitals) -> None:
     """What is promised must not be more than what holds: (s1 + s2 - s3) / 2 is site-3's update, and each saw two of three."""
     sets = [["site-1", "site-2", "site-3"], ["site-3", "site-4", "site-5"], ["site-1", "site-2", "site-4", "site-5"]]
