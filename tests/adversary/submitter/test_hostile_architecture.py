@@ -210,17 +210,18 @@ def require_harmless(what: str, name: str, section: dict[str, Any]) -> bool:
 
 
 QUICK = ("llama", "clip")
-KINDS = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in FOLDERS]
+SAMPLED = [pytest.param(kind, False, marks=() if kind in QUICK else pytest.mark.slow) for kind in FOLDERS]
+WHOLE = [pytest.param(kind, True, marks=pytest.mark.long) for kind in FOLDERS]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_hostile_value_at_any_leaf_is_refused_or_harmless(kind: str) -> None:
-    """A default run takes every 7th for two classes and all keys beside the model's own; the slow one all, for all classes."""
+@pytest.mark.parametrize(("kind", "whole"), SAMPLED + WHOLE)
+def test_a_hostile_value_at_any_leaf_is_refused_or_harmless(kind: str, whole: bool) -> None:
+    """Every 7th value and all keys beside the model's own: two classes by default, all in the slow suite; all values: long."""
     name, config = FOLDERS[kind][0], full(kind)
     lay_out(name, given(name, config))  # as it is, it is taken
     every = list(attacks(config))
     beside = [(key, config | {key: value}) for key, value in ADDED.items()]
-    chosen = every[len(kind) % 7 :: 7] + beside if kind in QUICK else every
+    chosen = every if whole else every[len(kind) % 7 :: 7] + beside
     refused = sum(require_harmless(what, name, given(name, one)) for what, one in chosen)
     assert refused > len(chosen) / 2
 
