@@ -248,6 +248,7 @@ def _site(
 ) -> Site:
     units = units_of(job.config, data) if data else task.num_samples
     plan, seed = make_plan(job.config, job.strategy, units, job.initial), site.privacy.noise_seed
+    plan = plan.with_seeded([name]) if plan is not None and seed is not None else plan
     found = Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data)
     found.ranks = ranks_of(job.config, site, data, folder)
     if site.base != "sharded":  # whose ranks go through the encoder's blocks together, or not at all

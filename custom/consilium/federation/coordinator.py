@@ -68,7 +68,7 @@ class Coordinator:
         self.survey = Survey(job.config, folder, observer)
         self.aggregate = aggregate or RoundAggregate(job.strategy, job.config.server)
         self.plan = make_plan(job.config, job.strategy, names=job.initial)
-        self.randomness = Randomness.secret()
+        self.randomness = Randomness.secret
         saved = checkpoint.resumed(folder, job) if resume else self._fresh(own)
         self.run, self.checkpoint, self.state, self.validations = saved
         if resume:
@@ -116,6 +116,7 @@ class Coordinator:
             carries = hello.capacity if self.job.config.adapter_kind.unequal_ranks else {}
             self.sites[hello.name] = SiteInfo(hello.name, hello.num_samples, hello.joined, carries)
         if hello.seeded:
+            self.plan = self.plan and self.plan.with_seeded([hello.name])
             self.observer({"event": "warning", "text": not_private([hello.name])})
         self.log.joined(self.state.round, hello.name, hello.ledger, not hello.num_samples, hello.seeded)
         self.seals.note(hello.name, hello.ledger)
@@ -284,7 +285,7 @@ class Coordinator:
 
     def _noised_mean(self, plan: Plan) -> Tensors:
         """Return the mean update with the server's noise (central trust): sigma S over the number of sites that answered."""
-        noised = in_reals(noised_sum(plan, self.aggregate.sums(), self.randomness))
+        noised = in_reals(noised_sum(plan, self.aggregate.sums(), self.randomness()))
         return restored(self._maps(noised), {name: tensor / len(self.accepted) for name, tensor in noised.items()})
 
     def final(self) -> dict[str, Payload]:

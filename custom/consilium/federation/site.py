@@ -267,7 +267,7 @@ class Site(Scoring):
     @property
     def _promised(self) -> dict[str, Any] | None:
         """What the site's plan promises, None without one."""
-        return self.plan.summary([self.name] if self.noise_seed is not None else ()) if self.plan else None
+        return self.plan.summary() if self.plan else None
 
     def _closing(self, split: str, stage: Stage, payload: Payload, closing: Closing) -> dict[str, float]:
         """Return the closing metrics of the model as it is now; put what it says of a few samples into `closing`."""

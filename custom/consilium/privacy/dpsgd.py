@@ -31,6 +31,9 @@ from consilium.privacy.randomness import Randomness
 from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.privacy.shares import clipped_sum, rounding, share_deviation
 
+ALONE = 1
+"""Records at a time: float32 rounds a gradient by the records beside it, and a server can choose weights that amplify that."""
+
 
 @dataclass(frozen=True)
 class DpSgd:

@@ -57,6 +57,7 @@ class Plan:
     """`event`: the cost of one release; `releases` of them make the run. `tensors`: how many are clipped each on its own.
 
     `shares`: how many shares of noise count in a sum (trust distributed), and `colluders` how many sites may tell theirs.
+    `seeded`: the sites whose noise comes from a seed; every claim then begins with that.
     """
 
     config: PrivacyConfig
@@ -66,6 +67,7 @@ class Plan:
     tensors: int = 1
     shares: int = 1
     colluders: int = 0
+    seeded: tuple[str, ...] = ()
 
     @property
     def clip(self) -> float:
@@ -142,15 +144,16 @@ class Plan:
             found.append(f"calibration paper: {printed(self.config)} is not kept; the epsilon of the claim is")
         return found
 
-    def summary(self, seeded: Collection[str] = ()) -> dict[str, Any]:
-        """Return plain JSON values: the claim, its numbers, and epsilon at other deltas too.
+    def with_seeded(self, sites: Collection[str]) -> "Plan":
+        """Return this plan where the noise of these sites, and of those known before, comes from a seed."""
+        return replace(self, seeded=tuple(sorted({*self.seeded, *sites})))
 
-        `seeded`: the sites whose noise came from a seed; the claim then begins with that.
-        """
+    def summary(self) -> dict[str, Any]:
+        """Return plain JSON values: the claim, its numbers, and epsilon at other deltas too."""
         deltas = sorted({self.config.delta, *OTHER_DELTAS}, reverse=True)
         return {
-            "claim": f"{not_private(seeded)} {self.claim()}" if seeded else self.claim(),
-            **({"not_private": sorted(seeded)} if seeded else {}),
+            "claim": self.claim(),
+            **({"not_private": list(self.seeded)} if self.seeded else {}),
             "unit": self.config.unit,
             "adjacency": self.config.adjacency,
             "trust": self.config.trust,
@@ -170,7 +173,8 @@ class Plan:
         hidden = HIDDEN[self.config.unit, self.config.adjacency]
         if self.config.unit != "site" and not self.by_step:
             hidden += f"; how many {self.config.unit}s a site has is public"
-        kept = f"epsilon {self.epsilon():.3g} at delta {self.config.delta:g} ({named}: {hidden}, {against})"
+        void = f"{not_private(self.seeded)} " if self.seeded else ""
+        kept = f"{void}epsilon {self.epsilon():.3g} at delta {self.config.delta:g} ({named}: {hidden}, {against})"
         if not (isinstance(self.config, SiteLevelDpConfig) and self.by_tensor):
             return kept
         return f"{kept}; calibration paper: the noise is that of a printed {printed(self.config)}, which it does not keep"

@@ -195,7 +195,7 @@ class RunLog:
         for site in self._seeded & self._results.keys():
             self._results[site] = self._results[site] | {NOT_PRIVATE: 1.0}
         if plan is not None:
-            write_atomic(self.folder / "privacy.json", json.dumps(plan.summary(self._seeded), indent=1).encode())
+            write_atomic(self.folder / "privacy.json", json.dumps(plan.with_seeded(self._seeded).summary(), indent=1).encode())
         for title, rounds in self._figures.items():
             figures.plot_matrices(self.folder / f"{title}.png", rounds)
         if self._curves:

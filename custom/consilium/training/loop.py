@@ -15,7 +15,7 @@ from consilium.config.job import TrainingConfig
 from consilium.data.loading import AHEAD, NOTHING_LEFT, ahead
 from consilium.errors import ConsiliumError, DataError, Reason
 from consilium.messages import Tensors
-from consilium.privacy.dpsgd import DpSgd, PrivateSteps
+from consilium.privacy.dpsgd import ALONE, DpSgd, PrivateSteps
 from consilium.seeding import seed_for
 from consilium.strategies.strategy import LocalStep
 from consilium.tasks.base import Batch, GroupsRecords, Task
@@ -182,7 +182,10 @@ def _private_step(
     losses: Losses,
     last: bool,
 ) -> bool:
-    """Take one step on a Poisson batch, at most `batch_size` samples, or one patient, at a time; an empty one is noise only.
+    """Take one step on a Poisson batch, one record or one patient at a time; an empty one is noise only.
+
+    One at a time, because float32 kernels round a record's gradient by who is beside it, and a server can choose weights that
+    make this rounding larger than the clip.
 
     A record that cannot be read and is left out adds nothing to the sum, as if its gradient were 0: the clip still bounds what
     it can change, it was drawn like any other, and the divisor is the batch's expected size, so noise and accounting hold.
@@ -190,7 +193,7 @@ def _private_step(
     all behind it, and with it more of the clipped sum than the clip, which is what the noise is made for.
     """
     penalty, trained = regularizer(step), private.gradients.trained
-    parts = private.parts(private.draw(), config.batch_size)
+    parts = private.parts(private.draw(), ALONE)
     whole = sum(map(len, parts))
     for count, batch in read(model, task, parts, private.seed()):
         with private.gradients.collect(count):

@@ -15,13 +15,10 @@ from torch import Tensor, nn
 from consilium.config.job import TrainingConfig
 from consilium.messages import Tensors
 from consilium.privacy import shares
-from consilium.privacy.dpsgd import DpSgd, UnitGradients
+from consilium.privacy.dpsgd import ALONE, DpSgd, UnitGradients
 from consilium.tasks.base import Task
 from consilium.training.device import autocast
 from consilium.training.loop import read, scalar, switched
-
-ALONE = 1
-"""Records at a time: float32 rounds a record's gradient by who is beside it, and a server chooses weights that make it much."""
 
 
 def clipped_sum(
