@@ -13,6 +13,7 @@ from consilium.adapters.names import trained_layers
 from consilium.adapters.parts import LOCAL_ADAPTER, add_parts, part_shapes
 from consilium.adapters.registry import AdapterKind
 from consilium.config.job import JobConfig
+from consilium.config.secure_aggregation import most_weight
 from consilium.config.site import SiteConfig
 from consilium.data.datalist import DataList, pool
 from consilium.data.patients import warn_of_alike
@@ -213,7 +214,11 @@ def build_guard(
         root,
         Ledger(site.privacy.ledger_in(root)),
         SumLedger(
-            root, (patients, str(data.path.resolve())) if own else (GENERATED,), trained_layers(job.initial), job.config.title
+            root,
+            (patients, str(data.path.resolve())) if own else (GENERATED,),
+            trained_layers(job.initial),
+            job.config.title,
+            "uniform" if job.config.weighting == "uniform" else f"samples, at most {most_weight(job.config)}",
         ),
         observer,
         job_id,

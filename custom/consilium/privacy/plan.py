@@ -190,8 +190,13 @@ def make_plan(config: JobConfig, strategy: Strategy, num_units: int | None = Non
     if privacy is None:
         return None
     found = _plan_of(config, privacy, strategy, num_units, names)
-    if found is not None:
-        found.share(0)  # before training, where the grid is too coarse for the noise, or has no room for it
+    if found is None:
+        return None
+    by_epsilon = privacy.noise_multiplier is None and privacy.calibration != "paper"
+    if config.secure_aggregation is not None and by_epsilon and found.noise_multiplier < SMALLEST_NOISE:
+        what = f"its noise is {found.noise_multiplier:.3g} of the clip, and under {SMALLEST_NOISE:g} masked sums have none"
+        raise ConfigError(f"privacy.epsilon: {privacy.epsilon:g}: {what}; lower epsilon, or leave privacy out")
+    found.share(0)  # before training, where the grid is too coarse for the noise, or has no room for it
     return found
 
 

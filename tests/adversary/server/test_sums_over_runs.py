@@ -17,7 +17,7 @@ from consilium.cli.main import app
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig, load_site
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.errors import ConsiliumError, RefusedError
+from consilium.errors import ConfigError, ConsiliumError, RefusedError
 from consilium.federation.build import Job, assemble_job, build_guard
 from consilium.federation.coordinator import Coordinator
 from consilium.federation.engine import Member, _ask, _welcome, simulate
@@ -170,6 +170,23 @@ def test_a_changed_job_changes_nothing_about_it(changed: dict, hospitals: Hospit
     hospitals.sum(THREE)
     with pytest.raises(ConsiliumError, match="3 of 4 sites say `sums`"):
         hospitals.sum(FOUR, job_of(**changed))
+
+
+@pytest.mark.parametrize("rule", [{"max_weight": 30}, {"weighting": "uniform"}], ids=str)
+def test_the_same_hospitals_weighed_otherwise_do_not_show_the_largest(rule: dict, hospitals: Hospitals) -> None:
+    """Of weights 10, 20, 30, 40 and 10, 20, 30, 30 the sums differ by ten times site-4's update."""
+    hospitals.sum(FOUR)
+    with pytest.raises(ConsiliumError, match="4 of 4 sites say `sums`"):
+        hospitals.sum(FOUR, job_of(federation=rule))
+    assert "federation.max_weight" in hospitals.said("site-1")
+    hospitals.sum(FOUR, job_of(training={"lr": 1e-4}))
+
+
+def test_an_epsilon_without_noise_worth_the_name_is_refused() -> None:
+    """Epsilon 1000 over one release asks for noise of 0.02 of the clip: masked sums would count as noisy and be forgotten."""
+    noise = {name: value for name, value in NOISE.items() if name != "noise_multiplier"}
+    with pytest.raises(ConfigError, match=r"privacy\.epsilon: 1000.*lower epsilon"):
+        job_of(privacy=noise | {"epsilon": 1000.0, "delta": 1e-5})
 
 
 @pytest.mark.slow
@@ -333,6 +350,41 @@ def test_a_harmed_ledger_of_sums_is_noticed_and_what_it_said_is_read_from_record
     for sites in (FOUR, ["site-1", "site-5", "site-6", "site-2"]):
         with pytest.raises(RefusedError, match=r"shows site-[24] alone"):
             SumLedger(tmp_path, ["ward"], ["q"]).check(sites, 3)
+
+
+def test_a_torn_line_costs_no_other_sum_though_no_record_is_left(tmp_path: Path) -> None:
+    ledger = SumLedger(tmp_path, ["ward"], ["q"])
+    for sites in (THREE, ["site-1", "site-5", "site-6"]):
+        ledger.add(sites, 3, "run")
+    half(ledger.path)
+    said = sum_ledger.accept(tmp_path, "20261125-000000Z")
+    assert said["sums_set_aside"]
+    assert [line["sites"] for line in sum_ledger.read(ledger.path)] == [THREE]
+    with pytest.raises(RefusedError, match="shows site-4 alone"):
+        SumLedger(tmp_path, ["ward"], ["q"]).check(FOUR, 3)
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        {"trust": "central", "noise_multiplier": 1.0},
+        {"calibration": "paper", "noise_multiplier": 1.0},
+        {"noise_multiplier": 0.01},
+    ],
+    ids=str,
+)
+def test_a_former_run_without_noise_in_its_sums_counts_though_it_was_resumed(noise: dict, tmp_path: Path) -> None:
+    """The run has a sum of the former version, and one more of this version over other hospitals."""
+    record, ledger = audit.Record(tmp_path / "runs" / "old" / audit.FILE), SumLedger(tmp_path, ["ward"], ["q"])
+    spend = {"noise_multiplier": 1.0, "sample_rate": 1.0, "count": 1, "slack": 0.0}
+    line = {"kind": "update", "phase": 0, "privacy": {"trust": "local", "delta": 1e-5, "spend": spend} | noise}
+    record.add(line | {"round": 0, "masked": {"threshold": 3}})
+    record.add({"kind": "masks", "step": "confirm", "survivors": THREE})
+    later = ["site-1", "site-5", "site-6"]
+    record.add(line | {"round": 1, "masked": {"threshold": 3, "sites": later}, "sums": ledger.add(later, 3, "old")})
+    record.add({"kind": "masks", "step": "confirm", "survivors": later})
+    with pytest.raises(RefusedError, match="shows site-4 alone"):
+        SumLedger(tmp_path, ["ward"], ["q"]).check(FOUR, 3)
 
 
 def test_an_accepted_loss_forgives_nothing_later(tmp_path: Path) -> None:

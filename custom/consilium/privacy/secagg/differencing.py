@@ -54,7 +54,10 @@ def smallest_shown(summed: Sites, known: Collection[Sites], least: int) -> Sites
         basis += [row] if any(row) else []
     if not any(_reduced(new, basis)):
         return None
-    found = _Search([kinds[kind] for kind in order], least).run(new, basis)
+    try:
+        found = _Search([kinds[kind] for kind in order], least).run(new, basis)
+    except RecursionError:  # a frame for each kind of hospital
+        raise UndecidedError from None
     if found is None:
         return None
     shown = {kind for kind, number in zip(order, found, strict=True) if number}

@@ -15,6 +15,10 @@ the kind, rank or values of its adapter: the first step of a LoRA's B is the lay
 rank 7 take those of rank 8 apart. What sums show together must hold the threshold of the new one, or of an earlier one where
 that is larger, up to as many hospitals as the new sum has.
 
+All sums of one hospital's data must weigh updates alike: two sums of the same hospitals that differ in `federation.max_weight`
+alone differ by a multiple of the largest hospital's update. Of sums of a former version the weights are not known; they are
+taken to be those of the new sum.
+
 Names of hospitals stand for hospitals: `partners` of site.yaml are what holds against whoever issues certificates. The same
 weights under other names of layers, in another kind of model, are not recognized.
 """
@@ -22,6 +26,7 @@ weights under other names of layers, in another kind of model, are not recognize
 import getpass
 import hashlib
 import json
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +36,7 @@ from typing import Any
 from consilium.errors import ConfigError, Reason, RefusedError
 from consilium.privacy import audit
 from consilium.privacy.secagg.differencing import UndecidedError, smallest_shown
+from consilium.schema import SMALLEST_NOISE
 from consilium.storage import file_lock, room_for
 
 FILE = "sums.jsonl"
@@ -45,26 +51,36 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class PastSum:
-    """A sum without noise: its hospitals, and its `least`, see differencing.py. `data`, `layers`: None where not known."""
+    """A sum without noise: its hospitals, and its `least`, see differencing.py.
+
+    `weights`: the rule by which updates were weighed. `data`, `layers` and `weights` are None where they are not known.
+    """
 
     sites: frozenset[str]
     data: frozenset[str] | None
     layers: frozenset[str] | None
     least: int
+    weights: str | None = None
 
 
 class SumLedger:
-    """The ledger of sums in `records`, as a job sees it whose `data` have these names, and which trains these `layers`."""
+    """The ledger of sums in `records`, as a job sees it whose `data` have these names, and which trains these `layers`.
 
-    def __init__(self, records: Path, data: Iterable[str], layers: Iterable[str], job: str = "") -> None:
+    `weights`: the job's rule of weights, as a text.
+    """
+
+    def __init__(
+        self, records: Path, data: Iterable[str], layers: Iterable[str], job: str = "", weights: str = "uniform"
+    ) -> None:
         self.records, self.path = records, records / FILE
-        self.data, self.layers, self.job = frozenset(data), frozenset(layers), job
+        self.data, self.layers, self.job, self.weights = frozenset(data), frozenset(layers), job, weights
         self._last = ""
         self._unlisted: list[PastSum] | None = None
 
     def check(self, sites: Iterable[str], least: int) -> None:
         """Raise RefusedError where a sum over these hospitals, with earlier ones, would show fewer than `least` of them."""
-        self._check(frozenset(sites), least, self._read())
+        with _locked(self.path):
+            self._check(frozenset(sites), least, self._read())
 
     def add(self, sites: Iterable[str], least: int, run: str) -> str:
         """Write down a sum that a masked update is about to join; return the seal of the line that stands for it.
@@ -78,6 +94,7 @@ class SumLedger:
             if (known := next((line for line in lines if self._covers(line, new, least)), None)) is not None:
                 return str(known["seal"])
             said = {"sites": sorted(new), "data": sorted(self.data), "layers": sorted(self.layers), "least": least}
+            said["weights"] = self.weights
             audit.Record(self.path).add({"kind": SUM, **said, "job": self.job, "run": run}, again=True)
             return str(self._read()[-1]["seal"])
 
@@ -93,6 +110,8 @@ class SumLedger:
         """Tell whether a line says of a sum over these hospitals all that a new one would."""
         if line["kind"] != SUM or frozenset(line["sites"]) != sites or line["least"] < least:
             return False
+        if line["weights"] != self.weights:
+            return False
         return self.data <= set(line["data"]) and self.layers <= set(line["layers"])
 
     def _check(self, new: frozenset[str], least: int, lines: list[dict[str, Any]]) -> None:
@@ -102,6 +121,13 @@ class SumLedger:
             self._unlisted = unlisted(self.records)
         past = [*_sums(lines), *self._unlisted]
         past = [one for one in past if one.data is None or one.data & self.data]
+        past = [one for one in past if one.layers is None or one.layers & self.layers]
+        if other := next((one for one in past if one.weights not in (None, self.weights)), None):
+            raise _refused(
+                f"weighs by {self.weights!r}, an earlier one by {other.weights!r}, which shows the hospital that weighs most",
+                new,
+                "weigh as before (federation.weighting, federation.max_weight)",
+            )
         for group in {tuple(one for one in past if one.layers is None or layer in one.layers) for layer in self.layers}:
             needed = max([least, *(min(one.least, len(new)) for one in group)])
             try:
@@ -135,7 +161,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def _is_line(line: Mapping[str, Any]) -> bool:
     lists = {SUM: ("sites", "data", "layers"), ALLOWED: ("sites",), ACCEPTED: ("lost",)}.get(str(line.get("kind")))
     texts = lists is not None and all(_is_texts(line.get(name)) for name in lists)
-    return texts and (line["kind"] != SUM or type(line.get("least")) is int)
+    return texts and (line["kind"] != SUM or (type(line.get("least")) is int and isinstance(line.get("weights"), str)))
 
 
 def _is_texts(value: Any) -> bool:
@@ -167,15 +193,28 @@ def unlisted(records: Path) -> list[PastSum]:
 
 
 def _unlisted(lines: list[dict[str, Any]], known: set[str]) -> Iterator[PastSum]:
-    """Yield such sums of one run's record; one with noise has none."""
-    former = not any(SEAL in line for line in lines)
-    if former and any("privacy" in line for line in lines):
+    """Yield such sums of one run's record; one with noise has none.
+
+    A former version wrote no seal of a sum, and named its hospitals as `survivors`. A run may have lines of both.
+    """
+    if any(_has_noise(line["privacy"]) for line in lines if isinstance(line.get("privacy"), dict)):
         return
     least = max((one for line in lines if type(one := _masked(line).get("threshold")) is int), default=0)
-    for line in lines:
-        named = line.get("survivors") if former else _masked(line).get("sites") if line.get(SEAL) not in known else None
-        if _is_texts(named) and named:
-            yield PastSum(frozenset(named), None, None, least)
+    sealed = [(_masked(line).get("sites"), line[SEAL] in known) for line in lines if SEAL in line]
+    listed = {frozenset(sites) for sites, there in sealed if there and _is_texts(sites)}
+    named = [sites for sites, there in sealed if not there] + [line.get("survivors") for line in lines]
+    for sites in named:
+        if _is_texts(sites) and sites and frozenset(sites) not in listed:
+            yield PastSum(frozenset(sites), None, None, least)
+
+
+def _has_noise(private: Mapping[str, Any]) -> bool:
+    """Tell whether a release's privacy, as its record has it, is noise that a masked sum comes to the server with."""
+    if private.get("trust") == "central" or private.get("calibration") == "paper":
+        return False
+    spend = private.get("spend")
+    multiplier = private.get("noise_multiplier", spend.get("noise_multiplier") if isinstance(spend, dict) else None)
+    return isinstance(multiplier, int | float) and multiplier >= SMALLEST_NOISE
 
 
 def _masked(line: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -185,7 +224,7 @@ def _masked(line: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _sums(lines: list[dict[str, Any]]) -> list[PastSum]:
     return [
-        PastSum(frozenset(line["sites"]), frozenset(line["data"]), frozenset(line["layers"]), line["least"])
+        PastSum(frozenset(line["sites"]), frozenset(line["data"]), frozenset(line["layers"]), line["least"], line["weights"])
         for line in lines
         if line["kind"] == SUM
     ]
@@ -209,17 +248,32 @@ def allow(records: Path, sites: Iterable[str], reason: str) -> dict[str, Any]:
 def accept(records: Path, stamp: str) -> dict[str, Any]:
     """Let the ledger of sums count as it stands; return the seals that it has lost, and where a damaged file was put.
 
-    What the lost lines said of hospitals is read from the records of what left.
+    Of a damaged file the sums that can be read are written anew. Sets that an administrator had allowed in it lose that. What
+    else the lost lines said of hospitals is read from the records of what left.
     """
     path, aside = records / FILE, None
     with _locked(path):
         try:
             lines = read(path)
         except RefusedError:
-            aside, lines = path.rename(path.with_name(f"{FILE}.{stamp}")), []
+            aside = path.rename(path.with_name(f"{FILE}.{stamp}"))
+            for line in _readable(aside):
+                audit.Record(path).add(line, again=True)
+            lines = read(path)
         if gone := sorted({seal for _, seal in lost(records, lines)}):
             audit.Record(path).add({"kind": ACCEPTED, "lost": gone}, again=True)
     return {"lost_sums": gone, "sums_set_aside": str(aside) if aside else None}
+
+
+def _readable(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the sums of a damaged file, without their place in its chain."""
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict) and line.get("kind") == SUM and _is_line(line):
+            yield {name: value for name, value in line.items() if name != "previous"}
 
 
 @contextmanager
@@ -237,12 +291,11 @@ def _named(sites: frozenset[str]) -> str:
     return ", ".join(sorted(sites)[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _refused(what: str, sites: frozenset[str]) -> RefusedError:
-    """Return the refusal of a sum, with the ways out."""
-    remedy = (
-        "ask the hospitals of an earlier sum, or add noise (privacy:), or let the administrator run: "
-        f"consilium privacy sums KIT --allow {','.join(sorted(sites))} --reason TEXT"
-    )
+def _refused(what: str, sites: frozenset[str], first: str = "ask the hospitals of an earlier sum") -> RefusedError:
+    """Return the refusal of a sum, with the ways out; `first`: the one that needs nobody's word."""
+    names = shlex.quote(",".join(sorted(sites)))
+    remedy = f"{first}, or add noise (privacy:), or let the administrator run: "
+    remedy += f"consilium privacy sums KIT --allow {names} --reason TEXT"
     return RefusedError(
         f"secure aggregation without noise: a sum over {_named(sites)} {what}; nothing was sent; {remedy}", Reason.SUMS
     )
