@@ -14,10 +14,10 @@ OFFLINE = {
     "HF_HUB_DISABLE_UPDATE_CHECK": "1",
     "DO_NOT_TRACK": "1",
 }
-"""Nothing is fetched at run time, neither weights nor code, and nobody is told of a run: the libraries' own switches.
+"""Switches of the Hugging Face libraries: they download no weights and no code, and send no usage data.
 
-They are set before any library is loaded, in every process that imports this package, whatever its environment says, and
-processes that it starts inherit them. `USE_HUB_KERNELS` keeps transformers from the hub's layers where `kernels` is installed.
+They are set before any library is loaded, in every process that imports this package. They override the environment, and child
+processes inherit them. `USE_HUB_KERNELS` keeps transformers from the hub's layers where `kernels` is installed.
 """
 os.environ.update(OFFLINE)
 

@@ -1,4 +1,4 @@
-"""What tells the code of a job's algorithm, and of the plug-ins that it uses, from other versions of them."""
+"""Digests of the code of a job's algorithm, and of the plug-ins that it uses."""
 
 import hashlib
 import sys

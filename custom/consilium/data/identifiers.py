@@ -52,11 +52,11 @@ def _unseen(character: str) -> bool:
 
 
 def check_identifier(where: str, key: str, value: str) -> str:
-    """Return the one spelling of an identifier that somebody wrote. Raises DataError for a character that nobody sees."""
+    """Return an identifier in its normalized spelling. Raises DataError for an invisible character."""
     for place, character in enumerate(value.strip(), start=1):
         if _unseen(character):
             name = f"U+{ord(character):04X} {unicodedata.name(character, 'a control character')}"
-            what = f"{key} has {name} as its character {place}, which nobody sees"
+            what = f"{key} has {name} as its character {place}, which is invisible"
             raise DataError(f"{where}: {what}; take it out, so that every {key} has one spelling", "hidden character")
     return canonical(value)
 
@@ -64,12 +64,12 @@ def check_identifier(where: str, key: str, value: str) -> str:
 def identifier(where: str, entry: dict[str, Any], key: str) -> str:
     """Return the one spelling of what an entry says of its patient or study, "" for nothing.
 
-    Raises DataError for what names nobody, and for a character that nobody sees.
+    Raises DataError for a value that is no identifier, and for an invisible character.
     """
     value = entry.get(key, "")
     if isinstance(value, bool) or not isinstance(value, str | int):
         shown = type(value).__name__ if isinstance(value, dict | list) else repr(value)[:80]
-        raise DataError(f"{where}: {key} {shown} is neither text nor a whole number; write what names the {key}")
+        raise DataError(f"{where}: {key} {shown} is neither text nor a whole number; write the identifier of the {key}")
     return check_identifier(where, key, str(value))
 
 
@@ -84,7 +84,7 @@ def pseudonym(identifier: str) -> str:
 
 
 def pseudonym_of(path: Path) -> str:
-    """Return what stands for a file or a folder where nobody names its study."""
+    """Return the pseudonym of a file or a folder whose study has no identifier."""
     return _hashed(f"\0{path}")
 
 

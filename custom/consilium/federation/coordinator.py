@@ -68,7 +68,6 @@ class Coordinator:
         self.survey = Survey(job.config, folder, observer)
         self.aggregate = aggregate or RoundAggregate(job.strategy, job.config.server)
         self.plan = make_plan(job.config, job.strategy, names=job.initial)
-        self.randomness = Randomness.secret
         saved = checkpoint.resumed(folder, job) if resume else self._fresh(own)
         self.run, self.checkpoint, self.state, self.validations = saved
         if resume:
@@ -285,7 +284,7 @@ class Coordinator:
 
     def _noised_mean(self, plan: Plan) -> Tensors:
         """Return the mean update with the server's noise (central trust): sigma S over the number of sites that answered."""
-        noised = in_reals(noised_sum(plan, self.aggregate.sums(), self.randomness()))
+        noised = in_reals(noised_sum(plan, self.aggregate.sums(), Randomness.secret()))
         return restored(self._maps(noised), {name: tensor / len(self.accepted) for name, tensor in noised.items()})
 
     def final(self) -> dict[str, Payload]:

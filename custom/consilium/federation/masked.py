@@ -106,7 +106,7 @@ class MaskedRounds:
     def _meet(self, ask: Ask) -> None:
         """Ask sites that are new for their keys; without one a site takes no part, and is invited again later.
 
-        Without noise nobody is new once masks were asked for: another set of hospitals would show who is new.
+        Without noise no site joins once masks were asked for: the sum over a larger set would show its update.
         """
         c, roster = self.coordinator, self.collector.roster
         new = [name for name in sorted(c.trainers) if name not in roster]

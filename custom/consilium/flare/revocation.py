@@ -29,8 +29,8 @@ COMPONENT = {"id": "revocation", "path": "consilium.flare.revocation_check.Revoc
 def revoke(name: str, kit: Path) -> str:
     """Refuse every credential of `name` made until now; return that time, in words. Raises ConfigError.
 
-    A name that is none of the project's is taken too: the server does not know all names. Where this machine's clock is behind
-    a time that the kit has noted, that time counts: a certificate made before it would otherwise pass as a later one.
+    Unknown names are revoked too: the server does not know all names of the project. Where this machine's clock is behind a
+    time that the kit has noted, that time counts: a certificate made before it would otherwise pass as a later one.
     """
     if not (kit / "startup" / "server.crt").is_file():
         raise ConfigError(f"--kit: {kit}: not the server's startup kit; give its folder, at the server")

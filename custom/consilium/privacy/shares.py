@@ -32,8 +32,6 @@ from consilium.privacy.secagg.arithmetic import ROOM, UNIT, quantize
 
 LEAST_VARIANCE = 10
 """Shares under this variance, in units of the grid, are refused: their sum is too far from a Gaussian."""
-MARGIN = 1e-12
-"""By how much a clip is kept under, for what floating point rounds."""
 
 
 def honest_shares(threshold: int, min_sites: int, colluders: int) -> int:
@@ -88,7 +86,7 @@ def on_grid(update: Mapping[str, Tensor], clip: float, unit: float = UNIT) -> Te
     not finite, and for a clip that the grid cannot hold.
     """
     numbers = sum(tensor.numel() for tensor in update.values())
-    room = (clip - math.sqrt(numbers) * unit / 2) * (1 - MARGIN)
+    room = (clip - math.sqrt(numbers) * unit / 2) * (1 - margin(numbers))
     if room <= 0:
         raise RefusedError(
             f"privacy.clip: {clip:g} is under the grid's step for {numbers:,} numbers; nothing was sent; raise it"
@@ -101,6 +99,15 @@ def on_grid(update: Mapping[str, Tensor], clip: float, unit: float = UNIT) -> Te
     if sum(value * value for t in found.values() for value in t.flatten().tolist()) > (Fraction(clip) / Fraction(unit)) ** 2:
         raise RefusedError("update is over the clip after rounding; nothing was sent; raise privacy.clip")
     return found
+
+
+def margin(numbers: int) -> float:
+    """Return the share of a clip that is kept free, because a norm of so many float64 numbers has an error.
+
+    A sum of n positive numbers has a relative error of n * 2^-53 at most, in any order of additions (N. Higham, "Accuracy and
+    Stability of Numerical Algorithms", 2002, chapter 4), and its root half of that. The rest is for products and divisions.
+    """
+    return max(1e-12, numbers * 2.0**-52)
 
 
 def rounding(numbers: int, unit: float = UNIT) -> float:
@@ -121,7 +128,7 @@ def clipped_sum(gradients: Mapping[str, Tensor], clip: float, start: Tensor | No
     for one in zip(*parts, strict=True):
         whole = torch.cat(one).double()
         norm = torch.linalg.vector_norm(whole)
-        factor = (clip / norm).clamp(max=1.0) * (1 - MARGIN)  # 0 / 0 does not come: clip is over 0
+        factor = (clip / norm).clamp(max=1.0) * (1 - margin(numbers))  # 0 / 0 does not come: clip is over 0
         scaled = whole.mul_(torch.where(norm.isfinite(), factor, 0.0)).nan_to_num_(0.0, 0.0, 0.0)
         total.add_(quantize({"": scaled})[""]).clamp_(-ROOM, ROOM)
     return total.cpu()
