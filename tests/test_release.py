@@ -32,6 +32,23 @@ def test_the_workflow_and_the_hooks_call_what_is_there() -> None:
     assert [hook["id"] for hook in hooks["hooks"]] == ["ruff", "ruff-format", "mypy"]
 
 
+@pytest.mark.parametrize("broken", ["", "python3", "pip", "ruff", "mypy", "pytest"])
+def test_ci_stops_at_the_first_step_that_fails(broken: str, tmp_path: Path) -> None:
+    tools = tmp_path / ".venv/bin"
+    tools.mkdir(parents=True)
+    for tool in ("python3", "pip", "ruff", "mypy", "pytest"):
+        (tools / tool).write_text(f"#!/bin/sh\necho {tool} $* >> called\n" + "exit 1\n" * (tool == broken))
+        (tools / tool).chmod(0o755)
+    (tmp_path / ".ci").mkdir()
+    script = shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
+    done = subprocess.run([script], env={"PATH": f"{tools}:{os.environ['PATH']}"})
+    last = (tmp_path / "called").read_text().splitlines()[-1]
+    if broken:
+        assert (done.returncode, last.split()[0]) == (1, broken)
+    else:
+        assert (done.returncode, last) == (0, "pytest -m slow -n 3")
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the wheel of a copy of the source, so that nothing is built in the tree and nothing old gets in."""

@@ -18,7 +18,8 @@ from consilium.federation.checks import check_next
 from consilium.federation.coordinator import Coordinator
 from consilium.federation.engine import _exchange
 from consilium.messages import HELD_OUT, Hello, Payload
-from consilium.report.run_record import read_lines, read_run
+from consilium.report.metrics_file import read_lines
+from consilium.report.run_record import read_run
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState
 from tests.conftest import small_config

@@ -32,9 +32,10 @@ from consilium.privacy.places import check_place
 from consilium.report.compare.comparability import grouped
 from consilium.report.compare.tables import cost_table
 from consilium.report.live_view import LiveView
+from consilium.report.metrics_file import read_lines
 from consilium.report.page.run_page import run_page
 from consilium.report.progress import progress, when
-from consilium.report.run_record import read_finished, read_lines, read_run
+from consilium.report.run_record import read_finished, read_run
 from consilium.storage import load_state
 from consilium.strategies.strategy import Role
 from consilium.tasks.registry import TASKS

@@ -23,7 +23,7 @@ from consilium.privacy import audit
 from consilium.privacy.composition import epsilon_for
 from consilium.privacy.ledger import Ledger
 from consilium.report.exposition import Sample
-from consilium.report.run_record import read_events
+from consilium.report.metrics_file import read_events
 
 RECENT = 30 * 86400.0
 """Seconds: runs in which nothing happened for so long are left out."""

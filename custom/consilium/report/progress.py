@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from consilium.messages import BYTES_DOWN, BYTES_UP
+from consilium.report.metrics_file import Line, place_of, read_events, round_times
 from consilium.report.plain_files import finite
-from consilium.report.run_record import Line, place_of, read_events, round_times
 from consilium.sanitize import number_of
 from consilium.tasks.registry import TASKS
 

@@ -6,73 +6,43 @@ A run's files may have been written by others, or be torn. `read_run` keeps what
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SIMULATION
 from consilium.errors import ConfigError
 from consilium.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, MetricKey, Stage
-from consilium.report.plain_files import LARGEST, finite, open_plain, read_json, read_plain
+from consilium.report.metrics_file import Line, Number, read_events, strict_model
+from consilium.report.plain_files import read_json, read_plain
 from consilium.sanitize import shown
 from consilium.schema import dotted
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.registry import TASKS, Scores
 
-Line = dict[str, Any]
-"""One event of metrics.jsonl."""
 Results = Mapping[str, Mapping[str, float]]
 """Metrics of the closing evaluation by site."""
 Curve = dict[int, float]
 """A measure by rounds done."""
-MOST_RECORD, LONGEST_LINE = 2 * 1024**3, 16 * 1024**2
-"""Bytes of a metrics.jsonl, and of one line."""
 OWNER = "owner.json"
 """In every run's folder of a startup kit, at the server and at a site."""
 MACHINE = ("python", "platform")
 """Fields of versions.json that say where a run was, not which code it ran."""
 POOLED = "centralized"
 """The name under which a run on pooled data joins, in place of its sites."""
-REPEATED = ("started", "result", "held_out", "concluded", "diagnostics", "figure", "final", "ended")
-"""Events that a resumed run writes again."""
-
-Number = Annotated[float, AfterValidator(lambda value: value if abs(value) <= LARGEST else math.nan)]
-"""A metric; NaN unless it is a finite number of single precision."""
-_Count = Annotated[int, Field(ge=-1, le=10**6)]
-_Size = Annotated[int, Field(ge=0, le=10**15)]
-_PLACE: dict[str, Any] = {"round": _Count, "phase": _Count}
-_SITE: dict[str, Any] = {"site": str, "round": _Count}
-_METRICS: dict[str, Any] = _SITE | {"metrics": dict[str, Number]}
-_FIELDS: dict[str, dict[str, Any]] = {
-    "started": _PLACE | {"sites": list[str]}, "concluded": _PLACE | {"sites": list[str]}, "joined": _SITE,
-    "result": _METRICS | {"phase": _Count}, "held_out": _METRICS, "final": _METRICS, "refused": _SITE | {"reason": str},
-    "resumed": _PLACE, "diagnostics": _PLACE | {"values": dict[str, Number]},
-    "ended": dict.fromkeys(("round", "rounds", "validations", "best_round"), _Count),
-    "parameters": _PLACE | dict.fromkeys(("shared", "local", "frozen"), _Size),
-}  # fmt: skip
 
 
-def _model(name: str, fields: dict[str, Any]) -> type[BaseModel]:
-    """Return a model whose values are strictly of their kinds: "1" and true are no numbers. More fields are allowed."""
-    return create_model(name, __config__=ConfigDict(strict=True, extra="allow"), **fields)
-
-
-LINES: dict[str, type[BaseModel]] = {
-    event: _model(event, {name: (kind, ...) for name, kind in fields.items()}) for event, fields in _FIELDS.items()
-}
-"""The events of metrics.jsonl that are read, as run_log.py writes them; a line may have more fields."""
 _EPSILON = dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
 _FILES: dict[str, TypeAdapter[Any]] = {
     "results.json": TypeAdapter(dict[str, dict[str, Number]]),
-    "privacy.json": TypeAdapter(_model("privacy", {"epsilon": (_EPSILON, {})})),
-    SIMULATION: TypeAdapter(_model("simulation", {"content": (dict[str, str], {})})),
+    "privacy.json": TypeAdapter(strict_model("privacy", {"epsilon": (_EPSILON, {})})),
+    SIMULATION: TypeAdapter(strict_model("simulation", {"content": (dict[str, str], {})})),
 }
 
 
@@ -321,71 +291,6 @@ def read_finished(folder: Path, name: str = "", labels: Mapping[str, str] | None
     if found.damaged:
         raise ConfigError(f"{folder / min(found.damaged)}: is damaged; delete its folder and run the job anew")
     return found
-
-
-def read_events(path: Path) -> tuple[list[Line], int, int]:
-    """Return the known events of a metrics.jsonl as an uninterrupted run would have written them, each with a `time` or None.
-
-    And how many lines are torn or damaged, and how many of these are events with a value that no run writes.
-    """
-    raw, torn = read_lines(path)
-    found: list[Line] = []
-    wrong = 0
-    for line in (line for line in raw if line["event"] in LINES):
-        try:
-            read = LINES[line["event"]].model_validate(line).model_dump()
-            found.append(line | read | {"time": finite(line.get("time"))})
-        except (ValidationError, OverflowError):
-            wrong += 1
-    return without_repeats(found), torn + wrong, wrong
-
-
-def read_lines(path: Path) -> tuple[list[Line], int]:
-    """Return the events of a metrics.jsonl, and how many lines are none. Raises ConfigError for a file that is too large."""
-    found: list[Line] = []
-    damaged = 0
-    if (file := open_plain(path)) is None:
-        return found, damaged
-    with file:
-        if os.fstat(file.fileno()).st_size > MOST_RECORD:
-            raise ConfigError(f"{path}: has more than {MOST_RECORD // 1024**3} GiB, no record of ours; give another folder")
-        for text in iter(lambda: file.readline(LONGEST_LINE), b""):
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):
-                line = None
-            if isinstance(line, dict) and isinstance(line.get("event"), str):
-                found.append(line)
-            else:
-                damaged += bool(text.strip())
-    return found, damaged
-
-
-def without_repeats(lines: Iterable[Line]) -> list[Line]:
-    """Return the lines as an uninterrupted run would have written them: what a resumption repeats counts once."""
-    found: list[Line] = []
-    for line in lines:
-        if line["event"] == "resumed":
-            found = [one for one in found if one["event"] not in REPEATED or place_of(one) < place_of(line)]
-        found.append(line)
-    return found
-
-
-def place_of(line: Line) -> tuple[int, int]:
-    """Return an event's round and phase."""
-    return line["round"], line.get("phase", 0)
-
-
-def round_times(lines: Iterable[Line]) -> tuple[dict[int, float], dict[int, float]]:
-    """Return when each round began and ended, in seconds, as far as it is on record."""
-    began: dict[int, float] = {}
-    ended: dict[int, float] = {}
-    for line in lines:
-        if line["time"] is not None and line["event"] == "started":
-            began.setdefault(line["round"], line["time"])
-        elif line["time"] is not None and line["event"] == "concluded":
-            ended[line["round"]] = line["time"]
-    return began, ended
 
 
 def is_simulation(folder: Path) -> bool:

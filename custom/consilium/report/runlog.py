@@ -22,7 +22,8 @@ from consilium.privacy.plan import Plan
 from consilium.report import figures
 from consilium.report.events import FOLDER, EventFile
 from consilium.report.matrices import confusions
-from consilium.report.run_record import place_of, read_lines, roles_of
+from consilium.report.metrics_file import place_of, read_lines
+from consilium.report.run_record import roles_of
 from consilium.report.tracking import Tracker
 from consilium.storage import file_lock, open_private, private_folder, write_atomic
 from consilium.strategies.strategy import Gathered, Role, ServerState, Strategy

@@ -13,7 +13,7 @@ from consilium.errors import RefusedError
 from consilium.federation.build import Job, assemble_job
 from consilium.federation.coordinator import Coordinator
 from consilium.messages import HELD_OUT, Hello, Payload
-from consilium.report.run_record import read_lines
+from consilium.report.metrics_file import read_lines
 from consilium.strategies.strategy import Role
 from tests.adversary.fuzzing import PLAIN, VALUES, attack, fuzzed
 from tests.conftest import small_config

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from consilium.errors import ConfigError, Reason, RefusedError
 from consilium.privacy import audit
@@ -164,7 +164,7 @@ def _is_line(line: Mapping[str, Any]) -> bool:
     return texts and (line["kind"] != SUM or (type(line.get("least")) is int and isinstance(line.get("weights"), str)))
 
 
-def _is_texts(value: Any) -> bool:
+def _is_texts(value: Any) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
@@ -200,9 +200,10 @@ def _unlisted(lines: list[dict[str, Any]], known: set[str]) -> Iterator[PastSum]
     if any(_has_noise(line["privacy"]) for line in lines if isinstance(line.get("privacy"), dict)):
         return
     least = max((one for line in lines if type(one := _masked(line).get("threshold")) is int), default=0)
-    sealed = [(_masked(line).get("sites"), line[SEAL] in known) for line in lines if SEAL in line]
-    listed = {frozenset(sites) for sites, there in sealed if there and _is_texts(sites)}
-    named = [sites for sites, there in sealed if not there] + [line.get("survivors") for line in lines]
+    sealed = [line for line in lines if SEAL in line]
+    listed = {frozenset(sites) for line in sealed if line[SEAL] in known and _is_texts(sites := _masked(line).get("sites"))}
+    named = [_masked(line).get("sites") for line in sealed if line[SEAL] not in known]
+    named += [line.get("survivors") for line in lines]
     for sites in named:
         if _is_texts(sites) and sites and frozenset(sites) not in listed:
             yield PastSum(frozenset(sites), None, None, least)

@@ -11,9 +11,9 @@ from consilium.errors import ConfigError, RefusedError
 from consilium.privacy.audit import FILE, read
 from consilium.privacy.composition import VOID
 from consilium.privacy.ledger import Ledger, summary
+from consilium.report.metrics_file import Number
 from consilium.report.page.words import size, stamp
 from consilium.report.plain_files import MOST_BYTES, finite, is_folder, subfolders
-from consilium.report.run_record import Number
 from consilium.report.tables import Table, columns
 from consilium.sanitize import shown
 

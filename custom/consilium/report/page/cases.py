@@ -15,9 +15,10 @@ from consilium.errors import ConfigError
 from consilium.messages import Stage
 from consilium.report.cases import CASES, FOLDER, PICTURE, QUALITY, REFERENCE, name_of
 from consilium.report.image_grid import colours
+from consilium.report.metrics_file import Number
 from consilium.report.page import figures
 from consilium.report.plain_files import is_folder, read_plain
-from consilium.report.run_record import Number, known
+from consilium.report.run_record import known
 from consilium.report.tables import Table, columns, number
 from consilium.tasks.registry import TASKS, Scores
 

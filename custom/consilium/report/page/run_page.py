@@ -8,6 +8,7 @@ from consilium.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, T
 from consilium.report.cases import CASES
 from consilium.report.compare.tables import MEANT
 from consilium.report.matrices import VALUES, confusion_tables, read_matrix
+from consilium.report.metrics_file import round_times
 from consilium.report.page import figures
 from consilium.report.page.cases import read_cases, site_section
 from consilium.report.page.html import render
@@ -15,7 +16,7 @@ from consilium.report.page.words import duration, size, stamp, statement
 from consilium.report.plain_files import hashes, read_json, read_plain, subfolders
 from consilium.report.progress import ending, when
 from consilium.report.results_table import mean_of, results_table
-from consilium.report.run_record import Results, RunRecord, is_simulation, round_times, split_of
+from consilium.report.run_record import Results, RunRecord, is_simulation, split_of
 from consilium.report.study_cells import values_of_cell
 from consilium.report.tables import Table, columns, few, number
 from consilium.sanitize import number_of, shown
