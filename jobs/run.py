@@ -4,7 +4,7 @@ import argparse
 
 from nvflare.recipe import SimEnv
 
-from consilium.flare.recipe import ConsiliumRecipe
+from consilium.flare.job.recipe import ConsiliumRecipe
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ from consilium.adapters import layers
 from consilium.adapters.names import is_base
 from consilium.cli.main import main
 from consilium.config.job import JobConfig
-from consilium.federation.build import Job, assemble_job
-from consilium.registry import KindField
-from consilium.schema import Section, validate
+from consilium.core.registry import KindField
+from consilium.core.schema import Section, validate
+from consilium.federation.job import Job, assemble_job
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Strategy
 

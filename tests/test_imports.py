@@ -23,11 +23,11 @@ HEAVY = (
 )
 READ = "import consilium.cli.main"
 SERVER = """
-import consilium.flare.aggregator, consilium.flare.controller, consilium.flare.filters
+import consilium.flare.job.aggregator, consilium.flare.job.controller, consilium.flare.job.filters
 from pathlib import Path
 from consilium.config.job import load_job
-from consilium.federation.build import assemble_job
-from consilium.federation.coordinator import Coordinator
+from consilium.federation.job import assemble_job
+from consilium.server.coordinator import Coordinator
 if {text}:
     import transformers
     def refuse(*args, **kwargs):
@@ -74,7 +74,7 @@ def test_a_server_of_pictures_loads_nothing_of_the_sites(job: str, tmp_path: Pat
     towers = {"transformers", "tokenizers", "torch._dynamo"}  # CLIP's is of transformers, which loads torch's compiler
     unwanted = set(HEAVY) - (towers if job == "quickstart_cells" else set())
     found = server(job, tmp_path)
-    assert {"consilium.federation.coordinator", "nvflare", "torch"} <= found
+    assert {"consilium.server.coordinator", "nvflare", "torch"} <= found
     assert found & unwanted == set()
 
 
@@ -103,11 +103,11 @@ ONLINE = {
 }  # fmt: skip
 PROCESSES = {
     "command line": "consilium.cli.main",
-    "server": "consilium.flare.controller",
-    "site": "consilium.flare.executor",
+    "server": "consilium.flare.job.controller",
+    "site": "consilium.flare.job.executor",
     "worker of a study": "consilium.study.worker",
-    "worker of a site": "consilium.federation.crew",
-    "rank": "consilium.federation.rank",
+    "worker of a site": "consilium.runtime.worker_pool",
+    "rank": "consilium.client.ddp_worker",
 }
 
 

@@ -71,7 +71,7 @@ def test_a_wheel_has_every_module_the_weights_and_the_policies(wheel: Path) -> N
     files = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".md"]
     assert held == {f"consilium/{path.relative_to(package)}" for path in files}
     assert {"consilium/models/weights/tiny_sam.safetensors", "consilium/models/weights/tiny_clip.safetensors"} <= held
-    assert [name for name in held if name.startswith("consilium/flare/policies/")]
+    assert [name for name in held if name.startswith("consilium/flare/kit/policies/")]
 
 
 @pytest.mark.slow

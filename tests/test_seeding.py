@@ -1,6 +1,6 @@
 """Seeds derived by purpose."""
 
-from consilium.seeding import seed_for
+from consilium.core.seeding import seed_for
 
 
 def test_seeds_are_pinned_and_parts_do_not_run_together() -> None:

@@ -16,8 +16,8 @@ from filelock import Timeout
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save_file
 
-from consilium.errors import CheckpointError
-from consilium.storage import digest, file_hash, file_lock, load_state, named, save_state, sweep, write_atomic
+from consilium.core.errors import CheckpointError
+from consilium.core.storage import digest, file_hash, file_lock, load_state, named, save_state, sweep, write_atomic
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from consilium.adapters import bottleneck, layers
 from consilium.adapters.names import bottleneck_count, bottleneck_position
 from consilium.adapters.registry import ADAPTERS, Decoder
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 from consilium.models.clip.network import build_clip
 from consilium.models.sam.network import build_sam
 from tests.conftest import initial

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from consilium.adapters import dual_rank, layers
-from consilium.errors import CheckpointError
+from consilium.core.errors import CheckpointError
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
 

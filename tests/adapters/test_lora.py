@@ -10,10 +10,10 @@ from torch import nn
 
 from consilium.adapters import layers, lora
 from consilium.config.job import JobConfig
-from consilium.errors import CheckpointError, ConfigError
-from consilium.federation.build import assemble_job
+from consilium.core.errors import CheckpointError, ConfigError
+from consilium.federation.job import assemble_job
 from consilium.federation.saved_model import with_parameters
-from consilium.federation.trained import as_changes
+from consilium.federation.trainable_checks import as_changes
 from consilium.models.clip import CLIP
 from consilium.models.clip.network import build_clip
 from consilium.models.registry import TargetSet

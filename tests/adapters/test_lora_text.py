@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from consilium.adapters import layers, lora
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
 from tests.models.folders import FAMILIES, save_folder, small_shape

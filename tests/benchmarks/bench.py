@@ -20,19 +20,19 @@ from torch import nn
 from consilium.adapters import layers, lora
 from consilium.config.job import load_job
 from consilium.config.site import SiteConfig
-from consilium.federation.build import assemble_job
-from consilium.federation.engine import simulate
-from consilium.flare import wire
-from consilium.flare.simulator import Simulator, export_job
-from consilium.linalg.simplex import mixture_weights
-from consilium.messages import SiteInfo
+from consilium.core.linalg.simplex import mixture_weights
+from consilium.core.messages import SiteInfo
+from consilium.federation.job import assemble_job
+from consilium.flare.job import wire
+from consilium.flare.job.simulator import Simulator, export_job
 from consilium.models.sam import SAM
 from consilium.models.sam.attention import FusedImageAttention, use_fused
 from consilium.models.sam.network import build_sam
-from consilium.privacy.discrete import discrete_gaussian
+from consilium.privacy.discrete_gaussian import discrete_gaussian
 from consilium.privacy.mechanism import geometry, privatize
 from consilium.privacy.secagg.arithmetic import UNIT
-from consilium.report.runlog import payload_bytes
+from consilium.report.run_log import payload_bytes
+from consilium.runtime.engine import simulate
 from consilium.strategies.fediat import FedIAT
 from consilium.strategies.fedsca import similarities
 from consilium.strategies.strategy import LocalStep

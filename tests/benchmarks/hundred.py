@@ -21,8 +21,8 @@ import torch
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation.build import assemble_job
-from consilium.federation.engine import simulate
+from consilium.federation.job import assemble_job
+from consilium.runtime.engine import simulate
 from tests.conftest import small_config
 
 ROUNDS = 5
@@ -47,7 +47,7 @@ def main() -> None:
             held.append(psutil.Process().memory_info().rss / 1e6)
 
     profile = cProfile.Profile()
-    with tempfile.TemporaryDirectory() as folder, patch("consilium.federation.site.time.monotonic", time.process_time):
+    with tempfile.TemporaryDirectory() as folder, patch("consilium.client.client.time.monotonic", time.process_time):
         if wanted.profile:
             profile.enable()
         simulate(job, {f"site-{number:03}": SiteConfig() for number in range(wanted.sites)}, Path(folder) / "run", observe)

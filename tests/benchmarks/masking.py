@@ -28,18 +28,18 @@ from consilium.adapters import layers
 from consilium.adapters.lora import inject
 from consilium.config.job import JobConfig
 from consilium.config.secure_aggregation import SitePartnersConfig
-from consilium.flare.recipe import export
-from consilium.messages import Payload
+from consilium.core.messages import Payload
+from consilium.flare.job.recipe import export
 from consilium.models.clip import CLIP
 from consilium.models.clip.network import build_clip
+from consilium.privacy.distributed_noise import add_share, share_deviation
 from consilium.privacy.dpsgd import DpSgd, PerSampleGradients, PrivateSteps
 from consilium.privacy.secagg.arithmetic import Layout, quantize
-from consilium.privacy.secagg.attempt import MASKED, Attempt
+from consilium.privacy.secagg.client import Party
 from consilium.privacy.secagg.collector import Collector
-from consilium.privacy.secagg.party import Party
 from consilium.privacy.secagg.record import SiteRecord
+from consilium.privacy.secagg.server import MASKED, Attempt
 from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identities, simulated_identity
-from consilium.privacy.shares import add_share, share_deviation
 from tests.conftest import small_cells, small_config, training_only
 from tests.deployment.federation import Federation
 

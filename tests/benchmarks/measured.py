@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from consilium.core.storage import load_state
 from consilium.privacy.plan import Plan, make_plan, noise_to_signal
-from consilium.storage import load_state
 from consilium.strategies.fedsca import MATRIX
 from consilium.study.run_cell import record_of
 from consilium.study.study import Cell

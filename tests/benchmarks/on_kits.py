@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from consilium.config.job import JobConfig
-from consilium.flare.provision import provision
+from consilium.flare.kit.provision import provision
 from tests.conftest import small_config
 from tests.deployment.federation import Federation
 from tests.deployment.relayed import RELAY, provision_relayed

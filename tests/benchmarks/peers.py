@@ -66,7 +66,7 @@ def _write_job(folder: Path, weights: Path) -> None:
     from safetensors.torch import save_file
 
     from consilium.config.job import load_job
-    from consilium.federation.build import assemble_job
+    from consilium.federation.job import assemble_job
 
     shape = json.loads((weights / "config.json").read_text())
     job = {
@@ -87,7 +87,7 @@ def _orders(number: int, site: str) -> list[list[int]]:
     """Return the samples of every batch of a round at a site, as our loop draws them."""
     import torch
 
-    from consilium.seeding import seed_for
+    from consilium.core.seeding import seed_for
 
     seed = seed_for(seed_for(0, "train", number, 0, site), "epoch", 0)
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -233,8 +233,8 @@ def wire_bytes(folder: Path) -> dict[str, int]:
     from nvflare.fuel.utils import fobs
     from safetensors.torch import load_file
 
-    from consilium.flare import wire
-    from consilium.messages import Payload
+    from consilium.core.messages import Payload
+    from consilium.flare.job import wire
 
     wire.register()
     values = load_file(folder / "initial.safetensors")

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import psutil
 
 from consilium.config.job import JobConfig
-from consilium.federation.build import assemble_job
+from consilium.federation.job import assemble_job
 from tests.conftest import small_config
 from tests.federation.test_coordinator import coordinator, update
 
@@ -38,7 +38,7 @@ def without_events(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    with patch("consilium.report.runlog.EventFile", NoEvents):
+    with patch("consilium.report.run_log.EventFile", NoEvents):
         yield
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from consilium.linalg.lowrank import COSTS, Change, Product, Spectrum, Update, add, refactor, residuals, spectra, zero
-from consilium.strategies.unequal.allocation import Training, download_costs, download_ranks, energies, train_ranks
+from consilium.core.linalg.lowrank import COSTS, Change, Product, Spectrum, Update, add, refactor, residuals, spectra, zero
+from consilium.strategies.heterogeneous_ranks.allocation import Training, download_costs, download_ranks, energies, train_ranks
 
 TIERS = [(4, 32)] * 3 + [(8, 48)] * 5 + [(16, 64)] * 2
 TOP, SCALE = 64, 2.0

@@ -65,7 +65,7 @@ def test_a_bundle_is_the_whole_package(custom: Path) -> None:
 
 @pytest.mark.slow  # a process of seconds
 def test_a_bundle_runs_alone(custom: Path) -> None:
-    code = "import consilium.flare.executor\nfrom consilium.models.sam import network as n\n"
+    code = "import consilium.flare.job.executor\nfrom consilium.models.sam import network as n\n"
     code += "n.build_sam('tiny', None, 64, 1); print(n.__file__)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(custom)}, capture_output=True, text=True, check=True

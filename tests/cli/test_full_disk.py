@@ -10,8 +10,8 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from consilium.cli.way_on import said_how_to_go_on
-from consilium.errors import ConsiliumError
+from consilium.cli.resume_hint import said_how_to_go_on
+from consilium.core.errors import ConsiliumError
 from tests.conftest import run
 
 

@@ -17,7 +17,7 @@ import yaml
 from torch import nn
 
 from consilium.cli.main import app, main
-from consilium.federation.bench import Bench, Way
+from consilium.runtime.benchmark import Bench, Way
 from tests.conftest import small_config
 
 NUMBERS = ("nan", "inf", "-inf", "-1", "0", "1e400", "x", "9" * 40, "")
@@ -90,10 +90,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "binary").write_bytes(bytes(range(256)) * 16)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(small_config(rounds=1, local_steps=1).model_dump()))
-    monkeypatch.setattr("consilium.federation.engine.simulate", lambda job, sites, folder, *rest: no_results(folder))
+    monkeypatch.setattr("consilium.runtime.engine.simulate", lambda job, sites, folder, *rest: no_results(folder))
     ways = tuple(Way(name, print, nn.Module(), [1.0], [1.0]) for name in ("job", "ready", "bare"))
-    monkeypatch.setattr("consilium.federation.bench.bench", lambda *given: Bench("cpu", ways, "samples", 1.0, 1, None))
-    monkeypatch.setattr("consilium.flare.simulator.Simulator", NoSimulator)
+    monkeypatch.setattr("consilium.runtime.benchmark.bench", lambda *given: Bench("cpu", ways, "samples", 1.0, 1, None))
+    monkeypatch.setattr("consilium.flare.job.simulator.Simulator", NoSimulator)
     return tmp_path
 
 

@@ -10,10 +10,10 @@ from opacus.accountants.utils import get_noise_multiplier
 from typer.testing import CliRunner
 
 from consilium.cli.main import app
-from consilium.errors import ConfigError, RefusedError
-from consilium.privacy.audit import Record
-from consilium.privacy.composition import DISCRETE, Entry
-from consilium.privacy.ledger import Ledger
+from consilium.core.errors import ConfigError, RefusedError
+from consilium.privacy.accounting.composition import DISCRETE, Entry
+from consilium.privacy.ledger.audit import Record
+from consilium.privacy.ledger.ledger import Ledger
 from tests.privacy.test_ledger import old_ledger
 
 ONE = Entry("ward-7", "site", "zero-out", "local", "job", "run-1", 0, 0, 20.0, 1.0, 1, 0.3)

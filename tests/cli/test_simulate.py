@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 from consilium.cli.main import main
+from consilium.cli.resume_hint import command_again
 from consilium.cli.simulate import site_names
-from consilium.cli.way_on import command_again
 from consilium.config.site import DatasetConfig, SiteConfig
-from consilium.errors import ConfigError
-from consilium.federation.participants import kept
+from consilium.core.errors import ConfigError
+from consilium.federation.sites import kept
 from consilium.report.live_view import LiveView
 from tests.conftest import JOBS, small_config
 
@@ -73,7 +73,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
 def test_a_wrong_option_is_one_line_and_nothing_starts(
     options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("consilium.flare.simulator.Simulator.ask", lambda _, work, *given: work(*given))  # seconds less
+    monkeypatch.setattr("consilium.flare.job.simulator.Simulator.ask", lambda _, work, *given: work(*given))  # seconds less
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     for name in ("site-1", "site-2"):
@@ -99,7 +99,7 @@ def test_a_wrong_option_is_one_line_and_nothing_starts(
 def test_a_run_that_is_refused_leaves_no_folder(
     options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("consilium.flare.simulator.Simulator.ask", lambda _, work, *given: work(*given))
+    monkeypatch.setattr("consilium.flare.job.simulator.Simulator.ask", lambda _, work, *given: work(*given))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(small_config().model_dump()))
     assert run(monkeypatch, "simulate", "job.yaml", *options) == 2
@@ -145,7 +145,7 @@ def test_a_state_that_a_simulation_does_not_use_is_told(
     def stop(*_: Any) -> None:
         raise ConfigError("stop")
 
-    monkeypatch.setattr("consilium.federation.build.assemble_job", stop)
+    monkeypatch.setattr("consilium.federation.job.assemble_job", stop)
     assert run(monkeypatch, *JOB, "--workspace", tmp_path / "w", "--data", tmp_path) == 2
     note = "a, d: a simulation keeps ledger and records in its workspace; site.yaml's `state` is not used: "
     assert capsys.readouterr().err.splitlines() == [f"{note}set `privacy.ledger` to add runs up", "stop"]
@@ -259,10 +259,10 @@ def test_ctrl_c_before_the_first_round_and_with_flare(
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("consilium.federation.build.assemble_job", stop)
+    monkeypatch.setattr("consilium.federation.job.assemble_job", stop)
     assert run(monkeypatch, *JOB, "--workspace", tmp_path / "w") == 130
     assert "interrupted; no round is finished: start it anew" in capsys.readouterr().err
-    monkeypatch.setattr("consilium.flare.simulator.Simulator.ask", stop)
+    monkeypatch.setattr("consilium.flare.job.simulator.Simulator.ask", stop)
     assert run(monkeypatch, *JOB, "--workspace", tmp_path / "w", "--engine", "flare") == 130
     assert "a run of --engine flare cannot be resumed: start it anew" in capsys.readouterr().err
 

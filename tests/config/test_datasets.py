@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
+from consilium.client.build import build_guard
+from consilium.client.site_data import patients_of, site_data
 from consilium.config.datasets import DatasetConfig
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, find_site, load_site
+from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.errors import ConfigError, Reason, RefusedError
-from consilium.federation.build import assemble_job, build_guard
-from consilium.federation.samples import patients_of, site_data
+from consilium.federation.job import assemble_job
 from tests.conftest import small_config
 
 
@@ -134,7 +135,7 @@ def private(**data: Any) -> Any:
 
 
 def test_a_list_that_gets_a_name_does_not_get_a_new_budget(tmp_path: Path) -> None:
-    from consilium.messages import Kind, Payload
+    from consilium.core.messages import Kind, Payload
 
     path = make_phantoms(tmp_path / "a", "fundus", "a", 0, 4, 1, 1, 64, 0.5, 0.5)
     budget = {"budgets": {"site": {"epsilon": 3.1}}}

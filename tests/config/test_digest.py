@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from consilium.config.job import JobConfig, load_job
-from consilium.errors import ConfigError
-from consilium.schema import read_yaml
+from consilium.core.errors import ConfigError
+from consilium.core.schema import read_yaml
 from consilium.study.study import load
 from tests.conftest import JOBS, small_config
 

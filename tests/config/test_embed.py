@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from consilium.cli.options import load
-from consilium.config.embed import job_text
+from consilium.config.inline_model_config import job_text
 from consilium.config.job import load_job
-from consilium.errors import ConfigError
-from consilium.federation.build import assemble_job
+from consilium.core.errors import ConfigError
+from consilium.federation.job import assemble_job
 from tests.conftest import run
 from tests.models.folders import config_of, save_folder
 

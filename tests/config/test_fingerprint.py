@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from consilium.config.secure_aggregation import SitePartnersConfig
-from consilium.schema import read_fingerprint
+from consilium.core.schema import read_fingerprint
 
 DIGITS = "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
 COLONS = "00:01:02:03:04:05:06:07:08:09:0A:0B:0C:0D:0E:0F:10:11:12:13:14:15:16:17:18:19:1A:1B:1C:1D:1E:1F"

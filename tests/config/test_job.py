@@ -8,8 +8,8 @@ import yaml
 
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import Given, find_site, load_site
-from consilium.errors import ConfigError
-from consilium.federation.build import assemble_job
+from consilium.core.errors import ConfigError
+from consilium.federation.job import assemble_job
 from consilium.strategies.fediat import FedIAT
 from consilium.strategies.registry import STRATEGIES
 from tests.conftest import JOBS, small_config
@@ -218,8 +218,8 @@ def test_site_files_and_where_they_are_looked_for(tmp_path: Path) -> None:
 
 
 def test_a_site_without_data_or_checkpoints_says_so(tmp_path: Path) -> None:
+    from consilium.client.build import build_site
     from consilium.config.site import SiteConfig
-    from consilium.federation.build import build_site
 
     path = written(tmp_path, data={})
     with pytest.raises(ConfigError, match=r"site-1: .*set `datalist:`"):

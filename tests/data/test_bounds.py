@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from consilium.core.errors import DataError
 from consilium.data import nifti, volumes
 from consilium.data.codes import MOST_PARTS, check_work
-from consilium.data.opening import most_unpacked, pages, parse_json, text_lines
-from consilium.errors import DataError
+from consilium.data.safe_open import most_unpacked, pages, parse_json, text_lines
 
 GIB = 2**30
 
@@ -88,7 +88,7 @@ def test_lines_come_one_by_one_and_long_ones_are_cut(tmp_path: Path) -> None:
 
 
 def test_values_of_json_are_counted_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consilium.data.opening.MOST_VALUES", 4)
+    monkeypatch.setattr("consilium.data.safe_open.MOST_VALUES", 4)
     assert parse_json("a", "[1, 2, {}]", "cut it") == [1, 2, {}]
     with pytest.raises(DataError, match="more than 4 values"):
         parse_json("a", "[1, 2, [], 4]", "cut it")

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from consilium.core.errors import DataError
 from consilium.data import cache
 from consilium.data.cache import SampleCache
 from consilium.data.datalist import DataList, Item
 from consilium.data.images import Sample
-from consilium.errors import DataError
 
 
 def make(count: int, asked: list[str]) -> SampleCache:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from consilium.core.errors import DataError
 from consilium.data.clusters import clusters
-from consilium.errors import DataError
 from consilium.models.causal_lm.embedding import embeddings
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 

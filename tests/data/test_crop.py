@@ -10,16 +10,16 @@ import torch
 from PIL import Image
 from pydantic import ValidationError
 
+from consilium.client.site_data import cropped, site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
+from consilium.core.errors import DataError
 from consilium.data.crop import Crop, drawn
 from consilium.data.datalist import SPLITS, DataList, Item, read_datalist
-from consilium.data.expand import expand
 from consilium.data.images import read_masks, read_picture, read_sample
 from consilium.data.settings import PictureSettings
+from consilium.data.slices import expand
 from consilium.data.store import open_store
-from consilium.errors import DataError
-from consilium.federation.samples import cropped, site_data
 from consilium.tasks.segmentation import SegmentationConfig
 from consilium.tasks.segmentation.task import SegmentationTask
 from consilium.tasks.segmentation.units import spacing_of

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from consilium.core.errors import DataError
 from consilium.data.datalist import Item, pool, read_datalist
-from consilium.errors import DataError
 
 
 def write(folder: Path, content: object, *files: str) -> Path:

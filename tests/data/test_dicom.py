@@ -11,10 +11,10 @@ from tests.data import dicoms  # skips where the extra is missing
 import highdicom  # isort: skip
 from pydicom import Dataset, dcmread  # isort: skip
 
+from consilium.core.errors import DataError
 from consilium.data import dicom, volumes
 from consilium.data.datalist import read_datalist
-from consilium.data.expand import expand
-from consilium.errors import DataError
+from consilium.data.slices import expand
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it calls itself experimental

@@ -14,13 +14,13 @@ from tests.data import dicoms  # skips where the extra is missing
 
 from pydicom import uid  # isort: skip
 
+from consilium.core.errors import DataError
 from consilium.data import dicom, volumes
 from consilium.data.codes import coded_shape
 from consilium.data.dicom import files as dicom_files
 from consilium.data.dicom import frames as dicom_frames
 from consilium.data.dicom import parsing
 from consilium.data.dicom.contours import contours
-from consilium.errors import DataError
 
 GREY = np.arange(24, dtype=np.uint8).reshape(4, 6)
 SECRETS = {

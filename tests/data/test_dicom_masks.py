@@ -10,13 +10,13 @@ from tests.data import dicoms  # skips where the extra is missing
 
 from pydicom import Dataset  # isort: skip
 
+from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.datalist import Item
 from consilium.data.dicom.contours import inside
 from consilium.data.images import read_labels, read_sample
 from consilium.data.labels import Labels
 from consilium.data.settings import PictureSettings
-from consilium.errors import DataError
 
 RNG = np.random.default_rng(0)
 PLANES = RNG.integers(0, 4000, (5, 6, 10)).astype(np.uint16)

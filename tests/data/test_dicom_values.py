@@ -12,10 +12,10 @@ import gdcm  # isort: skip
 from PIL import Image  # isort: skip
 from pydicom import Dataset, dcmread, uid  # isort: skip
 
+from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.images import read_image
 from consilium.data.settings import PictureSettings, WindowConfig
-from consilium.errors import DataError
 
 RNG = np.random.default_rng(0)
 GREY = RNG.integers(0, 256, (4, 6)).astype(np.uint8)

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from consilium.config.site import Given, find_site, is_site_folder
+from consilium.core.errors import DataError
 from consilium.data.datalist import read_datalist
 from consilium.data.folders import has_classes
-from consilium.errors import DataError
 
 
 def fill(folder: Path, *files: str) -> Path:

@@ -10,14 +10,14 @@ import pytest
 from nibabel.processing import resample_from_to
 from PIL import Image
 
+from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.datalist import DataList, Item, read_datalist
-from consilium.data.expand import expand
 from consilium.data.grid import Grid, disagreement, resampled
 from consilium.data.images import read_image, read_labels, read_sample
-from consilium.data.looking import look
+from consilium.data.sample_check import look
 from consilium.data.settings import Axis, PictureSettings
-from consilium.errors import DataError
+from consilium.data.slices import expand
 
 ORIENTATIONS = [
     "".join(code)

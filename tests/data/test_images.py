@@ -8,12 +8,12 @@ import pytest
 import torch
 from PIL import Image
 
+from consilium.core.errors import DataError
+from consilium.core.seeding import seed_for
 from consilium.data import pictures
 from consilium.data.augment import augment
 from consilium.data.datalist import Item
 from consilium.data.images import read_image, read_mask, read_sample
-from consilium.errors import DataError
-from consilium.seeding import seed_for
 
 CLASSES = {"disc": [1, 2], "cup": [2]}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from consilium.core.errors import ConfigError, DataError
 from consilium.data.datalist import SPLITS
 from consilium.data.images import read_image, read_mask
 from consilium.data.importers import polyps as polyp_sets
@@ -14,7 +15,6 @@ from consilium.data.importers.base import Found, Options, Reading, mask_png
 from consilium.data.importers.classes import KVASIR_CLASSES, OCT_CLASSES
 from consilium.data.importers.registry import IMPORTERS, import_set
 from consilium.data.partition import partition
-from consilium.errors import ConfigError, DataError
 from tests.conftest import run
 from tests.data.importing import (
     INNER,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from consilium.errors import ConfigError, ConsiliumError, DataError
+from consilium.core.errors import ConfigError, ConsiliumError, DataError
 from tests.conftest import run
 from tests.data.importing import picture, run_import, splits_of
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from consilium.core.errors import DataError
 from consilium.data.images import read_image, read_mask
 from consilium.data.importers.registry import import_set
-from consilium.errors import DataError
 from tests.data.importing import (
     INNER,
     OUTER,

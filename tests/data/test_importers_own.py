@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from consilium.core.errors import DataError
 from consilium.data.importers.registry import import_set
-from consilium.errors import DataError
 
 
 def put(root: Path, site: str, name: str, values: tuple[int, ...] = (0, 255), ending: str = "png") -> None:

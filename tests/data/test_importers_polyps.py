@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from consilium.config.site import Given, find_site
+from consilium.core.errors import DataError
 from consilium.data.images import read_mask
 from consilium.data.importers.registry import import_set
-from consilium.errors import DataError
 from tests.data.importing import INNER, OUTER, groups_apart, items_of, mask, picture, run_import, splits_of
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from consilium.core.errors import ConfigError, DataError
 from consilium.data.check_text import check_texts
 from consilium.data.datalist import SPLITS
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import import_set
 from consilium.data.text import Text, read_texts
-from consilium.errors import ConfigError, DataError
 from tests.conftest import run
 from tests.data.writing import NO_TEXTS, REAL_TEXTS, write
 

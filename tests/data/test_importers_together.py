@@ -7,10 +7,10 @@ import nibabel
 import numpy as np
 import pytest
 
+from consilium.core.errors import ConfigError, DataError
 from consilium.data.datalist import pseudonym
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import import_set
-from consilium.errors import ConfigError, DataError
 from tests.conftest import run
 from tests.data.importing import OUTER, RNG, aperio, groups_apart, items_of, mask, picture, run_import, splits_of, tree
 

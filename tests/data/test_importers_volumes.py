@@ -6,10 +6,10 @@ import nibabel
 import numpy as np
 import pytest
 
+from consilium.core.errors import DataError
 from consilium.data.datalist import pseudonym
 from consilium.data.images import read_image, read_mask
 from consilium.data.importers.registry import import_set
-from consilium.errors import DataError
 from tests.data.importing import RNG, SIZE, check_repeats, groups_apart, items_of, run_import, splits_of
 
 LPS = np.diag([-1.0, -1, 1, 1])

@@ -14,15 +14,15 @@ import pytest
 import torch
 from PIL import Image
 
+from consilium.core.errors import DataError
 from consilium.data import images, nifti, volumes
 from consilium.data.datalist import DataList, Item, read_datalist
-from consilium.data.expand import expand
-from consilium.data.inspect import look_at_picture, look_at_sample, without_faults
+from consilium.data.header_check import look_at_picture, look_at_sample, without_faults
 from consilium.data.loading import Loading, ahead
 from consilium.data.settings import PictureSettings
+from consilium.data.slices import expand
 from consilium.data.store import Store, fingerprint
 from consilium.data.store import folder as cache_folder
-from consilium.errors import DataError
 from consilium.tasks.classification.task import ClassificationTask
 from consilium.tasks.segmentation.task import SegmentationTask
 from tests.data.storing import CLASSES, break_pixels, made, make_site

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from consilium.core.errors import DataError
 from consilium.data.datalist import Item, read_datalist
 from consilium.data.partition import partition, share_out
-from consilium.errors import DataError
 from tests.conftest import run
 
 CLASSES = ["a", "b", "c", "d"]

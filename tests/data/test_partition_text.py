@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from consilium.core.errors import DataError
 from consilium.data.check_text import check_texts
 from consilium.data.partition_text import partition_texts
 from consilium.data.text import read_texts
-from consilium.errors import DataError
 from tests.conftest import run
 from tests.data.writing import NO_TEXTS, REAL_TEXTS, write
 

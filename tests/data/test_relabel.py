@@ -10,12 +10,12 @@ import pytest
 from PIL import Image
 
 from consilium.config.site import load_site
+from consilium.core.errors import DataError
 from consilium.data.datalist import read_datalist
-from consilium.data.expand import expand
 from consilium.data.images import read_sample
-from consilium.data.relabel import relabelled
+from consilium.data.label_map import relabelled
 from consilium.data.settings import PictureSettings
-from consilium.errors import DataError
+from consilium.data.slices import expand
 from tests.conftest import run
 
 CLASSES = {"disc": [1, 2], "cup": [2]}

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from consilium.core.errors import DataError
+from consilium.core.seeding import seed_for
 from consilium.data.split import Cut, Sample, grouped, share_out, split_list
-from consilium.errors import DataError
-from consilium.seeding import seed_for
 
 
 def pictures(folder: Path, count: int, patients: int = 0, **more: Any) -> Path:

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from consilium.core.errors import DataError
 from consilium.data.datalist import Item
 from consilium.data.store import Store, fingerprint, open_store
 from consilium.data.store import folder as cache_folder
-from consilium.errors import DataError
 from tests.conftest import run
 from tests.data.storing import made
 

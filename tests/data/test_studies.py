@@ -9,9 +9,9 @@ import pytest
 
 from consilium.data import volumes
 from consilium.data.datalist import Item, read_datalist
-from consilium.data.expand import expand
 from consilium.data.images import read_image, read_mask
 from consilium.data.settings import PictureSettings, WindowConfig
+from consilium.data.slices import expand
 from consilium.data.synthetic.phantoms import habits, make_phantoms
 from consilium.data.synthetic.studies import draw
 

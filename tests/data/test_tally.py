@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from consilium.data.counts import LENGTHS, OTHERS, SIZES, SPACING, Tally, greys, tally
 from consilium.data.datalist import DataList, read_datalist
-from consilium.data.expand import expand
-from consilium.data.tally import LENGTHS, OTHERS, SIZES, SPACING, Tally, greys, tally
+from consilium.data.slices import expand
 from consilium.data.text import read_texts
 from consilium.tasks.classification import ClassificationConfig
 from consilium.tasks.language import LanguageConfig

@@ -10,10 +10,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from consilium.core.errors import DataError, UnfitError
 from consilium.data import volumes
 from consilium.data.datalist import DataList, read_datalist
-from consilium.data.watching import Watch
-from consilium.errors import DataError, UnfitError
+from consilium.data.file_watch import Watch
 from tests.data import dicoms
 
 BOTH = ("training", "validation")

@@ -15,7 +15,7 @@
 capabilities; `make(sites_yml, folder)` makes other kits than ours; with `installed` False no participant has the package;
 `admin` is who logs in where nobody else is named (to shut down one must be a project_admin, as ADMIN is). `variables` maps
 names to what their environment has besides.
-Kits are made by `consilium.flare.provision`, so they are what users get; change files under `kit(name)` before start().
+Kits are made by `consilium.flare.kit.provision`, so they are what users get; change files under `kit(name)` before start().
 A participant runs as `startup/sub_start.sh --once`, which is start.sh without FLARE's own restarts (what is killed stays
 dead), in a session of its own, with a scratch HOME, one thread and this checkout's package. All its processes, those of jobs
 included, have the kit's path in their command line: by it they are found, and nothing else is ever killed. Leaving the
@@ -43,9 +43,9 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 from nvflare.lighter.utils import sign_folders
 
 from consilium.config.job import JobConfig
-from consilium.federation.runs import STATE
-from consilium.flare.provision import provision
-from consilium.flare.simulator import export_job
+from consilium.federation.run_folders import STATE
+from consilium.flare.job.simulator import export_job
+from consilium.flare.kit.provision import provision
 
 ROOT = Path(__file__).parents[2]
 ADMIN, LEAD = "admin@hub.example", "lead@hub.example"

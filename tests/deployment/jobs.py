@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from consilium.cli.main import app
 from consilium.config.job import JobConfig
-from consilium.errors import Reason
-from consilium.federation.runs import STATE
-from consilium.flare.doctor import examine
+from consilium.core.errors import Reason
+from consilium.federation.run_folders import STATE
+from consilium.flare.kit.doctor import examine
 from consilium.models.sam.network import build_sam
-from consilium.privacy.ledger import Ledger
+from consilium.privacy.ledger.ledger import Ledger
 from consilium.report.page.run_page import run_page
 from consilium.report.page.site_page import site_page
 from consilium.report.run_record import read_run

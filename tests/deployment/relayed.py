@@ -8,13 +8,13 @@ from nvflare.lighter.provision import prepare_project
 from nvflare.lighter.provisioner import Provisioner
 
 from consilium.config.deployment import load_deployment
-from consilium.flare.provision import project_of
+from consilium.flare.kit.provision import project_of
 
 RELAY = "relay-1"
 
 
 def provision_relayed(sites: Path, folder: Path) -> Path:
-    """Make kits as `consilium.flare.provision.provision` does, and a relay's beside them."""
+    """Make kits as `consilium.flare.kit.provision.provision` does, and a relay's beside them."""
     from tests.deployment.federation import free_port
 
     raw = project_of(load_deployment(sites), sites.resolve())

@@ -13,11 +13,11 @@ import yaml
 
 from consilium.cli.audit import _records, _report, markdown
 from consilium.config.job import JobConfig
-from consilium.federation.runs import STATE
-from consilium.flare.kits import apply_local
-from consilium.flare.recipe import export
+from consilium.federation.run_folders import STATE
+from consilium.flare.job.recipe import export
+from consilium.flare.kit.local_folder import apply_local
 from consilium.models.sam.network import build_sam
-from consilium.privacy.ledger import Ledger
+from consilium.privacy.ledger.ledger import Ledger
 from tests.conftest import JOBS, small_cells, small_config, training_only
 from tests.deployment.federation import LEAD, Federation
 from tests.deployment.jobs import fingerprint_of, pin

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from nvflare.fuel.flare_api.api_spec import AuthorizationError
 
-from consilium.flare.doctor import examine
-from consilium.flare.recipe import export
+from consilium.flare.job.recipe import export
+from consilium.flare.kit.doctor import examine
 from tests.deployment.federation import ADMIN, Federation
 from tests.deployment.jobs import check_private_run, job_yaml, private_job, ward, with_scope, without_guard
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from consilium.config.job import load_job
-from consilium.federation.runs import STATE
+from consilium.federation.run_folders import STATE
 from tests.conftest import JOBS, run
 from tests.data.marked import MARK, holding, hospitals, pydicom
 from tests.deployment.federation import Federation

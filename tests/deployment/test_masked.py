@@ -10,11 +10,11 @@ import torch
 from consilium.cli.audit import _records, _report, markdown
 from consilium.config.job import JobConfig
 from consilium.config.site import load_site
-from consilium.federation.build import assemble_job
-from consilium.federation.engine import simulate
-from consilium.federation.runs import STATE
-from consilium.privacy.ledger import Ledger
-from consilium.storage import load_state
+from consilium.core.storage import load_state
+from consilium.federation.job import assemble_job
+from consilium.federation.run_folders import STATE
+from consilium.privacy.ledger.ledger import Ledger
+from consilium.runtime.engine import simulate
 from tests.conftest import small_config, training_only
 from tests.deployment.federation import Federation
 from tests.deployment.jobs import consilium, pin

@@ -21,8 +21,8 @@ from nvflare.private.fed.utils.app_deployer import AppDeployer
 from nvflare.private.privacy_manager import PrivacyService
 from nvflare.security.security import FLAuthorizer
 
-from consilium.federation.runs import OWNER
-from consilium.flare.recipe import export
+from consilium.federation.run_folders import OWNER
+from consilium.flare.job.recipe import export
 from tests.deployment.federation import ADMIN, LEAD, Federation
 from tests.deployment.jobs import check_private_run, job_yaml, private_job, ward, with_scope, without_guard
 from tests.flare.running import own_process

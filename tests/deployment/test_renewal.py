@@ -11,10 +11,10 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from nvflare.lighter.utils import sign_folders
 
-from consilium.flare.doctor import examine
-from consilium.flare.kits import certificate
-from consilium.flare.renewal import renew, update_kit
-from consilium.flare.revocation import revoke
+from consilium.flare.kit.doctor import examine
+from consilium.flare.kit.local_folder import certificate
+from consilium.flare.kit.renewal import renew, update_kit
+from consilium.flare.kit.revocation import revoke
 from tests.conftest import small_config
 from tests.deployment.federation import ADMIN, Federation
 

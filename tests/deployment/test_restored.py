@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from consilium.cli.main import app
-from consilium.federation.runs import STATE
-from consilium.federation.seals import FILE
+from consilium.federation.run_folders import STATE
+from consilium.server.ledger_seals import FILE
 from tests.deployment.federation import Federation
 from tests.deployment.jobs import private_job
 

@@ -14,10 +14,10 @@ from consilium import __version__
 from consilium.cli.main import app
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation.build import assemble_job
-from consilium.federation.engine import simulate
-from consilium.messages import BYTES_DOWN, BYTES_UP, PROTOCOL
-from consilium.storage import load_state
+from consilium.core.messages import BYTES_DOWN, BYTES_UP, PROTOCOL
+from consilium.core.storage import load_state
+from consilium.federation.job import assemble_job
+from consilium.runtime.engine import simulate
 from tests.conftest import small_config
 from tests.deployment.federation import ADMIN, ROOT, Federation
 from tests.deployment.network import Relay
@@ -102,7 +102,7 @@ def release(folder: Path, version: str, protocol: int = PROTOCOL) -> dict[str, s
     )
     for name, old, new in (
         ("__init__.py", f'"{__version__}"', f'"{version}"'),
-        ("messages.py", f"PROTOCOL = {PROTOCOL}\n", f"PROTOCOL = {protocol}\n"),
+        ("core/messages.py", f"PROTOCOL = {PROTOCOL}\n", f"PROTOCOL = {protocol}\n"),
     ):
         text = (package / name).read_text()
         assert old in text

@@ -23,13 +23,13 @@ from typer.testing import CliRunner
 
 from consilium.cli.main import app
 from consilium.config.job import JobConfig
-from consilium.errors import Reason
-from consilium.federation.runs import RUNS, STATE
-from consilium.flare.doctor import examine
-from consilium.flare.renewal import renew, update_kit
-from consilium.flare.revocation import revoke
-from consilium.privacy import audit
-from consilium.privacy.ledger import Entry, Ledger
+from consilium.core.errors import Reason
+from consilium.federation.run_folders import RUNS, STATE
+from consilium.flare.kit.doctor import examine
+from consilium.flare.kit.renewal import renew, update_kit
+from consilium.flare.kit.revocation import revoke
+from consilium.privacy.ledger import audit
+from consilium.privacy.ledger.ledger import Entry, Ledger
 from tests.conftest import small_config, training_only
 from tests.deployment import counted
 from tests.deployment.federation import ADMIN, ROOT, SERVER, Federation

@@ -10,21 +10,22 @@ import torch
 from rich.console import Console
 
 from consilium.adapters import layers
+from consilium.client.build import build_guard, build_site
+from consilium.client.site_data import site_data, watched
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, SiteConfig
+from consilium.core.errors import ConsiliumError, DataError
+from consilium.core.messages import SKIPPED
+from consilium.core.storage import load_state
 from consilium.data.datalist import DataList
 from consilium.data.loading import Loading
 from consilium.data.store import folder as cache_folder
 from consilium.data.text import Text
-from consilium.errors import ConsiliumError, DataError
-from consilium.federation.build import assemble_job, build_guard, build_site
-from consilium.federation.engine import simulate
-from consilium.federation.samples import site_data, watched
-from consilium.messages import SKIPPED
+from consilium.federation.job import assemble_job
 from consilium.privacy.dpsgd import DpSgd
 from consilium.report.results_table import results_table
 from consilium.report.tables import terminal
-from consilium.storage import load_state
+from consilium.runtime.engine import simulate
 from consilium.tasks.registry import TASKS
 from consilium.tasks.report import ReportConfig
 from consilium.training.loop import train

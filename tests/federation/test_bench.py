@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from consilium.client.site_data import site_data
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError
-from consilium.federation import bench as benches
-from consilium.federation.bench import Bench, Way, bench, interval
-from consilium.federation.build import assemble_job, build_task
-from consilium.federation.samples import site_data
+from consilium.core.errors import ConfigError
+from consilium.federation.job import assemble_job, build_task
+from consilium.runtime import benchmark as benches
+from consilium.runtime.benchmark import Bench, Way, bench, interval
 from tests.conftest import run, small_cells, small_text
 
 
@@ -94,7 +94,7 @@ def test_a_sites_other_devices_take_no_part(monkeypatch: pytest.MonkeyPatch, tmp
         seen.append(site)
         raise ConfigError("seen")
 
-    monkeypatch.setattr("consilium.federation.bench.bench", measured)
+    monkeypatch.setattr("consilium.runtime.benchmark.bench", measured)
     assert run(monkeypatch, "bench", job, "--data", tmp_path, "--device", "cpu") == 2
     assert [(site.device_count, site.main_device, site.base) for site in seen] == [(1, "cpu", "replicated")]
 

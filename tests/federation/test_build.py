@@ -9,8 +9,8 @@ from consilium.adapters import layers
 from consilium.adapters.names import is_base
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError
-from consilium.federation.build import Job, assemble_job, build_model, laid_out
+from consilium.core.errors import ConfigError
+from consilium.federation.job import Job, assemble_job, build_model, laid_out
 from tests.conftest import small_cells, small_config, small_text
 
 LORA = {"kind": "lora", "rank": 4, "alpha": 8}

@@ -12,14 +12,14 @@ import torch
 
 from consilium import __version__
 from consilium.config.job import JobConfig
-from consilium.errors import CheckpointError, ConfigError, ConsiliumError, Reason, RefusedError
-from consilium.federation.build import Job, assemble_job
-from consilium.federation.checks import check_next
-from consilium.federation.coordinator import Coordinator
-from consilium.federation.engine import _exchange
-from consilium.messages import HELD_OUT, Hello, Payload
+from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, Reason, RefusedError
+from consilium.core.messages import HELD_OUT, Hello, Payload
+from consilium.federation.job import Job, assemble_job
 from consilium.report.metrics_file import read_lines
 from consilium.report.run_record import read_run
+from consilium.runtime.engine import _exchange
+from consilium.server.checks import check_next
+from consilium.server.coordinator import Coordinator
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState
 from tests.conftest import small_config

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from consilium.config.job import JobConfig, load_job
-from consilium.federation.build import assemble_job
-from consilium.federation.cost import Cost, adapters, compare, whole_run
-from consilium.federation.trained import trained_set
-from consilium.strategies.unequal.layers import shapes
+from consilium.estimates.communication import Cost, adapters, compare, whole_run
+from consilium.federation.job import assemble_job
+from consilium.federation.trainable_checks import trained_set
+from consilium.strategies.heterogeneous_ranks.layers import shapes
 from tests.conftest import JOBS, small_cells, small_config
 
 

@@ -12,15 +12,15 @@ from pydantic import ValidationError
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError
-from consilium.federation.aggregate import penalized
-from consilium.federation.build import assemble_job
+from consilium.core.errors import ConfigError
+from consilium.core.messages import TRAIN_LOSS, TRAIN_PENALTY, Payload, SiteInfo
 from consilium.federation.diagnostics import deviation, draw, drift
-from consilium.federation.engine import simulate
-from consilium.messages import TRAIN_LOSS, TRAIN_PENALTY, Payload, SiteInfo
-from consilium.privacy.noise import linear_terms
-from consilium.privacy.noise import measured as measured_noise
+from consilium.federation.job import assemble_job
+from consilium.privacy.noise_diagnostics import linear_terms
+from consilium.privacy.noise_diagnostics import measured as measured_noise
 from consilium.report.figures import plot_curves
+from consilium.runtime.engine import simulate
+from consilium.server.aggregation import penalized
 from consilium.strategies.deer import DEeR
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.fedsa_lora import FedSALoRA

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from consilium.config.datasets import DatasetConfig
-from consilium.config.site import SiteConfig
-from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.federation import doctor
-from consilium.federation.doctor import (
+from consilium.client import machine_check
+from consilium.client.machine_check import (
     Finding,
     examine_checkpoints,
     examine_data,
@@ -20,6 +17,9 @@ from consilium.federation.doctor import (
     examine_disk,
     examine_versions,
 )
+from consilium.config.datasets import DatasetConfig
+from consilium.config.site import SiteConfig
+from consilium.data.synthetic.phantoms import make_phantoms
 
 
 def named(findings: Iterator[Finding], check: str) -> Finding:
@@ -32,7 +32,7 @@ def test_this_installation_is_well() -> None:
 
 
 def test_another_version_than_the_pinned_one_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "version", lambda name: "2.13.0+cpu" if name == "torch" else "1.0")
+    monkeypatch.setattr(machine_check, "version", lambda name: "2.13.0+cpu" if name == "torch" else "1.0")
     assert named(examine_versions(), "torch").ok
     assert named(examine_versions(), "nvflare").line() == "PROBLEM  nvflare: 1.0; pip install nvflare==2.9.0"
 

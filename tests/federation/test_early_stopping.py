@@ -20,15 +20,13 @@ from consilium.cli.results import print_results
 from consilium.cli.watch import place
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
-from consilium.errors import RefusedError
-from consilium.federation.build import Job
-from consilium.federation.coordinator import Coordinator
-from consilium.federation.early_stopping import Validations
-from consilium.federation.engine import simulate
-from consilium.messages import HELD_OUT, Hello, Kind, Observer, Payload
-from consilium.privacy.authorized import Task
+from consilium.core.errors import RefusedError
+from consilium.core.messages import HELD_OUT, Hello, Kind, Observer, Payload
+from consilium.core.storage import load_state
+from consilium.federation.job import Job
+from consilium.privacy.guard.task import Task
+from consilium.privacy.guard.task_schedule import check_place
 from consilium.privacy.masking import FILE, FOLDER, Masking
-from consilium.privacy.places import check_place
 from consilium.report.compare.comparability import grouped
 from consilium.report.compare.tables import cost_table
 from consilium.report.live_view import LiveView
@@ -36,7 +34,9 @@ from consilium.report.metrics_file import read_lines
 from consilium.report.page.run_page import run_page
 from consilium.report.progress import progress, when
 from consilium.report.run_record import read_finished, read_run
-from consilium.storage import load_state
+from consilium.runtime.engine import simulate
+from consilium.server.coordinator import Coordinator
+from consilium.server.early_stopping import Validations
 from consilium.strategies.strategy import Role
 from consilium.tasks.registry import TASKS
 from tests.conftest import assembled, small_config

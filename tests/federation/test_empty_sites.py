@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from consilium.client.build import build_site
 from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import ConsiliumError
-from consilium.federation.build import assemble_job, build_site
-from consilium.federation.engine import simulate
+from consilium.core.errors import ConsiliumError
+from consilium.federation.job import assemble_job
+from consilium.runtime.engine import simulate
 from tests.conftest import small_config, training_only
 from tests.data.storing import make_site
 

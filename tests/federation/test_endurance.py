@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from consilium.config.site import SiteConfig
-from consilium.federation.engine import simulate
+from consilium.runtime.engine import simulate
 from tests.conftest import assembled, small_config, training_only
 
 ROUNDS, WARM = 300, 100

@@ -8,8 +8,8 @@ import pytest
 
 import consilium.models
 from consilium.config.job import JobConfig
-from consilium.federation.build import assemble_job
-from consilium.federation.flops import Samples, Work, own_samples, run_flops, step_flops, work_of
+from consilium.estimates.flops import Samples, Work, own_samples, run_flops, step_flops, work_of
+from consilium.federation.job import assemble_job
 from tests.conftest import small_cells, small_config, small_text
 
 LM = json.loads((Path(consilium.models.__file__).parent / "weights/tiny_lm/config.json").read_text())

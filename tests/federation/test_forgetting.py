@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from consilium.federation.runs import OWNER, STATE
-from consilium.privacy.audit import FILE, Record, read
-from consilium.report.runlog import LOCK
-from consilium.storage import file_lock
+from consilium.core.storage import file_lock
+from consilium.federation.run_folders import OWNER, STATE
+from consilium.privacy.ledger.audit import FILE, Record, read
+from consilium.report.run_log import LOCK
 from tests.conftest import run
 
 JOB = "0c5d0bd4-7b0c-4f0e-8c1e-0123456789ab"

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from nvflare.apis.dxo import from_shareable
 
-from consilium.federation.build import Job
-from consilium.federation.coordinator import Coordinator
-from consilium.federation.engine import run_phase
-from consilium.flare import packing, wire
-from consilium.messages import SiteInfo
+from consilium.core.messages import SiteInfo
+from consilium.federation.job import Job
+from consilium.flare.job import tensor_packing, wire
+from consilium.runtime.engine import run_phase
+from consilium.server.coordinator import Coordinator
 from tests.federation.test_coordinator import coordinator, update
 from tests.flare.answering import Federation, context, trained
 
@@ -55,6 +55,6 @@ def test_flares_controller_holds_no_result_and_sends_all_sites_one_content(
     living = watched(federation.coordinator, monkeypatch)
     federation.play_round(fl_ctx)
     assert living == [0, 0, 0, 0]
-    sent = [from_shareable(task.data).data[packing.BUFFER] for name, task in federation.sent if task.name == wire.TRAIN]
+    sent = [from_shareable(task.data).data[tensor_packing.BUFFER] for name, task in federation.sent if task.name == wire.TRAIN]
     assert len(sent) == 4
     assert all(one is sent[0] for one in sent)

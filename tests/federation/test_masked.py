@@ -13,23 +13,24 @@ import pytest
 import torch
 
 from consilium import __version__
+from consilium.client.build import build_guard
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.secure_aggregation import SitePartnersConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError, ConsiliumError, RefusedError
-from consilium.federation.build import Job, build_guard
-from consilium.federation.coordinator import Coordinator
-from consilium.federation.cost import compare
-from consilium.federation.engine import Member, _ask, _welcome, run_phase, simulate
-from consilium.federation.masked import MaskedRounds, aggregate_for
-from consilium.messages import Hello, Kind, Payload
-from consilium.privacy.release import upload_shapes
-from consilium.privacy.secagg.attempt import MASKED
+from consilium.core.errors import ConfigError, ConsiliumError, RefusedError
+from consilium.core.messages import Hello, Kind, Payload
+from consilium.core.schema import validate
+from consilium.core.seeding import seed_for
+from consilium.core.storage import load_state
+from consilium.estimates.communication import compare
+from consilium.federation.job import Job
+from consilium.privacy.guard.release_checks import upload_shapes
+from consilium.privacy.secagg.server import MASKED
 from consilium.privacy.secagg.simulated import read_root, simulated_identities, simulated_identity
-from consilium.schema import validate
-from consilium.seeding import seed_for
-from consilium.storage import load_state
+from consilium.runtime.engine import Member, _ask, _welcome, run_phase, simulate
+from consilium.server.coordinator import Coordinator
+from consilium.server.masked_round import MaskedRounds, aggregate_for
 from consilium.strategies.registry import STRATEGIES
 from tests.conftest import assembled, small_config, training_only
 

@@ -17,12 +17,13 @@ from typing import NoReturn
 import psutil
 import pytest
 
+from consilium.client.build import build_site
+from consilium.client.ddp_rendezvous import gather, read_secret
 from consilium.config.job import JobConfig
 from consilium.config.site import NodesConfig, SiteConfig, load_site
-from consilium.errors import ConfigError, ConsiliumError
-from consilium.federation.build import assemble_job, build_site
-from consilium.federation.nodes import gather, read_secret
-from consilium.messages import SiteInfo
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.messages import SiteInfo
+from consilium.federation.job import assemble_job
 from tests.conftest import run, small_config
 from tests.federation.test_ranks import same, trained
 

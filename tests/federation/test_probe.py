@@ -9,15 +9,16 @@ import torch
 
 from consilium.adapters import dual_rank, layers
 from consilium.adapters.dual_rank import DualRankConfig
+from consilium.client import capacity_probe
+from consilium.client.build import build_site
 from consilium.config.capacity import CapacityConfig
 from consilium.config.job import ConfigError, JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation import probe
-from consilium.federation.build import assemble_job, build_site
+from consilium.federation.job import assemble_job
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm
-from consilium.models.stored import store
-from consilium.strategies.unequal.layers import shapes
+from consilium.models.low_precision import store
+from consilium.strategies.heterogeneous_ranks.layers import shapes
 from tests.conftest import small_text
 
 WANTED = DualRankConfig(kind="dual_rank", rank=16)
@@ -26,7 +27,7 @@ WANTED = DualRankConfig(kind="dual_rank", rank=16)
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time one step: what is said of memory needs none."""
-    monkeypatch.setattr(probe, "STEPS", 1)
+    monkeypatch.setattr(capacity_probe, "STEPS", 1)
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def model() -> torch.nn.Module:
 
 def measured(model: torch.nn.Module, **limits: float) -> dict[str, float]:
     ids = torch.arange(40).reshape(2, 20)
-    return probe.measured_ranks(CapacityConfig(**limits), model, WANTED.rank, lambda: model(ids, labels=ids).loss)
+    return capacity_probe.measured_ranks(CapacityConfig(**limits), model, WANTED.rank, lambda: model(ids, labels=ids).loss)
 
 
 def test_given_ranks_are_taken_as_they_are(model: torch.nn.Module) -> None:
@@ -99,7 +100,9 @@ def test_a_site_measures_in_the_jobs_precision(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(site.task, "loss", loss)
     monkeypatch.setattr(
-        probe, "measured_ranks", lambda limits, model, most, measured: {"memory": float(measured().detach()) * 0 + most}
+        capacity_probe,
+        "measured_ranks",
+        lambda limits, model, most, measured: {"memory": float(measured().detach()) * 0 + most},
     )
     assert site.hello("run").capacity["memory"] == 4
     assert seen == {True}

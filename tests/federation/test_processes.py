@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from consilium.errors import ConfigError, ConsiliumError, Reason
-from consilium.federation.processes import SPAWN, elsewhere
+from consilium.core.child_process import SPAWN, elsewhere
+from consilium.core.errors import ConfigError, ConsiliumError, Reason
 
 
 def divided(number: int, by: int) -> tuple[int, Path, int]:

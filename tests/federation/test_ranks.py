@@ -11,17 +11,18 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from consilium.client.build import build_site
+from consilium.client.client import Site
+from consilium.client.ddp import Share, found_by
+from consilium.client.ddp_checks import ranks_of
+from consilium.client.ddp_worker import store_of
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, load_site
+from consilium.core.errors import ConfigError, ConsiliumError, Reason
+from consilium.core.messages import Payload, SiteInfo
 from consilium.data.datalist import DataList, Item
-from consilium.errors import ConfigError, ConsiliumError, Reason
-from consilium.federation.build import Job, assemble_job, build_site
-from consilium.federation.multi_device import ranks_of
-from consilium.federation.rank import store_of
-from consilium.federation.ranks import Share, found_by
-from consilium.federation.sharding import kept_whole
-from consilium.federation.site import Site
-from consilium.messages import Payload, SiteInfo
+from consilium.federation.job import Job, assemble_job
+from consilium.training.sharding import kept_whole
 from tests.conftest import small_cells, small_config, small_text
 from tests.data.storing import make_site
 

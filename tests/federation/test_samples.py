@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from consilium.client.site_data import cut, site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.data.datalist import DataList, Item
-from consilium.federation.samples import cut, site_data
 from tests.conftest import small_cells
 
 

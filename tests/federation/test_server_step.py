@@ -13,13 +13,13 @@ import torch
 from consilium.adapters.names import MEAN
 from consilium.config.job import JobConfig
 from consilium.config.server import ServerConfig
-from consilium.errors import ConfigError
-from consilium.federation.aggregate import RoundAggregate
-from consilium.federation.build import assemble_job
-from consilium.federation.coordinator import Coordinator
-from consilium.federation.server_step import merged, robust_mean, step
-from consilium.messages import Hello, Payload, SiteInfo
-from consilium.schema import validate
+from consilium.core.errors import ConfigError
+from consilium.core.messages import Hello, Payload, SiteInfo
+from consilium.core.schema import validate
+from consilium.federation.job import assemble_job
+from consilium.server.aggregation import RoundAggregate
+from consilium.server.coordinator import Coordinator
+from consilium.server.server_optimizer import merged, robust_mean, step
 from consilium.strategies.deer import DEeR
 from consilium.strategies.dp_dylora import DPDyLoRA
 from consilium.strategies.fedit import FedIT

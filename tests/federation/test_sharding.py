@@ -9,15 +9,16 @@ import torch
 from torch import nn
 
 from consilium.adapters import layers
+from consilium.client import sharding
+from consilium.client.build import build_site
+from consilium.client.ddp_checks import ranks_of
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, load_site
+from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.data.datalist import DataList
-from consilium.errors import ConfigError, ConsiliumError
-from consilium.federation import sharding
-from consilium.federation.build import build_site, laid_out
-from consilium.federation.memory import memory_of
-from consilium.federation.multi_device import ranks_of
-from consilium.federation.sharding import backend, kept_whole, spared, stacks
+from consilium.estimates.memory import memory_of
+from consilium.federation.job import laid_out
+from consilium.training.sharding import backend, kept_whole, spared, stacks
 from tests.conftest import assembled, run, small_cells, small_config, small_text
 
 

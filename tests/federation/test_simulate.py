@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from consilium.config.site import SiteConfig
+from consilium.core.errors import ConsiliumError
+from consilium.core.storage import load_state
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.errors import ConsiliumError
-from consilium.federation.build import Job, assemble_job
-from consilium.federation.cost import compare, whole_run
-from consilium.federation.engine import simulate
+from consilium.estimates.communication import compare, whole_run
+from consilium.federation.job import Job, assemble_job
 from consilium.models.clip.network import build_clip
 from consilium.models.sam.network import build_sam
-from consilium.storage import load_state
+from consilium.runtime.engine import simulate
 from consilium.strategies.registry import STRATEGIES
 from tests.conftest import Snapshot, small_cells, small_config, training_only
 

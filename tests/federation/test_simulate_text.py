@@ -11,10 +11,10 @@ import torch
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import CheckpointError
-from consilium.federation.build import assemble_job
-from consilium.federation.engine import simulate
+from consilium.core.errors import CheckpointError
+from consilium.federation.job import assemble_job
 from consilium.models.causal_lm.network import build_causal_lm
+from consilium.runtime.engine import simulate
 from tests.conftest import small_text
 from tests.data.writing import write
 from tests.models.folders import config_of, save_folder

@@ -10,9 +10,9 @@ import torch
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation.build import Job, assemble_job
-from consilium.federation.engine import simulate
-from consilium.storage import load_state
+from consilium.core.storage import load_state
+from consilium.federation.job import Job, assemble_job
+from consilium.runtime.engine import simulate
 from tests.conftest import Snapshot, small_text
 
 TIERS = {"low": {"train": 1, "download": 4}, "medium": {"train": 2, "download": 6}, "high": {"train": 4, "download": 8}}

@@ -15,13 +15,14 @@ import torch
 from PIL import Image
 
 from consilium.adapters import layers
+from consilium.client.build import build_site
+from consilium.client.client import Site
 from consilium.config.site import SiteConfig
-from consilium.errors import CheckpointError, ConfigError, ConsiliumError, Reason, RefusedError
-from consilium.federation.build import Job, assemble_job, build_site
-from consilium.federation.site import Site
-from consilium.messages import HELD_OUT, Payload, SiteInfo
+from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, Reason, RefusedError
+from consilium.core.messages import HELD_OUT, Payload, SiteInfo
+from consilium.core.storage import load_state
+from consilium.federation.job import Job, assemble_job
 from consilium.report import predictions
-from consilium.storage import load_state
 from consilium.strategies.strategy import Role
 from tests.conftest import small_config, training_only
 
@@ -85,7 +86,7 @@ def test_on_a_full_disk_a_round_is_refused_for_that_and_done_with_room_again(sma
     site = make_site(job, tmp_path)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with (
-        patch("consilium.federation.site.save_state", side_effect=full),
+        patch("consilium.client.client.save_state", side_effect=full),
         pytest.raises(RefusedError, match=r"No space left on device.*make room") as refusal,
     ):
         site.train("run", payload(job))

@@ -9,11 +9,11 @@ import torch
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError
-from consilium.federation.build import Job, assemble_job
-from consilium.federation.engine import simulate
-from consilium.flare.context import federated_job
-from consilium.storage import load_state
+from consilium.core.errors import ConfigError
+from consilium.core.storage import load_state
+from consilium.federation.job import Job, assemble_job
+from consilium.flare.job.job_context import federated_job
+from consilium.runtime.engine import simulate
 from tests.conftest import Snapshot, small_config, small_text, training_only
 
 SITES = {"site-1": SiteConfig(), "site-2": SiteConfig()}

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from consilium.adapters import layers
+from consilium.client.site_data import site_data
+from consilium.client.speedups import remember
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, SiteConfig
 from consilium.data.store import folder
-from consilium.federation.build import build_model, build_task
-from consilium.federation.samples import site_data
-from consilium.federation.speedups import remember
+from consilium.federation.job import build_model, build_task
 from consilium.tasks.segmentation.task import SegmentationTask
 from consilium.training.loop import train
 from tests.conftest import small_config

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
+from consilium.core.seeding import seed_for
+from consilium.core.storage import load_state
 from consilium.data.datalist import read_datalist
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.federation.build import Job, assemble_job, build_model, build_task
-from consilium.federation.engine import simulate
+from consilium.federation.job import Job, assemble_job, build_model, build_task
 from consilium.models.unet.network import build_unet
-from consilium.seeding import seed_for
-from consilium.storage import load_state
+from consilium.runtime.engine import simulate
 from consilium.training.loop import stream
 from tests.conftest import small_config
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from consilium import __version__
-from consilium.errors import RefusedError
-from consilium.federation import doctor, versions
-from consilium.federation.versions import RULES, Verdict, check_versions, judge, warnings
-from consilium.messages import LIBRARIES, PROTOCOL, Hello
+from consilium.client import machine_check
+from consilium.core.errors import RefusedError
+from consilium.core.messages import LIBRARIES, PROTOCOL, Hello
+from consilium.federation import compatibility
+from consilium.federation.compatibility import RULES, Verdict, check_versions, judge, warnings
 
 PAGE = Path(__file__).parents[2] / "provisioning"
 HELLO = Hello("site-1", 24, False, __version__)
@@ -49,7 +50,7 @@ def test_every_package_that_a_site_tells_of_has_a_rule() -> None:
 def test_a_patch_release_at_the_server_or_at_a_site_stops_nobody(
     site: str, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "__version__", server)
+    monkeypatch.setattr(compatibility, "__version__", server)
     check_versions(replace(HELLO, version=site))
     with pytest.raises(RefusedError, match=r"consilium 0\.8\.0, the server has 0\.7"):
         check_versions(replace(HELLO, version="0.8.0"))
@@ -62,17 +63,17 @@ def test_the_protocol_is_compared_before_all_else() -> None:
 
 
 def test_a_library_that_differs_is_told_of_and_one_that_only_the_site_has_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "libraries", lambda: {"torch": "2.13.0", "nvflare": "2.9.0"})
+    monkeypatch.setattr(compatibility, "libraries", lambda: {"torch": "2.13.0", "nvflare": "2.9.0"})
     hello = replace(HELLO, libraries={"torch": "2.12.1", "nvflare": "2.9.0", "opacus": "1.0.0"})
     check_versions(hello)
     assert warnings(hello) == ["site-1: torch 2.12.1, the server has 2.13.0; its numbers may differ in the last bits"]
 
 
 def test_the_doctor_judges_what_is_installed_as_a_server_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "requires", lambda name: ["torch==2.13.0", "nvflare==2.9.0", "peft==0.21.2"])
+    monkeypatch.setattr(machine_check, "requires", lambda name: ["torch==2.13.0", "nvflare==2.9.0", "peft==0.21.2"])
     installed = {"torch": "2.13.4+cpu", "nvflare": "2.10.0", "peft": "0.20.0"}
-    monkeypatch.setattr(doctor, "version", lambda name: installed.get(name, "1.0"))
-    found = {one.check: one for one in doctor.examine_versions()}
+    monkeypatch.setattr(machine_check, "version", lambda name: installed.get(name, "1.0"))
+    found = {one.check: one for one in machine_check.examine_versions()}
     assert found["torch"].ok
     assert not found["torch"].advice
     assert found["nvflare"].remedy == "pip install nvflare==2.9.0"

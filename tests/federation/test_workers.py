@@ -12,12 +12,12 @@ import pytest
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError, ConsiliumError
-from consilium.federation import crew
-from consilium.federation.build import Job, assemble_job
-from consilium.federation.engine import simulate
-from consilium.federation.processes import Child
-from consilium.messages import Observer
+from consilium.core.child_process import Child
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.messages import Observer
+from consilium.federation.job import Job, assemble_job
+from consilium.runtime import worker_pool
+from consilium.runtime.engine import simulate
 from tests.conftest import JOBS, run, small_config
 
 SITES = [f"site-{number}" for number in range(1, 4)]
@@ -116,11 +116,11 @@ def test_flares_engine_has_processes_of_its_own(
 
 def test_sites_are_dealt_out_over_workers_and_gpus_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two GPUs, three workers, five sites, one of which wants its CPU."""
-    setups = list[crew.WorkerSetup]()
+    setups = list[worker_pool.WorkerSetup]()
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr(crew, "send", lambda pipe, setup: setups.append(setup))
+    monkeypatch.setattr(worker_pool, "send", lambda pipe, setup: setups.append(setup))
     monkeypatch.setattr(Child, "__init__", lambda self, work, threads: setattr(self, "pipe", None))
     wanted = {name: SiteConfig(device="cpu" if name == "e" else "auto") for name in "abcde"}
-    crew.Crew(assemble_job(small_config()), wanted, tmp_path, 3, lambda event: None)
+    worker_pool.Crew(assemble_job(small_config()), wanted, tmp_path, 3, lambda event: None)
     dealt = [{name: site.device for name, site in setup.sites.items()} for setup in setups]
     assert dealt == [{"a": "cuda:0", "d": "cuda:0"}, {"b": "cuda:1", "e": "cpu"}, {"c": "cuda:0"}]

@@ -11,11 +11,11 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
 from consilium import __version__
-from consilium.federation.build import assemble_job
-from consilium.federation.coordinator import Coordinator
-from consilium.flare import wire
-from consilium.flare.controller import RoundController
-from consilium.messages import Hello, Payload
+from consilium.core.messages import Hello, Payload
+from consilium.federation.job import assemble_job
+from consilium.flare.job import wire
+from consilium.flare.job.controller import RoundController
+from consilium.server.coordinator import Coordinator
 from tests.conftest import small_config
 
 Answer = Callable[[Shareable], Shareable | None]

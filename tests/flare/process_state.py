@@ -6,12 +6,12 @@ from unittest.mock import patch
 
 from nvflare.apis.fl_context import FLContext
 
-from consilium.federation.site import Site
-from consilium.flare import context, filters, sites, wire
-from consilium.privacy.guard import Guard
+from consilium.client.client import Site
+from consilium.flare.job import filters, job_context, site_registry, wire
+from consilium.privacy.guard.guard import Guard
 
 OF_FILTERS = (filters._guards, filters._sent, filters._refused)
-TABLES = (*OF_FILTERS, sites._sites, sites._read, wire._held, context._opened)
+TABLES = (*OF_FILTERS, site_registry._sites, site_registry._read, wire._held, job_context._opened)
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def emptied() -> Iterator[None]:
     with ExitStack() as stack:
         for table in TABLES:
             stack.enter_context(patch.dict(table, clear=True))
-        stack.enter_context(patch.object(sites, "_useless", set()))
+        stack.enter_context(patch.object(site_registry, "_useless", set()))
         yield
 
 
@@ -57,4 +57,4 @@ def guards() -> list[Guard]:
 
 def sites_here() -> list[Site]:
     """Return the sites of this process."""
-    return list(sites._sites.values())
+    return list(site_registry._sites.values())

@@ -15,11 +15,11 @@ from nvflare.fuel.utils import fobs
 
 from consilium.config.job import JobConfig
 from consilium.config.site import Given
-from consilium.flare import wire
-from consilium.flare.simulator import OUTPUT, Simulator, export_job, tell
+from consilium.core.storage import load_state
+from consilium.flare.job import wire
+from consilium.flare.job.simulator import OUTPUT, Simulator, export_job, tell
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import simulated_identities
-from consilium.storage import load_state
 from tests.flare import process_state
 from tests.flare.together import Together
 

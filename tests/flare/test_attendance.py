@@ -15,13 +15,13 @@ from nvflare.apis.event_type import EventType
 
 from consilium import __version__
 from consilium.cli.sites import told
-from consilium.errors import ConfigError
-from consilium.federation.runs import ATTENDANCE, STATE
-from consilium.flare import attendance
-from consilium.flare.attendance_report import own_facts
-from consilium.flare.kits import COMPONENTS, lacking, update
-from consilium.flare.provision import provision
-from consilium.messages import PROTOCOL
+from consilium.core.errors import ConfigError
+from consilium.core.messages import PROTOCOL
+from consilium.federation.run_folders import ATTENDANCE, STATE
+from consilium.flare.kit import heartbeat_server
+from consilium.flare.kit.heartbeat_client import own_facts
+from consilium.flare.kit.local_folder import COMPONENTS, lacking, update
+from consilium.flare.kit.provision import provision
 from tests.conftest import run
 
 NOW = 1_800_000_000.0
@@ -41,7 +41,7 @@ def facts(**changed: Any) -> dict[str, Any]:
 
 
 def test_what_an_honest_site_says_is_kept() -> None:
-    kept = attendance.checked_facts(facts(clock=NOW + 12.34), NOW)
+    kept = heartbeat_server.checked_facts(facts(clock=NOW + 12.34), NOW)
     assert kept["version"] == __version__
     assert kept["protocol"] == PROTOCOL
     assert kept["skew"] == 12.3
@@ -55,13 +55,13 @@ def test_what_an_honest_site_says_is_kept() -> None:
      {"clock": float("nan")}, {"clock": 10**400}, {"libraries": {"torch": "a b"}}, {"certificate_ends": float("inf")}],
 )  # fmt: skip
 def test_of_what_is_none_of_its_kind_nothing_is_kept(said: Any) -> None:
-    assert attendance.checked_facts(said, NOW) == {"last_seen": NOW}
+    assert heartbeat_server.checked_facts(said, NOW) == {"last_seen": NOW}
 
 
 def test_a_row_says_what_somebody_should_look_at() -> None:
-    one = attendance.checked_facts(facts(clock=NOW - 300, certificate_ends=NOW + 5 * 86400), NOW) | {"jobs": ["j1"]}
+    one = heartbeat_server.checked_facts(facts(clock=NOW - 300, certificate_ends=NOW + 5 * 86400), NOW) | {"jobs": ["j1"]}
     old = {"last_seen": NOW - 86400.0, "here": False, "jobs": []}
-    other = attendance.checked_facts(facts(protocol=PROTOCOL + 1), NOW - 100) | {"here": True, "jobs": []}
+    other = heartbeat_server.checked_facts(facts(protocol=PROTOCOL + 1), NOW - 100) | {"here": True, "jobs": []}
     found = {"server": own_facts(), "sites": {"a": one | {"here": True}, "b": old, "c": other}}
     first, second, third = told(found, NOW)
     assert (first["state"], first["clock_ahead_seconds"], first["certificate_days_left"]) == ("here", -300.0, 5)
@@ -72,7 +72,7 @@ def test_a_row_says_what_somebody_should_look_at() -> None:
     assert "0.2.0 or before" in second["notes"][0]
     assert third["state"] == "silent"
     assert third["notes"][0] == f"speaks protocol {PROTOCOL + 1}: jobs refuse it"
-    only_version = attendance.checked_facts({"version": __version__, "protocol": "x"}, NOW) | {"here": True, "jobs": []}
+    only_version = heartbeat_server.checked_facts({"version": __version__, "protocol": "x"}, NOW) | {"here": True, "jobs": []}
     (fourth,) = told({"server": own_facts(), "sites": {"d": only_version}}, NOW)
     assert fourth["notes"] == ["speaks protocol (none told): jobs refuse it"]
 
@@ -85,7 +85,7 @@ def test_at_the_server_a_table_of_80_columns_and_json(
     assert "no site has been seen by this server" in capsys.readouterr().err
     names = ["hospital-a", "hospital-with-a-very-long-name-of-its-own.example.org"]
     seen = {
-        n: attendance.checked_facts(facts(clock=time.time()), time.time()) | {"here": True, "jobs": ["0a1b2c3d-"]}
+        n: heartbeat_server.checked_facts(facts(clock=time.time()), time.time()) | {"here": True, "jobs": ["0a1b2c3d-"]}
         for n in names
     }
     (kit / STATE).mkdir()
@@ -104,7 +104,7 @@ def test_at_the_server_a_table_of_80_columns_and_json(
 def unwrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have FLARE's methods that the component wraps put back at the end."""
     for name in ("heartbeat", "check_status"):
-        for owner in (attendance.ClientManager, attendance.TrainingCommandModule):
+        for owner in (heartbeat_server.ClientManager, heartbeat_server.TrainingCommandModule):
             if hasattr(owner, name):
                 monkeypatch.setattr(owner, name, getattr(owner, name))
 
@@ -115,7 +115,7 @@ def beat(kit: Path) -> None:
     fl_ctx: Any = SimpleNamespace(
         get_prop=lambda key: SimpleNamespace(get_root_dir=lambda: str(kit)), get_engine=lambda: engine
     )
-    component = attendance.Attendance()
+    component = heartbeat_server.Attendance()
     for event in (EventType.SYSTEM_BOOTSTRAP, EventType.CLIENT_HEARTBEAT_PROCESSED):
         component.handle_event(event, fl_ctx)
 
@@ -143,10 +143,10 @@ def test_a_damaged_file_is_one_line(text: str, tmp_path: Path, monkeypatch: pyte
     (tmp_path / STATE).mkdir()
     (tmp_path / STATE / ATTENDANCE).write_text(text)
     with pytest.raises(ConfigError, match="the server writes it anew"):
-        attendance.read(tmp_path)
+        heartbeat_server.read(tmp_path)
     unwrapped(monkeypatch)
     beat(tmp_path)
-    assert attendance.read(tmp_path)["sites"] == {}
+    assert heartbeat_server.read(tmp_path)["sites"] == {}
 
 
 @pytest.mark.parametrize(("name", "role"), [("localhost", "server"), ("clinic", "site")])
@@ -163,5 +163,5 @@ def test_a_kit_of_an_earlier_version_gets_our_components_by_allow(name: str, rol
 
 
 def test_a_sites_own_process_does_not_load_torch() -> None:
-    code = "import sys, consilium.flare.attendance_report; sys.exit('torch' in sys.modules)"
+    code = "import sys, consilium.flare.kit.heartbeat_client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

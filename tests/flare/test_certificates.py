@@ -27,15 +27,15 @@ from nvflare.lighter.utils import sign_content
 from nvflare.private.fed.server.client_manager import ClientManager
 from nvflare.private.fed.utils.identity_utils import IdentityVerifier, InvalidAsserterCert
 
-from consilium.errors import ConfigError
-from consilium.flare import attendance_report, revocation
-from consilium.flare.certificates import NO_PROXIES, PROXIES, examine_own, examine_servers, warnings
-from consilium.flare.kits import certificate, update
-from consilium.flare.provision import provision
-from consilium.flare.renewal import OLD, renew, update_kit
-from consilium.flare.revocation import REFUSED, read, revoke
-from consilium.flare.revocation_check import RevocationCheck
-from consilium.flare.session import connect
+from consilium.core.errors import ConfigError
+from consilium.flare.admin.session import connect
+from consilium.flare.kit import heartbeat_client, revocation
+from consilium.flare.kit.certificates import NO_PROXIES, PROXIES, examine_own, examine_servers, warnings
+from consilium.flare.kit.local_folder import certificate, update
+from consilium.flare.kit.provision import provision
+from consilium.flare.kit.renewal import OLD, renew, update_kit
+from consilium.flare.kit.revocation import REFUSED, read, revoke
+from consilium.flare.kit.revocation_check import RevocationCheck
 from tests.deployment.network import Relay
 
 DAYS = 200
@@ -137,7 +137,7 @@ def test_a_server_whose_certificate_is_not_valid_by_this_clock_is_told_as_such(
     """Not as a firewall that opens TLS."""
     aged = ssl.SSLCertVerificationError("certificate verify failed: certificate is not yet valid")
     aged.verify_code = 9
-    monkeypatch.setattr("consilium.flare.certificates.server_certificate", Mock(side_effect=aged))
+    monkeypatch.setattr("consilium.flare.kit.certificates.server_certificate", Mock(side_effect=aged))
     found = examine_servers(kit)
     assert "its certificate is not valid now, 20" in found.found
     assert found.remedy.startswith("set the clock, or at the hub: `consilium renew")
@@ -148,25 +148,25 @@ def test_a_site_waits_for_its_certificates_time_and_says_so(
 ) -> None:
     """FLARE's client alone would wait for ever. After the end it waits too, for a renewed kit."""
     told: list[float] = []
-    monkeypatch.setattr(attendance_report, "configure_logging", lambda workspace: None)
+    monkeypatch.setattr(heartbeat_client, "configure_logging", lambda workspace: None)
 
     def later(seconds: float) -> None:
         told.append(seconds)
         set_clock(monkeypatch, begins - timedelta(seconds=90 - sum(told)), "attendance_report")
 
-    monkeypatch.setattr(attendance_report.time, "sleep", later)
+    monkeypatch.setattr(heartbeat_client.time, "sleep", later)
     begins, ends = opened(kit).not_valid_before_utc, opened(kit).not_valid_after_utc
     later(0)
-    attendance_report.await_certificate(kit)
+    heartbeat_client.await_certificate(kit)
     assert told == [0, 60, 60]
     assert caplog.text.count(f"the kit's certificate is valid from {begins:%Y-%m-%d %H:%M}") == 2
     set_clock(monkeypatch, ends + timedelta(seconds=1), "attendance_report")
-    attendance_report.await_certificate(kit)
+    heartbeat_client.await_certificate(kit)
     assert len(told) == 4
-    attendance_report.await_certificate(kit / "local")  # nothing to wait for
+    heartbeat_client.await_certificate(kit / "local")  # nothing to wait for
     monkeypatch.chdir(kit)
     monkeypatch.setattr(sys, "argv", ["/nvflare/private/fed/app/client/worker_process.py"])
-    attendance_report.AttendanceReport()  # of a job, at a site that is connected
+    heartbeat_client.AttendanceReport()  # of a job, at a site that is connected
     assert len(told) == 4
 
 

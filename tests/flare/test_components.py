@@ -15,17 +15,18 @@ from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.fuel.utils import fobs
 
+from consilium.client.build import build_guard
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError, Reason, RefusedError
-from consilium.federation.build import Job, assemble_job, build_guard
-from consilium.flare import context, wire
-from consilium.flare.aggregator import StrategyAggregator
-from consilium.flare.allow import allow_classes
-from consilium.flare.executor import Answer
-from consilium.flare.filters import GuardResultFilter, GuardTaskFilter, ResultCheckFilter
-from consilium.flare.recipe import export
-from consilium.messages import Hello, Payload, SiteInfo
-from consilium.privacy.guard import Guard
+from consilium.core.errors import ConfigError, Reason, RefusedError
+from consilium.core.messages import Hello, Payload, SiteInfo
+from consilium.federation.job import Job, assemble_job
+from consilium.flare.job import job_context, wire
+from consilium.flare.job.aggregator import StrategyAggregator
+from consilium.flare.job.executor import Answer
+from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter, ResultCheckFilter
+from consilium.flare.job.recipe import export
+from consilium.flare.kit.class_allow_list import allow_classes
+from consilium.privacy.guard.guard import Guard
 from consilium.strategies.strategy import Role
 from tests.conftest import JOBS, small_config
 from tests.flare import process_state
@@ -63,7 +64,7 @@ def guard(job: Job, tmp_path: Path) -> Iterator[Guard]:
 def passed(filter_class: type, job: Job, shareable: Shareable, task: str = wire.TRAIN) -> Shareable:
     checker, context = filter_class(), FLContext()
     context.set_prop(FLContextKey.TASK_NAME, task, private=True, sticky=False)
-    with patch("consilium.flare.context.load", return_value=job):
+    with patch("consilium.flare.job.job_context.load", return_value=job):
         return checker.process(shareable, context)
 
 
@@ -138,7 +139,7 @@ def test_a_kept_answer_has_the_time_to_upload_that_the_job_gives(job: Job, guard
     fl_ctx.set_prop(FLContextKey.TASK_NAME, wire.TRAIN, private=True, sticky=False)
     process_state.forget_guards()
     known = {"approved": (job, SiteConfig()), "site_folder": guard.folder, "site_root": guard.records, "observer": print}
-    with patch.multiple(context, **{name: Mock(return_value=value) for name, value in known.items()}):
+    with patch.multiple(job_context, **{name: Mock(return_value=value) for name, value in known.items()}):
         GuardTaskFilter().process(wire.encode(broadcast(job), "r", update=False), fl_ctx)
     assert runner.submit_task_result_timeout == 300.0  # UPLOAD: a twelfth of the round is less
 
@@ -178,7 +179,7 @@ def test_what_is_no_answer_passes_neither_side(kind: type, job: Job, guard: Guar
 
 
 def test_a_check_that_breaks_sends_nothing(job: Job, guard: Guard) -> None:
-    with patch("consilium.privacy.guard.check_upload", side_effect=ZeroDivisionError):
+    with patch("consilium.privacy.guard.guard.check_upload", side_effect=ZeroDivisionError):
         answer = passed(GuardResultFilter, job, answered(job, update(job)))
     assert wire.reason_of(answer) is Reason.ERROR
     assert "DXO" not in answer
@@ -261,7 +262,7 @@ def test_what_a_server_publishes_has_no_state_and_no_picture_of_patients(tmp_pat
     for name in ("server/state", "tb_events/server/events", ".run.lock", "audit.lock", ".predictions.png.7"):
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text("x")
-    context.publish(fl_ctx, tmp_path / "run")
+    job_context.publish(fl_ctx, tmp_path / "run")
     out = tmp_path / "job/consilium"
     left = sorted(p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file())
     assert left == ["collaboration.png", "results.json", "tb_events/server/events"]

@@ -13,9 +13,9 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
 from consilium import __version__
-from consilium.errors import ConsiliumError, Reason
-from consilium.flare import wire
-from consilium.messages import Hello, Payload
+from consilium.core.errors import ConsiliumError, Reason
+from consilium.core.messages import Hello, Payload
+from consilium.flare.job import wire
 from tests.flare.answering import Federation, context, trained
 
 

@@ -11,20 +11,21 @@ import torch
 import yaml
 
 from consilium import __version__
+from consilium.client.build import build_guard
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import Given, SiteConfig, find_site
+from consilium.core.errors import ConfigError, Reason, RefusedError
+from consilium.core.messages import Hello, Kind, Payload, Stage
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.errors import ConfigError, Reason, RefusedError
-from consilium.federation.build import assemble_job, build_guard
-from consilium.federation.checkpoint import Saved
-from consilium.federation.checks import check_lent
-from consilium.federation.coordinator import Coordinator
-from consilium.federation.cross_site import CrossSites
-from consilium.federation.engine import simulate
-from consilium.federation.runs import known_run, run_folder
-from consilium.messages import Hello, Kind, Payload, Stage
-from consilium.privacy import lending
+from consilium.federation.job import assemble_job
+from consilium.federation.run_folders import known_run, run_folder
+from consilium.privacy.guard import model_sharing
+from consilium.runtime.engine import simulate
+from consilium.server.checkpoint import Saved
+from consilium.server.checks import check_lent
+from consilium.server.coordinator import Coordinator
+from consilium.server.cross_site import CrossSites
 from consilium.use.evaluate import cross_sites
 from tests.conftest import small_config
 from tests.flare.running import Runner, edited, listen, state_of
@@ -256,7 +257,7 @@ def test_no_model_leaves_a_job_with_masks_and_no_second_is_scored_whatever_the_r
     masked = JobConfig.model_validate(raw | {"cross_site": {"run": "first"}})
     asks = masked.model_copy(update={"cross_site": masked.cross_site.model_copy(update={"personalized": True})})  # type: ignore[union-attr]
     with pytest.raises(RefusedError, match="privacy or masks"):
-        lending.check_lends("a", asks, shares=True, protects=False)
+        model_sharing.check_lends("a", asks, shares=True, protects=False)
     job = assemble_job(masked.model_copy(update={"secure_aggregation": None}))
     guard = build_guard(job, "a", SiteConfig(), tmp_path, tmp_path, lambda event: None, simulated=True)
     rounds = job.config.training.rounds

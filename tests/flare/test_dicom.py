@@ -7,8 +7,8 @@ import pytest
 
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import Given, find_site
-from consilium.federation.build import assemble_job
-from consilium.federation.engine import simulate
+from consilium.federation.job import assemble_job
+from consilium.runtime.engine import simulate
 from tests.data.marked import holding, hospitals
 from tests.flare.running import MOSTLY_HERE, ROOT, Runner, state_of
 

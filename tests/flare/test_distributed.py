@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 from consilium.cli.main import app
 from consilium.config.job import JobConfig
 from consilium.config.site import load_site
-from consilium.federation.build import assemble_job
-from consilium.federation.engine import simulate
-from consilium.privacy.ledger import Ledger
+from consilium.federation.job import assemble_job
+from consilium.privacy.ledger.ledger import Ledger
+from consilium.runtime.engine import simulate
 from tests.conftest import small_cells, training_only
 from tests.flare.running import MOSTLY_HERE, SITES, Runner, state_of
 

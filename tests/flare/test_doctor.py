@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from consilium.flare import certificates
-from consilium.flare.doctor import examine
-from consilium.flare.kits import update
-from consilium.flare.provision import provision
-from consilium.privacy.audit import Record
+from consilium.flare.kit import certificates
+from consilium.flare.kit.doctor import examine
+from consilium.flare.kit.local_folder import update
+from consilium.flare.kit.provision import provision
+from consilium.privacy.ledger.audit import Record
 from tests.deployment.federation import free_port
 from tests.privacy.test_ledger import RECORD, old_ledger
 
@@ -111,11 +111,11 @@ def test_a_stranger_in_the_servers_place_is_a_problem(kit: Path, made: Path, tmp
     ("weaken", "check", "says"),
     [
         (listing("consilium."), "allow-list", "'consilium.' is a prefix: a job can call any name under it"),
-        (listing("consilium.flare.provision"), "allow-list", "'consilium.flare.provision' is a prefix"),
+        (listing("consilium.flare.kit.provision"), "allow-list", "'consilium.flare.kit.provision' is a prefix"),
         (
             listing("consilium.flare."),
             "allow-list",
-            "a site needs consilium.flare.executor.SiteExecutor, ",
+            "a site needs consilium.flare.job.executor.SiteExecutor, ",
         ),
         (listing("nvflare.app_common.workflows"), "allow-list", "name single classes"),
         (listing("*"), "allow-list", "'*' is a prefix"),
@@ -124,7 +124,7 @@ def test_a_stranger_in_the_servers_place_is_a_problem(kit: Path, made: Path, tmp
             "allow-list",
             "app' is none that a site needs; run `consilium allow KIT`",
         ),
-        (listing("consilium.flare.controller.RoundController"), "allow-list", "RoundController' is none that a site needs"),
+        (listing("consilium.flare.job.controller.RoundController"), "allow-list", "RoundController' is none that a site needs"),
         (change("resources.json", lambda r: r["class_allow_list"].pop(0)), "allow-list", "SiteExecutor' is missing"),
         (change("resources.json", lambda r: r.update(class_allow_list="consilium.")), "allow-list", "is no list of names"),
         (change("resources.json", lambda r: r.pop("class_allow_list")), "allow-list", "is missing"),
@@ -211,7 +211,7 @@ def test_the_servers_kit_is_looked_at_too(made: Path, tmp_path: Path) -> None:
     checks = {f.check for f in examine(kit)}
     assert {"allow-list", "rights", "signature", "start script", "settings", "clock"} <= checks
     assert not {"privacy scope", "site.yaml", "data list", "server"} & checks
-    listing("consilium.flare.executor.SiteExecutor")(kit)
+    listing("consilium.flare.job.executor.SiteExecutor")(kit)
     assert "is none that a server needs" in problems(kit)["allow-list"]
 
 

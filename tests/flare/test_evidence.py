@@ -21,13 +21,13 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from nvflare.lighter.utils import load_crt, load_private_key_file, sign_content
 
 from consilium.config.privacy import BudgetConfig
-from consilium.errors import ConfigError, ConsiliumError
-from consilium.federation.runs import STATE
-from consilium.flare.evidence import ACCEPTED, LEDGER, MANIFEST, SIGNATURE, chains, fingerprints, verify
-from consilium.flare.provision import provision
-from consilium.privacy.audit import FILE, Record
-from consilium.privacy.composition import DISCRETE
-from consilium.privacy.ledger import Entry, Ledger
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.federation.run_folders import STATE
+from consilium.flare.admin.evidence import ACCEPTED, LEDGER, MANIFEST, SIGNATURE, chains, fingerprints, verify
+from consilium.flare.kit.provision import provision
+from consilium.privacy.accounting.composition import DISCRETE
+from consilium.privacy.ledger.audit import FILE, Record
+from consilium.privacy.ledger.ledger import Entry, Ledger
 from tests.conftest import run
 from tests.privacy.test_ledger import old_ledger
 

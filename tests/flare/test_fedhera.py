@@ -7,10 +7,10 @@ import torch
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation.build import assemble_job
-from consilium.federation.engine import simulate
-from consilium.messages import SiteInfo
-from consilium.strategies.unequal.layers import shapes
+from consilium.core.messages import SiteInfo
+from consilium.federation.job import assemble_job
+from consilium.runtime.engine import simulate
+from consilium.strategies.heterogeneous_ranks.layers import shapes
 from tests.conftest import small_text
 from tests.flare.running import MOSTLY_HERE, SITES, Runner, edited, listen, state_of, tensor_names
 

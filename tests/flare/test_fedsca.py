@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 
 from consilium.config.site import SiteConfig
-from consilium.federation.build import assemble_job
-from consilium.federation.engine import simulate
-from consilium.messages import SiteInfo
+from consilium.core.messages import SiteInfo
+from consilium.federation.job import assemble_job
+from consilium.runtime.engine import simulate
 from consilium.strategies.fedsca import MATRIX
 from consilium.strategies.strategy import Role
 from tests.conftest import small_config, training_only

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from nvflare.private.fed.client.fed_client_base import FederatedClientBase
 
-from consilium.flare.attendance_report import AttendanceReport
+from consilium.flare.kit.heartbeat_client import AttendanceReport
 
 
 def test_a_clock_that_is_set_forward_at_the_start_stops_no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import FLContextKey, RunProcessKey
 from nvflare.apis.fl_context import FLContext
 
-from consilium.flare import context, late_sites
-from consilium.flare.late_sites import AGAIN, SILENT, Arrivals, LateSites
+from consilium.flare.job import job_context, late_join
+from consilium.flare.job.late_join import AGAIN, SILENT, Arrivals, LateSites
 
 
 def client(name: str, token: str) -> Client:
@@ -79,7 +79,7 @@ def job(deployment: dict[str, list[str]], id: str = "j") -> Any:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds of the monotonic clock."""
     now = [1000.0]
-    monkeypatch.setattr(late_sites.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(late_join.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -131,7 +131,7 @@ def test_a_clock_that_is_set_forward_makes_no_site_silent(monkeypatch: pytest.Mo
 
 
 def test_a_jobs_process_asks_in_who_came_and_survives_a_look_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late_sites, "EVERY", 0.01)
+    monkeypatch.setattr(late_join, "EVERY", 0.01)
     first, again, new = client("site-1", "t1"), client("site-2", "t2b"), client("site-3", "t3")
     answers = iter([ConnectionError("away"), None, {"t1": first}, {"t1": first, "t2b": again, "t3": new}])
     manager = SimpleNamespace(clients={"t1": first, "t2": client("site-2", "t2")})
@@ -162,5 +162,5 @@ def test_an_upload_may_take_a_twelfth_of_the_rounds_time(round_timeout: float, u
     fl_ctx, runner = FLContext(), SimpleNamespace(submit_task_result_timeout=None)
     fl_ctx.set_prop(FLContextKey.RUNNER, runner, private=True)
     config = SimpleNamespace(federation=SimpleNamespace(round_timeout=round_timeout))
-    context.allow_upload(fl_ctx, SimpleNamespace(config=config))
+    job_context.allow_upload(fl_ctx, SimpleNamespace(config=config))
     assert runner.submit_task_result_timeout == upload

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from consilium.errors import ConfigError
-from consilium.federation.runs import STATE
-from consilium.flare.metrics import HELP, collect
-from consilium.flare.provision import provision
-from consilium.privacy.audit import FILE, Record
+from consilium.core.errors import ConfigError
+from consilium.federation.run_folders import STATE
+from consilium.flare.admin.metrics import HELP, collect
+from consilium.flare.kit.provision import provision
+from consilium.privacy.ledger.audit import FILE, Record
 from consilium.report.exposition import Sample, exposition
 from tests.conftest import run
 
@@ -80,7 +80,7 @@ def test_a_servers_numbers_are_those_of_its_files(server: Path) -> None:
 
 def test_a_run_in_which_nothing_happens_any_more_is_left_out(server: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time() + 31 * 86400
-    monkeypatch.setattr("consilium.flare.metrics.time.time", lambda: now)
+    monkeypatch.setattr("consilium.flare.admin.metrics.time.time", lambda: now)
     assert not [name for name in numbers(server) if "fundus-1" in name]
 
 

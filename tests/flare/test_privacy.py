@@ -9,10 +9,10 @@ import torch
 
 from consilium.config.job import JobConfig
 from consilium.config.site import load_site
-from consilium.errors import Reason
-from consilium.federation.build import assemble_job
-from consilium.federation.engine import simulate
-from consilium.privacy.ledger import Ledger
+from consilium.core.errors import Reason
+from consilium.federation.job import assemble_job
+from consilium.privacy.ledger.ledger import Ledger
+from consilium.runtime.engine import simulate
 from tests.conftest import small_config, training_only
 from tests.flare.running import HERE, SITES, Runner, add_filter, edited, state_of
 

@@ -14,11 +14,11 @@ from nvflare.lighter.utils import verify_folder_signature
 
 from consilium.config.deployment import load_deployment
 from consilium.config.site import load_site
-from consilium.errors import ConfigError, ConsiliumError
-from consilium.flare.allow import CLASSES
-from consilium.flare.hardening import is_pinned, leave_callers_folder, leaves_callers_folder
-from consilium.flare.kits import apply_local, kit_name
-from consilium.flare.provision import project_of, provision
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.flare.kit.class_allow_list import CLASSES
+from consilium.flare.kit.kit_hardening import is_pinned, leave_callers_folder, leaves_callers_folder
+from consilium.flare.kit.local_folder import apply_local, kit_name
+from consilium.flare.kit.provision import project_of, provision
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "provisioning" / "sites.yml"
@@ -47,8 +47,8 @@ def test_a_site_forces_the_guard_and_lets_nobody_bring_code(kits: Path, name: st
     privacy, resources = local(kits / name, "privacy.json"), local(kits / name, "resources.json")
     (scope,) = privacy["scopes"]
     assert privacy["default_scope"] == scope["name"]
-    assert [f["path"] for f in scope["task_data_filters"]] == ["consilium.flare.filters.GuardTaskFilter"]
-    assert [f["path"] for f in scope["task_result_filters"]] == ["consilium.flare.filters.GuardResultFilter"]
+    assert [f["path"] for f in scope["task_data_filters"]] == ["consilium.flare.job.filters.GuardTaskFilter"]
+    assert [f["path"] for f in scope["task_result_filters"]] == ["consilium.flare.job.filters.GuardResultFilter"]
     assert resources["class_allow_list"] == list(CLASSES["site"])
     assert resources["class_list_enforcement_mode"] == "enforce"
     assert resources["allow_log_streaming"] is False

@@ -18,20 +18,22 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
+from consilium.client.build import build_site
+from consilium.client.ddp_failures import failure, why
 from consilium.config.server import ServerConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import CheckpointError, ConfigError, DataError, Reason, RefusedError
-from consilium.federation.build import Job, assemble_job, build_site
-from consilium.federation.failures import failure, why
-from consilium.flare import certificates, context, packing, revocation, wire
-from consilium.flare.aggregator import StrategyAggregator
-from consilium.flare.controller import RoundController
-from consilium.flare.evidence import chains, copy_ledger
-from consilium.flare.executor import SiteExecutor
-from consilium.flare.private_log import keep_apart, log_failure
-from consilium.flare.session import Admin
-from consilium.messages import SiteInfo, Tensors
-from consilium.privacy.audit import FILE
+from consilium.core.errors import CheckpointError, ConfigError, DataError, Reason, RefusedError
+from consilium.core.messages import SiteInfo, Tensors
+from consilium.federation.job import Job, assemble_job
+from consilium.flare.admin.evidence import chains, copy_ledger
+from consilium.flare.admin.session import Admin
+from consilium.flare.job import job_context, tensor_packing, wire
+from consilium.flare.job.aggregator import StrategyAggregator
+from consilium.flare.job.controller import RoundController
+from consilium.flare.job.executor import SiteExecutor
+from consilium.flare.job.private_log import keep_apart, log_failure
+from consilium.flare.kit import certificates, revocation
+from consilium.privacy.ledger.audit import FILE
 from consilium.report.private_logging import OF_DATA
 from consilium.strategies.strategy import Role
 from tests.conftest import small_config
@@ -93,9 +95,9 @@ def test_a_server_optimizer_has_no_place_in_flares_own_workflows(job: Job) -> No
 
 def test_a_job_whose_aggregator_is_another_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
     controller, fl_ctx, said = RoundController(), FLContext(), list[str]()
-    monkeypatch.setattr("consilium.flare.context.load", lambda fl_ctx: job)
-    monkeypatch.setattr("consilium.flare.context.revocations", lambda fl_ctx: set)
-    monkeypatch.setattr("consilium.flare.context.publish_reason", lambda fl_ctx, reason: said.append(reason))
+    monkeypatch.setattr("consilium.flare.job.job_context.load", lambda fl_ctx: job)
+    monkeypatch.setattr("consilium.flare.job.job_context.revocations", lambda fl_ctx: set)
+    monkeypatch.setattr("consilium.flare.job.job_context.publish_reason", lambda fl_ctx, reason: said.append(reason))
     monkeypatch.setattr(controller, "system_panic", lambda reason, fl_ctx: said.append(reason))
     fl_ctx.get_engine = lambda: SimpleNamespace(get_component=lambda name: None)
     controller.start_controller(fl_ctx)
@@ -139,8 +141,8 @@ def test_flares_logs_name_no_file_of_the_data_and_a_private_file_does(
     for logger in map(logging.getLogger, OF_DATA):
         monkeypatch.setattr(logger, "handlers", [])
         monkeypatch.setattr(logger, "propagate", True)
-    monkeypatch.setattr(context, "state_folder", lambda fl_ctx: tmp_path / "state")
-    monkeypatch.setattr(context, "leave_to_quorum", lambda fl_ctx: None)
+    monkeypatch.setattr(job_context, "state_folder", lambda fl_ctx: tmp_path / "state")
+    monkeypatch.setattr(job_context, "leave_to_quorum", lambda fl_ctx: None)
     monkeypatch.setattr(wire, "take", take)
     executor.handle_event(EventType.START_RUN, fl_ctx)
     executor.execute(wire.TRAIN, Shareable(), fl_ctx, Signal())
@@ -166,10 +168,10 @@ def test_a_picture_that_cannot_be_drawn_is_named_in_the_private_file_only(
         monkeypatch.setattr(logger, "propagate", True)
     fl_ctx = FLContext()
     fl_ctx.set_prop(ReservedKey.RUN_NUM, "job-1")
-    monkeypatch.setattr(context, "state_folder", lambda fl_ctx: tmp_path / "state")
+    monkeypatch.setattr(job_context, "state_folder", lambda fl_ctx: tmp_path / "state")
     keep_apart(fl_ctx)
     caplog.set_level(logging.INFO)
-    job, observer = assemble_job(small_config("fedit")), context.observer(SiteExecutor(), fl_ctx, "site-1")
+    job, observer = assemble_job(small_config("fedit")), job_context.observer(SiteExecutor(), fl_ctx, "site-1")
     site = build_site(job, "site-1", SiteConfig(datalist=listed), tmp_path / "one", observer)
     break_pixels(tmp_path / "list" / "Muster_Erika_test_0.png")
     with pytest.raises(DataError, match="Muster_Erika_test_0"):  # which log_failure keeps apart
@@ -186,7 +188,7 @@ def test_what_a_device_says_is_public_where_the_site_would_say_it(
     """Another process of a site with several: an error of the system went public, with the path it names."""
     fl_ctx, who = FLContext(), "rank 1 on cuda:1: "
     fl_ctx.set_prop(ReservedKey.RUN_NUM, "job-1")
-    monkeypatch.setattr(context, "state_folder", lambda fl_ctx: tmp_path / "state")
+    monkeypatch.setattr(job_context, "state_folder", lambda fl_ctx: tmp_path / "state")
     said: list[tuple[Exception, str]] = [
         (PermissionError(13, "denied", "/ward/Jane Doe/1.png"), "PermissionError; the text is in "),
         (DataError("/ward/Jane Doe/1.png: is cut off"), "the data cannot be used; the text is in "),
@@ -206,7 +208,7 @@ def test_a_text_that_could_not_be_written_is_not_said_to_be_there(
 ) -> None:
     fl_ctx, kept = FLContext(), tmp_path / "errors/job-1.log"
     fl_ctx.set_prop(ReservedKey.RUN_NUM, "job-1")
-    monkeypatch.setattr(context, "state_folder", lambda fl_ctx: tmp_path)
+    monkeypatch.setattr(job_context, "state_folder", lambda fl_ctx: tmp_path)
     kept.mkdir(parents=True)
     log_failure(SiteExecutor(), fl_ctx, DataError("/ward/Jane/\udcff.png: is cut off"))
     assert "the text could not be kept" in caplog.text
@@ -225,10 +227,10 @@ def test_a_question_of_secure_aggregation_is_nothing_else_too(other: str) -> Non
 
 
 def test_a_header_that_is_not_packed_as_ours_is_refused() -> None:
-    sent, rest = packing.pack({"x": torch.ones(3)}, {"phase": 0})
+    sent, rest = tensor_packing.pack({"x": torch.ones(3)}, {"phase": 0})
     for broken in (b"", b"none", rest[:-1], rest + b"x", rest[:4] + b"\xff" + rest[5:]):
         with pytest.raises(ValueError, match=r"."):
-            packing.unpack(dict(sent), broken)
+            tensor_packing.unpack(dict(sent), broken)
 
 
 # Kits, evidence and sessions

@@ -14,10 +14,10 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from nvflare.lighter.utils import Identity, generate_cert, serialize_cert, verify_folder_signature
 
-from consilium.errors import ConfigError
-from consilium.flare.provision import provision
-from consilium.flare.renewal import renew, update_kit
-from consilium.flare.roots import FORMER, follow
+from consilium.core.errors import ConfigError
+from consilium.flare.kit.provision import provision
+from consilium.flare.kit.renewal import renew, update_kit
+from consilium.flare.kit.root_keys import FORMER, follow
 from tests.conftest import run
 from tests.flare.test_certificates import deployment
 

@@ -7,8 +7,8 @@ import torch
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation.build import assemble_job
-from consilium.federation.engine import simulate
+from consilium.federation.job import assemble_job
+from consilium.runtime.engine import simulate
 from tests.conftest import small_config, training_only
 from tests.flare.running import MOSTLY_HERE, SITES, Runner, edited, state_of
 

@@ -10,8 +10,8 @@ from nvflare.apis.fl_exception import FLCommunicationError
 from nvflare.fuel.flare_api.api_spec import JobNotDone, NoConnection
 
 from consilium.cli.watch import exit_code
-from consilium.errors import ConfigError, ConsiliumError
-from consilium.flare.session import Admin, connect, reason_left
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.flare.admin.session import Admin, connect, reason_left
 
 REFUSED = """2026-11-21 16:43:10,902 - JsonScanner - ERROR - Traceback (most recent call last):
   File "json_scanner.py", line 99, in _do_scan
@@ -119,10 +119,10 @@ def registration_refused() -> Exception:
 def test_who_cannot_log_in_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a refused certificate what the server said, else what is wrong on the way."""
     kit = tmp_path / "kit"
-    monkeypatch.setattr("consilium.flare.session.why_no_connection", lambda kit: "hub:8002: connection refused; start it")
+    monkeypatch.setattr("consilium.flare.admin.session.why_no_connection", lambda kit: "hub:8002: connection refused; start it")
     (kit / "startup").mkdir(parents=True)
     (kit / "startup/fed_admin.json").write_text('{"admin": {"username": "a"}}')
-    monkeypatch.setattr("consilium.flare.session.check_time", lambda kit: None)
+    monkeypatch.setattr("consilium.flare.admin.session.check_time", lambda kit: None)
     for error, says in (
         (registration_refused(), r"refuses this kit \(its credential was revoked\); ask the hub"),
         (
@@ -131,7 +131,7 @@ def test_who_cannot_log_in_is_told_why(tmp_path: Path, monkeypatch: pytest.Monke
         ),
         (TypeError("'None' is not an instance of 'bytes'"), "the server is only just starting; try again in a minute"),
     ):
-        monkeypatch.setattr("consilium.flare.session.new_secure_session", Mock(side_effect=error))
+        monkeypatch.setattr("consilium.flare.admin.session.new_secure_session", Mock(side_effect=error))
         with pytest.raises(ConsiliumError, match=says), connect(kit):
             pass
 

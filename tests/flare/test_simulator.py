@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from consilium.config.site import SiteConfig
+from consilium.core.errors import Reason
+from consilium.core.messages import Tensors
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.errors import Reason
-from consilium.federation.build import Job, assemble_job
-from consilium.federation.engine import simulate
-from consilium.messages import Tensors
+from consilium.federation.job import Job, assemble_job
+from consilium.runtime.engine import simulate
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState
 from tests.conftest import small_config, training_only
@@ -147,7 +147,7 @@ def test_flares_own_fedavg_uses_the_aggregator(flare: Runner, tmp_path: Path) ->
     config = training_only(small_config("fedit", local_steps=1))
 
     def use_fedavg(server: dict[str, Any]) -> None:
-        aggregator = {"path": "consilium.flare.aggregator.StrategyAggregator", "args": {}}
+        aggregator = {"path": "consilium.flare.job.aggregator.StrategyAggregator", "args": {}}
         fedavg = {"num_clients": 3, "num_rounds": 2, "persistor_id": "", "aggregator": aggregator}
         server["workflows"] = [{"id": "c", "path": "tests.flare.components.InitialFedAvg", "args": fedavg}]
 

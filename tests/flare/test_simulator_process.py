@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from nvflare.private.fed.app.simulator import simulator_runner
 
-from consilium.errors import ConfigError, ConsiliumError
-from consilium.flare import simulator, simulator_process
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.flare.job import simulator, simulator_process
 
 ROOT = Path(__file__).parents[2]
 JOB = "name: x"
@@ -35,7 +35,7 @@ def instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         script.write_text(code)
         python.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
         python.chmod(0o700)
-        monkeypatch.setattr("consilium.flare.simulator.sys.executable", str(python))
+        monkeypatch.setattr("consilium.flare.job.simulator.sys.executable", str(python))
 
     return do
 

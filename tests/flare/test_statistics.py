@@ -8,10 +8,10 @@ import yaml
 
 from consilium.config.job import JobConfig
 from consilium.config.site import Given, find_site
+from consilium.core.errors import Reason, RefusedError
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.errors import Reason, RefusedError
-from consilium.federation.build import assemble_job
-from consilium.federation.engine import simulate
+from consilium.federation.job import assemble_job
+from consilium.runtime.engine import simulate
 from tests.conftest import small_config
 from tests.flare.running import LONG, SLOW, Runner, edited, listen
 

@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from consilium.config.job import load_job
-from consilium.errors import ConfigError, ConsiliumError
-from consilium.flare.recipe import export
-from consilium.flare.session import connect
-from consilium.flare.submission import prepare, prepare_again, submitting
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.flare.admin.session import connect
+from consilium.flare.admin.submission import prepare, prepare_again, submitting
+from consilium.flare.job.recipe import export
 from tests.conftest import JOBS
 
 

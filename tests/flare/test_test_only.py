@@ -8,13 +8,14 @@ import pytest
 import torch
 import yaml
 
+from consilium.client.build import build_guard, build_site
 from consilium.config.job import JobConfig
 from consilium.config.site import Given, SiteConfig, find_site
+from consilium.core.errors import ConfigError, ConsiliumError, RefusedError
+from consilium.core.messages import Kind, Payload
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.errors import ConfigError, ConsiliumError, RefusedError
-from consilium.federation.build import assemble_job, build_guard, build_site
-from consilium.federation.engine import simulate
-from consilium.messages import Kind, Payload
+from consilium.federation.job import assemble_job
+from consilium.runtime.engine import simulate
 from tests.conftest import small_config
 from tests.flare.running import LONG, SLOW, Runner, state_of, untouched
 

@@ -18,7 +18,7 @@ def test_every_exchange_is_followed_by_a_look_and_the_first_set_aside_what_is_lo
         collector.get_freeze_count = lambda: 9
 
     collector = SimpleNamespace(collect=lambda: seen.append("look"), freeze=aside, get_freeze_count=lambda: frozen)
-    spec = find_spec("consilium.flare.tidying")
+    spec = find_spec("consilium.flare.job.gc")
     spec.loader.exec_module(tidying := module_from_spec(spec))  # as in a process that has just begun
     monkeypatch.setattr(tidying, "gc", collector)
     for _ in range(4):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from nvflare.fuel.f3.streaming import byte_receiver
 
-from consilium.flare.timers import SharedTimer, share_timers
+from consilium.flare.job.timers import SharedTimer, share_timers
 
 
 def test_hundreds_of_timers_take_one_thread_and_all_are_called_but_who_was_cancelled() -> None:

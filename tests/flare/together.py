@@ -29,7 +29,7 @@ from nvflare.private.fed.client.client_json_config import ClientJsonConfigurator
 from nvflare.private.fed.server.server_json_config import ServerJsonConfigurator
 from nvflare.private.privacy_manager import Scope
 
-from consilium.flare import wire
+from consilium.flare.job import wire
 
 JOB = "simulate_job"
 SERVER = "server"

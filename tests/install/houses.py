@@ -5,8 +5,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-from consilium.flare.install import wheels
-from consilium.flare.install.wheels import Target
+from consilium.flare.kit.install import wheels
+from consilium.flare.kit.install.wheels import Target
 
 HERE = Target(f"linux-{platform.machine()}", f"{sys.version_info.major}.{sys.version_info.minor}")
 

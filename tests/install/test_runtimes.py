@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from consilium.flare.allow import CLASSES
-from consilium.flare.hardening import is_pinned
-from consilium.flare.provision import provision
+from consilium.flare.kit.class_allow_list import CLASSES
+from consilium.flare.kit.kit_hardening import is_pinned
+from consilium.flare.kit.provision import provision
 from tests.conftest import run
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-from consilium.flare.install.sbom import bill
+from consilium.flare.kit.install.sbom import bill
 
 ODD = {
     "A_b.c-1.0": "Name: A_b.c\nVersion: 1.0\nLicense: " + "x" * 500 + "\n",

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from consilium.errors import ConfigError
-from consilium.flare.install import service
-from consilium.flare.install.service import quoted, unit
-from consilium.flare.provision import provision
+from consilium.core.errors import ConfigError
+from consilium.flare.kit.install import service
+from consilium.flare.kit.install.service import quoted, unit
+from consilium.flare.kit.provision import provision
 from tests.conftest import run
 
 NOBODY = 65534

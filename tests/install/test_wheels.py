@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-from consilium.errors import ConfigError
-from consilium.flare.install import wheels
-from consilium.flare.install.wheels import INSTALL, LOCK, SBOM, SIGNATURE, SUMS, WHEELS, Target, describe, make
+from consilium.core.errors import ConfigError
+from consilium.flare.kit.install import wheels
+from consilium.flare.kit.install.wheels import INSTALL, LOCK, SBOM, SIGNATURE, SUMS, WHEELS, Target, describe, make
 from tests.conftest import run
 from tests.install.houses import HERE, house, write_wheel
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from consilium.linalg import lanczos as certified
-from consilium.linalg import lowrank
-from consilium.linalg.lowrank import Change, Spectrum, Update, add, products, refactor, residuals, spectra, spectrum, zero
+from consilium.core.linalg import lanczos as certified
+from consilium.core.linalg import lowrank
+from consilium.core.linalg.lowrank import Change, Spectrum, Update, add, products, refactor, residuals, spectra, spectrum, zero
 
 TIERS = [(4, 8)] * 3 + [(8, 16)] * 5 + [(12, 24)] * 2
 SCALE = 2.0

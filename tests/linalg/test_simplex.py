@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consilium.linalg.simplex import mixture_weights, project
+from consilium.core.linalg.simplex import mixture_weights, project
 
 
 def solve(prior: np.ndarray, similarity: np.ndarray, alpha: float) -> np.ndarray:

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from consilium.errors import RefusedError
-from consilium.federation.aggregate import ExactMean
-from consilium.linalg.together import SMALL, norm, norms, together, unusable
+from consilium.core.errors import RefusedError
+from consilium.core.linalg.together import SMALL, norm, norms, together, unusable
+from consilium.server.aggregation import ExactMean
 
 MIXED = {
     "a": torch.tensor([[3.0, 4.0]]),

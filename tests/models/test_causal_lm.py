@@ -9,11 +9,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BartConfig
 from transformers.utils import is_timm_available
 
-from consilium.errors import CheckpointError, ConfigError
+from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models.causal_lm.network import TINY_FOLDER, build_causal_lm, load_tokenizer
-from consilium.models.pretraining.lm import held_out, make_tokenizer
-from consilium.models.pretraining.texts import make_texts
 from tests.models.folders import FAMILIES, config_of, save_folder, small_shape
+from tests.pretraining.lm import held_out, make_tokenizer
+from tests.pretraining.texts import make_texts
 
 PRETRAINED = os.environ.get("CONSILIUM_TEST_LM", "")
 """A really pretrained small model in `transformers` format, where the machine has one."""

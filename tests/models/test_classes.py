@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from consilium.adapters import layers, lora
 from consilium.adapters.targets import linear_layers
-from consilium.errors import CheckpointError, ConfigError
+from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models import folder
 from consilium.models.causal_lm.network import load_tokenizer
 from consilium.models.registry import MODELS

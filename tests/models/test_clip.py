@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
-from consilium.errors import CheckpointError, ConfigError
+from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models.clip import network as clip
 from consilium.models.clip.network import SHAPES, Shape, build_clip
 

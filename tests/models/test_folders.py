@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from transformers import AutoConfig, LlamaForSequenceClassification, Mamba2Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from consilium.errors import CheckpointError, ConfigError
+from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models import architecture
 from consilium.models.causal_lm import CAUSAL_LM, CausalLmConfig
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer

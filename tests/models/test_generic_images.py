@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from consilium.models.pretraining.pictures import make_picture
-from consilium.models.pretraining.sam import make_batch
+from tests.pretraining.pictures import make_picture
+from tests.pretraining.sam import make_batch
 
 
 def test_the_seed_fixes_a_picture() -> None:

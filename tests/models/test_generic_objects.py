@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from consilium.models.pretraining.clip import Pupil, make_batch
-from consilium.models.pretraining.objects import ATTRIBUTES, make_object
+from tests.pretraining.clip import Pupil, make_batch
+from tests.pretraining.objects import ATTRIBUTES, make_object
 
 
 def test_pictures_are_seeded_and_the_attributes_true() -> None:

@@ -19,15 +19,15 @@ from torch import nn
 from transformers import Siglip2VisionConfig, Siglip2VisionModel
 
 from consilium.adapters import layers
+from consilium.client.memory_check import examine_memory
+from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import CheckpointError, ConfigError
-from consilium.federation.build import assemble_job, build_model, build_task
-from consilium.federation.fitting import examine_memory
-from consilium.federation.quantized_sizes import pack
-from consilium.federation.samples import site_data
+from consilium.core.errors import CheckpointError, ConfigError
+from consilium.estimates.quantized_sizes import pack
+from consilium.federation.job import assemble_job, build_model, build_task
 from consilium.models.causal_lm.network import build_causal_lm
-from consilium.models.stored import store
+from consilium.models.low_precision import store
 from consilium.training.loop import train
 from tests.conftest import small_cells, small_config, small_text
 from tests.models.folders import config_of, save_folder

@@ -7,7 +7,7 @@ from pathlib import Path
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from consilium.models.reading import is_read, user_of
+from consilium.models.custom_weight_access import is_read, user_of
 from tests.models.classes import CLASSIFIERS, PROMPTABLE, SPEAKING
 
 HARMLESS = {

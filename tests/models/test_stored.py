@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from transformers import MambaConfig, MambaForCausalLM
 
 from consilium.adapters import layers
+from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError
-from consilium.federation.build import assemble_job, build_model, build_task, laid_out
-from consilium.federation.samples import site_data
-from consilium.models.stored import StoredLinear, replace, store
+from consilium.core.errors import ConfigError
+from consilium.federation.job import assemble_job, build_model, build_task, laid_out
+from consilium.models.low_precision import StoredLinear, replace, store
 from consilium.training.device import autocast
 from tests.conftest import small_cells, small_config, small_text
 

@@ -15,11 +15,11 @@ from consilium.config import reference
 from consilium.config.job import JobConfig
 from consilium.config.meanings import MEANINGS
 from consilium.config.site import SiteConfig
-from consilium.federation.trained import decoder_rule
+from consilium.core.schema import validate
+from consilium.federation.trainable_checks import decoder_rule
 from consilium.models.registry import MODELS
-from consilium.schema import validate
+from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.registry import STRATEGIES
-from consilium.strategies.unequal.ranks import UnequalRanks
 from consilium.tasks.registry import TASKS
 from tests.pages.reading import PAGES, ROOT, anchors, blocks, code, links, text_of
 

@@ -15,15 +15,15 @@ import yaml
 from consilium import __version__
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError, RefusedError
-from consilium.federation.build import assemble_job
-from consilium.federation.coordinator import Coordinator
-from consilium.federation.engine import simulate
-from consilium.flare.simulator import Simulator, export_job
-from consilium.messages import Hello, Tensors
-from consilium.registry import Registry
-from consilium.schema import validate
-from consilium.storage import load_state
+from consilium.core.errors import ConfigError, RefusedError
+from consilium.core.messages import Hello, Tensors
+from consilium.core.registry import Registry
+from consilium.core.schema import validate
+from consilium.core.storage import load_state
+from consilium.federation.job import assemble_job
+from consilium.flare.job.simulator import Simulator, export_job
+from consilium.runtime.engine import simulate
+from consilium.server.coordinator import Coordinator
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.registry import STRATEGIES
 from tests.conftest import Snapshot, small_config

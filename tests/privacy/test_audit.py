@@ -15,14 +15,14 @@ from consilium.cli.audit import markdown
 from consilium.cli.main import app
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError, RefusedError
-from consilium.federation.build import Job
-from consilium.federation.engine import simulate
-from consilium.flare.evidence import chains
-from consilium.privacy import audit
-from consilium.privacy.accounting import gaussian_epsilon
-from consilium.privacy.ledger import Ledger, summary
-from consilium.storage import load_state
+from consilium.core.errors import ConfigError, RefusedError
+from consilium.core.storage import load_state
+from consilium.federation.job import Job
+from consilium.flare.admin.evidence import chains
+from consilium.privacy.accounting.accountant import gaussian_epsilon
+from consilium.privacy.ledger import audit
+from consilium.privacy.ledger.ledger import Ledger, summary
+from consilium.runtime.engine import simulate
 from consilium.strategies.strategy import Role
 from tests.conftest import assembled, small_config, training_only
 
@@ -134,7 +134,10 @@ def test_what_cannot_be_recorded_does_not_leave(tmp_path: Path) -> None:
 
 def test_what_could_not_be_written_is_not_known_when_it_comes_again(tmp_path: Path) -> None:
     record = audit.Record(tmp_path / audit.FILE)
-    with patch("consilium.privacy.audit.os.fsync", side_effect=OSError(28, "No space left")), pytest.raises(RefusedError):
+    with (
+        patch("consilium.privacy.ledger.audit.os.fsync", side_effect=OSError(28, "No space left")),
+        pytest.raises(RefusedError),
+    ):
         record.add({"kind": "hello"})
     record.path.write_text("")  # nothing of it has reached the disk
     record.add({"kind": "hello"})

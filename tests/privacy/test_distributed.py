@@ -11,27 +11,27 @@ import torch
 from torch import nn
 
 from consilium.adapters import layers
+from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig, TrainingConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError, RefusedError
-from consilium.federation.build import assemble_job, build_model, build_task
-from consilium.federation.engine import simulate
-from consilium.federation.masked import opened_mean
-from consilium.federation.samples import site_data
-from consilium.federation.server_step import gradient_step
-from consilium.messages import Observer, Tensors
+from consilium.core.errors import ConfigError, RefusedError
+from consilium.core.messages import Observer, Tensors
+from consilium.federation.job import assemble_job, build_model, build_task
 from consilium.privacy import mechanism
-from consilium.privacy.accounting import GaussianEvent, epsilon_of
+from consilium.privacy.accounting.accountant import GaussianEvent, epsilon_of
 from consilium.privacy.dpsgd import DpSgd
-from consilium.privacy.ledger import Ledger
+from consilium.privacy.guard.release_checks import geometries, privatized
+from consilium.privacy.ledger.ledger import Ledger
 from consilium.privacy.mechanism import restored
 from consilium.privacy.plan import Plan, make_plan, noise_to_signal
 from consilium.privacy.randomness import Randomness
-from consilium.privacy.release import geometries, privatized
 from consilium.privacy.secagg.arithmetic import UNIT
+from consilium.runtime.engine import simulate
+from consilium.server.masked_round import opened_mean
+from consilium.server.server_optimizer import gradient_step
 from consilium.strategies.strategy import ServerState
-from consilium.training.step import clipped_sum
+from consilium.training.dpsgd_sum import clipped_sum
 from tests.conftest import Snapshot, assembled, small_cells, training_only
 
 SITES = ("site-1", "site-2", "site-3")

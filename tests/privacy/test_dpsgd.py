@@ -17,23 +17,23 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from consilium.adapters import layers, lora
 from consilium.cli.audit import markdown
+from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError, ConsiliumError
-from consilium.federation.build import assemble_job, build_model, build_task
-from consilium.federation.engine import simulate
-from consilium.federation.samples import site_data
-from consilium.messages import Tensors
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.messages import Tensors
+from consilium.federation.job import assemble_job, build_model, build_task
 from consilium.models.clip import CLIP
 from consilium.models.clip.network import build_clip
 from consilium.models.sam import SAM
 from consilium.models.sam.network import build_sam
-from consilium.privacy.audit import FILE, read
 from consilium.privacy.dpsgd import DpSgd, PerSampleGradients, PrivateSteps, UnitGradients
+from consilium.privacy.ledger.audit import FILE, read
 from consilium.privacy.plan import make_plan
 from consilium.report.page.words import statement
 from consilium.report.run_record import read_run
+from consilium.runtime.engine import simulate
 from consilium.strategies.fedit import FedIT
 from consilium.tasks.base import Task
 from consilium.training.loop import train

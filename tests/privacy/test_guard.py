@@ -10,16 +10,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from consilium.client.build import build_guard
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
-from consilium.errors import Reason, RefusedError
-from consilium.federation.build import Job, build_guard
-from consilium.messages import Kind, Payload, SiteInfo, Tensors, allowed_metrics
-from consilium.privacy import audit
-from consilium.privacy.composition import epsilon_for
-from consilium.privacy.guard import Guard, Task
-from consilium.privacy.release import check_upload, upload_shapes
+from consilium.core.errors import Reason, RefusedError
+from consilium.core.messages import Kind, Payload, SiteInfo, Tensors, allowed_metrics
+from consilium.federation.job import Job
+from consilium.privacy.accounting.composition import epsilon_for
+from consilium.privacy.guard.guard import Guard, Task
+from consilium.privacy.guard.release_checks import check_upload, upload_shapes
+from consilium.privacy.ledger import audit
 from consilium.strategies.fediat import FedIAT
 from tests.conftest import assembled, small_config
 

@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import beta, kstest
 
-from consilium.errors import RefusedError
-from consilium.linalg.together import norm as joint_norm
-from consilium.messages import Tensors
-from consilium.privacy.accounting import gaussian_delta
-from consilium.privacy.discrete import Bits
+from consilium.core.errors import RefusedError
+from consilium.core.linalg.together import norm as joint_norm
+from consilium.core.messages import Tensors
+from consilium.privacy.accounting.accountant import gaussian_delta
+from consilium.privacy.discrete_gaussian import Bits
+from consilium.privacy.distributed_noise import share_deviation
 from consilium.privacy.mechanism import Geometry, Outcome, geometry, in_reals, privatize, restored
 from consilium.privacy.randomness import Randomness, secret_bytes
 from consilium.privacy.secagg.arithmetic import UNIT
-from consilium.privacy.shares import share_deviation
 
 M, R, N = 7, 3, 13
 NONE: dict[str, Geometry] = {}

@@ -11,24 +11,25 @@ import pytest
 import torch
 from torch import nn
 
+from consilium.client.build import build_guard
+from consilium.client.machine_check import examine_datasets
+from consilium.client.site_data import of_patients, units_of
 from consilium.config.job import JobConfig
 from consilium.config.privacy import BudgetConfig, HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
+from consilium.core.errors import ConfigError, RefusedError
+from consilium.data.counts import tally
 from consilium.data.datalist import DataList, Item
 from consilium.data.patients import by_patient, most_of_one
-from consilium.data.tally import tally
 from consilium.data.text import read_texts
-from consilium.errors import ConfigError, RefusedError
-from consilium.federation.build import assemble_job, build_guard
-from consilium.federation.doctor import examine_datasets
-from consilium.federation.engine import simulate
-from consilium.federation.samples import of_patients, units_of
-from consilium.privacy.accounting import GaussianEvent, epsilon_of, gaussian_epsilon
-from consilium.privacy.composition import Entry, epsilon_for
+from consilium.federation.job import assemble_job
+from consilium.privacy.accounting.accountant import GaussianEvent, epsilon_of, gaussian_epsilon
+from consilium.privacy.accounting.composition import Entry, epsilon_for
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps, UnitGradients
-from consilium.privacy.ledger import Ledger
+from consilium.privacy.ledger.ledger import Ledger
 from consilium.privacy.plan import make_plan
 from consilium.privacy.randomness import Randomness
+from consilium.runtime.engine import simulate
 from tests.conftest import assembled, small_cells, small_config, small_text, training_only
 from tests.data.writing import write
 

@@ -9,15 +9,16 @@ import pytest
 from opacus.accountants.utils import get_noise_multiplier
 from pydantic import ValidationError
 
+from consilium.client.build import build_guard
 from consilium.config.job import JobConfig
 from consilium.config.privacy import BudgetConfig, HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError, RefusedError
-from consilium.federation.build import assemble_job, build_guard
-from consilium.messages import Kind
-from consilium.privacy.accounting import SLACK, GaussianEvent, gaussian_delta
-from consilium.privacy.composition import Entry
-from consilium.privacy.ledger import Ledger
+from consilium.core.errors import ConfigError, RefusedError
+from consilium.core.messages import Kind
+from consilium.federation.job import assemble_job
+from consilium.privacy.accounting.accountant import SLACK, GaussianEvent, gaussian_delta
+from consilium.privacy.accounting.composition import Entry
+from consilium.privacy.ledger.ledger import Ledger
 from consilium.privacy.plan import Plan, dpsgd, make_plan, noise_to_signal
 from tests.conftest import small_config
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from scipy.special import ndtr
 
-from consilium.errors import ConfigError, RefusedError
-from consilium.privacy.accounting import SLACK, gaussian_delta
+from consilium.core.errors import ConfigError, RefusedError
+from consilium.privacy.accounting.accountant import SLACK, gaussian_delta
+from consilium.privacy.distributed_noise import add_share, honest_shares, on_grid, share_deviation, slack
 from consilium.privacy.secagg.arithmetic import UNIT
-from consilium.privacy.shares import add_share, honest_shares, on_grid, share_deviation, slack
 
 EPSILONS = np.array([0.0, 0.1, 0.5, 1.0, 2.0, 4.0])
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from consilium.config.job import JobConfig
-from consilium.data.tally import LENGTHS, SIZES, SPACING, Tally, greys
-from consilium.errors import Reason, RefusedError
+from consilium.core.errors import Reason, RefusedError
+from consilium.data.counts import LENGTHS, SIZES, SPACING, Tally, greys
 from consilium.privacy.statistics import Terms, answer, disclose, grouped, question, told_apart
 from tests.conftest import small_cells, small_config
 

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from torch import Tensor, full_like, zeros_like
 
-from consilium.messages import Tensors
-from consilium.schema import Positive, Share
+from consilium.core.messages import Tensors
+from consilium.core.schema import Positive, Share
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import ServerState
 

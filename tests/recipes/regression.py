@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from consilium.core.errors import DataError
 from consilium.data.cache import SampleCache
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.images import read_picture
-from consilium.data.opening import read_text
-from consilium.errors import DataError
+from consilium.data.safe_open import read_text
 from consilium.models.registry import ModelConfig
 from consilium.tasks.base import Batch, evaluating
 from consilium.tasks.registry import Scores, TaskConfig, TaskKind

@@ -15,20 +15,20 @@ from safetensors.torch import load_file
 
 from consilium.adapters import layers
 from consilium.cli.main import main
-from consilium.config.code import code_of
+from consilium.config.code_digest import code_of
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError, RefusedError
-from consilium.federation.build import assemble_job, build_model
-from consilium.federation.checks import check_update
-from consilium.federation.cost import compare
-from consilium.federation.engine import simulate
-from consilium.messages import Payload, Tensors
+from consilium.core.errors import ConfigError, RefusedError
+from consilium.core.messages import Payload, Tensors
+from consilium.core.schema import validate
+from consilium.core.storage import load_state
+from consilium.estimates.communication import compare
+from consilium.federation.job import assemble_job, build_model
 from consilium.models.clip.network import ClipClassifier
 from consilium.models.registry import ModelConfig
 from consilium.report.progress import progress
-from consilium.schema import validate
-from consilium.storage import load_state
+from consilium.runtime.engine import simulate
+from consilium.server.checks import check_update
 from consilium.strategies.strategy import ServerState
 from tests.conftest import Snapshot, small_cells
 from tests.recipes.conftest import Install

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from PIL import Image
 
-from consilium.report.cases import CASES, FOLDER, name_of
+from consilium.report.best_worst_cases import CASES, FOLDER, name_of
 from tests.conftest import small_config
 
 STAGES = ("pretrained", "global", "personalized")

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from consilium.messages import Stage
+from consilium.core.messages import Stage
 from consilium.report.compare.comparability import Group, grouped
 from consilium.report.compare.scores import GroupScores, scores_of
 from consilium.report.run_record import RunRecord, read_finished

@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from consilium.errors import DataError
-from consilium.messages import Stage
-from consilium.report.cases import Closing, pick
+from consilium.core.errors import DataError
+from consilium.core.messages import Stage
+from consilium.report.best_worst_cases import Closing, pick
 from consilium.report.image_grid import traced
 from consilium.tasks.base import Answered, Classified, Scored, Segmented
 

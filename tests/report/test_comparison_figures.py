@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from consilium.messages import Stage
+from consilium.core.messages import Stage
 from consilium.report.compare.comparability import MissingRun, grouped
 from consilium.report.compare.figures import against_bytes, along, axis_of, curves, heat_map, lines_along, style, ticks
 from consilium.report.compare.scores import scores_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from consilium.messages import Stage
+from consilium.core.messages import Stage
 from consilium.report.compare.comparability import grouped
 from consilium.report.compare.diagnostics import correlations_over_runs, diagnostics_table
 from consilium.report.compare.published import published_for, published_table, read_published

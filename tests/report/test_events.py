@@ -15,12 +15,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation.build import assemble_job
-from consilium.federation.engine import simulate
-from consilium.messages import Stage
-from consilium.report.events import PICTURES, EventFile, SiteEvents
-from consilium.report.runlog import MEANS
-from consilium.storage import load_state
+from consilium.core.messages import Stage
+from consilium.core.storage import load_state
+from consilium.federation.job import assemble_job
+from consilium.report.run_log import MEANS
+from consilium.report.tensorboard_file import PICTURES, EventFile, SiteEvents
+from consilium.runtime.engine import simulate
 from tests.adversary.network.modes import open_to_others
 from tests.conftest import small_config
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from consilium.messages import Stage
+from consilium.core.messages import Stage
 from consilium.report.compare.comparability import grouped
 from consilium.report.compare.examples import draw_examples
 from consilium.report.predictions import LAYOUT, write_predictions

@@ -6,7 +6,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from consilium.messages import loading
+from consilium.core.messages import loading
 from consilium.report.live_view import LiveView
 from consilium.tasks.segmentation import SCORES as DICE
 

@@ -12,14 +12,14 @@ from PIL import Image
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError
-from consilium.federation.build import assemble_job
-from consilium.federation.engine import simulate
+from consilium.core.errors import ConfigError
+from consilium.federation.job import assemble_job
 from consilium.report.page import figures
 from consilium.report.page.audit_section import ledger_of
 from consilium.report.page.run_page import run_page
 from consilium.report.page.site_page import site_page
 from consilium.report.run_record import read_finished, read_run
+from consilium.runtime.engine import simulate
 from tests.conftest import run, small_cells, small_config, small_text
 from tests.report.pages import SITES, Page, make_run
 

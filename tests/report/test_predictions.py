@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from consilium.messages import Stage
+from consilium.core.messages import Stage
 from consilium.report import image_grid
 from consilium.report.image_grid import RIGHT, WRONG, colours, fit, font, overlay
 from consilium.report.predictions import EDGE, GAP, LINE, MARGIN, PANEL, SMALL, join_predictions, write_predictions

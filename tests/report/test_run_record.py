@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from consilium.errors import ConfigError
-from consilium.messages import Payload, Stage
+from consilium.core.errors import ConfigError
+from consilium.core.messages import Payload, Stage
 from consilium.report.metrics_file import LINES, read_events, read_lines
 from consilium.report.plain_files import finite
+from consilium.report.run_log import RunLog
 from consilium.report.run_record import read_finished, read_run
-from consilium.report.runlog import RunLog
 from consilium.strategies.strategy import Role, ServerState
 from tests.conftest import small_config
 from tests.report.runs import PRIVATE, make, note_in, result

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from consilium.messages import Stage
+from consilium.core.messages import Stage
 from consilium.report.compare import Test as Kind
 from consilium.report.compare.comparability import grouped
 from consilium.report.compare.scores import interval, patients_interval, ranks, scores_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from consilium.messages import Stage
+from consilium.core.messages import Stage
 from consilium.report.compare import Test as Kind
 from consilium.report.compare.significance import comparisons, holm, p_value
 from consilium.report.compare.tables import comparison_tables, p_text

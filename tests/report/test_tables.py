@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from consilium.messages import Stage
+from consilium.core.messages import Stage
 from consilium.report.compare.comparability import grouped
 from consilium.report.compare.tables import as_csv, as_json, comparison_tables
 from consilium.report.run_record import read_finished

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from consilium.config.site import Given, TrackingConfig, find_site
-from consilium.errors import ConfigError
-from consilium.messages import Payload
+from consilium.core.errors import ConfigError
+from consilium.core.messages import Payload
+from consilium.core.schema import validate
 from consilium.report import tracking
-from consilium.report.runlog import RunLog
+from consilium.report.run_log import RunLog
 from consilium.report.tracking import ENVIRONMENT, Tracker, flat_name, metric_name, settings_of
-from consilium.schema import validate
 from consilium.strategies.strategy import ServerState
 from tests.adversary.network.modes import open_to_others
 from tests.conftest import run as command

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from consilium.messages import Stage
+from consilium.core.messages import Stage
 from consilium.report.live_view import LiveView
 from consilium.report.results_table import mean_of, results_table
 from consilium.tasks.classification import SCORES as ACCURACY

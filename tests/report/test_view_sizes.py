@@ -7,7 +7,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from consilium.messages import Stage
+from consilium.core.messages import Stage
 from consilium.report.live_view import LiveView
 from consilium.report.tables import shortened
 from consilium.tasks.segmentation import SCORES as DICE

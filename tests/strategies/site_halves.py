@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from consilium.adapters import layers, lora
 from consilium.adapters.lora import LORA, LoraConfig
 from consilium.adapters.parts import add_parts, part_shapes
+from consilium.client.trainer import LocalTraining
 from consilium.config.job import TrainingConfig
-from consilium.federation.aggregate import ExactMean
-from consilium.federation.local import LocalTraining
-from consilium.messages import SiteInfo, Tensors
+from consilium.core.messages import SiteInfo, Tensors
 from consilium.models.registry import Cut, ModelConfig, ModelKind, TargetSet
+from consilium.server.aggregation import ExactMean
 from consilium.strategies.strategy import ServerState, Strategy
 
 RANK, ALPHA, STEPS, LR = 2, 3.0, 4, 0.2

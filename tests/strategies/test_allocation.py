@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consilium.errors import ConfigError
-from consilium.strategies.unequal.allocation import (
+from consilium.core.errors import ConfigError
+from consilium.strategies.heterogeneous_ranks.allocation import (
     NOTHING,
     Training,
     download_costs,

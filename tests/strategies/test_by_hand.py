@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from consilium.linalg import lowrank
-from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.core.linalg import lowrank
+from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.strategies.fedhello import FedHeLLo, odds, places
 from consilium.strategies.fedhl import FedHL
 from consilium.strategies.fedprox import FedProx
+from consilium.strategies.heterogeneous_ranks.ranks import Tier
 from consilium.strategies.hetlora import HetLoRA
 from consilium.strategies.strategy import LocalStep, ServerState, SiteResult
-from consilium.strategies.unequal.ranks import Tier
 
 A, B = "model.layers.0.q_proj.lora_A", "model.layers.0.q_proj.lora_B"
 EACH = {"all": Tier(1, 2)}

@@ -9,14 +9,14 @@ import torch
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError
-from consilium.federation.aggregate import RoundAggregate
-from consilium.federation.build import assemble_job
-from consilium.federation.engine import simulate
-from consilium.messages import Observer, Payload, SiteInfo, Tensors
+from consilium.core.errors import ConfigError
+from consilium.core.messages import Observer, Payload, SiteInfo, Tensors
+from consilium.core.storage import load_state
+from consilium.federation.job import assemble_job
+from consilium.privacy.guard.release_checks import geometries
 from consilium.privacy.mechanism import in_reals, privatize, restored
-from consilium.privacy.release import geometries
-from consilium.storage import load_state
+from consilium.runtime.engine import simulate
+from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.deer import DEeR, rebalanced
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState, Strategy

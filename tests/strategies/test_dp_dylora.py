@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from consilium.adapters import layers, lora
+from consilium.client.build import build_site
+from consilium.client.client import Site
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError
-from consilium.federation.aggregate import ExactMean
-from consilium.federation.build import assemble_job, build_model, build_site
-from consilium.federation.site import Site
-from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.core.errors import ConfigError
+from consilium.core.messages import Payload, SiteInfo, Tensors
+from consilium.federation.job import assemble_job, build_model
+from consilium.server.aggregation import ExactMean
 from consilium.strategies.dp_dylora import DPDyLoRA
 from tests.conftest import small_cells, small_config, small_text, strategy_of
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from consilium.federation.aggregate import RoundAggregate
-from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.core.messages import Payload, SiteInfo, Tensors
+from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.fedheal import FedHEAL
 from consilium.strategies.strategy import ServerState
 

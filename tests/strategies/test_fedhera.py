@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from consilium.federation.aggregate import RoundAggregate
-from consilium.messages import Payload, SiteInfo
+from consilium.core.messages import Payload, SiteInfo
+from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.fedhera import FedHera
 from consilium.strategies.flexlora import FlexLoRA
+from consilium.strategies.heterogeneous_ranks.exact import global_updates, stored_spectra
+from consilium.strategies.heterogeneous_ranks.layers import factors, shapes
 from consilium.strategies.strategy import Role, ServerState, SiteResult
-from consilium.strategies.unequal.exact import global_updates, stored_spectra
-from consilium.strategies.unequal.layers import factors, shapes
 from tests.strategies.unequal import LAYERS, TIERS, answer, initial, play, product, products
 
 SITES = [f"site-{i}" for i in range(10)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 from consilium.strategies.fediat import FedIAT, Sharing, squared_cosine
 from consilium.strategies.fedsa_lora import FedSALoRA
 from consilium.strategies.strategy import LocalStep, Role

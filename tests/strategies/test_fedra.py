@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 from consilium.adapters import layers
+from consilium.client.build import build_site
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import CheckpointError, ConfigError
-from consilium.federation.aggregate import RoundAggregate
-from consilium.federation.build import assemble_job, build_model, build_site
-from consilium.federation.engine import simulate
-from consilium.messages import SiteInfo, Tensors
-from consilium.storage import load_state
+from consilium.core.errors import CheckpointError, ConfigError
+from consilium.core.messages import SiteInfo, Tensors
+from consilium.core.storage import load_state
+from consilium.federation.job import assemble_job, build_model
+from consilium.runtime.engine import simulate
+from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.fedra import FedRA
 from tests.conftest import Snapshot, small_config
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from consilium.errors import ConfigError
-from consilium.federation.aggregate import RoundAggregate
-from consilium.messages import SiteInfo
+from consilium.core.errors import ConfigError
+from consilium.core.messages import SiteInfo
+from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.fedsa_lora import FedSALoRA
 from consilium.strategies.strategy import Role
 

@@ -13,13 +13,13 @@ from scipy.optimize import minimize
 from consilium.adapters.bottleneck import PLACES
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
+from consilium.core.errors import ConfigError
+from consilium.core.linalg.simplex import mixture_weights
+from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.errors import ConfigError
-from consilium.federation.aggregate import RoundAggregate
-from consilium.federation.build import assemble_job
-from consilium.federation.engine import simulate
-from consilium.linalg.simplex import mixture_weights
-from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.federation.job import assemble_job
+from consilium.runtime.engine import simulate
+from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.fedsca import MATRIX, FedSCA, alone_from, similarities
 from consilium.strategies.strategy import LocalStep, Role, ServerState, SiteResult
 from tests.conftest import Snapshot, small_config, strategy_of, training_only

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError
-from consilium.federation.aggregate import RoundAggregate
-from consilium.federation.build import assemble_job, build_model
-from consilium.federation.engine import simulate
-from consilium.federation.start import server_start
-from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.core.errors import ConfigError
+from consilium.core.messages import Payload, SiteInfo, Tensors
+from consilium.federation.job import assemble_job, build_model
 from consilium.models.sam.network import build_sam
+from consilium.runtime.engine import simulate
+from consilium.server.aggregation import RoundAggregate
+from consilium.server.initialization import server_start
 from consilium.strategies.frlora import FRLoRA, principal
 from consilium.strategies.strategy import ServerState
 from tests.conftest import small_config

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from consilium.messages import SiteInfo, Tensors
+from consilium.core.messages import SiteInfo, Tensors
+from consilium.strategies.heterogeneous_ranks.layers import factors
 from consilium.strategies.lora_fair import LoraFair
 from consilium.strategies.strategy import ServerState, SiteResult, shares
-from consilium.strategies.unequal.layers import factors
 from tests.strategies.unequal import LAYERS, answer, initial, product
 
 SITES = ["a", "b", "c"]

@@ -7,18 +7,19 @@ import peft
 import pytest
 import torch
 
+from consilium.client.build import build_site
 from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError
-from consilium.federation.aggregate import RoundAggregate
-from consilium.federation.build import assemble_job, build_site
-from consilium.federation.engine import simulate
-from consilium.messages import SiteInfo, Tensors
+from consilium.core.errors import ConfigError
+from consilium.core.messages import SiteInfo, Tensors
+from consilium.federation.job import assemble_job
 from consilium.models.sam.network import build_sam
+from consilium.runtime.engine import simulate
+from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.flexlora import FlexLoRA
 from consilium.strategies.flora import FLoRA
-from consilium.strategies.unequal.ranks import Tier, UnequalRanks
+from consilium.strategies.heterogeneous_ranks.ranks import Tier, UnequalRanks
 from tests.conftest import small_config
 
 LAYER, OUT, INTO, RANK = "model.layers.0.q_proj", 40, 30, 3

@@ -8,15 +8,15 @@ import torch
 
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError
-from consilium.federation.build import assemble_job
-from consilium.federation.engine import simulate
-from consilium.messages import Payload, SiteInfo
+from consilium.core.errors import ConfigError
+from consilium.core.messages import Payload, SiteInfo
+from consilium.federation.job import assemble_job
+from consilium.runtime.engine import simulate
 from consilium.strategies.fedhera import FedHera
+from consilium.strategies.heterogeneous_ranks.drift import cross_drift, information_gain
+from consilium.strategies.heterogeneous_ranks.layers import prefix_and_tail, shapes
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Role
-from consilium.strategies.unequal.drift import cross_drift, information_gain
-from consilium.strategies.unequal.layers import prefix_and_tail, shapes
 from tests.conftest import JOBS, strategy_of
 
 UNEQUAL = [cls() for cls in STRATEGIES.values() if cls.ranks_differ]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from consilium.config.job import TrainingConfig
-from consilium.federation.aggregate import RoundAggregate
-from consilium.messages import Payload, SiteInfo
+from consilium.core.messages import Payload, SiteInfo
+from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.scaffold import CONTROL, Scaffold
 from consilium.strategies.strategy import Role, ServerState
 from consilium.training.loop import train

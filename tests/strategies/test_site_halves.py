@@ -13,17 +13,17 @@ from torch import Tensor
 from consilium.adapters import layers
 from consilium.adapters.lora import LORA, LoraConfig, PerSample
 from consilium.config.job import JobConfig
-from consilium.errors import ConfigError
-from consilium.federation.build import assemble_job
+from consilium.core.errors import ConfigError
+from consilium.core.messages import Tensors
+from consilium.federation.job import assemble_job
 from consilium.federation.saved_model import export_adapter
-from consilium.messages import Tensors
 from consilium.privacy.plan import make_plan
 from consilium.strategies.fedala import FedALA
 from consilium.strategies.feddbe import FedDBE
 from consilium.strategies.feddpa import FedDPA
-from consilium.strategies.local import Blend
+from consilium.strategies.local_plan import Blend
 from consilium.strategies.strategy import Role
-from consilium.training.blending import blended, similarity
+from consilium.training.interpolation import blended, similarity
 from tests.conftest import small_config, small_text
 from tests.strategies.site_halves import (
     KIND,

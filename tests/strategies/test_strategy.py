@@ -9,9 +9,9 @@ import torch
 from consilium.adapters.bottleneck import PLACES
 from consilium.adapters.names import MEAN, SHIFT, factor, local_twin
 from consilium.adapters.parts import FEATURE_SHIFT, LOCAL_ADAPTER
-from consilium.errors import RefusedError
-from consilium.federation.aggregate import ExactMean, RoundAggregate
-from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.core.errors import RefusedError
+from consilium.core.messages import Payload, SiteInfo, Tensors
+from consilium.server.aggregation import ExactMean, RoundAggregate
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.scaffold import CONTROL
 from consilium.strategies.strategy import Role, Strategy, next_phase

@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from consilium.federation.aggregate import RoundAggregate
-from consilium.messages import Payload, SiteInfo
+from consilium.core.messages import Payload, SiteInfo
+from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.fedhello import FedHeLLo
 from consilium.strategies.fedhl import FedHL
 from consilium.strategies.fedhomolora import FedHomoLoRA
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.flexlora import FlexLoRA
 from consilium.strategies.flora import FLoRA
+from consilium.strategies.heterogeneous_ranks.exact import global_updates, stored_spectra
+from consilium.strategies.heterogeneous_ranks.layers import factors, shapes
+from consilium.strategies.heterogeneous_ranks.ranks import Tier, UnequalRanks
 from consilium.strategies.hetlora import HetLoRA
 from consilium.strategies.strategy import LocalStep, ServerState, SiteResult
-from consilium.strategies.unequal.exact import global_updates, stored_spectra
-from consilium.strategies.unequal.layers import factors, shapes
-from consilium.strategies.unequal.ranks import Tier, UnequalRanks
 from tests.strategies.unequal import LAYERS, TIERS, answer, initial, play, product, products
 
 SITES = [f"site-{i}" for i in range(6)]

@@ -2,11 +2,11 @@
 
 import torch
 
-from consilium.federation.aggregate import RoundAggregate
-from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.core.messages import Payload, SiteInfo, Tensors
+from consilium.server.aggregation import RoundAggregate
+from consilium.strategies.heterogeneous_ranks.layers import factors, shapes
+from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import Role, ServerState
-from consilium.strategies.unequal.layers import factors, shapes
-from consilium.strategies.unequal.ranks import UnequalRanks
 
 LAYERS = {"model.layers.0.q_proj": (9, 7), "model.layers.1.q_proj": (6, 8)}
 RANK = 6

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from consilium.config.site import Given
+from consilium.core.errors import ConfigError
+from consilium.core.storage import private_folder
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.errors import ConfigError
-from consilium.storage import private_folder
 from consilium.study.plan import Planned, Planner
 from consilium.study.run_cell import CellRecord, _lock, begun, fail, record_of, run_cell
 from consilium.study.runner import run_study

@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from consilium import strategies as package
-from consilium.config.code import code_of
+from consilium.config.code_digest import code_of
 from consilium.config.site import Given
+from consilium.core.errors import ConfigError
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.errors import ConfigError
 from consilium.report.study_cells import KEPT, earlier_cells, keep_cells, study_cells
 from consilium.study.estimate import bytes_of
 from consilium.study.plan import Planned, Planner
@@ -224,7 +224,7 @@ def test_a_part_by_other_code_is_set_aside_and_begins_anew_unasked(
     path, w = study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w"
 
     def planned(code: str) -> Planned:
-        for place in ("consilium.config.code.code_of", "consilium.study.plan.code_of"):
+        for place in ("consilium.config.code_digest.code_of", "consilium.study.plan.code_of"):
             monkeypatch.setattr(place, lambda config: code)
         return Planner(Given(), w).plan(load(path, workspace=w).cells())[0]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from consilium.config.site import Given
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 from consilium.study.plan import Planner
 from consilium.study.study import Cell, load, pick
 from tests.study.conftest import MakeStudy

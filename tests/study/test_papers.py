@@ -11,11 +11,11 @@ import typer
 
 from consilium.cli.main import app
 from consilium.config.site import Given, find_site
+from consilium.core.errors import DataError
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import import_set
-from consilium.errors import DataError
-from consilium.federation.build import assemble_job
-from consilium.federation.cost import own_cost
+from consilium.estimates.communication import own_cost
+from consilium.federation.job import assemble_job
 from consilium.study.study import Cell, load
 from tests.conftest import JOBS, run
 from tests.data.importing import OUTER, mask, picture, splits_of

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from consilium.storage import load_state
+from consilium.core.storage import load_state
 from consilium.study.study import Cell, load
 from tests.conftest import JOBS
 from tests.study.conftest import MakeStudy

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from consilium.core.errors import DataError
 from consilium.data.datalist import read_datalist
-from consilium.errors import DataError
 from consilium.tasks.classification import ClassificationConfig, metric_names
 from consilium.tasks.classification.task import ClassificationTask, balanced_loss, score, spread, summary
 from consilium.tasks.registry import TASKS

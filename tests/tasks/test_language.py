@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from consilium.adapters import layers, lora
+from consilium.core.errors import DataError
 from consilium.data.datalist import DataList
 from consilium.data.text import Text
-from consilium.errors import DataError
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.privacy.dpsgd import PerSampleGradients

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from consilium.adapters import layers
+from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation.build import build_model, build_task
-from consilium.federation.samples import site_data
+from consilium.federation.job import build_model, build_task
 from consilium.tasks.language.packing import grouped, pack
 from consilium.tasks.language.task import LanguageTask, mean_loss, token_losses
 from consilium.tasks.language.tokens import IGNORED

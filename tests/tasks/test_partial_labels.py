@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from consilium.core.errors import DataError
 from consilium.data.datalist import read_datalist
-from consilium.errors import DataError
 from consilium.tasks.segmentation.task import SegmentationTask
 from tests.tasks.scoring import Bright, evaluated, picture, task_of
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from consilium.adapters import dual_rank
+from consilium.core.errors import ConfigError
+from consilium.core.schema import validate
 from consilium.data.datalist import DataList
 from consilium.data.text import Text
-from consilium.errors import ConfigError
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import TINY_FOLDER, build_causal_lm, load_tokenizer
-from consilium.schema import validate
 from consilium.tasks.language import LanguageConfig
 from consilium.tasks.language.prompts import Prompt
 from consilium.tasks.language.task import LanguageTask

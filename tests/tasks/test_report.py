@@ -11,8 +11,8 @@ from PIL import Image
 from torch import Tensor
 
 from consilium.adapters import layers, lora
+from consilium.core.errors import ConfigError, DataError
 from consilium.data.text import read_texts
-from consilium.errors import ConfigError, DataError
 from consilium.models.causal_lm.network import load_tokenizer
 from consilium.models.registry import MODELS
 from consilium.models.vision_language.layout import qwen_patches

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from consilium.adapters import layers
+from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError, ConsiliumError
-from consilium.federation.build import build_model, build_task
-from consilium.federation.samples import site_data
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.federation.job import build_model, build_task
 from consilium.training.compiled import compiled, require_compiler
 from consilium.training.loop import train
 from tests.conftest import small_config, small_text

@@ -2,7 +2,7 @@
 
 import torch
 
-from consilium.training.looking import gradients_of
+from consilium.training.gradient_probe import gradients_of
 
 
 def test_what_a_loss_does_not_depend_on_has_gradient_0_even_where_that_is_all() -> None:

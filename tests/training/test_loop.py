@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from consilium.config.job import TrainingConfig
-from consilium.errors import ConsiliumError
+from consilium.core.errors import ConsiliumError
 from consilium.privacy.dpsgd import DpSgd
 from consilium.strategies.strategy import LocalStep
 from consilium.training.device import autocast, pick_device
 from consilium.training.loop import train
-from consilium.training.optim import make_optimizer
+from consilium.training.optimizer import make_optimizer
 
 
 class Line(nn.Module):

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from consilium.adapters import layers
+from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import ConsiliumError
-from consilium.federation.build import build_model, build_task
-from consilium.federation.samples import site_data
+from consilium.core.errors import ConsiliumError
+from consilium.federation.job import build_model, build_task
 from consilium.privacy.dpsgd import DpSgd
 from consilium.training import losses
 from consilium.training.loop import Progress, train

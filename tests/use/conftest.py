@@ -6,8 +6,8 @@ import pytest
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation.build import assemble_job
-from consilium.federation.engine import simulate
+from consilium.federation.job import assemble_job
+from consilium.runtime.engine import simulate
 from tests.conftest import small_config
 
 SITES = {"site-1": SiteConfig(), "site-2": SiteConfig()}

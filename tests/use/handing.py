@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation.build import build_model
+from consilium.federation.job import build_model
 from tests.conftest import small_cells, small_config
 
 HERE = SiteConfig(device="cpu")

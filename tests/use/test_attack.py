@@ -16,17 +16,17 @@ from torch import nn
 
 from consilium.cli.attack import _print
 from consilium.cli.options import Format
+from consilium.client.model_store import UNCOVERED
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, SiteConfig
+from consilium.core.errors import DataError
 from consilium.data.datalist import DataList, Item
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.errors import DataError
-from consilium.federation.build import assemble_job, build_task
-from consilium.federation.engine import simulate
-from consilium.federation.site_models import UNCOVERED
-from consilium.privacy.accounting import GaussianEvent, epsilon_of, noise_multiplier
+from consilium.federation.job import assemble_job, build_task
+from consilium.privacy.accounting.accountant import GaussianEvent, epsilon_of, noise_multiplier
+from consilium.privacy.distributed_noise import add_share, on_grid, share_deviation
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
-from consilium.privacy.shares import add_share, on_grid, share_deviation
+from consilium.runtime.engine import simulate
 from consilium.use.attack import (
     _drawn_by_coins,
     all_of,

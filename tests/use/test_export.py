@@ -14,15 +14,15 @@ from safetensors import SafetensorError
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import CheckpointError, ConfigError
-from consilium.federation.build import build_model
-from consilium.federation.card import Card
+from consilium.core.errors import CheckpointError, ConfigError
+from consilium.federation.job import build_model
+from consilium.federation.model_card import Card
 from consilium.federation.saved_model import SavedModel, with_parameters, write_kept
 from consilium.models.sam.network import build_sam
 from consilium.use import probe
-from consilium.use.destination import check_destination, new_folder, write_record
 from consilium.use.export import export
 from consilium.use.model import open_model
+from consilium.use.output_folder import check_destination, new_folder, write_record
 from tests.conftest import run, small_config, small_text
 from tests.use.handing import CELLS, FUNDUS, HERE, changed, loaded, trained
 

@@ -16,15 +16,15 @@ from PIL import Image
 from torch import nn
 
 from consilium.config.job import JobConfig
+from consilium.core.errors import ConfigError, DataError
 from consilium.data.text import Text
-from consilium.errors import ConfigError, DataError
-from consilium.use import gathering, texts
-from consilium.use.asking import Asking
-from consilium.use.gathering import gathered
+from consilium.use import batching, texts
+from consilium.use.batching import gathered
 from consilium.use.inputs import Prompts, find_inputs
 from consilium.use.model import TrainedModel
 from consilium.use.outputs import Wanted
 from consilium.use.predict import Outcome, predict
+from consilium.use.predictor import Asking
 from tests.conftest import run, small_text
 from tests.use.handing import CELLS, FUNDUS, HERE, trained
 from tests.use.test_predict import noise
@@ -157,7 +157,7 @@ def test_no_more_waits_than_the_batch_and_the_memory_allow(
     fundus: TrainedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = [one for one in find_inputs(folder, False, folder / "out") if one.name[1:] == ".png"]
-    monkeypatch.setattr(gathering, "MOST_PIXELS", 64 * 64 + 40 * 30)
+    monkeypatch.setattr(batching, "MOST_PIXELS", 64 * 64 + 40 * 30)
     with calls(fundus.model) as sizes:
         found = [(one.name, [part.image.shape for part in parts]) for one, parts in gathered(Asking(fundus, 8), inputs)]
     assert sizes == [2, 2, 1]

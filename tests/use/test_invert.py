@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from consilium.adapters.layers import freeze_base
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation.build import assemble_job
-from consilium.federation.engine import simulate
+from consilium.federation.job import assemble_job
 from consilium.privacy.secagg.arithmetic import UNIT
+from consilium.runtime.engine import simulate
 from consilium.use.invert import gradient, invert, masked, mean, picked, psnr
 from tests.conftest import run, small_cells, small_text, training_only
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
-from consilium.errors import CheckpointError, ConfigError
-from consilium.federation.build import assemble_job, build_model, tokenizer_of
+from consilium.core.errors import CheckpointError, ConfigError
+from consilium.federation.job import assemble_job, build_model, tokenizer_of
 from consilium.models.clip import network as clip
 from consilium.models.registry import MODELS
 from consilium.models.sam.network import build_sam
@@ -99,11 +99,11 @@ def test_merged_sam_has_the_names_and_shapes_of_the_unchanged_one(tmp_path: Path
 
 @pytest.mark.parametrize(("size", "classes"), [(1024, 2), (256, 2), (1024, 5)])
 def test_the_code_for_a_published_sam_builds_it(size: int, classes: int, tmp_path: Path) -> None:
-    from consilium.models.sam import SamConfig, saving
+    from consilium.models.sam import SamConfig, export
 
     with torch.device("meta"):
         model = build_sam("vit_b", None, size, classes, weights=False)
-        page = saving._page(model, SamConfig(variant="vit_b", image_size=size))
+        page = export._page(model, SamConfig(variant="vit_b", image_size=size))
         names: dict[str, Any] = {}
         exec(code(page).partition("sam.load_state_dict")[0], names)
     assert ("sam_model_registry" in page) == ((size, classes) == (1024, 2))

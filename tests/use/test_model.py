@@ -11,18 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import CheckpointError, ConfigError, ConsiliumError
-from consilium.federation.build import assemble_job, build_task
-from consilium.federation.card import Card, page
-from consilium.federation.coordinator import Coordinator
-from consilium.federation.engine import simulate
-from consilium.federation.samples import site_data
+from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError
+from consilium.core.messages import Stage
+from consilium.core.storage import save_state
+from consilium.federation.job import assemble_job, build_task
+from consilium.federation.model_card import Card, page
 from consilium.federation.saved_model import CARD, SavedModel, note_best, read_best, read_kept, write_kept
-from consilium.federation.start import keep_inside, server_start
-from consilium.messages import Stage
-from consilium.storage import save_state
+from consilium.runtime.engine import simulate
+from consilium.server.coordinator import Coordinator
+from consilium.server.initialization import keep_inside, server_start
 from consilium.use.model import TrainedModel, adapter_folder, cell_folder, open_model
 from tests.conftest import small_config
 from tests.use.conftest import SITES

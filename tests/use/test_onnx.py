@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 from consilium.use import onnx, probe
 from tests.conftest import small_config, small_text
 from tests.use.handing import CELLS, FUNDUS, changed, loaded, trained

@@ -16,15 +16,15 @@ import torch
 import yaml
 from PIL import Image
 
+from consilium.core.errors import ConfigError, DataError
 from consilium.data import volumes
 from consilium.data.datalist import Item
 from consilium.data.synthetic.dicom import write_dicom
 from consilium.data.synthetic.studies import Study
-from consilium.errors import ConfigError, DataError
-from consilium.use.asking import Asked, Asking, joined
 from consilium.use.inputs import Input, find_inputs, read_prompts
 from consilium.use.labels import label_map, legend
 from consilium.use.model import open_model
+from consilium.use.predictor import Asked, Asking, joined
 from tests.conftest import run
 
 AFFINE = np.array([[0.0, 0.7, 0, 3], [-0.8, 0, 0, 5], [0, 0, 2.5, -7], [0, 0, 0, 1]])

@@ -11,14 +11,14 @@ import pytest
 import yaml
 from PIL import Image
 
+from consilium.core.errors import DataError
 from consilium.data.synthetic.studies import Study
-from consilium.errors import DataError
-from consilium.use.asking import Asking
 from consilium.use.inputs import Input, find_inputs
 from consilium.use.model import open_model
 from consilium.use.outputs import Wanted, clashes
 from consilium.use.predict import predict
-from consilium.use.writing import write_nifti, write_picture
+from consilium.use.predictor import Asking
+from consilium.use.write_predictions import write_nifti, write_picture
 from tests.conftest import run
 from tests.use.test_predict import AFFINE, noise, write_dicom_series
 

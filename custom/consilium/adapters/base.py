@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from consilium.adapters.names import BASE
 from consilium.adapters.registry import Decoder
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 
 DECODER = "mask_decoder."
 """What the names of the mask decoder's parameters begin with."""

@@ -21,9 +21,9 @@ from consilium.adapters import layers
 from consilium.adapters.base import decoder_names
 from consilium.adapters.names import PLACES, bottleneck_count
 from consilium.adapters.registry import AdapterConfig, AdapterKind, Decoder, Shapes
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
+from consilium.core.storage import write_atomic
 from consilium.models.registry import ModelKind
-from consilium.storage import write_atomic
 
 
 class BottleneckConfig(AdapterConfig):

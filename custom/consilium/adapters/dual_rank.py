@@ -20,9 +20,9 @@ from consilium.adapters.base import decoder_names, save_parameters
 from consilium.adapters.names import GATE, TAIL, factor, is_frozen_part, is_head
 from consilium.adapters.registry import AdapterConfig, AdapterKind, Decoder, Shapes
 from consilium.adapters.targets import linear_layers
-from consilium.errors import CheckpointError
+from consilium.core.errors import CheckpointError
+from consilium.core.schema import Dropout, Positive, Rank
 from consilium.models.registry import ModelKind, TargetSet
-from consilium.schema import Dropout, Positive, Rank
 
 
 class DualRankConfig(AdapterConfig):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from consilium.adapters.names import HEAD, LOCAL, factor, is_base
-from consilium.errors import CheckpointError, ConfigError
-from consilium.seeding import seed_for
+from consilium.core.errors import CheckpointError, ConfigError
+from consilium.core.seeding import seed_for
 
 LARGEST = 2**29
 """Numbers in an adapter, 2 GiB: server and sites hold several such sets, and a round carries one."""

@@ -18,9 +18,9 @@ from consilium.adapters.base import DECODER, decoder_names, save_parameters
 from consilium.adapters.names import BASE, CHANGE, HEAD, LOCAL, MAGNITUDE, OWN, factor, is_head, is_local, is_magnitude
 from consilium.adapters.registry import AdapterConfig, AdapterKind, Decoder, Shapes
 from consilium.adapters.targets import linear_layers
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
+from consilium.core.schema import Dropout, Positive, Rank
 from consilium.models.registry import ModelKind, TargetSet, pattern_of
-from consilium.schema import Dropout, Positive, Rank
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig

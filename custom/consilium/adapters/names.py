@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 
 if TYPE_CHECKING:  # strategies and reports read names without PyTorch
     from torch import Tensor

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from consilium.adapters import layers
 from consilium.adapters.names import HEAD, MEAN, SHIFT, factor, local_twin
 from consilium.adapters.registry import AdapterKind, Shapes
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 from consilium.models.registry import Cut, ModelKind
 
 LOCAL_ADAPTER, FEATURE_SHIFT = "local adapter", "feature shift"

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from consilium.core.registry import Registry
+from consilium.core.schema import Section
 from consilium.models.registry import ModelKind
-from consilium.registry import Registry
-from consilium.schema import Section
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -7,8 +7,8 @@ import re2
 from torch import nn
 
 from consilium.adapters.names import HEAD
-from consilium.errors import ConfigError
-from consilium.models.reading import architectures, user_of
+from consilium.core.errors import ConfigError
+from consilium.models.custom_weight_access import architectures, user_of
 from consilium.models.registry import TargetSet
 
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from consilium.cli.options import Format, FormatOption
-from consilium.errors import ConfigError
-from consilium.registry import Plugins
+from consilium.core.errors import ConfigError
+from consilium.core.registry import Plugins
 
 
 def approve(
@@ -32,8 +32,8 @@ def approve(
 
 
 def _done(job: Path | None, revoke: str, local: Path) -> dict[str, Any]:
+    from consilium.client import approval
     from consilium.config.site import kit_plugins
-    from consilium.federation import approval
 
     if job is not None:
         plugins = kit_plugins(local)
@@ -54,7 +54,7 @@ def app_of(job: Path, plugins: Plugins) -> Iterator[Path]:
     if apps:
         yield apps[0]
         return
-    from consilium.flare.recipe import export
+    from consilium.flare.job.recipe import export
 
     with tempfile.TemporaryDirectory() as place:
         yield export(job, Path(place), plugins=plugins) / "app"
@@ -62,10 +62,10 @@ def app_of(job: Path, plugins: Plugins) -> Iterator[Path]:
 
 def summary(app: Path, plugins: Plugins) -> dict[str, Any]:
     """Return what to look at in a job before approving it. Raises ConfigError if it cannot run."""
-    from consilium.config.code import plugins_of
+    from consilium.client.approval import JOB, other_files
+    from consilium.config.code_digest import plugins_of
     from consilium.config.job import load_job
-    from consilium.federation.approval import JOB, other_files
-    from consilium.federation.build import assemble_job
+    from consilium.federation.job import assemble_job
 
     config = load_job(app / JOB, plugins=plugins)
     job = assemble_job(config, app / JOB)

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from consilium.cli.options import Format, FormatOption, page
 from consilium.cli.predict import BestOption, CheckpointsOption, DeviceOption, ModelArgument, SiteOption, StageOption, site_of
-from consilium.errors import ConfigError
-from consilium.sanitize import shown
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import shown
 
 if TYPE_CHECKING:
     from consilium.config.site import SiteConfig
@@ -132,7 +132,7 @@ def _data(opened: "TrainedModel", data: Path | None, site: str | None) -> "tuple
 
 
 def _print(found: "list[Guessed]", opened: "TrainedModel", format: Format) -> None:
-    from consilium.federation.site_models import UNCOVERED
+    from consilium.client.model_store import UNCOVERED
     from consilium.use.attack import of_one_record
 
     private = opened.config.privacy

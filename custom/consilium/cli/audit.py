@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from consilium.cli.options import PageFormat, PageFormatOption
-from consilium.errors import ConfigError
-from consilium.federation.runs import STATE
-from consilium.sanitize import cell
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import cell
+from consilium.federation.run_folders import STATE
 
 
 def audit(
@@ -24,7 +24,7 @@ def audit(
 
 
 def _report(path: Path) -> dict[str, Any]:
-    from consilium.privacy.audit import read
+    from consilium.privacy.ledger.audit import read
 
     try:
         return read(path)
@@ -45,7 +45,7 @@ def _page(found: dict[str, Any]) -> str:
 def _records(where: Path) -> list[Path]:
     """Return the audit files meant, by the time of their last line."""
     from consilium.config.site import load_site
-    from consilium.privacy.audit import FILE
+    from consilium.privacy.ledger.audit import FILE
 
     settings = where / "local" / "site.yaml" if (where / "local" / "site.yaml").is_file() else where
     folder = settings
@@ -81,8 +81,8 @@ def markdown(found: dict[str, Any]) -> str:
 
 def _privacy(messages: list[dict[str, Any]]) -> list[str]:
     """Return the line on the guarantee; without one, what that means."""
-    from consilium.privacy.audit import is_void
-    from consilium.privacy.composition import VOID
+    from consilium.privacy.accounting.composition import VOID
+    from consilium.privacy.ledger.audit import is_void
 
     private = [m["privacy"] for m in messages if "privacy" in m]
     if not private:

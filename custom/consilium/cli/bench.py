@@ -10,7 +10,7 @@ import typer
 from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, load
 from consilium.cli.predict import DeviceOption, site_of
 from consilium.config.site import SiteConfig, read_site_folder
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 
 WORDS = {
     "job": "this job, as in a round",
@@ -31,7 +31,7 @@ def bench(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Measure steps of a job here: time beside a bare loop, data wait, samples or tokens a second, memory, FLOP/s."""
-    from consilium.federation.bench import bench as measure
+    from consilium.runtime.benchmark import bench as measure
 
     config, _ = load(job, override or [])
     site = read_site_folder(data) if data else SiteConfig()

@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 
 from consilium.cli.options import FILE_WIDTH, page, study_command
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import line, shown
+from consilium.core.storage import PUBLIC, named, private_folder, write_atomic
 from consilium.report.compare import Test
-from consilium.sanitize import line, shown
-from consilium.storage import PUBLIC, named, private_folder, write_atomic
 
 if TYPE_CHECKING:
     from consilium.report.compare.comparability import Group
@@ -64,7 +64,7 @@ def compare(
     workspace: Annotated[Path | None, typer.Option(help="folder of the study's runs; default: runs/studies/NAME")] = None,
 ) -> None:
     """Put runs beside each other: means over sites and seeds, paired tests, ranks, bytes, seconds, epsilon, pictures."""
-    from consilium.messages import Stage
+    from consilium.core.messages import Stage
     from consilium.report.compare.comparability import mixed
     from consilium.report.compare.tables import comparison_tables
 

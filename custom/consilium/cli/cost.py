@@ -19,10 +19,10 @@ from consilium.cli.options import (
     gpu_hours,
     load,
 )
-from consilium.sanitize import line, number_of
+from consilium.core.sanitize import line, number_of
 
 if TYPE_CHECKING:
-    from consilium.federation.build import Job
+    from consilium.federation.job import Job
 
 
 def cost(
@@ -35,10 +35,10 @@ def cost(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Show trainable parameters, what a site sends and receives in a round beside every other strategy, and GPU hours."""
-    from consilium.federation.build import assemble_job
-    from consilium.federation.cost import adapters, what_masks_hide, whole_run
-    from consilium.federation.cost import compare as costs_of
-    from consilium.federation.trained import trained_set
+    from consilium.estimates.communication import adapters, what_masks_hide, whole_run
+    from consilium.estimates.communication import compare as costs_of
+    from consilium.federation.job import assemble_job
+    from consilium.federation.trainable_checks import trained_set
 
     config, source = load(job, override or [])
     hides = what_masks_hide(config)
@@ -80,7 +80,7 @@ def cost(
 
 def _computes(job: "Job", sites: int, samples: int | None, tested: int) -> dict[str, float]:
     """Return FLOPs of a step, of a scored sample, and of the run as far as it is known how many samples there are."""
-    from consilium.federation.flops import Samples, own_samples, run_flops, step_flops, work_of
+    from consilium.estimates.flops import Samples, own_samples, run_flops, step_flops, work_of
 
     work = work_of(job)
     given = Samples(sites, samples * sites, 0, tested * sites) if samples else own_samples(job.config, sites)

@@ -16,10 +16,10 @@ from consilium.cli.data_check import data_check
 from consilium.cli.data_split import data_split
 from consilium.cli.data_stats import data_stats
 from consilium.cli.options import Format, FormatOption, check_finite
-from consilium.errors import ConfigError
-from consilium.federation.participants import MOST_SITES
-from consilium.sanitize import line, shown
-from consilium.storage import undone
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import line, shown
+from consilium.core.storage import undone
+from consilium.federation.sites import MOST_SITES
 
 app = typer.Typer(no_args_is_help=True, help="Import published sets, look at data lists, share them out, generate phantoms.")
 app.command("check")(data_check)

@@ -8,13 +8,13 @@ import typer
 from rich.console import Console
 
 from consilium.cli.options import LONGEST_LINE, Format, FormatOption
-from consilium.errors import ConfigError, DataError
-from consilium.registry import NO_PLUGINS
-from consilium.sanitize import line, shown
+from consilium.core.errors import ConfigError, DataError
+from consilium.core.registry import NO_PLUGINS
+from consilium.core.sanitize import line, shown
 
 if TYPE_CHECKING:
     from consilium.config.datasets import DatasetConfig
-    from consilium.data.findings import Findings
+    from consilium.data.check_report import Findings
     from consilium.tasks.registry import TaskKind
 
 
@@ -36,7 +36,7 @@ def data_check(
     """Open every image and label, or every record of JSONL lists, and name all bad ones; exit code 1 if there are problems."""
     from consilium.config.job import load_job
     from consilium.config.site import kit_plugins
-    from consilium.data.copies import shared_by_sites
+    from consilium.data.duplicates import shared_by_sites
 
     plugins = kit_plugins(kit / "local") if kit else NO_PLUGINS
     config = load_job(job, plugins=plugins) if job else None
@@ -109,9 +109,9 @@ def _of_site(name: str, path: Path, wanted: str | None, choose: bool) -> "dict[s
 def _check(own: "DatasetConfig", config: Any, checkpoints: Path | None) -> "Findings":
     """Return what is found in a data set of the kind that the job, or without one the path, says."""
     from consilium.config.site import SiteConfig
-    from consilium.data.relabel import relabelled
+    from consilium.data.label_map import relabelled
     from consilium.data.text import has_texts
-    from consilium.federation.build import tokenizer_of
+    from consilium.federation.job import tokenizer_of
     from consilium.tasks.registry import TASKS
 
     path = own.datalist
@@ -131,7 +131,7 @@ def _check(own: "DatasetConfig", config: Any, checkpoints: Path | None) -> "Find
 
 def _read_only(path: Path, kind: "TaskKind") -> "Findings":
     """Return the counts of a data list whose task comes with no check: it is read, no sample is opened."""
-    from consilium.data.findings import Findings
+    from consilium.data.check_report import Findings
 
     found = Findings.of(path, kind.read(path))
     found.warnings["only the list was read: the job's task has no check of its samples"] = [path.name]
@@ -140,7 +140,7 @@ def _read_only(path: Path, kind: "TaskKind") -> "Findings":
 
 def _json(found: dict[str, "Findings"], shared: dict[str, list[str]]) -> dict[str, Any]:
     """Return one list's findings as they are, several by site."""
-    from consilium.data.findings import NAMED
+    from consilium.data.check_report import NAMED
 
     if len(found) == 1:
         return next(iter(found.values())).to_dict()

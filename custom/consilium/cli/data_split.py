@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from consilium.cli.options import Format, FormatOption, check_finite
-from consilium.errors import ConfigError
-from consilium.sanitize import line
-from consilium.storage import undone
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import line
+from consilium.core.storage import undone
 
 
 def data_split(

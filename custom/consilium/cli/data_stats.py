@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 
 from consilium.cli.options import Format, FormatOption
-from consilium.errors import ConfigError
-from consilium.registry import NO_PLUGINS
+from consilium.core.errors import ConfigError
+from consilium.core.registry import NO_PLUGINS
 
 
 def data_stats(

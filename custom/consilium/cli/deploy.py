@@ -10,7 +10,7 @@ from rich.console import Console
 from consilium.cli.approve import approve
 from consilium.cli.options import Format, FormatOption, Panel
 from consilium.cli.rank import rank
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 
 app = typer.Typer()
 app.command(rich_help_panel=Panel.SITE)(approve)
@@ -29,8 +29,8 @@ def provision(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Make startup kits with our policies in them, or put the policies into one that exists."""
-    from consilium.flare.kits import apply_local
-    from consilium.flare.provision import provision as make
+    from consilium.flare.kit.local_folder import apply_local
+    from consilium.flare.kit.provision import provision as make
 
     if (output is None) == (local is None):
         raise ConfigError("--output, --local: give exactly one: -o DIR makes kits, --local KIT changes one")
@@ -61,7 +61,7 @@ def export(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Write a job as a FLARE job folder to submit: configuration only, or with the code for sites without the package."""
-    from consilium.flare.recipe import export as write
+    from consilium.flare.job.recipe import export as write
 
     folder = write(job, output, bundle)
     size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
@@ -79,7 +79,7 @@ def doctor(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Check a site before it joins: versions, kit, policies, data, checkpoints, GPU, disk, clock, server; 1 if not well."""
-    from consilium.flare.doctor import examine
+    from consilium.flare.kit.doctor import examine
 
     findings = examine(kit, job)
     if format is Format.JSON:

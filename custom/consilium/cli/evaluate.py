@@ -14,9 +14,9 @@ from rich.table import Table
 
 from consilium.cli.options import Format, FormatOption, page
 from consilium.cli.predict import BestOption, CheckpointsOption, DeviceOption, ModelArgument, SiteOption, site_of
-from consilium.errors import ConfigError
-from consilium.messages import Stage
-from consilium.sanitize import line, shown
+from consilium.core.errors import ConfigError
+from consilium.core.messages import Stage
+from consilium.core.sanitize import line, shown
 from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import typer
 
 from consilium.cli.audit import audit, markdown
 from consilium.cli.options import Format, FormatOption, Panel
-from consilium.errors import ConfigError
-from consilium.federation.runs import RUNS, STATE, check_name
-from consilium.sanitize import shown
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import shown
+from consilium.federation.run_folders import RUNS, STATE, check_name
 
 app = typer.Typer()
 app.command(rich_help_panel=Panel.SITE)(audit)
@@ -67,8 +67,8 @@ def evidence(
 
 
 def _check(archive: Path, kit: Path | None, fingerprint: str) -> dict[str, Any]:
-    from consilium.flare.evidence import root_fingerprint
-    from consilium.flare.evidence import verify as check
+    from consilium.flare.admin.evidence import root_fingerprint
+    from consilium.flare.admin.evidence import verify as check
 
     if (kit is None) == (not fingerprint):
         raise ConfigError(
@@ -78,7 +78,7 @@ def _check(archive: Path, kit: Path | None, fingerprint: str) -> dict[str, Any]:
 
 
 def _make(experiment: str, kit: Path | None, output: Path | None, attacks: list[Path]) -> dict[str, Any]:
-    from consilium.flare.evidence import pack, root_fingerprint, verify
+    from consilium.flare.admin.evidence import pack, root_fingerprint, verify
 
     if kit is None:
         raise ConfigError("--kit: give the site's startup kit, whose key signs")
@@ -105,7 +105,7 @@ def _attack(experiment: str, path: Path) -> bytes:
 def place_of(experiment: str, kit: Path) -> tuple[Path, Path, Path]:
     """Return a run's folder at a site, the site's state folder, and its ledger. Raises ConfigError if there is no such run."""
     from consilium.config.site import load_site
-    from consilium.flare.kits import kit_role
+    from consilium.flare.kit.local_folder import kit_role
 
     settings = kit / "local" / "site.yaml"
     if kit_role(kit) == "server" or not settings.is_file():
@@ -126,14 +126,14 @@ def _run(experiment: str, state: Path) -> Path:
 
 def _files(experiment: str, kit: Path) -> dict[str, bytes]:
     """Return what the archive holds beside its signature, by name."""
-    from consilium.flare.evidence import ACCEPTED, LEDGER, chains, copy_ledger
-    from consilium.flare.install.sbom import environment
-    from consilium.flare.kits import kit_name
-    from consilium.privacy.audit import FILE
-    from consilium.privacy.audit import read as read_record
-    from consilium.privacy.ledger import Ledger
-    from consilium.privacy.recovery import accepted
-    from consilium.report.runlog import versions
+    from consilium.flare.admin.evidence import ACCEPTED, LEDGER, chains, copy_ledger
+    from consilium.flare.kit.install.sbom import environment
+    from consilium.flare.kit.local_folder import kit_name
+    from consilium.privacy.ledger.audit import FILE
+    from consilium.privacy.ledger.audit import read as read_record
+    from consilium.privacy.ledger.ledger import Ledger
+    from consilium.privacy.ledger.ledger_recovery import accepted
+    from consilium.report.run_log import versions
 
     folder, state, ledger = place_of(experiment, kit)
     records = sorted(path for path in folder.rglob(FILE) if path.is_file() and not path.is_symlink())
@@ -159,8 +159,8 @@ def _files(experiment: str, kit: Path) -> dict[str, bytes]:
 
 def _warnings(entries: list[Any], left: list[dict[str, Any]]) -> str:
     """Return what promises nothing, of the ledger's rows and of what this run's record says of privacy; "" for nothing."""
-    from consilium.privacy.audit import is_void
-    from consilium.privacy.composition import VOID
+    from consilium.privacy.accounting.composition import VOID
+    from consilium.privacy.ledger.audit import is_void
 
     found = []
     if seeded := sum(bool(one.get("seeded")) for one in left):
@@ -199,7 +199,7 @@ def forget(
 
     What has left cannot be taken back. That, what was deleted, when, by whom and why goes on record in audit.jsonl.
     """
-    from consilium.federation.forgetting import expired_runs
+    from consilium.federation.delete_run import expired_runs
 
     if bool(experiment) == expired:
         raise ConfigError("EXPERIMENT, --expired: give exactly one")
@@ -219,16 +219,16 @@ def forget(
 
 
 def _forget(experiment: str, kit: Path, reason: str) -> dict[str, Any]:
-    from consilium.federation import forgetting
-    from consilium.flare.kits import kit_role
+    from consilium.federation import delete_run
+    from consilium.flare.kit.local_folder import kit_role
 
     if kit_role(kit) == "server":
-        from consilium.flare.session import stored_jobs
+        from consilium.flare.admin.session import stored_jobs
 
         folder = _run(experiment, kit / STATE)
-        return forgetting.forget_at_server(folder, stored_jobs(kit, experiment), kit / STATE, reason)
+        return delete_run.forget_at_server(folder, stored_jobs(kit, experiment), kit / STATE, reason)
     folder, state, _ = place_of(experiment, kit)
-    return forgetting.forget(kit, folder, state, reason)
+    return delete_run.forget(kit, folder, state, reason)
 
 
 def _state(kit: Path) -> tuple[Path, int]:

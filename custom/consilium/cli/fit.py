@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, check_finite, load
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from consilium.config.job import JobConfig
-    from consilium.federation.memory import StepMemory
+    from consilium.estimates.memory import StepMemory
 
 GIB = 2**30
 
@@ -26,8 +26,8 @@ def fit(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Predict the peak memory of a training step, without weights and without a GPU, and what takes less."""
-    from consilium.federation.build import assemble_job
-    from consilium.federation.memory import memory_of, remedies
+    from consilium.estimates.memory import memory_of, remedies
+    from consilium.federation.job import assemble_job
 
     check_finite(within=within)
     config, source = load(job, override or [])

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from consilium.cli.options import Format, FormatOption, Panel
-from consilium.errors import ConfigError
-from consilium.storage import PUBLIC, write_atomic
+from consilium.core.errors import ConfigError
+from consilium.core.storage import PUBLIC, write_atomic
 
 app = typer.Typer()
 service = typer.Typer(no_args_is_help=True, help="A startup kit as a systemd service.")
@@ -34,7 +34,7 @@ def wheels(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Collect all that a machine without internet needs: wheels for it, their hashes, a bill of materials, install.sh."""
-    from consilium.flare.install.wheels import SIGNATURE, WHEELS, Target, make
+    from consilium.flare.kit.install.wheels import SIGNATURE, WHEELS, Target, make
 
     sums = make(wheel, output, Target(platform, python, accelerator), extra or (), links or (), sign)
     found = list((output / WHEELS).iterdir())
@@ -58,7 +58,7 @@ def install(
     show: Annotated[bool, typer.Option("--print", help="print the unit and write nothing")] = False,
 ) -> None:
     """Write a sandboxed systemd unit for a kit; it runs as the kit's owner. Needs root. It starts nothing."""
-    from consilium.flare.install.service import UNITS, file_name, unit
+    from consilium.flare.kit.install.service import UNITS, file_name, unit
 
     text, path = unit(kit), UNITS / file_name(kit)
     if show:
@@ -80,7 +80,7 @@ def prepare(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Prepare a kit for Docker, Kubernetes or Slurm by `nvflare deploy prepare`, and keep the kit's policies in it."""
-    from consilium.flare.install.runtime import prepare as make
+    from consilium.flare.kit.install.runtime import prepare as make
 
     told = f"{make(kit, runtime, output)}: prepared, with the policies of {kit}"
     typer.echo(json.dumps({"kit": str(output)}, indent=1) if format is Format.JSON else told)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from consilium.cli.options import Format, FormatOption, Panel
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 
 app = typer.Typer()
 
@@ -18,7 +18,7 @@ def allow(folder: Annotated[Path, typer.Argument(help="workspace of `nvflare sim
 
     It is also how a kit made by an older version is brought up to date; restart the participant after it.
     """
-    from consilium.flare.kits import update
+    from consilium.flare.kit.local_folder import update
 
     typer.echo(f"{update(folder)}: lists the classes that jobs may name")
 
@@ -37,8 +37,8 @@ def renew(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Make kits with new keys, certificates and a new end of the root's, before the old ones end. Old kits stay valid."""
-    from consilium.flare.renewal import renew as make
-    from consilium.flare.roots import fingerprint
+    from consilium.flare.kit.renewal import renew as make
+    from consilium.flare.kit.root_keys import fingerprint
 
     if root == "new" and only:
         raise ConfigError("--only: not with --root new, which makes everybody's kit anew; leave it out")
@@ -58,8 +58,8 @@ def update_kit(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Put a renewed kit's startup/ in the place of the old one. local/, state and records of the kit stay as they are."""
-    from consilium.flare.renewal import OLD
-    from consilium.flare.renewal import update_kit as put
+    from consilium.flare.kit.renewal import OLD
+    from consilium.flare.kit.renewal import update_kit as put
 
     changed = put(kit, new, fingerprint)
     told = f"{kit}: {', '.join(changed)}. Start it again; then delete {kit / OLD}, which holds the former key"
@@ -73,7 +73,7 @@ def revoke(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Have the server refuse every certificate of this name made until now, at once and without a restart."""
-    from consilium.flare.revocation import revoke as write
+    from consilium.flare.kit.revocation import revoke as write
 
     until = write(name, kit)
     told = (
@@ -92,9 +92,9 @@ def metrics(
     ] = None,
 ) -> None:
     """Write numbers for Prometheus: rounds, sites last seen, refusals, epsilon left, disk, certificates. Opens no port."""
-    from consilium.flare.metrics import HELP, collect
+    from consilium.core.storage import PUBLIC, write_atomic
+    from consilium.flare.admin.metrics import HELP, collect
     from consilium.report.exposition import exposition
-    from consilium.storage import PUBLIC, write_atomic
 
     text = exposition(collect(kit), HELP)
     if output is None:

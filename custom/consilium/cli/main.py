@@ -26,12 +26,12 @@ from consilium.cli.options import LONGEST_LINE, Panel
 from consilium.cli.predict import predict
 from consilium.cli.privacy import app as privacy_app
 from consilium.cli.report import report
+from consilium.cli.resume_hint import FULL, again, no_room
 from consilium.cli.simulate import simulate
 from consilium.cli.study import app as study_app
 from consilium.cli.submit import app as submit_app
-from consilium.cli.way_on import FULL, again, no_room
-from consilium.errors import CheckpointError, ConfigError, ConsiliumError, DataError
-from consilium.sanitize import line
+from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, DataError
+from consilium.core.sanitize import line
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Federated fine-tuning of medical foundation models.")
 COMMANDS: dict[Panel, tuple[Callable[..., None], ...]] = {

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from consilium.config.overrides import parse_override
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from consilium.config.job import JobConfig

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from consilium.cli.options import Format, FormatOption
-from consilium.errors import ConfigError, ConsiliumError
-from consilium.messages import Stage
-from consilium.sanitize import line, shown
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.messages import Stage
+from consilium.core.sanitize import line, shown
 
 if TYPE_CHECKING:
     from consilium.config.site import SiteConfig
@@ -47,11 +47,11 @@ def predict(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Let a trained model predict new images (masks, classes) or texts (answers). Not a medical device."""
-    from consilium.use.asking import Asking
     from consilium.use.inputs import find_inputs
     from consilium.use.model import open_model
     from consilium.use.predict import Wanted
     from consilium.use.predict import predict as run
+    from consilium.use.predictor import Asking
 
     opened = open_model(model, site, stage, site_of(device, checkpoints), best)
     beside: list[Path] = []

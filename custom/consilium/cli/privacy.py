@@ -14,9 +14,9 @@ from rich.console import Console
 from consilium.cli.attack import attack, invert
 from consilium.cli.options import Format, FormatOption
 from consilium.cli.privacy_plan import plan
-from consilium.errors import ConfigError, ConsiliumError
-from consilium.federation.runs import STATE
-from consilium.sanitize import line
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.sanitize import line
+from consilium.federation.run_folders import STATE
 
 app = typer.Typer(no_args_is_help=True, help="Plan a privacy budget, read a site's ledger, attack a model.")
 app.command()(attack)
@@ -43,7 +43,7 @@ def ledger(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Show what each data set has spent in all jobs, for one record and for the whole site, and what its budgets leave."""
-    from consilium.privacy.ledger import Ledger, summary
+    from consilium.privacy.ledger.ledger import Ledger, summary
 
     paths, budgets = _ledgers(where)
     _check_seal(seal, [Ledger(p) for p in paths])
@@ -111,8 +111,8 @@ def accept(
 
     Puts reason, user and seals on record. Hospitals that lost lines of sums named are read from the records of what left.
     """
-    from consilium.privacy.ledger import Ledger
-    from consilium.privacy.recovery import accept as go_on
+    from consilium.privacy.ledger.ledger import Ledger
+    from consilium.privacy.ledger.ledger_recovery import accept as go_on
     from consilium.privacy.secagg.sum_ledger import FILE as SUMS
 
     if not reason.strip():
@@ -151,8 +151,8 @@ def _is_site(where: Path) -> bool:
 
 def _check_whole(where: Path) -> None:
     """Raise RefusedError where a site's records of what left know of rows that its ledger lacks: jobs would be refused."""
-    from consilium.privacy.ledger import Ledger
-    from consilium.privacy.recovery import check
+    from consilium.privacy.ledger.ledger import Ledger
+    from consilium.privacy.ledger.ledger_recovery import check
 
     if _is_site(where):
         root, path, _ = _site(where)
@@ -191,7 +191,7 @@ def _row(path: Path, when: float, entry: Any) -> dict[str, Any]:
 
 
 def _print_ledger(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-    from consilium.privacy.composition import VOID
+    from consilium.privacy.accounting.composition import VOID
 
     console = Console(soft_wrap=True, highlight=False)
     for one in found:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from consilium.cli.options import Format, FormatOption, check_finite
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from consilium.privacy.plan import Plan
@@ -127,8 +127,8 @@ class Asked:
 
     def _steps(self, accountant: str) -> "Plan":
         from consilium.config.privacy import RecordLevelDpConfig
+        from consilium.core.schema import validate
         from consilium.privacy.plan import step_plan
-        from consilium.schema import validate
 
         counts = "rdp" if accountant == "rdp" else "prv"  # there is no closed form for samples
         named = {
@@ -143,8 +143,8 @@ class Asked:
 
     def _plan(self, accountant: str, trust: str) -> "Plan":
         from consilium.config.privacy import SiteLevelDpConfig
+        from consilium.core.schema import validate
         from consilium.privacy.plan import printed_plan, site_plan
-        from consilium.schema import validate
 
         named = {"unit": "site", "accountant": accountant, "trust": trust}
         numbers: dict[str, Any] = {"epsilon": self.epsilon, "delta": self.delta, "clip": self.clip}

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 
 
 def rank(
@@ -21,8 +21,8 @@ def rank(
     import torch
     from pydantic import ValidationError
 
+    from consilium.client.ddp_rendezvous import read_secret, stand_by
     from consilium.config.site import NodesConfig, SiteConfig
-    from consilium.federation.nodes import read_secret, stand_by
     from consilium.training.device import pick_device
 
     devices = device or ["auto"]

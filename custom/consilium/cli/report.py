@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from consilium.errors import ConfigError
-from consilium.sanitize import shown
-from consilium.storage import write_atomic
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import shown
+from consilium.core.storage import write_atomic
 
 if TYPE_CHECKING:
     from consilium.report.compare.comparability import MissingRun
@@ -55,7 +55,7 @@ def _page(run: Path, site: str) -> str:
 
     if (run / CELLS).is_dir() and not (run / "job.yaml").exists():
         return _study(run, site)
-    from consilium.report.cases import CASES
+    from consilium.report.best_worst_cases import CASES
     from consilium.report.page.run_page import run_page
     from consilium.report.page.site_page import site_page
     from consilium.report.plain_files import subfolders
@@ -72,7 +72,7 @@ def _page(run: Path, site: str) -> str:
 
 def _study(folder: Path, site: str) -> str:
     """Return the comparison of a study's finished cells. Raises ConfigError where there is none."""
-    from consilium.messages import Stage
+    from consilium.core.messages import Stage
     from consilium.report.compare.comparability import grouped
     from consilium.report.compare.tables import comparison_tables
     from consilium.report.page.study_page import study_page

@@ -10,7 +10,7 @@ from rich.console import Console
 from consilium.cli.options import Format, page
 from consilium.cli.privacy import claim_of
 from consilium.config.job import JobConfig
-from consilium.sanitize import shown
+from consilium.core.sanitize import shown
 
 METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
 

@@ -16,16 +16,16 @@ from rich.status import Status
 
 from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, load
 from consilium.cli.results import print_results
-from consilium.cli.way_on import said_how_to_go_on, stoppable
+from consilium.cli.resume_hint import said_how_to_go_on, stoppable
 from consilium.config.job import job_file, load_job
 from consilium.config.site import Given, TrackingConfig, find_site
-from consilium.errors import ConfigError, ConsiliumError
-from consilium.federation.participants import check_same, kept_in, site_names, unused_state
-from consilium.sanitize import line, shown
-from consilium.schema import validate
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.sanitize import line, shown
+from consilium.core.schema import validate
+from consilium.federation.sites import check_same, kept_in, site_names, unused_state
 
 if TYPE_CHECKING:
-    from consilium.federation.build import Job
+    from consilium.federation.job import Job
     from consilium.report.live_view import LiveView
     from consilium.tasks.registry import Scores
 
@@ -131,7 +131,7 @@ def _in_process(wanted: Wanted) -> tuple[Path, dict[str, float]]:
     """Run all sites here; return the run's folder and every site's last training loss."""
     with _waiting():
         job, ready = _prepared(wanted)
-    from consilium.federation.engine import simulate as run
+    from consilium.runtime.engine import simulate as run
 
     found = {name: find_site(name, wanted.given) for name in wanted.sites}
     with _removed_if_empty(ready.folder), said_how_to_go_on(ready.folder, resumable=True), _view(wanted, ready) as view:
@@ -158,7 +158,7 @@ def _over_flare(wanted: Wanted) -> tuple[Path, dict[str, float]]:
 
     The job is checked and exported by another process: this one, which only waits, never loads PyTorch.
     """
-    from consilium.flare.simulator import Simulator
+    from consilium.flare.job.simulator import Simulator
 
     with Simulator(wanted.sites) as simulator:
         with _waiting():
@@ -170,8 +170,8 @@ def _over_flare(wanted: Wanted) -> tuple[Path, dict[str, float]]:
 
 def _exported(wanted: Wanted) -> tuple[Path, Ready]:
     """Return FLARE's folder of the job, and what else `_prepared` returns. Raises ConfigError."""
-    from consilium.flare.context import check_federated
-    from consilium.flare.simulator import export_job
+    from consilium.flare.job.job_context import check_federated
+    from consilium.flare.job.simulator import export_job
 
     job, ready = _prepared(wanted)
     with _removed_if_empty(ready.folder):
@@ -181,7 +181,7 @@ def _exported(wanted: Wanted) -> tuple[Path, Ready]:
 
 def _prepared(wanted: Wanted) -> tuple["Job", Ready]:
     """Return the job, with a folder for its run. Raises ConfigError for what cannot run, before anything is written."""
-    from consilium.federation.build import assemble_job
+    from consilium.federation.job import assemble_job
     from consilium.tasks.registry import TASKS
 
     config, source = load(wanted.job, wanted.overrides)

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from consilium.cli.options import Format, FormatOption, page
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import line, shown
 from consilium.report.tables import fit
-from consilium.sanitize import line, shown
 
 SILENT = 60
 """Seconds without a heartbeat; FLARE drops a site after 600."""
@@ -29,8 +29,8 @@ def sites(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Show all sites that the server has seen: last heartbeat, versions, clock, days of the certificate, jobs running there."""
-    from consilium.flare.attendance import read
-    from consilium.flare.session import connect
+    from consilium.flare.admin.session import connect
+    from consilium.flare.kit.heartbeat_server import read
 
     if (kit / "startup" / "fed_admin.json").is_file():
         with connect(kit) as admin:
@@ -76,8 +76,8 @@ def _row(name: str, one: Mapping[str, Any], server: Mapping[str, Any], now: floa
 
 def _notes(one: Mapping[str, Any], server: Mapping[str, Any], days: int | None) -> list[str]:
     """Return what somebody should look at."""
-    from consilium.federation.versions import OWN, Verdict, differences
-    from consilium.flare.certificates import WARN_DAYS
+    from consilium.federation.compatibility import OWN, Verdict, differences
+    from consilium.flare.kit.certificates import WARN_DAYS
 
     if "version" not in one:
         return ["tells no version: its kit or package is of 0.2.0 or before; run `consilium allow KIT` there"]

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from consilium.cli.options import ASSUMED, TFLOPS, Format, FormatOption, TflopsOption, gpu_hours, page, study_command
-from consilium.cli.way_on import again as same_command
-from consilium.cli.way_on import say_interrupted, stoppable
+from consilium.cli.resume_hint import again as same_command
+from consilium.cli.resume_hint import say_interrupted, stoppable
 from consilium.config.site import Given
-from consilium.errors import ConfigError
-from consilium.sanitize import line, number_of
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import line, number_of
 
 if TYPE_CHECKING:
     from consilium.study.run_cell import CellRecord
@@ -89,7 +89,7 @@ def study_show(
 
     With the --data and --checkpoints of `study run` it tells which cells ran on other data, and the MB of all sites there.
     """
-    from consilium.config.code import code_of
+    from consilium.config.code_digest import code_of
 
     chosen = _load(study, smoke, small, workspace)
     cells = chosen.cells()
@@ -124,7 +124,7 @@ def _standing(study: "Study", given: Given) -> "tuple[dict[str, CellRecord], dic
 
 
 def _print_study(study: "Study", records: "dict[str, CellRecord]", sizes: dict[str, int | None]) -> None:
-    from consilium.config.code import code_of
+    from consilium.config.code_digest import code_of
     from consilium.report.study_cells import earlier_cells
     from consilium.study.study import named
     from consilium.study.view import cells_table, duration

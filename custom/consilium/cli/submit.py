@@ -18,13 +18,13 @@ from consilium.cli.options import Format, FormatOption, Panel, SetOption, page
 from consilium.cli.sites import sites
 from consilium.cli.watch import exit_code, place, watch_job
 from consilium.config.overrides import parse_override
-from consilium.errors import ConfigError, ConsiliumError
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.sanitize import line, shown
 from consilium.report.tables import fit
-from consilium.sanitize import line, shown
 
 if TYPE_CHECKING:
-    from consilium.flare.session import Admin
-    from consilium.messages import Stage
+    from consilium.core.messages import Stage
+    from consilium.flare.admin.session import Admin
 
 app = typer.Typer()
 app.command(rich_help_panel=Panel.DEPLOYMENT)(sites)
@@ -45,8 +45,8 @@ def submit(
 ) -> None:
     """Send a job to the federation. Every submission is a run of its own, with its own files, under its experiment's name."""
     from consilium.config.job import load_job
-    from consilium.flare.session import connect
-    from consilium.flare.submission import prepare, submitting
+    from consilium.flare.admin.session import connect
+    from consilium.flare.admin.submission import prepare, submitting
 
     overrides = dict(parse_override(one) for one in override or [])
     name = experiment or f"{load_job(job, overrides, plugins=None, author=True).name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -66,8 +66,8 @@ def resume(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Go on with a run that broke off, from the last finished round. On CPU the result is bit for bit the uninterrupted one."""
-    from consilium.flare.session import connect
-    from consilium.flare.submission import prepare_again, submitting
+    from consilium.flare.admin.session import connect
+    from consilium.flare.admin.submission import prepare_again, submitting
 
     with connect(kit) as admin:
         sites = admin.former_sites(experiment)
@@ -93,8 +93,8 @@ def status(
 
     The newest that failed have their reason.
     """
-    from consilium.flare.certificates import warnings
-    from consilium.flare.session import connect
+    from consilium.flare.admin.session import connect
+    from consilium.flare.kit.certificates import warnings
 
     if (watch or check) and not job:
         raise ConfigError("--watch, --check: are of one job; give its experiment")
@@ -117,7 +117,7 @@ def status(
 
 def _listed(admin: "Admin") -> list[dict[str, Any]]:
     """Return all jobs, and why the newest failed."""
-    from consilium.flare.session import experiment_of
+    from consilium.flare.admin.session import experiment_of
 
     keys = ("job_id", "status", "submit_time_iso", "duration", "submitter_name")
     jobs = admin.jobs()
@@ -132,7 +132,7 @@ def abort(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Stop a job. Its last finished round stays; `consilium resume` goes on from there."""
-    from consilium.flare.session import connect
+    from consilium.flare.admin.session import connect
 
     with connect(kit) as admin:
         found = admin.find(job)
@@ -148,7 +148,7 @@ def download(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Fetch what a job left at the server: scores, tb_events, the shared adapter. What sites keep for themselves stays."""
-    from consilium.flare.session import connect
+    from consilium.flare.admin.session import connect
 
     with connect(kit) as admin:
         found = admin.download(admin.find(job)["job_id"], folder)
@@ -193,7 +193,7 @@ def show(found: dict[str, Any]) -> None:
 def _table(progress: dict[str, Any], width: int) -> Table:
     """Return a row per site: its weight in the mean (federation.max_weight bounds it), its loss and leading score as far as
     it shares them, and what it has sent and received, in at most `width` cells where that can be."""
-    from consilium.messages import Stage
+    from consilium.core.messages import Stage
     from consilium.report.live_view import reported
     from consilium.tasks.registry import Scores
 
@@ -210,7 +210,7 @@ def _table(progress: dict[str, Any], width: int) -> Table:
 def _sites(
     progress: dict[str, Any], score: str, headings: "dict[Stage, str]", joint: str, sizes: bool, names: Mapping[str, str]
 ) -> Table:
-    from consilium.messages import TRAIN_LOSS
+    from consilium.core.messages import TRAIN_LOSS
     from consilium.report.live_view import score_of
     from consilium.report.progress import last_round
     from consilium.report.tables import number

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from consilium.sanitize import line
+from consilium.core.sanitize import line
 
 if TYPE_CHECKING:
-    from consilium.flare.session import Admin
+    from consilium.flare.admin.session import Admin
 
 LOST = "LOST"
-"""As flare/session.py says it; a job is that for moments between its end and its final status too."""
+"""As flare/admin/session.py says it; a job is that for moments between its end and its final status too."""
 LOST_AFTER = 60.0
 """Seconds of it after which a job is taken for lost."""
 

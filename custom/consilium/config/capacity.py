@@ -4,7 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from consilium.schema import Positive, Seconds, Section
+from consilium.core.schema import Positive, Seconds, Section
 
 
 class CapacityConfig(Section):

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from consilium.schema import Name, Section
+from consilium.core.schema import Name, Section
 
 
 class CrossSiteConfig(Section):

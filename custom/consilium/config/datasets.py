@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, StrictInt, StrictStr, field_validator
 
+from consilium.core.errors import ConfigError, Reason, RefusedError
+from consilium.core.schema import MOST_CLASSES, ClassName, Section
 from consilium.data.text import has_texts
-from consilium.errors import ConfigError, Reason, RefusedError
-from consilium.schema import MOST_CLASSES, ClassName, Section
 
 LabelValue = Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)] | Annotated[StrictStr, Field(min_length=1, max_length=200)]
 Mapped = Annotated[tuple[ClassName, ...], Field(max_length=MOST_CLASSES)]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from consilium.config.site import SiteConfig
-from consilium.schema import Section, read_yaml, validate
+from consilium.core.schema import Section, read_yaml, validate
 
 Org = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+$", description="letters, digits and _")]
 BUNDLES_HELP = "whether jobs may bring code (BYOC)"

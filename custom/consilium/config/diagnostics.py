@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from consilium.schema import Section
+from consilium.core.schema import Section
 
 Every = Annotated[int, Field(ge=1, le=100_000, description="look in every so many rounds, counted from 1")]
 SiteCount = Annotated[int, Field(ge=1, le=10_000, description="how many of a round's sites, drawn by the seed")]

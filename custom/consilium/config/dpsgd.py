@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from consilium.config.privacy import NEEDS_MASKS
-from consilium.schema import SMALLEST_NOISE
+from consilium.core.schema import SMALLEST_NOISE
 
 if TYPE_CHECKING:
     from consilium.config.job import JobConfig

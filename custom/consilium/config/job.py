@@ -14,17 +14,17 @@ from consilium.config.cross_site import CrossSiteConfig
 from consilium.config.data import PHANTOMS, DataConfig
 from consilium.config.diagnostics import DiagnosticsConfig
 from consilium.config.dpsgd import check_apart, check_shares
-from consilium.config.embed import embed_architecture
+from consilium.config.inline_model_config import embed_architecture
 from consilium.config.overrides import override
 from consilium.config.privacy import DpSgdConfig, PrivacyConfig, SiteLevelDpConfig
 from consilium.config.secure_aggregation import SecureAggregationConfig, check_masked
 from consilium.config.server import ServerConfig
 from consilium.config.statistics import StatisticsConfig
 from consilium.config.validation import ValidateConfig
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
+from consilium.core.registry import NO_PLUGINS, KindField, Plugins
+from consilium.core.schema import Name, Positive, Seconds, Section, Seed, Share, read_yaml, validate
 from consilium.models.registry import MODELS, ModelConfig
-from consilium.registry import NO_PLUGINS, KindField, Plugins
-from consilium.schema import Name, Positive, Seconds, Section, Seed, Share, read_yaml, validate
 from consilium.strategies.registry import STRATEGIES
 from consilium.tasks.registry import TASKS, TaskConfig
 
@@ -252,8 +252,8 @@ def load_job(
     """Read and validate a job.yaml, or the one inside a job folder. Raises ConfigError with one line per problem.
 
     `overrides` maps dotted fields, such as "training.lr", to values that replace the file's before validation. `plugins`: the
-    packages whose strategies, models, tasks and adapters the job may name, see registry.py. `author`: the file is its user's
-    own, so that it may name a model's config.json by path, see embed.py.
+    packages whose strategies, models, tasks and adapters the job may name, see core/registry.py. `author`: the file is its
+    user's own, so that it may name a model's config.json by path, see embed.py.
     """
     path = job_file(path)
     return make_job(read_yaml(path), path, overrides, plugins, author)

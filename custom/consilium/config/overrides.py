@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-from consilium.errors import ConfigError
-from consilium.schema import Loader
+from consilium.core.errors import ConfigError
+from consilium.core.schema import Loader
 
 
 def parse_override(override: str) -> tuple[str, Any]:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from consilium.schema import Positive, Section, Seed
+from consilium.core.schema import Positive, Section, Seed
 
 Unit: TypeAlias = Literal["record", "patient", "site"]
 """What a claim may be about, the finer first."""

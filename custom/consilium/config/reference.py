@@ -37,8 +37,8 @@ from consilium.config.secure_aggregation import SecureAggregationConfig, SitePar
 from consilium.config.server import ServerConfig
 from consilium.config.site import CacheConfig, NodesConfig, SiteConfig, TrackingConfig
 from consilium.config.statistics import StatisticsConfig
+from consilium.core.registry import KindField
 from consilium.models.registry import MODELS
-from consilium.registry import KindField
 from consilium.strategies.registry import STRATEGIES
 from consilium.tasks.classification import ClassificationScoresConfig
 from consilium.tasks.registry import TASKS
@@ -238,7 +238,7 @@ def cited(kind: type) -> str:
 
 def job_reference() -> str:
     """Return all of job.yaml."""
-    from consilium.strategies.unequal.ranks import UnequalRanks
+    from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 
     parts = [chapter("The whole file", JobConfig), chapter("`training:`", TrainingConfig)]
     parts += [chapter("`training: {validate:}`", ValidateConfig)]

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, Field
 
-from consilium.schema import SMALLEST_NOISE, Positive, Section, read_fingerprint
+from consilium.core.schema import SMALLEST_NOISE, Positive, Section, read_fingerprint
 
 if TYPE_CHECKING:
     from consilium.config.job import JobConfig

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from consilium.schema import Positive, Section
+from consilium.core.schema import Positive, Section
 
 _USED = {
     "lr": ("momentum", "adam", "yogi"),

@@ -15,11 +15,11 @@ from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.secure_aggregation import SitePartnersConfig
 from consilium.config.statistics import SMALLEST
+from consilium.core.errors import ConfigError, Reason, RefusedError
+from consilium.core.registry import NO_PLUGINS, Plugins, normal
+from consilium.core.schema import Section, read_yaml, validate
 from consilium.data.folders import SPLIT_FOLDERS, has_classes
 from consilium.data.text import has_texts
-from consilium.errors import ConfigError, Reason, RefusedError
-from consilium.registry import NO_PLUGINS, Plugins, normal
-from consilium.schema import Section, read_yaml, validate
 
 PATHS = ("datalist", "checkpoints", "state")
 DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")]

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from consilium.schema import Section
+from consilium.core.schema import Section
 
 SMALLEST = 3
 """Under it a count is of somebody."""

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.random import RandomState
 
+from consilium.core.seeding import seed_for
 from consilium.data.images import Sample
-from consilium.seeding import seed_for
 
 FLIP = TURN = 0.5
 CONTRAST, BRIGHTNESS, NOISE = 0.3, 0.3, 0.2

@@ -11,13 +11,13 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from consilium.core.errors import DataError, UnfitError
 from consilium.data import volumes
 from consilium.data.datalist import DataList, Item
+from consilium.data.header_check import NAMED, Check, faults
 from consilium.data.images import Sample
-from consilium.data.inspect import NAMED, Check, faults
 from consilium.data.loading import NOTHING_LEFT, ahead
 from consilium.data.store import Raw, Store, open_store
-from consilium.errors import DataError, UnfitError
 
 CACHE_BYTES = 2 * 1024**3
 """Samples that the disk has no room for are kept in memory up to here; beyond it they are read again."""

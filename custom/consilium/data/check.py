@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from consilium.data.copies import find_alike, find_copies
+from consilium.core.errors import DataError
+from consilium.data.check_report import Findings, Trace
 from consilium.data.datalist import SPLITS, DataList, Item, read_datalist
-from consilium.data.files import by_file
-from consilium.data.findings import Findings, Trace
-from consilium.data.looking import Classes, Look, look
+from consilium.data.duplicates import find_alike, find_copies
+from consilium.data.parallel_files import by_file
+from consilium.data.sample_check import Classes, Look, look
 from consilium.data.settings import DEFAULTS, PictureSettings
-from consilium.errors import DataError
 
 __all__ = ["Findings", "check_datalist"]
 

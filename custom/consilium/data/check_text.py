@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from consilium.data.copies import find_alike, find_copies
+from consilium.data.check_report import PATIENT, Findings, Trace
 from consilium.data.datalist import SPLITS
-from consilium.data.findings import PATIENT, Findings, Trace
+from consilium.data.duplicates import find_alike, find_copies
 from consilium.data.text import Text, read_texts
 
 

@@ -9,8 +9,8 @@ import warnings
 import numpy as np
 from scipy.cluster.vq import kmeans2
 
-from consilium.errors import DataError
-from consilium.seeding import seed_for
+from consilium.core.errors import DataError
+from consilium.core.seeding import seed_for
 
 ITERATIONS = 100
 

@@ -2,8 +2,8 @@
 
 import struct
 
-from consilium.data.opening import MOST_SCANS
-from consilium.errors import DataError
+from consilium.core.errors import DataError
+from consilium.data.safe_open import MOST_SCANS
 
 MOST_PARTS = 2**20
 """Code blocks, precincts and tiles of a JPEG 2000, each of which takes hundreds of bytes: 64 x 64 pixels are usual for one."""

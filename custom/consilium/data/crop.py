@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from consilium.seeding import seed_for
+from consilium.core.seeding import seed_for
 
 if TYPE_CHECKING:
     import numpy as np

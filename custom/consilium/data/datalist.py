@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from consilium.core.errors import DataError
 from consilium.data.crop import Crop
 from consilium.data.folders import SLIDES, read_folders
 from consilium.data.identifiers import identifier, pseudonym
 from consilium.data.loading import IN_MEMORY, Loading
-from consilium.data.opening import MOST_BYTES as MOST_FILE
-from consilium.data.opening import MOST_SLIDE, MOST_VOLUME_FILE, check_file, parse_json, read_text, whole
+from consilium.data.safe_open import MOST_BYTES as MOST_FILE
+from consilium.data.safe_open import MOST_SLIDE, MOST_VOLUME_FILE, check_file, parse_json, read_text, whole
 from consilium.data.settings import Axis, Value
-from consilium.errors import DataError
 
 SPLITS = ("training", "validation", "test")
 MISTAKEN = {"train": "training", "val": "validation", "valid": "validation", "testing": "test", "tests": "test"}

@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from consilium.core.errors import ConsiliumError
 from consilium.data.datalist import SPLITS
 from consilium.data.folders import read_folders
-from consilium.data.opening import read_text
+from consilium.data.safe_open import read_text
 from consilium.data.text import FILES, has_texts
-from consilium.errors import ConsiliumError
 
 
 def fingerprint(path: Path) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from consilium.errors import DataError
+from consilium.core.errors import DataError
 
 SPLIT_FOLDERS = {"train": "training", "training": "training", "val": "validation", "validation": "validation", "test": "test"}
 """Names a split's folder may have."""

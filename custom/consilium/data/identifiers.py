@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from consilium.errors import DataError
+from consilium.core.errors import DataError
 
 ALIKE = "patients whose identifiers differ by case, punctuation or leading zeros alone"
 """What a check and a log call them."""

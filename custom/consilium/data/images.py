@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from consilium.core.errors import DataError, UnfitError
 from consilium.data import pictures, slides, volumes
 from consilium.data.datalist import Item
 from consilium.data.intensity import Spread, windowed
 from consilium.data.labels import Labels
 from consilium.data.settings import DEFAULTS, Axis, PictureSettings, Value
-from consilium.errors import DataError, UnfitError
 
 Sample = dict[str, Tensor]
 Classes = Mapping[str, Sequence[Value]]

@@ -10,12 +10,12 @@ import nibabel
 import numpy as np
 from nibabel.volumeutils import apply_read_scaling
 
+from consilium.core.errors import DataError
 from consilium.data.grid import Grid
 from consilium.data.labels import Labels
 from consilium.data.numbers import whole_numbers
-from consilium.data.opening import MOST_VOLUME_FILE, most_unpacked, reading
+from consilium.data.safe_open import MOST_VOLUME_FILE, most_unpacked, reading
 from consilium.data.volumes import Header
-from consilium.errors import DataError
 
 MILLIMETRES = {"meter": 1e3, "mm": 1.0, "micron": 1e-3}
 """Of the units of length that a header may name."""

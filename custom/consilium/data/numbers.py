@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from consilium.errors import DataError
+from consilium.core.errors import DataError
 
 MOST = 1e38
 """The largest value: pictures are made in float32, which ends soon after."""

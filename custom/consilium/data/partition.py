@@ -21,10 +21,10 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from numpy.random import Generator
 
+from consilium.core.errors import DataError
+from consilium.core.seeding import seed_for
 from consilium.data.datalist import SPLITS, Item, own_names, read_datalist
 from consilium.data.patients import item_patient, together
-from consilium.errors import DataError
-from consilium.seeding import seed_for
 
 SHARED_OUT = "test"
 """The split that every site gets all of."""

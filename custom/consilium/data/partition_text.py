@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from consilium.core.errors import DataError
+from consilium.core.seeding import seed_for
+from consilium.core.storage import PUBLIC, write_atomic
 from consilium.data.datalist import SPLITS, DataList
-from consilium.data.opening import text_lines
 from consilium.data.partition import SHARED_OUT, check_asked, share_out, write_summary
 from consilium.data.patients import together
+from consilium.data.safe_open import text_lines
 from consilium.data.text import FILES, Text, read_texts
-from consilium.errors import DataError
-from consilium.seeding import seed_for
-from consilium.storage import PUBLIC, write_atomic
 
 Kinds = Callable[[Sequence[str]], list[str]]
 """Says of each text what kind it is."""

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
+from consilium.core.errors import DataError
 from consilium.data.labels import Labels
 from consilium.data.numbers import check_numbers, whole_numbers
-from consilium.data.opening import check_pixels, open_picture, reading
-from consilium.errors import DataError
+from consilium.data.safe_open import check_pixels, open_picture, reading
 
 ORIENTATION = 0x0112
 """EXIF's tag: 5 to 8 exchange rows and columns."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from consilium.schema import Section, Share
+from consilium.core.schema import Section, Share
 
 Value = int | str
 """A label: the value of voxels, or the name of a region."""

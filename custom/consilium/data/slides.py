@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from consilium.core.errors import DataError, UnfitError
 from consilium.data import pictures
 from consilium.data.codes import check_work, coded_shape
 from consilium.data.datalist import Tile
 from consilium.data.folders import SLIDES
 from consilium.data.labels import Labels
 from consilium.data.numbers import check_numbers, whole_numbers
-from consilium.data.opening import MOST_PIXELS, MOST_SLIDE, pages, reading
+from consilium.data.safe_open import MOST_PIXELS, MOST_SLIDE, pages, reading
 from consilium.data.settings import PictureSettings
-from consilium.errors import DataError, UnfitError
 
 logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong with a file is told in one line, by us
 MOST_BLOCK = 2**26

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from consilium.core.errors import DataError
+from consilium.core.seeding import seed_for
 from consilium.data import volumes
 from consilium.data.datalist import SPLITS, Item, read_datalist, read_json
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import read_mask
-from consilium.errors import DataError
-from consilium.seeding import seed_for
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from consilium.core.errors import DataError
 from consilium.data import slides, volumes
 from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.files import by_file
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import classes_of, level_of, read_labels
 from consilium.data.intensity import windowed
 from consilium.data.labels import Labels
+from consilium.data.parallel_files import by_file
 from consilium.data.settings import DEFAULTS, PictureSettings, Value
-from consilium.errors import DataError
 
 PERCENTILES = (1, 25, 50, 75, 99)
 BINS = 32

@@ -11,10 +11,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from consilium.core.errors import DataError
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.identifiers import identifier, pseudonym
-from consilium.data.opening import check_line, parse_json, text_lines, whole
-from consilium.errors import DataError
+from consilium.data.safe_open import check_line, parse_json, text_lines, whole
 
 FILES = {
     "training": ("training.jsonl", "train.jsonl"),

@@ -12,11 +12,11 @@ from typing import TypeVar
 
 import numpy as np
 
+from consilium.core.errors import DataError, UnfitError
 from consilium.data.grid import Grid, disagreement, resampled
 from consilium.data.labels import Labels
 from consilium.data.numbers import check_numbers
-from consilium.data.opening import Stamp, stamp
-from consilium.errors import DataError, UnfitError
+from consilium.data.safe_open import Stamp, stamp
 
 T = TypeVar("T")
 _KINDS = ("consilium.data.nifti", "consilium.data.dicom")

@@ -8,10 +8,10 @@ import torch
 
 from consilium.adapters.names import bottleneck_position, factor, is_head
 from consilium.config.job import JobConfig
-from consilium.errors import ConfigError
-from consilium.linalg.lowrank import Product, norm
-from consilium.messages import Tensors
-from consilium.privacy import noise
+from consilium.core.errors import ConfigError
+from consilium.core.linalg.lowrank import Product, norm
+from consilium.core.messages import Tensors
+from consilium.privacy import noise_diagnostics
 from consilium.report import figures
 from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, shares
 
@@ -99,11 +99,11 @@ def _group(name: str) -> str:
 
 def draw(run: Path, folder: Path) -> None:
     """Draw what a site's run has noted as noise.png and drift.png into its folder."""
-    if not any((run / noted).is_file() for noted in (noise.FILE, DRIFT)):
+    if not any((run / noted).is_file() for noted in (noise_diagnostics.FILE, DRIFT)):
         return
-    if (run / noise.FILE).is_file():
+    if (run / noise_diagnostics.FILE).is_file():
         rounds: dict[int, dict[str, float]] = {}
-        for place, values in _read(run / noise.FILE).items():
+        for place, values in _read(run / noise_diagnostics.FILE).items():
             rounds.setdefault(place[0], {}).update({n.replace("noise/", NOISE_TITLE): value for n, value in values.items()})
         named = [{f"{NOISE_TITLE}xi_B A": float("nan"), **rounds[one]} for one in sorted(rounds)]
         figures.plot_curves(folder / "noise.png", named, from_zero=True)

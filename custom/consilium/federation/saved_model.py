@@ -15,12 +15,12 @@ from consilium.adapters import layers
 from consilium.adapters.names import MEAN, SHIFT, is_base
 from consilium.adapters.parts import LOCAL_ADAPTER
 from consilium.config.job import JobConfig
-from consilium.errors import CheckpointError
-from consilium.federation.card import Card, page
-from consilium.messages import Tensors
+from consilium.core.errors import CheckpointError
+from consilium.core.messages import Tensors
+from consilium.core.storage import PRIVATE, load_state, named, private_folder, save_state, write_atomic
+from consilium.federation.model_card import Card, page
 from consilium.models.registry import MODELS
 from consilium.privacy.plan import Plan
-from consilium.storage import PRIVATE, load_state, named, private_folder, save_state, write_atomic
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.registry import LOWER, TASKS
 

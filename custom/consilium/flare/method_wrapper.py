@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from consilium.errors import ConsiliumError
+from consilium.core.errors import ConsiliumError
 
 
 def wrap(owner: type, name: str, around: Callable[..., Any]) -> None:

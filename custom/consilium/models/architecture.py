@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from consilium.core.schema import LONGEST_TEXT
 from consilium.models.registry import ModelConfig, TargetSet
-from consilium.schema import LONGEST_TEXT
 
 if TYPE_CHECKING:
     from torch import nn

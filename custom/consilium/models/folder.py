@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from consilium.errors import CheckpointError, ConfigError
+from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models.listed_keys import listed
 
 _WANTED = "give a transformers folder with config.json, model.safetensors and tokenizer.json"

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 
 FILLS = (torch.Tensor.normal_, nn.init.normal_)
 MOST = 200_000

@@ -20,7 +20,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 from consilium.models.architecture import IMPLEMENTATIONS, plain
 
 DTYPES = frozenset({"float32", "float16", "bfloat16", "float64"})

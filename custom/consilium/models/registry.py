@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
 
 from pydantic import Field
 
-from consilium.registry import Registry
-from consilium.schema import Section, Sha256
+from consilium.core.registry import Registry
+from consilium.core.schema import Section, Sha256
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 from consilium.models.registry import pattern_of
 
 _ATTENTION = re.compile(r"attn|attention")

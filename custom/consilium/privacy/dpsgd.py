@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from consilium.errors import ConfigError
-from consilium.privacy.discrete import discrete_gaussian
+from consilium.core.errors import ConfigError
+from consilium.privacy.discrete_gaussian import discrete_gaussian
+from consilium.privacy.distributed_noise import clipped_sum, rounding, share_deviation
 from consilium.privacy.randomness import Randomness
 from consilium.privacy.secagg.arithmetic import UNIT
-from consilium.privacy.shares import clipped_sum, rounding, share_deviation
 
 ALONE = 1
 """Records at a time: float32 rounds a gradient by the records beside it, and a server can choose weights that amplify that."""

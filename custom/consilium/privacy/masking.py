@@ -9,18 +9,19 @@ import torch
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.secure_aggregation import without_noise
-from consilium.errors import Reason, RefusedError
-from consilium.messages import Kind, Payload, Tensors
-from consilium.privacy import audit, places
-from consilium.privacy.authorized import Task
-from consilium.privacy.ledger import Ledger
+from consilium.core.errors import Reason, RefusedError
+from consilium.core.messages import Kind, Payload, Tensors
+from consilium.privacy.guard import task_schedule
+from consilium.privacy.guard.release_checks import upload_shapes
+from consilium.privacy.guard.task import Task
+from consilium.privacy.ledger import audit
+from consilium.privacy.ledger.ledger import Ledger
 from consilium.privacy.plan import Plan
-from consilium.privacy.release import upload_shapes
 from consilium.privacy.secagg.arithmetic import UNIT, layout, quantize
-from consilium.privacy.secagg.attempt import MASKED
 from consilium.privacy.secagg.certificates import Identity
-from consilium.privacy.secagg.party import Party
+from consilium.privacy.secagg.client import Party
 from consilium.privacy.secagg.record import FILE, SiteRecord
+from consilium.privacy.secagg.server import MASKED
 from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger, check_whole
 from consilium.privacy.secagg.terms import Message, Terms, read_place
 from consilium.strategies.strategy import Strategy
@@ -171,7 +172,7 @@ class Masking:
     def _end_masks(self, task: Task) -> None:
         """Forget the run's keys at its last evaluation: from then on no sum of it can be asked for."""
         round, phase = task.place
-        if self.masks and task.kind is Kind.EVALUATE and phase == 0 and places.ends(self.config, round):
+        if self.masks and task.kind is Kind.EVALUATE and phase == 0 and task_schedule.ends(self.config, round):
             SiteRecord(self.folder / task.run / FOLDER).end()
 
     # what every guard does ---------------------------------------------------------------------------------------------

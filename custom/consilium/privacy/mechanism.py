@@ -27,12 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from consilium.linalg.together import norm as joint_norm
-from consilium.messages import Tensors
-from consilium.privacy.discrete import Bits
+from consilium.core.linalg.together import norm as joint_norm
+from consilium.core.messages import Tensors
+from consilium.privacy.discrete_gaussian import Bits
+from consilium.privacy.distributed_noise import add_share, on_grid
 from consilium.privacy.randomness import secret_bytes
 from consilium.privacy.secagg.arithmetic import UNIT
-from consilium.privacy.shares import add_share, on_grid
 
 NULL = 1e-9
 """Eigenvalues of a Gram matrix under this share of its largest are null directions."""

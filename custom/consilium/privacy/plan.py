@@ -20,13 +20,13 @@ from consilium.config.privacy import (
     PrivacyConfig,
     SiteLevelDpConfig,
 )
-from consilium.errors import ConfigError, Reason, RefusedError
-from consilium.privacy.accounting import SLACK, GaussianEvent, epsilon_of, noise_multiplier
-from consilium.privacy.calibration import paper_sigma, printed
+from consilium.core.errors import ConfigError, Reason, RefusedError
+from consilium.core.schema import SMALLEST_NOISE
+from consilium.privacy.accounting.accountant import SLACK, GaussianEvent, epsilon_of, noise_multiplier
+from consilium.privacy.accounting.calibration import paper_sigma, printed
+from consilium.privacy.distributed_noise import honest_shares, rounding, share_deviation, slack
 from consilium.privacy.dpsgd import DpSgd
 from consilium.privacy.secagg.terms import Terms, default_threshold
-from consilium.privacy.shares import honest_shares, rounding, share_deviation, slack
-from consilium.schema import SMALLEST_NOISE
 from consilium.strategies.strategy import Role, Strategy
 
 OTHER_DELTAS = (1e-5, 1e-6)

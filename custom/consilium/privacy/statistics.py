@@ -23,11 +23,11 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from consilium.config.job import JobConfig
+from consilium.core.errors import Reason, RefusedError
+from consilium.core.schema import Section
+from consilium.core.storage import locked, write_atomic
+from consilium.data.counts import Tally, class_names, greys
 from consilium.data.settings import PictureSettings
-from consilium.data.tally import Tally, class_names, greys
-from consilium.errors import Reason, RefusedError
-from consilium.schema import Section
-from consilium.storage import locked, write_atomic
 
 FOLDER = "statistics"
 SettingNames = tuple(name for name in PictureSettings.model_fields if name not in ("resize", "crop"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
 from torch import Tensor
 
-from consilium.sanitize import shown
+from consilium.core.sanitize import shown
 
 Colour = tuple[int, int, int]
 BLACK, GREY, WHITE = (17, 17, 17), (110, 110, 110), (255, 255, 255)

@@ -15,11 +15,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from consilium.messages import SPLITS, TRAIN_LOSS, MetricKey, Stage
+from consilium.core.messages import SPLITS, TRAIN_LOSS, MetricKey, Stage
+from consilium.core.sanitize import LIMIT, line, shown
 from consilium.report.progress import ending
 from consilium.report.progress import when as refused_when
 from consilium.report.tables import fit
-from consilium.sanitize import LIMIT, line, shown
 from consilium.tasks.registry import Scores
 
 LINE = 2000

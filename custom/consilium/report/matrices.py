@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from consilium.messages import MetricKey, Stage
+from consilium.core.messages import MetricKey, Stage
+from consilium.core.storage import write_atomic
 from consilium.report import figures
 from consilium.report.run_record import Results
 from consilium.report.tables import Table, columns, number
-from consilium.storage import write_atomic
 
 PICTURE, VALUES = "cross_sites.png", "cross_sites.json"
 SHARED = "(shared)"

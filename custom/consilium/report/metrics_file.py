@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 from consilium.report.plain_files import LARGEST, finite, open_plain
 
 Line = dict[str, Any]

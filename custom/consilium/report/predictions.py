@@ -15,9 +15,9 @@ from PIL.PngImagePlugin import PngInfo
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from consilium.messages import Stage
+from consilium.core.messages import Stage
+from consilium.core.storage import write_atomic
 from consilium.report.image_grid import BLACK, GREY, RIGHT, WHITE, WRONG, arrange, colours, fit, font, overlay, panel, words
-from consilium.storage import write_atomic
 from consilium.tasks.base import Classified, Examples, Segmented
 
 PREDICTIONS = "predictions.png"

@@ -1,7 +1,7 @@
 """What may name a file of the data, and so a patient: where such lines go, and what is told in their place.
 
 FLARE's logs have many readers, and events go there. A site's process has these loggers write to a private file; see
-flare/private_log.py.
+flare/job/private_log.py.
 """
 
 import json

@@ -8,14 +8,14 @@ from typing import Any
 
 import yaml
 
-from consilium.messages import BYTES_DOWN, BYTES_UP
+from consilium.core.messages import BYTES_DOWN, BYTES_UP
+from consilium.core.sanitize import number_of
 from consilium.report.metrics_file import Line, place_of, read_events, round_times
 from consilium.report.plain_files import finite
-from consilium.sanitize import number_of
 from consilium.tasks.registry import TASKS
 
 ENDING = ("round", "rounds", "validations", "best_round")
-"""What a run's record says of an early end; see federation/early_stopping.py."""
+"""What a run's record says of an early end; see server/early_stopping.py."""
 REFUSAL = ("time", "round", "joining", "site", "reason")
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import fsum
 from types import MappingProxyType
 
-from consilium.messages import SKIPPED, MetricKey, Stage
+from consilium.core.messages import SKIPPED, MetricKey, Stage
 from consilium.report.run_record import Results, known, split_of
 from consilium.report.tables import Column, Table, columns, few, number
 from consilium.tasks.registry import COUNT, HIGH, LOW, Scores

@@ -17,12 +17,12 @@ from safetensors import SafetensorError, safe_open
 
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SIMULATION
-from consilium.errors import ConfigError
-from consilium.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, MetricKey, Stage
+from consilium.core.errors import ConfigError
+from consilium.core.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, MetricKey, Stage
+from consilium.core.sanitize import shown
+from consilium.core.schema import dotted
 from consilium.report.metrics_file import Line, Number, read_events, strict_model
 from consilium.report.plain_files import read_json, read_plain
-from consilium.sanitize import shown
-from consilium.schema import dotted
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.registry import TASKS, Scores
 

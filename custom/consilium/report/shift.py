@@ -9,7 +9,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from consilium.sanitize import line, shown
+from consilium.core.sanitize import line, shown
 
 WIDTH = 80
 Answers = Mapping[str, Mapping[str, Any]]

@@ -9,14 +9,14 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
+from consilium.core.errors import DataError
+from consilium.core.sanitize import shown
+from consilium.core.storage import open_private, private_folder
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.images import read_image
 from consilium.data.settings import PictureSettings
 from consilium.data.volumes import header, is_volume
-from consilium.errors import DataError
 from consilium.report.tables import Table, columns
-from consilium.sanitize import shown
-from consilium.storage import open_private, private_folder
 
 EXAMPLES = 3
 """Pictures of a site that are drawn, evenly spread over its list."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import shown
+from consilium.core.storage import locked, write_atomic
 from consilium.report.plain_files import read_json, subfolders
-from consilium.sanitize import shown
-from consilium.storage import locked, write_atomic
 
 CELLS, KEPT = "cells", "studies.json"
 SEED = "seed"

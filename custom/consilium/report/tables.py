@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table as Grid
 from rich.text import Text
 
-from consilium.sanitize import cell, line, shown
+from consilium.core.sanitize import cell, line, shown
 
 SHORT, NARROW = 16, 14
 """Cells: names are not shortened below SHORT while another layout is left; shortened headings have NARROW at most."""

@@ -16,11 +16,11 @@ from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 from consilium.config.job import JobConfig
-from consilium.errors import ConfigError
-from consilium.messages import MetricKey, Observer
-from consilium.sanitize import shown, tag
-from consilium.schema import dotted
-from consilium.storage import private_folder, write_atomic
+from consilium.core.errors import ConfigError
+from consilium.core.messages import MetricKey, Observer
+from consilium.core.sanitize import shown, tag
+from consilium.core.schema import dotted
+from consilium.core.storage import private_folder, write_atomic
 
 ARTIFACTS = ("job.yaml", "results.json", "privacy.json", "adapters")
 """What goes to MLflow of a run that came to its end, where the server has it; no picture."""

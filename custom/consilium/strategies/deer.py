@@ -15,8 +15,8 @@ from typing import ClassVar, Literal
 import torch
 
 from consilium.adapters.names import factor, lora_factor
-from consilium.errors import ConfigError
-from consilium.messages import Tensors
+from consilium.core.errors import ConfigError
+from consilium.core.messages import Tensors
 from consilium.strategies.strategy import Role, ServerState, Strategy
 
 SCHEDULES: dict[str, tuple[str, ...]] = {"100%": ("BA",), "75%": ("BA", "B", "BA", "A"), "50%": ("B", "A")}

@@ -18,9 +18,9 @@ from typing import ClassVar, Literal
 import torch
 
 from consilium.adapters.names import factor, lora_factor
-from consilium.messages import Payload, SiteInfo, Tensors
-from consilium.schema import Rank, Seed
-from consilium.seeding import seed_for
+from consilium.core.messages import Payload, SiteInfo, Tensors
+from consilium.core.schema import Rank, Seed
+from consilium.core.seeding import seed_for
 from consilium.strategies.strategy import Role, ServerState, Strategy
 
 

@@ -28,10 +28,10 @@ from pydantic import Field
 from torch import Tensor
 
 from consilium.adapters.names import BASE
-from consilium.messages import Payload, Tensors
-from consilium.schema import Factor, Positive
+from consilium.core.messages import Payload, Tensors
+from consilium.core.schema import Factor, Positive
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.local import Look
+from consilium.strategies.local_plan import Look
 
 WINDOW = 10
 """So many last losses say whether the weights have settled."""

@@ -35,9 +35,9 @@ from torch import Tensor
 
 from consilium.adapters.names import MEAN, SHIFT
 from consilium.adapters.parts import FEATURE_SHIFT
-from consilium.messages import Tensors
-from consilium.schema import Factor
-from consilium.strategies.local import Pass
+from consilium.core.messages import Tensors
+from consilium.core.schema import Factor
+from consilium.strategies.local_plan import Pass
 from consilium.strategies.strategy import Role, Strategy
 
 RUNNING = "running mean"

@@ -36,8 +36,8 @@ from pydantic import Field
 
 from consilium.adapters.names import is_local
 from consilium.adapters.parts import LOCAL_ADAPTER
-from consilium.schema import Share
-from consilium.strategies.local import Blend, Pass
+from consilium.core.schema import Share
+from consilium.strategies.local_plan import Blend, Pass
 from consilium.strategies.strategy import Role, Strategy
 
 

@@ -24,9 +24,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from consilium.linalg.lowrank import summed
-from consilium.messages import Tensors
-from consilium.schema import Share
+from consilium.core.linalg.lowrank import summed
+from consilium.core.messages import Tensors
+from consilium.core.schema import Share
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import ServerState, SiteResult, next_phase, normalized
 

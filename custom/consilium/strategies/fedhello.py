@@ -29,12 +29,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from consilium.messages import Payload, SiteInfo, Tensors
-from consilium.schema import Rank
-from consilium.seeding import seed_for
+from consilium.core.messages import Payload, SiteInfo, Tensors
+from consilium.core.schema import Rank
+from consilium.core.seeding import seed_for
+from consilium.strategies.heterogeneous_ranks.layers import factors, mean_others, others, pair, prefix_and_tail, shapes
+from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import ServerState, SiteResult, next_phase, shares
-from consilium.strategies.unequal.layers import factors, mean_others, others, pair, prefix_and_tail, shapes
-from consilium.strategies.unequal.ranks import UnequalRanks
 
 SCORES, UNKNOWN = "scores", -1.0
 """The layers' scores in the state, in the order of the model's depth, and what stands for none."""

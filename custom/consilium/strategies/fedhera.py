@@ -19,14 +19,14 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from consilium.linalg import lowrank
-from consilium.linalg.lowrank import Change, Product, Spectrum, Update
-from consilium.messages import Payload, SiteInfo, Tensors
-from consilium.seeding import seed_for
+from consilium.core.linalg import lowrank
+from consilium.core.linalg.lowrank import Change, Product, Spectrum, Update
+from consilium.core.messages import Payload, SiteInfo, Tensors
+from consilium.core.seeding import seed_for
+from consilium.strategies.heterogeneous_ranks import allocation
+from consilium.strategies.heterogeneous_ranks.exact import ExactServer, stored_spectra, truncated_factors
+from consilium.strategies.heterogeneous_ranks.layers import changes, others, prefix_and_tail, shapes
 from consilium.strategies.strategy import ServerState, SiteResult, shares
-from consilium.strategies.unequal import allocation
-from consilium.strategies.unequal.exact import ExactServer, stored_spectra, truncated_factors
-from consilium.strategies.unequal.layers import changes, others, prefix_and_tail, shapes
 
 BYTES = 4
 """Of a number on the wire."""

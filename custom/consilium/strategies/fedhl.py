@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from consilium.linalg import lowrank
-from consilium.linalg.lowrank import Change, Update
-from consilium.messages import SiteInfo
-from consilium.schema import Positive
+from consilium.core.linalg import lowrank
+from consilium.core.linalg.lowrank import Change, Update
+from consilium.core.messages import SiteInfo
+from consilium.core.schema import Positive
+from consilium.strategies.heterogeneous_ranks.exact import ExactServer, stored_spectra
 from consilium.strategies.strategy import ServerState, SiteResult, shares
-from consilium.strategies.unequal.exact import ExactServer, stored_spectra
 
 
 @dataclass(frozen=True)

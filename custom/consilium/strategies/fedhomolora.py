@@ -9,11 +9,11 @@ Resources", Appendix D.2.
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from consilium.messages import Tensors
-from consilium.schema import Rank
+from consilium.core.messages import Tensors
+from consilium.core.schema import Rank
+from consilium.strategies.heterogeneous_ranks.layers import factors, others, pair, shapes
+from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import Gathered, ServerState, Strategy
-from consilium.strategies.unequal.layers import factors, others, pair, shapes
-from consilium.strategies.unequal.ranks import UnequalRanks
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from pydantic import Field
 from torch import Tensor
 
 from consilium.adapters.names import factor
-from consilium.errors import ConfigError
-from consilium.schema import Factor, Positive
+from consilium.core.errors import ConfigError
+from consilium.core.schema import Factor, Positive
 from consilium.strategies.strategy import LocalStep, Role, Strategy
 
 Sharing = Literal["M1", "M2", "M3", "M4"]

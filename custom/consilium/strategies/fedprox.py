@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from consilium.linalg.lowrank import summed
-from consilium.schema import Factor
+from consilium.core.linalg.lowrank import summed
+from consilium.core.schema import Factor
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import LocalStep
 

@@ -28,11 +28,11 @@ from pydantic import Field
 from torch import Tensor
 
 from consilium.adapters.names import WHOLE_BASE, is_base
-from consilium.errors import ConfigError
-from consilium.linalg.lowrank import summed
-from consilium.messages import Payload, SiteInfo, Tensors
-from consilium.schema import Seed
-from consilium.seeding import seed_for
+from consilium.core.errors import ConfigError
+from consilium.core.linalg.lowrank import summed
+from consilium.core.messages import Payload, SiteInfo, Tensors
+from consilium.core.schema import Seed
+from consilium.core.seeding import seed_for
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState, SiteResult, next_phase
 

@@ -26,11 +26,11 @@ from pydantic import Field
 from torch import Tensor
 
 from consilium.adapters.names import WHOLE_BASE, bottleneck_count, bottleneck_position, factor, is_head
-from consilium.errors import ConfigError
-from consilium.linalg.lowrank import summed
-from consilium.linalg.simplex import mixture_weights
-from consilium.messages import Payload, SiteInfo, Tensors
-from consilium.schema import Factor
+from consilium.core.errors import ConfigError
+from consilium.core.linalg.lowrank import summed
+from consilium.core.linalg.simplex import mixture_weights
+from consilium.core.messages import Payload, SiteInfo, Tensors
+from consilium.core.schema import Factor
 from consilium.strategies.strategy import LocalStep, Role, ServerState, SiteResult, Strategy, next_phase, normalized, shares
 
 MATRIX = "collaboration"

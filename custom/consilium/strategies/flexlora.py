@@ -12,12 +12,12 @@ from typing import ClassVar, Literal
 
 import torch
 
-from consilium.linalg import lowrank
-from consilium.linalg.lowrank import Change, Product, Spectrum, Update
-from consilium.messages import Payload, SiteInfo
+from consilium.core.linalg import lowrank
+from consilium.core.linalg.lowrank import Change, Product, Spectrum, Update
+from consilium.core.messages import Payload, SiteInfo
+from consilium.strategies.heterogeneous_ranks.exact import ExactServer, stored_spectra, truncated_factors
+from consilium.strategies.heterogeneous_ranks.layers import others, pair
 from consilium.strategies.strategy import ServerState
-from consilium.strategies.unequal.exact import ExactServer, stored_spectra, truncated_factors
-from consilium.strategies.unequal.layers import others, pair
 
 
 @dataclass(frozen=True)

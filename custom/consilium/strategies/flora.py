@@ -15,14 +15,14 @@ from typing import ClassVar
 import torch
 
 from consilium.adapters.names import WHOLE
-from consilium.linalg import lowrank
-from consilium.linalg.lowrank import Change, Update
-from consilium.messages import Payload, SiteInfo, Tensors
-from consilium.seeding import seed_for
+from consilium.core.linalg import lowrank
+from consilium.core.linalg.lowrank import Change, Update
+from consilium.core.messages import Payload, SiteInfo, Tensors
+from consilium.core.seeding import seed_for
+from consilium.strategies.heterogeneous_ranks.exact import ExactServer, global_updates
+from consilium.strategies.heterogeneous_ranks.layers import expanded, others, prefix_and_tail, whole_numbers
+from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import ServerState, SiteResult
-from consilium.strategies.unequal.exact import ExactServer, global_updates
-from consilium.strategies.unequal.layers import expanded, others, prefix_and_tail, whole_numbers
-from consilium.strategies.unequal.ranks import UnequalRanks
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from consilium.adapters.names import GATE, WHOLE, is_frozen_part, lora_factor
-from consilium.linalg.lowrank import Product
-from consilium.messages import Payload, SiteInfo, Tensors
+from consilium.core.linalg.lowrank import Product
+from consilium.core.messages import Payload, SiteInfo, Tensors
+from consilium.strategies.heterogeneous_ranks.layers import expanded, factors, pair, shapes, whole_numbers
 from consilium.strategies.strategy import Role, ServerState, Strategy, next_phase
-from consilium.strategies.unequal.layers import expanded, factors, pair, shapes, whole_numbers
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from consilium.linalg import lowrank
-from consilium.messages import Payload, SiteInfo, Tensors
-from consilium.schema import Factor
+from consilium.core.linalg import lowrank
+from consilium.core.messages import Payload, SiteInfo, Tensors
+from consilium.core.schema import Factor
+from consilium.strategies.heterogeneous_ranks.layers import factors, mean_others, others, pair, shapes
+from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import LocalStep, ServerState, SiteResult, next_phase, shares
-from consilium.strategies.unequal.layers import factors, mean_others, others, pair, shapes
-from consilium.strategies.unequal.ranks import UnequalRanks
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from consilium.messages import Tensors
+from consilium.core.messages import Tensors
 from consilium.strategies.strategy import normalized
 
 

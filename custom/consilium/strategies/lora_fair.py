@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from consilium.adapters.names import lora_factor
-from consilium.linalg import lowrank
-from consilium.linalg.lowrank import Change, Product
-from consilium.schema import Positive
+from consilium.core.linalg import lowrank
+from consilium.core.linalg.lowrank import Change, Product
+from consilium.core.schema import Positive
+from consilium.strategies.heterogeneous_ranks.layers import factors, pair, shapes
 from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, next_phase, shares
-from consilium.strategies.unequal.layers import factors, pair, shapes
 
 STEPS = 200
 """L-BFGS iterations at most; it ends before, where the gradient does."""

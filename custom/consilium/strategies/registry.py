@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from consilium.registry import Registry
+from consilium.core.registry import Registry
 
 if TYPE_CHECKING:
     from consilium.strategies.strategy import Strategy

@@ -27,9 +27,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from consilium.linalg.lowrank import summed
-from consilium.messages import Payload, SiteInfo, Tensors
-from consilium.schema import Positive
+from consilium.core.linalg.lowrank import summed
+from consilium.core.messages import Payload, SiteInfo, Tensors
+from consilium.core.schema import Positive
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState, SiteResult, next_phase, normalized, shares
 

@@ -14,10 +14,10 @@ from pydantic import ConfigDict
 from torch import Tensor
 
 from consilium.adapters.names import is_base
-from consilium.errors import ConfigError
-from consilium.messages import Payload, SiteInfo, Tensors
-from consilium.schema import STRICT
-from consilium.strategies.local import Blend, Look, Pass
+from consilium.core.errors import ConfigError
+from consilium.core.messages import Payload, SiteInfo, Tensors
+from consilium.core.schema import STRICT
+from consilium.strategies.local_plan import Blend, Look, Pass
 
 
 class Role(StrEnum):

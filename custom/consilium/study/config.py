@@ -15,8 +15,8 @@ from pydantic import (
     model_validator,
 )
 
-from consilium.sanitize import shown
-from consilium.schema import Section, nearest
+from consilium.core.sanitize import shown
+from consilium.core.schema import Section, nearest
 
 MOST_CELLS = 10_000
 MOST = 1e300

@@ -9,12 +9,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError
-from consilium.federation.build import checkpoint_of
-from consilium.federation.samples import site_data
-from consilium.storage import file_hash, private_folder, write_atomic
+from consilium.core.errors import ConfigError
+from consilium.core.storage import file_hash, private_folder, write_atomic
+from consilium.federation.job import checkpoint_of
 
 HASHES = "hashes.json"
 _PLACES = {"datalist", "datasets", "checkpoints", "state", "device", "threads", "workers", "cache"}

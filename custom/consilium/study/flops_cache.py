@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from consilium.config.job import job_file
+from consilium.core.schema import read_yaml
+from consilium.core.storage import write_atomic
 from consilium.report.plain_files import read_json
-from consilium.schema import read_yaml
-from consilium.storage import write_atomic
 from consilium.study.study import STUDIES, Study
 
 CACHE = "flops.json"

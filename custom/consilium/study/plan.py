@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from consilium.config.code import code_of
+from consilium.config.code_digest import code_of
 from consilium.config.job import JobConfig
 from consilium.config.site import Given, SiteConfig, find_site
-from consilium.federation.build import assemble_job
-from consilium.federation.participants import site_names
+from consilium.federation.job import assemble_job
+from consilium.federation.sites import site_names
 from consilium.study.data_digest import DataDigests
 from consilium.study.study import Cell, GridErrors
 

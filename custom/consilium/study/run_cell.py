@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal
 from filelock import FileLock, Timeout
 from pydantic import Field, TypeAdapter
 
-from consilium.errors import ConsiliumError
-from consilium.federation import checkpoint
-from consilium.federation.build import assemble_job
-from consilium.federation.engine import simulate
-from consilium.messages import Observer
+from consilium.core.errors import ConsiliumError
+from consilium.core.messages import Observer
+from consilium.core.sanitize import shown
+from consilium.core.storage import file_lock, private_folder, write_atomic
+from consilium.federation.job import assemble_job
 from consilium.report.predictions import PREDICTIONS, join_predictions
-from consilium.sanitize import shown
-from consilium.storage import file_lock, private_folder, write_atomic
+from consilium.runtime.engine import simulate
+from consilium.server import checkpoint
 from consilium.study.plan import Planned
 
 RECORD = "cell.json"

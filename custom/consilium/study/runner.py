@@ -8,7 +8,7 @@ from contextlib import suppress
 from multiprocessing import connection
 from typing import Any
 
-from consilium.storage import open_private
+from consilium.core.storage import open_private
 from consilium.study.plan import Planned
 from consilium.study.run_cell import CellRecord, fail, finished, log_of, renewed, run_cell
 from consilium.study.worker import Worker, redirect

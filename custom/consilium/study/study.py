@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from consilium.config.job import JobConfig, job_file, load_job, make_job
 from consilium.config.overrides import parse_override
-from consilium.errors import ConfigError, ConsiliumError
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.schema import nearest, read_yaml, validate
 from consilium.report.compare import DIAGNOSED, HELD_OUT
-from consilium.schema import nearest, read_yaml, validate
 from consilium.study.config import MOST_CELLS, Choice, CountsConfig, SizeConfig, StudyConfig
 from consilium.tasks.registry import TASKS
 

@@ -10,11 +10,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from consilium.core.sanitize import shown
 from consilium.report.live_view import LiveScreen
 from consilium.report.tables import Column as Heading
 from consilium.report.tables import Table as TextTable
 from consilium.report.tables import fit, terminal
-from consilium.sanitize import shown
 from consilium.study.plan import Planned
 from consilium.study.run_cell import CellRecord, finished, record_of
 from consilium.study.runner import Progress as Part

@@ -9,7 +9,7 @@ from contextlib import suppress
 from multiprocessing import connection
 from typing import Any, TextIO
 
-from consilium.federation.processes import Child, follow
+from consilium.core.child_process import Child, follow
 
 
 class Worker(Child):

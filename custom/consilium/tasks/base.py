@@ -69,7 +69,7 @@ class Scored:
 
 @runtime_checkable
 class ShowsUnits(Protocol):
-    """What a task may have besides, so that its best, median and worst units are shown; see report/cases.py."""
+    """What a task may have besides, so that its best, median and worst units are shown; see report/best_worst_cases.py."""
 
     scored: Scored | None
     """Of the last closing evaluation."""

@@ -8,8 +8,8 @@ from consilium.data.datalist import DataList, read_datalist
 from consilium.tasks.registry import Change
 
 if TYPE_CHECKING:
-    from consilium.data.findings import Findings
-    from consilium.data.inspect import Lost
+    from consilium.data.check_report import Findings
+    from consilium.data.header_check import Lost
 
 
 def reader(classes: bool) -> Callable[[Path], DataList]:
@@ -24,7 +24,7 @@ def usable(classes: bool) -> "Callable[[Path, list[Lost]], DataList]":
 
 def prepare(config: Any, data: DataList) -> DataList:
     """Return a list with volumes as their planes and large pictures as their tiles. Raises DataError."""
-    from consilium.data.expand import expand
+    from consilium.data.slices import expand
 
     return expand(data, config)
 

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from consilium.core.registry import Registry
+from consilium.core.schema import Section
 from consilium.data.datalist import DataList
-from consilium.registry import Registry
-from consilium.schema import Section
 from consilium.tasks.base import Task
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from consilium.data.findings import Findings
-    from consilium.data.inspect import Lost
+    from consilium.data.check_report import Findings
+    from consilium.data.header_check import Lost
 
 
 COUNT, LOW, HIGH = "n", "_low", "_high"

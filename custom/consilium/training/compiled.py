@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 
 OPTIONS = {"fallback_random": True}
 """Of TorchInductor."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from consilium.errors import ConsiliumError, Reason
+from consilium.core.errors import ConsiliumError, Reason
 
 CPU = torch.device("cpu")
 

@@ -12,18 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from consilium.config.job import TrainingConfig
+from consilium.core.errors import ConsiliumError, DataError, Reason
+from consilium.core.messages import Tensors
+from consilium.core.seeding import seed_for
 from consilium.data.loading import AHEAD, NOTHING_LEFT, ahead
-from consilium.errors import ConsiliumError, DataError, Reason
-from consilium.messages import Tensors
 from consilium.privacy.dpsgd import ALONE, DpSgd, PrivateSteps
-from consilium.seeding import seed_for
 from consilium.strategies.strategy import LocalStep
 from consilium.tasks.base import Batch, GroupsRecords, Task
-from consilium.training import optim
 from consilium.training.compiled import compiled
 from consilium.training.device import CPU, autocast, cuda_devices, pinned
 from consilium.training.losses import Losses
-from consilium.training.optim import learning_rate, make_optimizer
+from consilium.training.optimizer import learning_rate, make_optimizer, restore_optimizer, state_of
 
 
 class Stopped(ConsiliumError):
@@ -75,7 +74,7 @@ def train(
         return {"loss": 0.0, "steps": 0.0}
     optimizer = make_optimizer(list(active.values()), config)
     if optimizer_state:
-        optim.restore(optimizer, list(active), optimizer_state)
+        restore_optimizer(optimizer, list(active), optimizer_state)
     anchors = {name: p.detach().clone() if name in trained else p.detach() for name, p in params.items()}
     memory: dict[str, Tensor] = {}
     total = config.steps_per_round(dp.count(task.num_samples) if dp else task.num_samples)
@@ -102,7 +101,7 @@ def train(
             _move(active, drift, rate / sum(rates))
             watch(Progress(step, total, losses.total / step if known else None, rate))
     if optimizer_state is not None:
-        optimizer_state.update(optim.memory(optimizer, list(active)))
+        optimizer_state.update(state_of(optimizer, list(active)))
     model.eval()
     added = {"penalty": float(torch.stack(penalties).mean())} if penalties else {}
     return {"loss": losses.total / total, "steps": float(total)} | added

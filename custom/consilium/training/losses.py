@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from consilium.errors import ConsiliumError, Reason
+from consilium.core.errors import ConsiliumError, Reason
 
 AT_ONCE = frozenset({"cpu"})
 """Devices where reading a number waits for nothing."""

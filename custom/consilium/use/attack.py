@@ -32,15 +32,15 @@ import torch
 from numpy.typing import NDArray
 
 from consilium.adapters import layers
+from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, SiteConfig
+from consilium.core.errors import DataError
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.patients import item_patient
-from consilium.errors import DataError
-from consilium.federation.build import build_task
-from consilium.federation.samples import site_data
-from consilium.privacy.accounting import epsilon_of
-from consilium.privacy.composition import within
+from consilium.federation.job import build_task
+from consilium.privacy.accounting.accountant import epsilon_of
+from consilium.privacy.accounting.composition import within
 from consilium.privacy.plan import make_plan
 from consilium.tasks.base import Task
 from consilium.training.device import autocast

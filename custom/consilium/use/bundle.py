@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from consilium.config.job import JobConfig
-from consilium.errors import ConfigError
-from consilium.federation.card import Card
-from consilium.sanitize import shown
-from consilium.storage import PUBLIC, write_atomic
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import shown
+from consilium.core.storage import PUBLIC, write_atomic
+from consilium.federation.model_card import Card
 from consilium.tasks.segmentation import prompts_of
 from consilium.use.merge import merge_if_possible
 from consilium.use.probe import Inputs, answer, inputs_of, require_equal
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
-CODE = Path(__file__).with_name("bundle_pictures.py")
+CODE = Path(__file__).with_name("bundle_template.py")
 """What becomes the bundle's scripts/pictures.py."""
 WRITERS = {"segmentation": "WriteMasks", "classification": "WriteClasses"}
 """By task: what writes the network's answers."""

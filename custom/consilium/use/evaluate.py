@@ -5,17 +5,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
+from consilium.client.evaluator import scores as all_scores
+from consilium.client.site_data import site_data
+from consilium.client.speedups import remember
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, Given, SiteConfig, find_site, read_site_folder
-from consilium.errors import ConfigError, DataError
-from consilium.federation.build import build_task
-from consilium.federation.participants import site_names
-from consilium.federation.samples import site_data
-from consilium.federation.scoring import scores as all_scores
-from consilium.federation.speedups import remember
-from consilium.messages import Stage
+from consilium.core.errors import ConfigError, DataError
+from consilium.core.messages import Stage
+from consilium.core.sanitize import shown
+from consilium.federation.job import build_task
+from consilium.federation.sites import site_names
 from consilium.report.matrices import CrossSiteMatrix, cross_site_matrix
-from consilium.sanitize import shown
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS
 from consilium.use.model import TrainedModel, cell_folder, open_model, run_sites

@@ -9,16 +9,16 @@ from consilium import __version__
 from consilium.adapters.names import SHIFT, is_local
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError
-from consilium.federation.build import checkpoint_of, tokenizer_of
-from consilium.federation.card import FILES
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import cell
+from consilium.core.storage import PUBLIC, write_atomic
+from consilium.federation.job import checkpoint_of, tokenizer_of
+from consilium.federation.model_card import FILES
 from consilium.federation.saved_model import CARD, TENSORS, SavedModel, export_adapter, read_kept, with_parameters
-from consilium.models.stored import QUANTIZED
-from consilium.sanitize import cell
-from consilium.storage import PUBLIC, write_atomic
+from consilium.models.low_precision import QUANTIZED
 from consilium.use import bundle, merge, onnx
-from consilium.use.destination import RECORD, check_destination, new_folder, write_record
 from consilium.use.model import TrainedModel
+from consilium.use.output_folder import RECORD, check_destination, new_folder, write_record
 
 Format = Literal["peft", "merged", "bundle", "onnx"]
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*")

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from consilium.core.errors import ConfigError, DataError
+from consilium.core.sanitize import shown
 from consilium.data import volumes
 from consilium.data.folders import PICTURES
-from consilium.data.opening import read_text
-from consilium.errors import ConfigError, DataError
-from consilium.sanitize import shown
+from consilium.data.safe_open import read_text
 from consilium.tasks.segmentation import PROMPTS
 
 TEXTS = (".jsonl",)

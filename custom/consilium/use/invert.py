@@ -30,9 +30,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from consilium.adapters import layers
 from consilium.config.site import CacheConfig, SiteConfig
-from consilium.errors import ConfigError, DataError
-from consilium.federation.build import build_task
-from consilium.messages import Tensors
+from consilium.core.errors import ConfigError, DataError
+from consilium.core.messages import Tensors
+from consilium.federation.job import build_task
 from consilium.privacy.secagg.arithmetic import UNIT, flat, layout, quantize, unflat
 from consilium.privacy.secagg.sealing import mask
 from consilium.strategies.strategy import Role, Strategy

@@ -9,9 +9,9 @@ from torch import nn
 from consilium.adapters import layers
 from consilium.adapters.parts import merge_shift
 from consilium.config.job import JobConfig
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
+from consilium.models.export import WEIGHTS, save_weights
 from consilium.models.registry import MODELS
-from consilium.models.saving import WEIGHTS, save_weights
 from consilium.use.probe import answer, inputs_of, require_equal
 
 

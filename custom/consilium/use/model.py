@@ -7,14 +7,14 @@ from torch import nn
 
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig, allowed_plugins
-from consilium.errors import CheckpointError, ConfigError
-from consilium.federation.build import build_model, checkpoint_of
-from consilium.federation.card import BEST, Card
+from consilium.core.errors import CheckpointError, ConfigError
+from consilium.core.messages import Stage
+from consilium.core.sanitize import shown
+from consilium.core.storage import checkpoint_hash
+from consilium.federation.job import build_model, checkpoint_of
+from consilium.federation.model_card import BEST, Card
 from consilium.federation.saved_model import ADAPTERS, TENSORS, SavedModel, load_values, read_kept, run_as_kept
-from consilium.messages import Stage
 from consilium.report.study_cells import CELLS, check_names, study_cells
-from consilium.sanitize import shown
-from consilium.storage import checkpoint_hash
 
 
 @dataclass(frozen=True)

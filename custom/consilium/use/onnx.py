@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from consilium.config.job import JobConfig
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 from consilium.models.registry import MODELS, Graph
 from consilium.use.merge import merge_if_possible
 from consilium.use.probe import Inputs, answer, inputs_of, require_equal

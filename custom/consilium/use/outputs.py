@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from consilium.errors import ConfigError
-from consilium.sanitize import shown
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import shown
 from consilium.use.inputs import Input
-from consilium.use.writing import mask_name, with_ending
+from consilium.use.write_predictions import mask_name, with_ending
 
 CLASSES, LABELS = "classes.csv", "labels.json"
 

@@ -13,18 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from consilium.core.errors import ConfigError, DataError
+from consilium.core.sanitize import harmless
+from consilium.core.storage import PRIVATE, private_folder, write_atomic
 from consilium.data import volumes
-from consilium.errors import ConfigError, DataError
 from consilium.report.image_grid import overlay
-from consilium.sanitize import harmless
-from consilium.storage import PRIVATE, private_folder, write_atomic
-from consilium.use.asking import Asked, Asking, joined
-from consilium.use.gathering import gathered
+from consilium.use.batching import gathered
 from consilium.use.inputs import Input
 from consilium.use.labels import label_map, legend
 from consilium.use.outputs import CLASSES, LABELS, Wanted, check_files, clashes, overlay_name, probability_name
+from consilium.use.predictor import Asked, Asking, joined
 from consilium.use.texts import Answer, answers
-from consilium.use.writing import (
+from consilium.use.write_predictions import (
     is_dicom,
     mask_name,
     write_dicom,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from consilium.config.job import JobConfig
-from consilium.errors import CheckpointError
+from consilium.core.errors import CheckpointError
 from consilium.tasks.segmentation import prompts_of
 
 ROUNDING = 2.0**-24

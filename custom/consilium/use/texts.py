@@ -6,10 +6,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from consilium.core.errors import DataError
 from consilium.data.datalist import DataList
 from consilium.data.text import Text, read_records
-from consilium.errors import DataError
-from consilium.federation.build import build_task
+from consilium.federation.job import build_task
 from consilium.training.device import autocast
 from consilium.use.inputs import Input
 from consilium.use.model import TrainedModel

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from consilium.cli.main import main
+from consilium.core.errors import DataError
 from consilium.data.check import check_datalist
 from consilium.data.datalist import read_datalist
-from consilium.errors import DataError
 
 SECONDS = 5.0
 

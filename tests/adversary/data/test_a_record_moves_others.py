@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from consilium.adapters import layers
+from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation.build import assemble_job, build_model, build_task
-from consilium.federation.samples import site_data
-from consilium.messages import Tensors
+from consilium.core.messages import Tensors
+from consilium.federation.job import assemble_job, build_model, build_task
+from consilium.privacy.distributed_noise import clipped_sum, rounding
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.privacy.secagg.arithmetic import UNIT
-from consilium.privacy.shares import clipped_sum, rounding
 from consilium.training.loop import train
 from tests.conftest import small_cells, small_config, small_text
 

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
+from consilium.core.errors import ConfigError
 from consilium.data.text import Text
-from consilium.errors import ConfigError
 from consilium.models.causal_lm.network import load_tokenizer
 from consilium.tasks.language.prompts import Prompt
 from consilium.tasks.language.tokens import Encoder

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 from consilium.report.page.check_page import write_report
-from consilium.report.runlog import RunLog
+from consilium.report.run_log import RunLog
 from consilium.use.inputs import Input
 from consilium.use.outputs import Wanted, check_files
 from tests.conftest import small_config

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from consilium.core.errors import DataError
 from consilium.data.synthetic.phantoms import check_own
-from consilium.errors import DataError
 from tests.adversary.data.lists import SECONDS, data_check, picture, refusal, write_list
 
 

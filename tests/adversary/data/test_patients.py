@@ -9,25 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 
+from consilium.client.build import build_guard, build_site
+from consilium.client.site_data import units_of
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
+from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.check import check_datalist
 from consilium.data.check_text import check_texts
+from consilium.data.counts import tally
 from consilium.data.datalist import SPLITS, DataList, read_datalist
-from consilium.data.expand import expand
 from consilium.data.importers.base import Options
 from consilium.data.importers.table import read_table
-from consilium.data.importers.writing import arrange
+from consilium.data.importers.write_datalists import arrange
 from consilium.data.partition import share_out
 from consilium.data.patients import by_patient, most_of_one
+from consilium.data.slices import expand
 from consilium.data.split import Cut, split_list
 from consilium.data.stats import site_stats
-from consilium.data.tally import tally
 from consilium.data.text import read_texts
-from consilium.errors import DataError
-from consilium.federation.build import assemble_job, build_guard, build_site
-from consilium.federation.samples import units_of
+from consilium.federation.job import assemble_job
 from consilium.use.attack import draw
 from tests.adversary.data.lists import data_check, one_line, picture, write_list
 from tests.conftest import small_cells, training_only
@@ -201,7 +202,7 @@ def test_nearly_equal_patients_are_named_by_their_samples(tmp_path: Path, caplog
     with caplog.at_level(logging.WARNING):
         build_site(assemble_job(private()), "site-1", site, tmp_path / "run", events.append)
     (record,) = [one for one in caplog.records if "differ by case" in one.getMessage()]
-    assert record.name.startswith("consilium.data")  # on kits these go to the site's private file: flare/private_log.py
+    assert record.name.startswith("consilium.data")  # on kits these go to the site's private file: flare/job/private_log.py
     assert "0.png" in record.getMessage()
     assert not [event for event in events if "differ by case" in json.dumps(event, default=str)]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from consilium.core.errors import DataError
 from consilium.data.check import check_datalist
 from consilium.data.importers.base import grey, size_of, usable
-from consilium.errors import DataError
 from tests.adversary.data.lists import picture, problem, refusal, write_list
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from consilium.core.errors import DataError
 from consilium.data.text import read_texts
-from consilium.errors import DataError
 from tests.adversary.data.lists import SECONDS, one_line
 
 GOOD = {"instruction": "a", "input": "b", "output": "c"}

@@ -16,12 +16,13 @@ from nvflare.lighter.utils import load_crt, sign_content
 from nvflare.private.fed.server.client_manager import ClientManager
 from nvflare.private.fed.utils.identity_utils import IdentityVerifier, InvalidAsserterCert
 
-from consilium.federation.runs import ATTENDANCE, STATE
-from consilium.flare import context, revocation
-from consilium.flare.revocation import COMPONENT, revoke
-from consilium.flare.revocation_check import RevocationCheck
+from consilium.core.storage import note
+from consilium.federation.run_folders import ATTENDANCE, STATE
+from consilium.flare.job import job_context
+from consilium.flare.kit import revocation
+from consilium.flare.kit.revocation import COMPONENT, revoke
+from consilium.flare.kit.revocation_check import RevocationCheck
 from consilium.privacy.secagg.simulated import certificate_for, pem_of
-from consilium.storage import note
 
 DAY = 86400.0
 LEAD = "lead@hub.example"
@@ -137,7 +138,7 @@ def test_a_running_job_leaves_a_name_out_that_is_revoked_after_the_clock_was_set
     fl_ctx = FLContext()
     workspace = SimpleNamespace(get_workspace=lambda: Workspace(str(server)))
     fl_ctx.get_engine = lambda: workspace  # type: ignore[method-assign]
-    revoked = context.revocations(fl_ctx)
+    revoked = job_context.revocations(fl_ctx)
     assert revoked() == set()
     clock(begins(server) + 30.5 * DAY)
     revoke("clinic", server)

@@ -13,15 +13,16 @@ import pytest
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
 
+from consilium.client.build import build_guard, build_site
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.federation.build import assemble_job, build_guard, build_site
-from consilium.federation.coordinator import Coordinator
-from consilium.federation.engine import run_phase
-from consilium.federation.member import Member
-from consilium.federation.runs import STATE
-from consilium.flare import context
-from consilium.storage import PUBLIC, write_atomic
+from consilium.core.storage import PUBLIC, write_atomic
+from consilium.federation.job import assemble_job
+from consilium.federation.run_folders import STATE
+from consilium.flare.job import job_context
+from consilium.runtime.engine import run_phase
+from consilium.runtime.simulated_site import Member
+from consilium.server.coordinator import Coordinator
 from tests.adversary.network.modes import open_to_others
 from tests.conftest import small_config
 
@@ -53,8 +54,8 @@ def test_nothing_a_server_or_a_site_keeps_is_open_to_other_users(tmp_path: Path)
     raw["privacy"] = {"unit": "site", "noise_multiplier": 3.0, "clip": 0.5, "trust": "local"}
     job, site = assemble_job(JobConfig.model_validate(raw)), SiteConfig(state=tmp_path / "new" / "state")
     fl_ctx = place(tmp_path)
-    server = Coordinator(job, context.server_folder(fl_ctx, job), lambda event: None)
-    folder, root = context.site_folder(fl_ctx, job, "a", site), context.site_root(fl_ctx, job, "a", site)
+    server = Coordinator(job, job_context.server_folder(fl_ctx, job), lambda event: None)
+    folder, root = job_context.site_folder(fl_ctx, job, "a", site), job_context.site_root(fl_ctx, job, "a", site)
     guard = build_guard(job, "a", site, folder, root, lambda event: None)
     member = Member(build_site(job, "a", site, folder, lambda event: None), guard)
     server.welcome(member.hello(server.run))
@@ -78,7 +79,7 @@ def test_what_a_former_version_left_open_is_closed_at_the_next_run(tmp_path: Pat
     old = tmp_path / STATE / "runs"
     old.mkdir(parents=True)
     (tmp_path / STATE / "ledger.sqlite").touch()
-    context.server_folder(place(tmp_path), assemble_job(small_config("fedit")))
+    job_context.server_folder(place(tmp_path), assemble_job(small_config("fedit")))
     assert (tmp_path / STATE).stat().st_mode & 0o077 == 0
     assert old.stat().st_mode & 0o077 == 0
 

@@ -14,21 +14,22 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
+from consilium.client.build import build_guard
+from consilium.client.site_data import site_data, watched
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
-from consilium.data.tally import Tally
-from consilium.errors import Reason
-from consilium.federation.build import Job, build_guard
-from consilium.federation.samples import site_data, watched
-from consilium.flare import context, wire
-from consilium.flare.executor import SiteExecutor
-from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
-from consilium.messages import Hello, Payload, SiteInfo
-from consilium.privacy.composition import Entry
-from consilium.privacy.guard import Guard
-from consilium.privacy.ledger import Ledger
-from consilium.privacy.release import upload_shapes
+from consilium.core.errors import Reason
+from consilium.core.messages import Hello, Payload, SiteInfo
+from consilium.data.counts import Tally
+from consilium.federation.job import Job
+from consilium.flare.job import job_context, wire
+from consilium.flare.job.executor import SiteExecutor
+from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
+from consilium.privacy.accounting.composition import Entry
+from consilium.privacy.guard.guard import Guard
+from consilium.privacy.guard.release_checks import upload_shapes
+from consilium.privacy.ledger.ledger import Ledger
 from tests.conftest import assembled, small_config
 from tests.flare import process_state
 
@@ -160,10 +161,10 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         job = assembled(JobConfig.model_validate(small_config("fedit").model_dump() | {"privacy": privacy} | (more or {})))
         own = {"dataset": "ward-7"} if policy is None else policy
         site = SiteConfig(**settings, privacy=HospitalPrivacyPolicy.model_validate(own))
-        monkeypatch.setattr(context, "approved", lambda fl_ctx, name: (job, site))
-        monkeypatch.setattr(context, "site_folder", lambda fl_ctx, job, name, site: tmp_path / "one")
-        monkeypatch.setattr(context, "site_root", lambda fl_ctx, job, name, site: tmp_path)
-        monkeypatch.setattr(context, "state_folder", lambda fl_ctx: tmp_path / "state")
+        monkeypatch.setattr(job_context, "approved", lambda fl_ctx, name: (job, site))
+        monkeypatch.setattr(job_context, "site_folder", lambda fl_ctx, job, name, site: tmp_path / "one")
+        monkeypatch.setattr(job_context, "site_root", lambda fl_ctx, job, name, site: tmp_path)
+        monkeypatch.setattr(job_context, "state_folder", lambda fl_ctx: tmp_path / "state")
         made.append(Kit(job, tmp_path))
         return made[-1]
 

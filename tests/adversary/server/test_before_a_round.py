@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from consilium.config.site import NodesConfig
-from consilium.errors import Reason
+from consilium.core.errors import Reason
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL
 from tests.conftest import small_config
 from tests.data.storing import break_pixels, make_site

@@ -8,9 +8,9 @@ import pytest
 from nvflare.apis.utils.format_check import check_job_id
 from nvflare.apis.workspace import Workspace
 
-from consilium.errors import ConfigError, Reason
-from consilium.federation.runs import STATE
-from consilium.flare import context
+from consilium.core.errors import ConfigError, Reason
+from consilium.federation.run_folders import STATE
+from consilium.flare.job import job_context
 
 
 def test_no_job_id_names_the_folder_of_ledger_and_records() -> None:
@@ -26,7 +26,7 @@ def test_a_kit_whose_policy_is_gone_runs_nothing(tmp_path: Path) -> None:
     (tmp_path / "local").mkdir()
     fl_ctx: Any = SimpleNamespace(get_engine=lambda: SimpleNamespace(get_workspace=lambda: Workspace(str(tmp_path), "site-1")))
     with pytest.raises(ConfigError, match=r"site\.yaml: missing") as caught:
-        context.site_config(fl_ctx, "site-1")
+        job_context.site_config(fl_ctx, "site-1")
     assert caught.value.reason is Reason.POLICY
     (tmp_path / "local" / "site.yaml").write_text("threads: 1\n")
-    assert context.site_config(fl_ctx, "site-1").threads == 1
+    assert job_context.site_config(fl_ctx, "site-1").threads == 1

@@ -8,12 +8,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from consilium.client.build import build_site
 from consilium.config.site import SiteConfig
-from consilium.errors import DataError, Reason, RefusedError
-from consilium.federation.build import build_site
-from consilium.flare import wire
-from consilium.messages import Kind
-from consilium.privacy import audit
+from consilium.core.errors import DataError, Reason, RefusedError
+from consilium.core.messages import Kind
+from consilium.flare.job import wire
+from consilium.privacy.ledger import audit
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 from tests.adversary.server.test_words import admitted, answered, failing
 from tests.conftest import small_config
@@ -46,7 +46,7 @@ def test_a_disk_with_room_for_a_word_alone_has_one_answer_that_is_paid(
     """What training leaves did not fit, and was asked anew for nothing, until it failed for what the server sent."""
     told = []
     site = _training(client(privacy), tmp_path)
-    with patch("consilium.federation.site.save_state", side_effect=FULL):
+    with patch("consilium.client.client.save_state", side_effect=FULL):
         told.append(wire.reason_of(answered(failing(site) if fails else site, admitted(site))))
     told.append(wire.reason_of(answered(failing(site), admitted(site))))
     told.append(wire.reason_of(client(privacy).ask("train", site.task())))
@@ -57,7 +57,7 @@ def test_a_disk_with_room_for_a_word_alone_has_one_answer_that_is_paid(
 
 def test_a_release_that_does_not_fit_is_answered_with_a_word_that_is_paid(client: MakeClient) -> None:
     site = client(SITE_LEVEL)
-    with patch("consilium.privacy.kept.save_state", side_effect=FULL):
+    with patch("consilium.privacy.guard.release_store.save_state", side_effect=FULL):
         assert wire.reason_of(answered(site, admitted(site))) is Reason.LEDGER
     assert wire.reason_of(answered(site, admitted(site))) is Reason.LEDGER
     assert [(row.count, row.digest) for row in site.guard.ledger.entries()] == [(1, "word")]
@@ -94,7 +94,7 @@ def test_what_a_word_costs_comes_into_the_record_once_however_late(privacy: dict
     """Its row was written, its line was not, and never came."""
     site = failing(client(privacy))
     task = admitted(site)
-    with patch("consilium.privacy.audit.os.write", side_effect=FULL):
+    with patch("consilium.privacy.ledger.audit.os.write", side_effect=FULL):
         assert wire.reason_of(answered(site, task)) is Reason.LEDGER
     again = client(privacy)
     for _ in range(3):

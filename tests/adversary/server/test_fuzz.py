@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from nvflare.apis.dxo import DXO, DataKind
 from nvflare.apis.shareable import Shareable
 
-from consilium.errors import Reason
-from consilium.flare import wire
-from consilium.messages import HELD_OUT
+from consilium.core.errors import Reason
+from consilium.core.messages import HELD_OUT
+from consilium.flare.job import wire
 from tests.adversary.fuzzing import PLAIN, VALUES, attack, fuzzed
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 

@@ -9,9 +9,9 @@ import pytest
 from nvflare.apis.fl_context import FLContext
 
 from consilium.config.job import JobConfig
-from consilium.data.tally import Tally
-from consilium.errors import Reason, RefusedError
-from consilium.flare.private_log import keep_apart
+from consilium.core.errors import Reason, RefusedError
+from consilium.data.counts import Tally
+from consilium.flare.job.private_log import keep_apart
 from consilium.privacy.statistics import TERMS, answer, check_question
 from consilium.report.private_logging import OF_DATA
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL

@@ -8,16 +8,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from consilium.client.build import build_guard, build_site
+from consilium.client.client import Site
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
-from consilium.errors import CheckpointError, ConsiliumError, Reason, RefusedError
-from consilium.federation.build import Job, build_guard, build_site
-from consilium.federation.coordinator import Coordinator
-from consilium.federation.site import Site
-from consilium.flare import wire
-from consilium.messages import Kind, Payload, SiteInfo
-from consilium.privacy.guard import Guard, Task
+from consilium.core.errors import CheckpointError, ConsiliumError, Reason, RefusedError
+from consilium.core.messages import Kind, Payload, SiteInfo
+from consilium.federation.job import Job
+from consilium.flare.job import wire
+from consilium.privacy.guard.guard import Guard, Task
+from consilium.server.coordinator import Coordinator
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, MakeClient
 from tests.conftest import assembled, small_config
 

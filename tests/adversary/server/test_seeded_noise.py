@@ -14,10 +14,10 @@ from scipy.stats import chi2, kstest
 from torch import nn
 
 import consilium
-from consilium.errors import Reason
-from consilium.flare import wire
+from consilium.core.errors import Reason
+from consilium.flare.job import wire
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
-from consilium.privacy.ledger import Ledger
+from consilium.privacy.ledger.ledger import Ledger
 from tests.adversary.server.conftest import RECORD_LEVEL, MakeClient
 
 NUMBERS, UNITS, RATE, CLIP, SIGMA = 64, 8, 0.5, 1.0, 50.0
@@ -125,8 +125,8 @@ ALLOWED = {
     ("privacy/dpsgd.py", "get_rng_state"): "draws nothing: sees whether a model drew, which is refused",
     ("training/loop.py", "train"): "torch.manual_seed for models that draw, which DP-SGD refuses; order of batches without DP",
     ("training/loop.py", "_calls"): "the order of batches without DP",
-    ("training/looking.py", "Looking"): "looks at gradients: refused with DP-SGD, hidden by the noise of a whole site",
-    ("training/blending.py", "references"): "a personalized model, which never leaves",
+    ("training/gradient_probe.py", "Looking"): "looks at gradients: refused with DP-SGD, hidden by the noise of a whole site",
+    ("training/interpolation.py", "references"): "a personalized model, which never leaves",
 }
 """Where a generator stands: by file, and function (or the one call of it), with the reason why no promise rests on it."""
 

@@ -7,20 +7,20 @@ import pytest
 import torch
 from nvflare.apis.shareable import Shareable
 
+from consilium.client.build import build_guard
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.secure_aggregation import SitePartnersConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import Reason
-from consilium.federation.build import build_guard
-from consilium.flare import wire
-from consilium.messages import Payload
-from consilium.privacy.audit import read
-from consilium.privacy.secagg.attempt import Attempt
+from consilium.core.errors import Reason
+from consilium.core.messages import Payload
+from consilium.core.storage import load_state
+from consilium.flare.job import wire
+from consilium.privacy.ledger.audit import read
 from consilium.privacy.secagg.collector import Collector
+from consilium.privacy.secagg.server import Attempt
 from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identities, simulated_identity
 from consilium.privacy.secagg.terms import Message
-from consilium.storage import load_state
 from tests.adversary.server.conftest import Client, Trainer
 from tests.conftest import assembled, small_cells, training_only
 from tests.flare import process_state

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from consilium.config.job import JobConfig
-from consilium.errors import Reason, RefusedError
-from consilium.federation.build import assemble_job
-from consilium.flare import wire
-from consilium.privacy.composition import epsilon_for
+from consilium.core.errors import Reason, RefusedError
+from consilium.federation.job import assemble_job
+from consilium.flare.job import wire
+from consilium.privacy.accounting.composition import epsilon_for
 from consilium.privacy.plan import make_plan
 from consilium.privacy.secagg.terms import terms_of
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient

@@ -8,10 +8,10 @@ from unittest.mock import patch
 import pytest
 from nvflare.apis.shareable import Shareable
 
-from consilium.errors import ConfigError, Reason, RefusedError
-from consilium.federation.approval import check_approved
-from consilium.flare import wire
-from consilium.privacy import audit
+from consilium.client.approval import check_approved
+from consilium.core.errors import ConfigError, Reason, RefusedError
+from consilium.flare.job import wire
+from consilium.privacy.ledger import audit
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 from tests.privacy.test_statistics import masks
 
@@ -131,8 +131,8 @@ def test_a_job_that_is_not_approved_is_told_nothing(tmp_path: Path, client: Make
     """The section is part of the digest: a job that was approved without it, or with another minimum, is another job."""
     import yaml
 
+    from consilium.client.approval import approve
     from consilium.config.site import SiteConfig
-    from consilium.federation.approval import approve
 
     digests = set()
     for number, section in enumerate((None, {"minimum": 10}, {"minimum": 5}, {"only": True})):

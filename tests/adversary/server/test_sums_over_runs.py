@@ -14,22 +14,23 @@ from typer.testing import CliRunner
 
 from consilium import __version__
 from consilium.cli.main import app
+from consilium.client.build import build_guard
+from consilium.client.client import Site
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig, load_site
+from consilium.core.errors import ConfigError, ConsiliumError, RefusedError
+from consilium.core.messages import Hello, Kind, Payload, Tensors
+from consilium.core.seeding import seed_for
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.errors import ConfigError, ConsiliumError, RefusedError
-from consilium.federation.build import Job, assemble_job, build_guard
-from consilium.federation.coordinator import Coordinator
-from consilium.federation.engine import Member, _ask, _welcome, simulate
-from consilium.federation.masked import MaskedRounds, aggregate_for
-from consilium.federation.site import Site
-from consilium.messages import Hello, Kind, Payload, Tensors
-from consilium.privacy import audit
-from consilium.privacy.release import upload_shapes
+from consilium.federation.job import Job, assemble_job
+from consilium.privacy.guard.release_checks import upload_shapes
+from consilium.privacy.ledger import audit
 from consilium.privacy.secagg import differencing, sum_ledger
 from consilium.privacy.secagg.simulated import read_root, simulated_identities, simulated_identity
 from consilium.privacy.secagg.sum_ledger import SumLedger
-from consilium.seeding import seed_for
+from consilium.runtime.engine import Member, _ask, _welcome, simulate
+from consilium.server.coordinator import Coordinator
+from consilium.server.masked_round import MaskedRounds, aggregate_for
 from tests.conftest import JOBS, assembled, small_config, training_only
 
 FOUR = ["site-1", "site-2", "site-3", "site-4"]

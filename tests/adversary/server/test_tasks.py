@@ -4,10 +4,10 @@ import pytest
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable
 
-from consilium.errors import Reason
-from consilium.flare import wire
-from consilium.messages import HELD_OUT, Kind, Payload
-from consilium.privacy import audit
+from consilium.core.errors import Reason
+from consilium.core.messages import HELD_OUT, Kind, Payload
+from consilium.flare.job import wire
+from consilium.privacy.ledger import audit
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 
 

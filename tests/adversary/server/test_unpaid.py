@@ -14,25 +14,25 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
+from consilium.client.build import build_site
 from consilium.config.site import SiteConfig
-from consilium.errors import CheckpointError, DataError, Reason, RefusedError
-from consilium.federation.build import build_site
-from consilium.federation.member import Member
-from consilium.flare import wire
-from consilium.flare.executor import SiteExecutor
-from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
-from consilium.messages import Kind, Payload
-from consilium.privacy import kept
-from consilium.privacy.composition import Entry
-from consilium.privacy.kept import FILE
-from consilium.storage import digest, load_state, save_state
+from consilium.core.errors import CheckpointError, DataError, Reason, RefusedError
+from consilium.core.messages import Kind, Payload
+from consilium.core.storage import digest, load_state, save_state
+from consilium.flare.job import wire
+from consilium.flare.job.executor import SiteExecutor
+from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
+from consilium.privacy.accounting.composition import Entry
+from consilium.privacy.guard import release_store
+from consilium.privacy.guard.release_store import FILE
+from consilium.runtime.simulated_site import Member
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 from tests.adversary.server.test_words import Failing, admitted, answered, failing
 from tests.conftest import small_config
 from tests.flare import process_state
 
 BOTH = pytest.mark.parametrize("fails", [False, True], ids=["well", "fails"])
-SPEND = "consilium.privacy.ledger.Ledger.spend"
+SPEND = "consilium.privacy.ledger.ledger.Ledger.spend"
 OVER = RefusedError("over the budget", Reason.BUDGET)
 
 
@@ -103,7 +103,7 @@ def test_of_an_evaluation_whose_scores_stay_no_word_leaves(full: bool, client: M
     for reason in Reason:
         with (
             patch.object(site.trainer, "evaluate", side_effect=CheckpointError("cannot", reason)),
-            patch("consilium.privacy.audit.os.write", side_effect=OSError(errno.ENOSPC, "full") if full else os.write),
+            patch("consilium.privacy.ledger.audit.os.write", side_effect=OSError(errno.ENOSPC, "full") if full else os.write),
         ):
             failed = site.ask("evaluate", message)
         assert (failed["DXO"]["meta"], failed["__headers__"]) == (well["DXO"]["meta"], well["__headers__"])
@@ -209,13 +209,13 @@ def test_an_older_release_never_comes_over_a_newer_one(tmp_path: Path) -> None:
     """Killed as the newer one takes its place: the older was left beside it, and put over it when it was asked for."""
     terms = Entry("d", "site", "replace-one", "local", "job", "run", 0, 0, 1.0, 1.0, 1, 1.0)
     for round in (0, 1):
-        kept.keep(tmp_path, Payload(round, 0, {}), terms)
+        release_store.keep(tmp_path, Payload(round, 0, {}), terms)
     for stray in ("unpaid-0-0-1.safetensors", "unpaid-0-x.safetensors", "unpaid-0-0.safetensors.bak"):
         (tmp_path / stray).touch()  # nobody's, and no reason to stop
-    with patch("consilium.privacy.kept.os.replace", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
-        kept.paid(tmp_path, (1, 0))
+    with patch("consilium.privacy.guard.release_store.os.replace", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
+        release_store.paid(tmp_path, (1, 0))
     assert not (tmp_path / "unpaid-0-0.safetensors").exists()
-    assert kept.at(tmp_path, (1, 0), paid=True) == kept.Kept(Payload(1, 0, {}), terms)
+    assert release_store.at(tmp_path, (1, 0), paid=True) == release_store.Kept(Payload(1, 0, {}), terms)
 
 
 def test_a_paid_round_is_repeated_in_one_process_too(client: MakeClient, tmp_path: Path) -> None:

@@ -13,20 +13,20 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
+from consilium.client.build import build_site
 from consilium.config.site import SiteConfig
-from consilium.errors import ConsiliumError, Reason
-from consilium.federation.build import build_site
-from consilium.flare import wire
-from consilium.flare.executor import SiteExecutor
-from consilium.flare.filters import GuardResultFilter, GuardTaskFilter
-from consilium.messages import Payload
-from consilium.privacy.composition import epsilon_for
-from consilium.storage import digest
+from consilium.core.errors import ConsiliumError, Reason
+from consilium.core.messages import Payload
+from consilium.core.storage import digest
+from consilium.flare.job import wire
+from consilium.flare.job.executor import SiteExecutor
+from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
+from consilium.privacy.accounting.composition import epsilon_for
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient, Trainer
 from tests.data.storing import make_site
 from tests.flare import process_state
 
-KEPT = "consilium.privacy.kept"
+KEPT = "consilium.privacy.guard.release_store"
 
 
 class Failing(Trainer):
@@ -94,7 +94,7 @@ def test_where_nothing_can_be_recorded_an_update_and_a_failure_look_the_same(cli
     for number, make in enumerate([lambda site: site, failing, lambda site: failing(site, ValueError("x"))]):
         site = make(client(SITE_LEVEL, folder=f"job-{number}"))
         task = admitted(site, f"run-{number}")
-        with patch("consilium.privacy.audit.os.write", full):
+        with patch("consilium.privacy.ledger.audit.os.write", full):
             told.append(wire.reason_of(answered(site, task)))
     assert told == [Reason.LEDGER] * 3
 
@@ -164,7 +164,10 @@ def test_what_cannot_be_kept_is_not_paid(fails: bool, privacy: dict, client: Mak
     site = failing(client(privacy)) if fails else client(privacy)
     task = admitted(site)
     rows, full = site.guard.ledger.entries(), OSError(errno.ENOSPC, "full")
-    with patch("consilium.privacy.words.write_atomic", side_effect=full), patch(f"{KEPT}.save_state", side_effect=full):
+    with (
+        patch("consilium.privacy.guard.refusals.write_atomic", side_effect=full),
+        patch(f"{KEPT}.save_state", side_effect=full),
+    ):
         assert wire.reason_of(answered(site, task)) is Reason.LEDGER
         assert wire.reason_of(answered(site, admitted(site))) is Reason.LEDGER
     assert site.guard.ledger.entries() == rows
@@ -194,7 +197,7 @@ def test_a_word_is_paid_once_wherever_its_process_is_killed(privacy: dict, clien
 def test_a_word_that_is_not_paid_yet_does_not_leave_without_its_price(client: MakeClient) -> None:
     site = failing(client(SITE_LEVEL, budgets={"site": {"epsilon": 3.1}}))
     task = admitted(site)
-    with patch("consilium.privacy.ledger.Ledger.spend", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with patch("consilium.privacy.ledger.ledger.Ledger.spend", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         answered(site, task)
     other = client(SITE_LEVEL, folder="two", budgets={"site": {"epsilon": 3.1}})
     for round in range(2):

@@ -10,9 +10,9 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable, make_reply
 
 from consilium import __version__
-from consilium.errors import Reason
-from consilium.flare import wire
-from consilium.messages import Hello, Payload
+from consilium.core.errors import Reason
+from consilium.core.messages import Hello, Payload
+from consilium.flare.job import wire
 from tests.flare.answering import Federation, context, trained
 
 LONG = "/data/John Doe/1.png \x1b[2J" * 10**6

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from consilium import __version__
-from consilium.errors import RefusedError
-from consilium.federation.aggregate import MEAN_UNIT, ExactMean
-from consilium.federation.build import assemble_job
-from consilium.federation.coordinator import Coordinator
-from consilium.messages import Hello, Payload
-from consilium.privacy.release import upload_shapes
+from consilium.core.errors import RefusedError
+from consilium.core.messages import Hello, Payload
+from consilium.federation.job import assemble_job
+from consilium.privacy.guard.release_checks import upload_shapes
+from consilium.server.aggregation import MEAN_UNIT, ExactMean
+from consilium.server.coordinator import Coordinator
 from consilium.strategies.strategy import Role
 from tests.conftest import small_config
 

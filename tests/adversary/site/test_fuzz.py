@@ -9,11 +9,11 @@ import torch
 from hypothesis import strategies as st
 
 from consilium import __version__
-from consilium.errors import RefusedError
-from consilium.federation.build import Job, assemble_job
-from consilium.federation.coordinator import Coordinator
-from consilium.messages import HELD_OUT, Hello, Payload
+from consilium.core.errors import RefusedError
+from consilium.core.messages import HELD_OUT, Hello, Payload
+from consilium.federation.job import Job, assemble_job
 from consilium.report.metrics_file import read_lines
+from consilium.server.coordinator import Coordinator
 from consilium.strategies.strategy import Role
 from tests.adversary.fuzzing import PLAIN, VALUES, attack, fuzzed
 from tests.conftest import small_config

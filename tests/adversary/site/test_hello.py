@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from consilium import __version__
-from consilium.errors import RefusedError
-from consilium.federation.coordinator import Coordinator
-from consilium.messages import PROTOCOL, Hello
+from consilium.core.errors import RefusedError
+from consilium.core.messages import PROTOCOL, Hello
+from consilium.server.coordinator import Coordinator
 from tests.conftest import assembled, small_config
 
 LIES: list[tuple[str, Any, str]] = [

@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 
 from consilium import __version__
 from consilium.cli.main import app
-from consilium.errors import ConfigError, Reason
-from consilium.federation.coordinator import Coordinator
-from consilium.federation.seals import FILE, Seals
-from consilium.flare import wire
-from consilium.messages import Hello, Payload
-from consilium.privacy import audit
-from consilium.storage import digest
+from consilium.core.errors import ConfigError, Reason
+from consilium.core.messages import Hello, Payload
+from consilium.core.storage import digest
+from consilium.flare.job import wire
+from consilium.privacy.ledger import audit
+from consilium.server.coordinator import Coordinator
+from consilium.server.ledger_seals import FILE, Seals
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient, client
 from tests.conftest import small_config
 

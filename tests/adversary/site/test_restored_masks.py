@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from consilium.errors import ConsiliumError
-from consilium.privacy.secagg.attempt import Attempt
+from consilium.core.errors import ConsiliumError
 from consilium.privacy.secagg.certificates import Identity
+from consilium.privacy.secagg.server import Attempt
 from tests.privacy.secagg.conftest import NAMES, Net, identities, keys, secure_config
 
 assert identities  # fixtures

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from consilium import __version__
-from consilium.federation.build import Job
-from consilium.federation.coordinator import Coordinator
-from consilium.messages import HELD_OUT, Hello, Payload
+from consilium.core.messages import HELD_OUT, Hello, Payload
+from consilium.federation.job import Job
+from consilium.server.coordinator import Coordinator
 from consilium.strategies.strategy import Role
 from tests.conftest import assembled, small_config
 

@@ -17,16 +17,16 @@ from consilium.cli import audit as cli_audit
 from consilium.cli import data_check
 from consilium.cli import main as cli
 from consilium.cli import submit as cli_submit
-from consilium.data.findings import Findings
-from consilium.errors import ConfigError
-from consilium.messages import Payload
-from consilium.privacy import audit
+from consilium.core.errors import ConfigError
+from consilium.core.messages import Payload
+from consilium.core.sanitize import cell, line, shown, tag
+from consilium.data.check_report import Findings
+from consilium.privacy.ledger import audit
 from consilium.report import progress
 from consilium.report.live_view import LiveView
 from consilium.report.results_table import results_table
-from consilium.report.runlog import RunLog
+from consilium.report.run_log import RunLog
 from consilium.report.tables import terminal
-from consilium.sanitize import cell, line, shown, tag
 from consilium.tasks.segmentation import SCORES as DICE
 from tests.conftest import small_config
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import strategies as st
 
 from consilium.config.job import JobConfig
-from consilium.errors import RefusedError
-from consilium.federation.survey import FILE, Survey
+from consilium.core.errors import RefusedError
 from consilium.privacy.statistics import disclose
+from consilium.server.statistics_round import FILE, Survey
 from tests.adversary.fuzzing import VALUES, attack, fuzzed
 from tests.conftest import small_cells, small_config
 from tests.privacy.test_statistics import masks

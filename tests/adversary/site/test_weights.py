@@ -9,12 +9,12 @@ from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
 from consilium import __version__
 from consilium.cli.submit import show
-from consilium.federation.build import Job
-from consilium.federation.coordinator import Coordinator
-from consilium.flare import wire
-from consilium.flare.aggregator import StrategyAggregator
-from consilium.messages import Hello, Payload
+from consilium.core.messages import Hello, Payload
+from consilium.federation.job import Job
+from consilium.flare.job import wire
+from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.report.progress import progress
+from consilium.server.coordinator import Coordinator
 from consilium.strategies.strategy import Role
 from tests.conftest import assembled, small_config
 

@@ -22,7 +22,7 @@ from nvflare.private.fed.client.client_json_config import ClientJsonConfigurator
 from nvflare.private.fed.server.server_json_config import ServerJsonConfigurator
 from nvflare.private.fed.utils.fed_utils import authorize_build_component
 
-from consilium.flare.provision import provision
+from consilium.flare.kit.provision import provision
 
 ROLES = ("server", "site")
 

@@ -12,12 +12,12 @@ from consilium.adapters import bottleneck, dual_rank, layers, lora
 from consilium.adapters.registry import ADAPTERS
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError
-from consilium.federation.build import assemble_job
+from consilium.core.errors import ConfigError
+from consilium.core.schema import LARGEST_FILE, read_yaml
+from consilium.federation.job import assemble_job
 from consilium.models.registry import MODELS
 from consilium.models.sam import SAM
 from consilium.models.sam.network import build_sam
-from consilium.schema import LARGEST_FILE, read_yaml
 from consilium.strategies.registry import STRATEGIES
 from consilium.tasks.registry import TASKS
 from tests.conftest import JOBS, small_config, small_text

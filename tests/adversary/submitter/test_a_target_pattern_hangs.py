@@ -8,8 +8,8 @@ from torch import nn
 
 from consilium.adapters.targets import linear_layers
 from consilium.config.job import JobConfig
-from consilium.errors import ConfigError
-from consilium.federation.build import assemble_job
+from consilium.core.errors import ConfigError
+from consilium.federation.job import assemble_job
 from consilium.models.registry import TargetSet
 from tests.conftest import small_config
 

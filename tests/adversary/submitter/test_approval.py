@@ -13,14 +13,14 @@ from nvflare.apis.shareable import Shareable
 from typer.testing import CliRunner
 
 from consilium.cli.main import app
+from consilium.client import approval
 from consilium.config.job import load_job
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError, Reason, RefusedError
-from consilium.federation import approval
-from consilium.flare import context, filters, wire
-from consilium.flare.filters import GuardTaskFilter
-from consilium.flare.recipe import export
-from consilium.flare.submission import prepare, prepare_again
+from consilium.core.errors import ConfigError, Reason, RefusedError
+from consilium.flare.admin.submission import prepare, prepare_again
+from consilium.flare.job import filters, job_context, wire
+from consilium.flare.job.filters import GuardTaskFilter
+from consilium.flare.job.recipe import export
 from tests.conftest import JOBS
 
 SITE = SiteConfig(approve="digest")
@@ -148,7 +148,7 @@ def test_an_unapproved_job_is_refused_at_hello_before_data_are_touched(local: Pa
     (local / "site.yaml").write_text(f"approve: digest\nstate: {tmp_path / 'state'}\n")
     workspace = SimpleNamespace(get_app_dir=lambda job: str(received), get_site_config_dir=lambda: str(local))
     for message in (wire.encode_dict(wire.HELLO, {"run": "r"}), Shareable()):
-        with patch.object(context, "_workspace", lambda fl_ctx: workspace), patch.object(filters, "build_guard") as made:
+        with patch.object(job_context, "_workspace", lambda fl_ctx: workspace), patch.object(filters, "build_guard") as made:
             reply = GuardTaskFilter().process(message, FLContext())
         assert wire.reason_of(reply) is Reason.APPROVAL
         made.assert_not_called()
@@ -159,8 +159,8 @@ def test_what_is_obeyed_is_what_was_shown(local: Path, received: Path) -> None:
     """A second job.yaml, deeper in the folder, is not read in the first one's place."""
     added("config/app/config/job.yaml", "name: other\n")(received)
     workspace = SimpleNamespace(get_app_dir=lambda job: str(received), get_site_config_dir=lambda: str(local))
-    with patch.object(context, "_workspace", lambda fl_ctx: workspace):
-        assert context.load(FLContext()).config.name == "quickstart"
+    with patch.object(job_context, "_workspace", lambda fl_ctx: workspace):
+        assert job_context.load(FLContext()).config.name == "quickstart"
 
 
 def run(*words: object) -> tuple[int, str]:

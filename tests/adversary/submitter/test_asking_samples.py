@@ -18,15 +18,15 @@ import pytest
 import tifffile
 from PIL import Image
 
+from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import ConsiliumError, DataError
-from consilium.federation.build import build_task
-from consilium.federation.member import members_of
-from consilium.federation.samples import site_data
-from consilium.messages import Payload, SiteInfo
+from consilium.core.errors import ConsiliumError, DataError
+from consilium.core.messages import Payload, SiteInfo
+from consilium.core.schema import Section
+from consilium.federation.job import build_task
 from consilium.models.causal_lm.network import load_tokenizer
-from consilium.schema import Section
+from consilium.runtime.simulated_site import members_of
 from consilium.tasks.registry import TASKS
 from tests.conftest import assembled, small_cells, small_config, small_text
 from tests.models.classes import SIDE, SPEAKING, make
@@ -302,7 +302,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def small_limits(tmp_path: Path) -> Iterator[None]:
     """Have pictures too large that take no time to write."""
     Image.fromarray(noise(20, 20, 3)).save(tmp_path / "small.png")
-    with patch("consilium.data.opening.MOST_PIXELS", 180 * 180), patch("consilium.data.slides.MOST_TILES", 100):
+    with patch("consilium.data.safe_open.MOST_PIXELS", 180 * 180), patch("consilium.data.slides.MOST_TILES", 100):
         yield
 
 

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import yaml
 
+from consilium.client.build import build_guard
 from consilium.config.job import JobConfig
 from consilium.config.site import load_site
+from consilium.core.errors import ConfigError, DataError, Reason, RefusedError
+from consilium.core.messages import Kind, Payload, SiteInfo
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.errors import ConfigError, DataError, Reason, RefusedError
-from consilium.federation.build import assemble_job, build_guard
-from consilium.messages import Kind, Payload, SiteInfo
-from consilium.privacy.guard import Guard
+from consilium.federation.job import assemble_job
+from consilium.privacy.guard.guard import Guard
 from tests.conftest import small_config, small_text
 
 BUDGET = {"budgets": {"site": {"epsilon": 3.1}}}

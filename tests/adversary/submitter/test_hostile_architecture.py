@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoConfig
 
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 from consilium.models.causal_lm import CausalLmConfig
 from consilium.models.layout import layout
 from consilium.models.registry import MODELS

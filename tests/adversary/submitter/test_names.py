@@ -12,9 +12,9 @@ import pytest
 from nvflare.fuel.utils.class_utils import instantiate_class
 
 import consilium
-from consilium.errors import ConfigError
-from consilium.flare.allow import CLASSES, KEY
-from consilium.flare.kits import update
+from consilium.core.errors import ConfigError
+from consilium.flare.kit.class_allow_list import CLASSES, KEY
+from consilium.flare.kit.local_folder import update
 from tests.adversary.submitter.building import ROLES, Builder, make_kits
 
 EMPTY = {"format_version": 2}
@@ -60,7 +60,7 @@ def kits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def names() -> list[str]:
     found = every_name()
     assert {
-        "consilium.flare.provision.prepare_builders",
+        "consilium.flare.kit.provision.prepare_builders",
         "consilium.cli.main.app",
         "consilium.adapters.bottleneck.save_file",
     } <= {*found}
@@ -84,7 +84,7 @@ def test_of_all_names_only_the_roles_classes_are_ever_called(
 def test_no_form_hides_a_name(step: int, role: str, form: str, kits: dict[str, Path], names: list[str], tmp_path: Path) -> None:
     own = CLASSES[role][0]
     builder = Builder(kits[role], role, EMPTY, tmp_path)
-    worst = ["subprocess.Popen", "os.system", "builtins.eval", "consilium.flare.provision.prepare_builders"]
+    worst = ["subprocess.Popen", "os.system", "builtins.eval", "consilium.flare.kit.provision.prepare_builders"]
     for name in [*names[::step], *worst]:
         builder.build(FORMS[form](name, own))
     assert {*builder.called} <= {*CLASSES[role]}
@@ -147,12 +147,12 @@ def test_one_roles_classes_are_not_built_at_the_other(kits: dict[str, Path], tmp
 def test_an_old_kits_prefix_is_gone_after_allow(tmp_path: Path) -> None:
     for role, kit in make_kits(tmp_path).items():
         file = kit / "local/resources.json"
-        old = ["consilium.", "consilium.flare.provision", "consilium", "nvflare.app_common.workflows.fedavg.FedAvg"]
+        old = ["consilium.", "consilium.flare.kit.provision", "consilium", "nvflare.app_common.workflows.fedavg.FedAvg"]
         file.write_text(json.dumps(json.loads(file.read_text()) | {KEY: old}))
         update(kit)
         assert json.loads(file.read_text())[KEY] == [old[-1], *CLASSES[role]]
         builder = Builder(kit, role, EMPTY, tmp_path)
-        assert not builder.build({"id": "x", "path": "consilium.flare.provision.prepare_builders"})
+        assert not builder.build({"id": "x", "path": "consilium.flare.kit.provision.prepare_builders"})
 
 
 @pytest.mark.parametrize("path", [path for paths in CLASSES.values() for path in paths])
@@ -183,5 +183,5 @@ def test_no_class_takes_an_argument_that_it_does_not_know(path: str) -> None:
 )
 def test_the_controllers_arguments_are_of_their_type_and_bounded(arguments: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=rf"^config_fed_server\.json: RoundController: {field}: ") as told:
-        instantiate_class("consilium.flare.controller.RoundController", arguments)
+        instantiate_class("consilium.flare.job.controller.RoundController", arguments)
     assert "\n" not in str(told.value)

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from consilium.cli.main import app
-from consilium.federation.runs import STATE
+from consilium.federation.run_folders import STATE
 from tests.adversary.network.modes import open_to_others
 from tests.conftest import small_config
 from tests.deployment.federation import ADMIN, LEAD, Federation

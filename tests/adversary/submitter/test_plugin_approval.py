@@ -13,11 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from consilium.cli.main import app as command_line
+from consilium.client import approval
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
-from consilium.errors import Reason, RefusedError
-from consilium.federation import approval
-from consilium.flare.recipe import export
+from consilium.core.errors import Reason, RefusedError
+from consilium.flare.job.recipe import export
 from consilium.strategies.registry import STRATEGIES
 from tests.conftest import JOBS
 from tests.plugin.test_plugin import EXAMPLE, MODULE, NAME, job_file

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError, DataError
-from consilium.federation.build import build_task
-from consilium.federation.samples import site_data
-from consilium.schema import validate
+from consilium.core.errors import ConfigError, DataError
+from consilium.core.schema import validate
+from consilium.federation.job import build_task
 from consilium.tasks.classification import ClassificationConfig
 from tests.conftest import small_config
 

@@ -15,7 +15,7 @@ from tests.conftest import small_config
 from tests.deployment.federation import LEAD, Federation
 
 CLIENT, SERVER = "config_fed_client.json", "config_fed_server.json"
-NAMED = ("consilium.flare.provision.prepare_builders", "consilium.cli.main.app", "consilium.adapters.bottleneck.save_file")
+NAMED = ("consilium.flare.kit.provision.prepare_builders", "consilium.cli.main.app", "consilium.adapters.bottleneck.save_file")
 pytestmark = pytest.mark.slow
 
 
@@ -29,7 +29,7 @@ def shell(proof: Path) -> dict[str, Any]:
     """The component of the first finding: FLARE's provisioning, re-exported by ours, builds whatever it is told to."""
     popen = {"config_type": "dict", "path": "subprocess.Popen", "args": {"args": ["touch", str(proof)]}}
     project = {"project_dict": {"builders": [popen]}}
-    return {"id": "x", "path": "consilium.flare.provision.prepare_builders", "args": project}
+    return {"id": "x", "path": "consilium.flare.kit.provision.prepare_builders", "args": project}
 
 
 def command(proof: Path) -> dict[str, Any]:

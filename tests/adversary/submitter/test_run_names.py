@@ -12,15 +12,15 @@ from nvflare.apis.workspace import Workspace
 
 from consilium.config.cross_site import CrossSiteConfig
 from consilium.config.site import SiteConfig
-from consilium.errors import ConfigError
-from consilium.federation.build import Job, assemble_job
-from consilium.federation.coordinator import Coordinator
-from consilium.federation.runs import check_name, run_folder
-from consilium.flare import context
-from consilium.flare.simulator import OUTPUT
-from consilium.privacy.audit import Record
-from consilium.privacy.composition import Entry
-from consilium.privacy.ledger import Ledger
+from consilium.core.errors import ConfigError
+from consilium.federation.job import Job, assemble_job
+from consilium.federation.run_folders import check_name, run_folder
+from consilium.flare.job import job_context
+from consilium.flare.job.simulator import OUTPUT
+from consilium.privacy.accounting.composition import Entry
+from consilium.privacy.ledger.audit import Record
+from consilium.privacy.ledger.ledger import Ledger
+from consilium.server.coordinator import Coordinator
 from tests.conftest import small_config
 
 ENTRY = Entry("ward-7", "site", "zero-out", "local", "job", "run-1", 0, 0, 20.0, 1.0, 1, 0.3)
@@ -57,10 +57,10 @@ def test_a_run_named_like_a_file_of_ours_is_refused_and_the_ledger_goes_on(
 ) -> None:
     site, fl_ctx = SiteConfig(state=tmp_path / "state" if state else None), submitted("eve")
     with pytest.raises(ConfigError, match="is the name of a file or folder of ours"):
-        context.site_folder(fl_ctx, named(name), "site-1", site)
+        job_context.site_folder(fl_ctx, named(name), "site-1", site)
     with pytest.raises(ConfigError, match="is the name of a file or folder of ours"):
-        context.server_folder(fl_ctx, named(name))
-    ledger = Ledger(context.site_root(fl_ctx, named("study"), "site-1", site) / "ledger.sqlite")
+        job_context.server_folder(fl_ctx, named(name))
+    ledger = Ledger(job_context.site_root(fl_ctx, named("study"), "site-1", site) / "ledger.sqlite")
     ledger.spend(ENTRY, {})
     assert ledger.entries() == [ENTRY]
 
@@ -79,28 +79,28 @@ def test_usual_names_are_taken(name: str) -> None:
 
 def test_the_ledger_lies_beside_all_runs_and_in_none(submitted: Place, tmp_path: Path) -> None:
     fl_ctx, site = submitted("eve"), SiteConfig(state=tmp_path / "state")
-    ledger = context.site_root(fl_ctx, named("study"), "site-1", site) / "ledger.sqlite"
+    ledger = job_context.site_root(fl_ctx, named("study"), "site-1", site) / "ledger.sqlite"
     for job in (named("study"), named("other"), named(None)):
-        folder = context.site_folder(fl_ctx, job, "site-1", site)
+        folder = job_context.site_folder(fl_ctx, job, "site-1", site)
         assert folder.parent == ledger.parent / "runs"
 
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_nobody_resumes_or_writes_into_a_run_of_another(resume: bool, submitted: Place, tmp_path: Path) -> None:
     site = SiteConfig(state=tmp_path / "state")
-    mine = context.server_folder(submitted("ann"), named("study"))
+    mine = job_context.server_folder(submitted("ann"), named("study"))
     Coordinator(named("study"), mine, lambda event: None).close()
-    private = context.site_folder(submitted("ann"), named("study"), "site-1", site)
+    private = job_context.site_folder(submitted("ann"), named("study"), "site-1", site)
     for place, site_name in ((mine, {}), (private, {"site": "site-1"})):
         assert json.loads((place / "owner.json").read_text()) == {"submitter": "ann"} | site_name
     before = {p: p.read_bytes() for p in mine.rglob("*") if p.is_file()}
     with pytest.raises(ConfigError, match="is a run of ann, not of eve"):
-        context.server_folder(submitted("eve", "second"), named("study"), resume)
+        job_context.server_folder(submitted("eve", "second"), named("study"), resume)
     with pytest.raises(ConfigError, match="is a run of ann, not of eve"):
-        context.site_folder(submitted("eve", "second"), named("study"), "site-1", site)
+        job_context.site_folder(submitted("eve", "second"), named("study"), "site-1", site)
     assert {p: p.read_bytes() for p in mine.rglob("*") if p.is_file()} == before
-    assert context.server_folder(submitted("ann", "third"), named("study"), True) == mine
-    assert context.site_folder(submitted("ann", "third"), named("study"), "site-1", site) == private
+    assert job_context.server_folder(submitted("ann", "third"), named("study"), True) == mine
+    assert job_context.site_folder(submitted("ann", "third"), named("study"), "site-1", site) == private
 
 
 def test_names_that_differ_in_case_only_are_one_on_some_disks_so_the_second_is_refused(tmp_path: Path) -> None:
@@ -113,31 +113,31 @@ def test_names_that_differ_in_case_only_are_one_on_some_disks_so_the_second_is_r
 def test_two_sites_with_one_state_are_not_one(former: bool, submitted: Place, tmp_path: Path) -> None:
     """The second would go on in the first's folder, and send its update; a former version's is found by who is on record."""
     site = SiteConfig(state=tmp_path / "state")
-    first = context.site_folder(submitted("ann"), named("study"), "site-1", site)
+    first = job_context.site_folder(submitted("ann"), named("study"), "site-1", site)
     if former:
         (first / "owner.json").write_text(json.dumps({"submitter": "ann"}))
         Record(first / "run-1.0123" / "audit.jsonl").add({"site": "site-1", "kind": "hello"})
     with pytest.raises(ConfigError, match=r"is the state of site-1, not of site-2, in this run; give each site .* `state`"):
-        context.site_folder(submitted("ann", "second"), named("study"), "site-2", site)
-    assert context.site_folder(submitted("ann", "third"), named("study"), "site-1", site) == first
+        job_context.site_folder(submitted("ann", "second"), named("study"), "site-2", site)
+    assert job_context.site_folder(submitted("ann", "third"), named("study"), "site-1", site) == first
     crossing = named(None)
     crossing = replace(crossing, config=crossing.config.model_copy(update={"cross_site": CrossSiteConfig(run="study")}))
-    assert context.former_site(submitted("ann", "fourth"), crossing, "site-1", site) == first
+    assert job_context.former_site(submitted("ann", "fourth"), crossing, "site-1", site) == first
     with pytest.raises(ConfigError, match="is the state of site-1, not of site-2"):
-        context.former_site(submitted("ann", "fourth"), crossing, "site-2", site)
+        job_context.former_site(submitted("ann", "fourth"), crossing, "site-2", site)
 
 
 def test_a_damaged_folder_of_a_former_version_is_named(submitted: Place, tmp_path: Path) -> None:
     site = SiteConfig(state=tmp_path / "state")
-    folder = context.site_folder(submitted("ann"), named("study"), "site-1", site)
+    folder = job_context.site_folder(submitted("ann"), named("study"), "site-1", site)
     (folder / "owner.json").write_text(json.dumps({"submitter": "ann"}))
     (folder / "run-1.0123").mkdir()
     (folder / "run-1.0123" / "audit.jsonl").write_bytes(b"\xff\n")
     with pytest.raises(ConfigError, match=r"audit\.jsonl: cannot be read, so whose run it is of is not known; restore it"):
-        context.site_folder(submitted("ann", "second"), named("study"), "site-1", site)
+        job_context.site_folder(submitted("ann", "second"), named("study"), "site-1", site)
     (folder / "owner.json").write_text(json.dumps({"submitter": "ann", "site": None}))
     with pytest.raises(ConfigError, match=r"owner\.json: is damaged"):
-        context.site_folder(submitted("ann", "second"), named("study"), "site-1", site)
+        job_context.site_folder(submitted("ann", "second"), named("study"), "site-1", site)
 
 
 def test_a_simulation_writes_nothing_into_a_site_s_state(
@@ -147,19 +147,19 @@ def test_a_simulation_writes_nothing_into_a_site_s_state(
     monkeypatch.setenv(OUTPUT, str(tmp_path / "run"))
     site, fl_ctx = SiteConfig(state=tmp_path / "state"), submitted("")
     own = tmp_path / "run" / "sites" / "site-1"
-    assert context.site_folder(fl_ctx, named("study"), "site-1", site) == own
-    assert context.site_root(fl_ctx, named("study"), "site-1", site) == own
+    assert job_context.site_folder(fl_ctx, named("study"), "site-1", site) == own
+    assert job_context.site_root(fl_ctx, named("study"), "site-1", site) == own
     crossing = named(None)
     crossing = replace(crossing, config=crossing.config.model_copy(update={"cross_site": CrossSiteConfig(run="before")}))
     (tmp_path / "before" / "sites" / "site-1").mkdir(parents=True)
-    assert context.former_site(fl_ctx, crossing, "site-1", site) == tmp_path / "before" / "sites" / "site-1"
+    assert job_context.former_site(fl_ctx, crossing, "site-1", site) == tmp_path / "before" / "sites" / "site-1"
     assert not (tmp_path / "state").exists()
 
 
 def test_a_run_that_is_not_there_cannot_be_resumed_and_takes_no_name(submitted: Place, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no run 'study' at this server"):
-        context.server_folder(submitted("eve"), named("study"), resume=True)
-    assert context.server_folder(submitted("ann"), named("study")).is_dir()
+        job_context.server_folder(submitted("eve"), named("study"), resume=True)
+    assert job_context.server_folder(submitted("ann"), named("study")).is_dir()
 
 
 def test_a_record_of_the_owner_that_is_damaged_lets_nobody_in(tmp_path: Path) -> None:
@@ -170,5 +170,5 @@ def test_a_record_of_the_owner_that_is_damaged_lets_nobody_in(tmp_path: Path) ->
 
 def test_a_long_job_name_makes_a_name_that_can_be(submitted: Place) -> None:
     job = assemble_job(small_config("fedit").model_copy(update={"name": "n" * 200}))
-    found = context.server_folder(submitted("ann"), job)
+    found = job_context.server_folder(submitted("ann"), job)
     assert found.name == "n" * 55 + "-01234567"

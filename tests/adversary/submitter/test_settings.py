@@ -11,7 +11,7 @@ from nvflare.fuel.f3.comm_config import CommConfigurator
 from nvflare.fuel.f3.drivers.grpc_driver import GRPC_DEFAULT_OPTIONS, GrpcDriver
 from nvflare.fuel.utils.config_service import ConfigService
 
-from consilium.flare.hardening import pin_settings
+from consilium.flare.kit.kit_hardening import pin_settings
 
 
 @pytest.fixture

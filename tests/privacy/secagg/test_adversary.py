@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from consilium.errors import ConsiliumError, Reason, RefusedError
-from consilium.messages import Payload
+from consilium.core.errors import ConsiliumError, Reason, RefusedError
+from consilium.core.messages import Payload
 from consilium.privacy.secagg import sealing, shamir
-from consilium.privacy.secagg.attempt import MASKED, Attempt
+from consilium.privacy.secagg.server import MASKED, Attempt
 from consilium.privacy.secagg.signing import canonical, sign
 from consilium.privacy.secagg.terms import Message
 from tests.privacy.secagg.conftest import NAMES, ORDER, SENT, Net, as_sent, same

@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from consilium.config.secure_aggregation import SitePartnersConfig
-from consilium.errors import RefusedError
+from consilium.core.errors import RefusedError
 from consilium.privacy.secagg.certificates import Identity, fingerprint
 from consilium.privacy.secagg.roster import check_roster, entry
 from consilium.privacy.secagg.simulated import certificate_for, pem_of

@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consilium.errors import RefusedError
+from consilium.core.errors import RefusedError
 from consilium.privacy.secagg import sealing, shamir
 from consilium.privacy.secagg.arithmetic import UNIT, flat, layout, limit, quantize, size_of, unflat
 from consilium.privacy.secagg.signing import row, sign, signed

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from consilium.errors import ConsiliumError
-from consilium.privacy.secagg.attempt import MASKED
+from consilium.core.errors import ConsiliumError
+from consilium.privacy.secagg.server import MASKED
 from tests.privacy.secagg.conftest import NAMES, Net, same
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from consilium.config.secure_aggregation import SitePartnersConfig
-from consilium.errors import RefusedError
+from consilium.core.errors import RefusedError
 from consilium.privacy.masking import Masking
 from consilium.privacy.secagg import sealing, shamir
 from consilium.privacy.secagg.certificates import Identity

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from consilium.core.errors import DataError
 from consilium.data.labels import Labels
 from consilium.data.volumes import Header
-from consilium.errors import DataError
 
 SUFFIXES = (".dcm", ".dicom")
 """What files without the usual first bytes are called."""

@@ -7,8 +7,8 @@ from pydicom import Dataset
 from pydicom.encaps import generate_frames
 from pydicom.uid import RLELossless
 
+from consilium.core.errors import DataError
 from consilium.data.codes import check_work, coded_shape
-from consilium.errors import DataError
 
 _SPARE = 2**20
 _LARGEST = 4

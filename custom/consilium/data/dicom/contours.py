@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from pydicom import Dataset
 
+from consilium.core.errors import DataError
 from consilium.data.dicom.frames import TOLERANCE
 from consilium.data.grid import Grid
 from consilium.data.labels import Labels
-from consilium.data.opening import MOST_VOLUME
+from consilium.data.safe_open import MOST_VOLUME
 from consilium.data.settings import Value
 from consilium.data.volumes import Header
-from consilium.errors import DataError
 
 CLOSED = frozenset({"CLOSED_PLANAR", "CLOSEDPLANAR_XOR"})
 """Kinds of contours that enclose something; points and open lines do not."""

@@ -15,11 +15,11 @@ from typing import Any
 import pydicom
 from pydicom import Dataset
 
+from consilium.core.errors import DataError
 from consilium.data.dicom import MOST_FILES, is_own
 from consilium.data.dicom.parsing import MOST_OF_FOLDER, Budget, parse
 from consilium.data.identifiers import canonical
-from consilium.data.opening import MOST_VOLUME_FILE, TAKE_OFF, check_file
-from consilium.errors import DataError
+from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, check_file
 
 OTHERS = frozenset(
     {

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 from pydicom import Dataset
 
+from consilium.core.errors import DataError
 from consilium.data.dicom import MOST_FILES
 from consilium.data.dicom.files import CONTOURS, SEGMENTATIONS, reading, series, whose
 from consilium.data.dicom.values import Scale, scale_of, shown
 from consilium.data.grid import Grid
-from consilium.data.opening import most_unpacked
+from consilium.data.safe_open import most_unpacked
 from consilium.data.volumes import Header
-from consilium.errors import DataError
 
 TOLERANCE = 0.25
 """Share of the distance between slices by which one may lie off its place."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from pydicom import Dataset
 
+from consilium.core.errors import DataError
 from consilium.data.dicom.contours import check_space, contours
 from consilium.data.dicom.files import CONTOURS, SEGMENTATIONS, alone, open_file, reading
 from consilium.data.dicom.frames import Frame, stack
@@ -17,10 +18,9 @@ from consilium.data.dicom.pixels import pictures, voxels
 from consilium.data.grid import TOLERANCE, Grid
 from consilium.data.labels import Labels
 from consilium.data.numbers import whole_numbers
-from consilium.data.opening import MOST_VOLUME
+from consilium.data.safe_open import MOST_VOLUME
 from consilium.data.settings import Value
 from consilium.data.volumes import Header
-from consilium.errors import DataError
 
 HALF = 0.5
 """A pixel of a fractional segment belongs to it from this share on."""

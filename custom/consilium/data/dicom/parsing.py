@@ -18,8 +18,8 @@ from pydicom.filereader import _read_file_meta_info, data_element_generator, rea
 from pydicom.pixels.utils import get_expected_length
 from pydicom.uid import DeflatedExplicitVRLittleEndian, ExplicitVRLittleEndian
 
-from consilium.data.opening import TAKE_OFF, most_unpacked
-from consilium.errors import DataError
+from consilium.core.errors import DataError
+from consilium.data.safe_open import TAKE_OFF, most_unpacked
 
 MOST_ELEMENTS = 10**6
 """Elements of a file, an item of a sequence as four: 350 MB of Python's objects at most."""

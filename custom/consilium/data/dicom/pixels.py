@@ -9,12 +9,12 @@ from pydicom.pixels import apply_color_lut, get_decoder, iter_pixels
 from pydicom.pixels.utils import get_expected_length
 from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian
 
+from consilium.core.errors import DataError
 from consilium.data.dicom.codes import check_codes
 from consilium.data.dicom.files import SEGMENTATIONS, has_pixels, open_file, reading
 from consilium.data.dicom.frames import Stack, count_of, stack
 from consilium.data.dicom.values import in_unit
-from consilium.data.opening import TAKE_OFF
-from consilium.errors import DataError
+from consilium.data.safe_open import TAKE_OFF
 
 MOST_ENTRIES = 2**16
 """Of a palette."""

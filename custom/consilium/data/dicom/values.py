@@ -8,7 +8,7 @@ import numpy as np
 from pydicom import Dataset
 from pydicom.pixels import apply_modality_lut, apply_voi
 
-from consilium.errors import DataError
+from consilium.core.errors import DataError
 
 Window = tuple[float, float]
 

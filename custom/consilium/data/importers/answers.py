@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from consilium.core.errors import DataError
 from consilium.data.importers.base import Importer, Line, Options, Reading, files, slug, wrong_layout
 from consilium.data.importers.lines import REMEDY, find, joined, read_lines, read_list
-from consilium.data.opening import check_file, text_lines
-from consilium.errors import DataError
+from consilium.data.safe_open import check_file, text_lines
 
 GSM8K_LAYOUT = "train.jsonl and test.jsonl with question and answer, the result behind ####"
 METAMATH_LAYOUT = "MetaMathQA-395K.json, a list of records with query, response, type and original_question"

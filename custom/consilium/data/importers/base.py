@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from consilium.data.opening import open_picture, reading
-from consilium.errors import DataError
+from consilium.core.errors import DataError
+from consilium.data.safe_open import open_picture, reading
 
 NO_PATIENTS = "names no patients, so one patient's pictures may be in two splits"
 UNREADABLE = ("cannot be read as a picture", "replace it")

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from consilium.core.errors import DataError
 from consilium.data.importers.base import Importer, Line, Options, Reading
 from consilium.data.importers.lines import REMEDY, find, joined, read_labels, read_lines
-from consilium.errors import DataError
 
 SIZES = ("xl", "l", "m", "s", "xs", "debiased")
 BOOLQ_LAYOUT = "train.jsonl and dev.jsonl with question, passage and answer (true or false)"

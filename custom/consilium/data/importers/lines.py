@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from consilium.core.errors import DataError
 from consilium.data.importers.base import Line, files, wrong_layout
-from consilium.data.opening import check_line, parse_json, read_text, text_lines
-from consilium.errors import DataError
+from consilium.data.safe_open import check_line, parse_json, read_text, text_lines
 
 Fields = Mapping[str, type]
 """What a record must have: keys, and the types of their values."""

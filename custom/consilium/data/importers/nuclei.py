@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 from PIL import Image, ImageDraw
 
+from consilium.core.errors import DataError
 from consilium.data.importers.base import (
     NO_PATIENTS,
     Found,
@@ -29,7 +30,6 @@ from consilium.data.importers.base import (
     usable,
     wrong_layout,
 )
-from consilium.errors import DataError
 
 NUCLEUS = {"nucleus": [1]}
 PANNUKE_TYPES = ["neoplastic", "inflammatory", "connective", "dead", "epithelial"]

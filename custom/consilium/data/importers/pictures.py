@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from consilium.core.errors import DataError
 from consilium.data.importers.base import (
     NO_PATIENTS,
     PICTURE_ENDINGS,
@@ -24,7 +25,6 @@ from consilium.data.importers.base import (
     usable,
     wrong_layout,
 )
-from consilium.errors import DataError
 
 Reader = Callable[[Path, str], list[Found]]
 """Reads one set's folder as the site named."""

@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from consilium.core.errors import ConfigError, DataError
+from consilium.core.registry import Registry
+from consilium.core.schema import nearest
 from consilium.data.importers.base import Importer, Options
-from consilium.data.importers.writing import earlier_imports, write_sites
-from consilium.errors import ConfigError, DataError
-from consilium.registry import Registry
-from consilium.schema import nearest
+from consilium.data.importers.write_datalists import earlier_imports, write_sites
 
 _ROOM = "consilium.data.importers"
 IMPORTERS: Registry[Importer] = Registry(

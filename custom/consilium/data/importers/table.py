@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from consilium.core.errors import ConfigError, DataError
+from consilium.core.schema import nearest
 from consilium.data.identifiers import check_identifier
 from consilium.data.importers.base import NO_PATIENTS, Found, Importer, Options, Reading, renamed_notes, renamed_sites
-from consilium.data.opening import text_lines
-from consilium.errors import ConfigError, DataError
-from consilium.schema import nearest
+from consilium.data.safe_open import text_lines
 
 LAYOUT = (
     "a CSV file with a picture a line: columns image (a path from the file's folder) and label (its class), "

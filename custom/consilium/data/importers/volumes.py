@@ -9,10 +9,10 @@ from typing import Any
 import nibabel
 import numpy as np
 
+from consilium.core.errors import DataError
 from consilium.data import nifti
 from consilium.data.importers.base import Found, Importer, Made, Options, Reading, child, files, folders, slug, wrong_layout
-from consilium.data.opening import reading
-from consilium.errors import DataError
+from consilium.data.safe_open import reading
 
 HOSPITALS = {"RUNMC": "ISBI", "BMC": "ISBI_1.5", "I2CVB": "", "UCL": "", "BIDMC": "", "HK": ""}
 """Hospitals by SAML's names, with the other name that FedDG and FedFMS give them."""

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import PIL
 
+from consilium.core.errors import DataError
 from consilium.data.datalist import Item
-from consilium.data.opening import MOST_SLIDE, check_file
+from consilium.data.safe_open import MOST_SLIDE, check_file
 from consilium.data.store.index import Index, salted
-from consilium.errors import DataError
 
 VERSION = 1
 """Of the code that reads: raise it when the same file becomes another sample."""

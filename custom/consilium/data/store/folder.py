@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from consilium.errors import DataError
-from consilium.storage import PRIVATE, private_folder
+from consilium.core.errors import DataError
+from consilium.core.storage import PRIVATE, private_folder
 
 FOLDER = "consilium-samples"
 """The cache's own folder, below the one that the site names."""

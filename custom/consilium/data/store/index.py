@@ -9,7 +9,7 @@ import os
 import threading
 from pathlib import Path
 
-from consilium.storage import PRIVATE
+from consilium.core.storage import PRIVATE
 
 DIGEST = 16
 """Bytes of a hash."""

@@ -10,8 +10,8 @@ from pydicom.dataset import FileMetaDataset
 from pydicom.sr.codedict import codes
 from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian
 
+from consilium.core.seeding import seed_for
 from consilium.data.synthetic.studies import LABELS, WINDOW, Study
-from consilium.seeding import seed_for
 
 DAY, TIME = "20200101", "120000"
 OFFSET = -1024

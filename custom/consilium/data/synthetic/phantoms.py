@@ -17,14 +17,14 @@ from numpy.random import Generator
 from PIL import Image
 from scipy.ndimage import gaussian_filter
 
+from consilium.core.errors import DataError
+from consilium.core.seeding import seed_for
 from consilium.data.datalist import SPLITS
 from consilium.data.synthetic.cells import CELLS, draw_cell
 from consilium.data.synthetic.drawing import grain, soft
 from consilium.data.synthetic.sentences import RECORDS, made, make_texts
 from consilium.data.synthetic.studies import LABELS as STUDY_LABELS
 from consilium.data.synthetic.studies import Files, make_studies
-from consilium.errors import DataError
-from consilium.seeding import seed_for
 
 LABELS = {
     "fundus": ["background", "disc", "cup"],

@@ -15,7 +15,7 @@ from string import ascii_lowercase
 import numpy as np
 from numpy.random import Generator
 
-from consilium.seeding import seed_for
+from consilium.core.seeding import seed_for
 
 LABELS = ("urgent", "soon", "later")
 ORGANS = ("heart", "lung", "liver", "kidney", "stomach", "brain", "skin", "eye", "ear", "knee")

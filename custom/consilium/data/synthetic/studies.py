@@ -13,12 +13,12 @@ import nibabel
 import numpy as np
 from PIL import Image
 
+from consilium.core.errors import DataError
+from consilium.core.seeding import seed_for
 from consilium.data.intensity import windowed
 from consilium.data.settings import PictureSettings, WindowConfig
 from consilium.data.synthetic.organs import draw_anatomy, draw_study, scan
 from consilium.data.synthetic.sentences import made
-from consilium.errors import DataError
-from consilium.seeding import seed_for
 
 Files = Literal["nifti", "dicom", "png"]
 LABELS = ("background", "organ", "lesion")

@@ -63,7 +63,7 @@ def _cut(model: Any) -> Cut:
 
 
 def _save(folder: Path, model: Any, config: CausalLmConfig, task: Any, tokenizer: Any) -> str:
-    from consilium.models.causal_lm.saving import save
+    from consilium.models.causal_lm.export import save
 
     return save(folder, model, tokenizer)
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 from consilium.models import folder
 
 TINY_FOLDER = Path(__file__).parent.parent / "weights" / "tiny_lm"

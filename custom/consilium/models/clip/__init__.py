@@ -41,7 +41,7 @@ def _cut(model: Any) -> Cut:
 
 
 def _save(folder: Path, model: Any, config: ClipConfig, task: Any, tokenizer: Any) -> str:
-    from consilium.models.clip.saving import save
+    from consilium.models.clip.export import save
 
     return save(folder, model, config, task)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, PreTrainedModel, ViTConfig, ViTModel
 
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 from consilium.models.clip import published
 
 TINY_WEIGHTS = Path(__file__).parent.parent / "weights" / "tiny_clip.safetensors"

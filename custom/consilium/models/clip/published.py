@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from consilium.errors import CheckpointError
+from consilium.core.errors import CheckpointError
 
 TRUNK = "visual.trunk."
 _TIMM = (

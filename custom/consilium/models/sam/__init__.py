@@ -69,7 +69,7 @@ def _save(folder: Path, model: Any, config: SamConfig, task: Any, tokenizer: Any
         from consilium.models.sam import promptable
 
         return promptable.save(folder, model, config)
-    from consilium.models.sam.saving import save
+    from consilium.models.sam.export import save
 
     return save(folder, model, config)
 
@@ -77,7 +77,7 @@ def _save(folder: Path, model: Any, config: SamConfig, task: Any, tokenizer: Any
 def _graphs(model: Any) -> "dict[str, Graph]":
     if not hasattr(model, "image_encoder"):
         return {"model": Graph(model, ("images",) if model.prompt == "none" else ("images", "prompts"), "logits")}
-    from consilium.models.sam.saving import graphs
+    from consilium.models.sam.export import graphs
 
     return graphs(model)
 

@@ -14,7 +14,7 @@ from segment_anything.modeling import ImageEncoderViT, MaskDecoder, PromptEncode
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from consilium.errors import CheckpointError, ConfigError
+from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models.sam import med2d
 from consilium.models.sam.attention import use_fused
 from consilium.models.sam.prompts import Prompt, known_boxes, known_points, require

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForMaskGeneration, PreTrainedModel
 
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 from consilium.models import folder
+from consilium.models.export import save_pretrained
 from consilium.models.registry import pattern_of
 from consilium.models.sam.prompts import Prompt, known_boxes, known_points, require
-from consilium.models.saving import save_pretrained
 from consilium.models.targets import layers_of
 
 if TYPE_CHECKING:

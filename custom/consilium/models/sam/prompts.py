@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 
 Prompt = Literal["none", "box", "point"]
 

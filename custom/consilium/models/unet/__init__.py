@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
+from consilium.core.schema import Seed
 from consilium.models.registry import ModelConfig, ModelKind
-from consilium.schema import Seed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,7 +50,7 @@ def _build(config: UnetConfig, task: Any, checkpoint: Path | None, weights: bool
 
 
 def _save(folder: Path, model: Any, config: UnetConfig, task: Any, tokenizer: Any) -> str:
-    from consilium.models.unet.saving import save
+    from consilium.models.unet.export import save
 
     return save(folder, model, config)
 

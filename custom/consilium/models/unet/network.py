@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from consilium.errors import CheckpointError
+from consilium.core.errors import CheckpointError
 from consilium.models.unet import MEAN
 
 LEVELS = 5

@@ -51,7 +51,7 @@ def _cut(model: Any) -> Cut:
 
 
 def _save(folder: Path, model: Any, config: VisionConfig, task: Any, tokenizer: Any) -> str:
-    from consilium.models.vision.saving import save
+    from consilium.models.vision.export import save
 
     return save(folder, model, config)
 

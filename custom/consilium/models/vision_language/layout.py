@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from consilium.errors import ConfigError
+from consilium.core.errors import ConfigError
 
 Inputs = dict[str, Tensor]
 

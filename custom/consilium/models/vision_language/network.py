@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from consilium.models import folder
-from consilium.models.saving import save_pretrained
+from consilium.models.export import save_pretrained
 from consilium.models.vision_language.layout import LAYOUTS, Picture, picture_of
 
 if TYPE_CHECKING:

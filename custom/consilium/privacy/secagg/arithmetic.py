@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from consilium.errors import RefusedError
-from consilium.messages import Tensors
+from consilium.core.errors import RefusedError
+from consilium.core.messages import Tensors
 
 UNIT = 2.0**-36
 """The grid: updates are rounded to multiples of this (1.5e-11) before they are summed."""

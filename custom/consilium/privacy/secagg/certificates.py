@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
 
 from consilium.config.secure_aggregation import SitePartnersConfig
-from consilium.errors import ConfigError, Reason, RefusedError
+from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.privacy.secagg.terms import refused
 
 LEAST_BITS = 2048

@@ -8,11 +8,11 @@ from pathlib import Path
 from cryptography import x509
 
 from consilium.config.job import JobConfig
-from consilium.errors import Reason, RefusedError
-from consilium.privacy.secagg.attempt import Attempt
+from consilium.core.errors import Reason, RefusedError
+from consilium.core.storage import write_atomic
 from consilium.privacy.secagg.roster import admit
+from consilium.privacy.secagg.server import Attempt
 from consilium.privacy.secagg.terms import Message, Place, terms_of
-from consilium.storage import write_atomic
 
 
 class Collector:

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from consilium.errors import Reason, RefusedError
+from consilium.core.errors import Reason, RefusedError
+from consilium.core.storage import locked, write_atomic
 from consilium.privacy.secagg.signing import canonical, hashed
 from consilium.privacy.secagg.terms import Message, refused
-from consilium.storage import locked, write_atomic
 
 FILE = "masks.json"
 

@@ -6,7 +6,7 @@ from typing import Any
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from consilium.errors import Reason
+from consilium.core.errors import Reason
 from consilium.privacy.secagg.certificates import Identity, check_certificate, fingerprint
 from consilium.privacy.secagg.sealing import check_public
 from consilium.privacy.secagg.signing import sign, signed

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from consilium.errors import Reason, RefusedError
+from consilium.core.errors import Reason, RefusedError
 from consilium.privacy.randomness import secret_bytes
 from consilium.privacy.secagg.arithmetic import Words
 from consilium.privacy.secagg.signing import row

@@ -12,8 +12,8 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
 
 from consilium.config.secure_aggregation import SitePartnersConfig
+from consilium.core.storage import write_atomic
 from consilium.privacy.secagg.certificates import LEAST_BITS, Identity, read_identity
-from consilium.storage import write_atomic
 
 FOLDER = "identities"
 ROOT, SERVER = "simulation", "server"

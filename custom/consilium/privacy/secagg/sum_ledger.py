@@ -33,11 +33,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from consilium.errors import ConfigError, Reason, RefusedError
-from consilium.privacy import audit
+from consilium.core.errors import ConfigError, Reason, RefusedError
+from consilium.core.schema import SMALLEST_NOISE
+from consilium.core.storage import file_lock, room_for
+from consilium.privacy.ledger import audit
 from consilium.privacy.secagg.differencing import UndecidedError, smallest_shown
-from consilium.schema import SMALLEST_NOISE
-from consilium.storage import file_lock, room_for
 
 FILE = "sums.jsonl"
 SUM, ALLOWED, ACCEPTED = "sum", "allowed", "accepted"

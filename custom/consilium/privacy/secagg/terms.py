@@ -6,11 +6,11 @@ from typing import Any
 
 from consilium.config.job import JobConfig
 from consilium.config.secure_aggregation import without_noise
-from consilium.errors import Reason, RefusedError
-from consilium.messages import Payload, Tensors
+from consilium.core.errors import Reason, RefusedError
+from consilium.core.messages import Payload, Tensors
+from consilium.core.storage import digest
 from consilium.privacy.secagg.arithmetic import Layout
 from consilium.privacy.secagg.signing import canonical, hashed
-from consilium.storage import digest
 
 Message = dict[str, Any]
 """Plain JSON values; keys, signatures and ciphertexts are hex digits."""

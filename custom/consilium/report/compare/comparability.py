@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from consilium.messages import Stage
+from consilium.core.messages import Stage
 from consilium.report.run_record import RunRecord
 from consilium.report.tables import few
 from consilium.tasks.registry import COUNT

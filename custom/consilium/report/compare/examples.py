@@ -12,13 +12,13 @@ from pathlib import Path
 from PIL import Image
 from rich.cells import cell_len
 
-from consilium.messages import Stage
+from consilium.core.messages import Stage
+from consilium.core.sanitize import shown
+from consilium.core.storage import write_atomic
 from consilium.report.compare.comparability import Group
 from consilium.report.image_grid import arrange, fit, font, words
 from consilium.report.predictions import GAP, LINE, MARGIN, PANEL, POINTS, PREDICTIONS, REFERENCE, Page, read_page
 from consilium.report.tables import few, shortened
-from consilium.sanitize import shown
-from consilium.storage import write_atomic
 
 MOST_METHODS = 8
 

@@ -15,14 +15,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from consilium.messages import Stage
+from consilium.core.messages import Stage
+from consilium.core.sanitize import shown
 from consilium.report.compare.comparability import Group
 from consilium.report.compare.examples import draw_examples
 from consilium.report.compare.scores import GroupScores, mean, scores_of
 from consilium.report.compare.tables import MARK
 from consilium.report.figures import NUMBERED, draw_matrix
 from consilium.report.run_record import RunRecord
-from consilium.sanitize import shown
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#7F7F7F")
 MARKERS = "osD^vPX*<>hp"

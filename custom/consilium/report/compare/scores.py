@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from consilium.messages import Stage
+from consilium.core.messages import Stage
 from consilium.report.compare.comparability import Group
 from consilium.report.run_record import RunRecord, known
 from consilium.tasks.registry import COUNT, HIGH, LOW, LOWER

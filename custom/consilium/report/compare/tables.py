@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from consilium.messages import Stage
+from consilium.core.messages import Stage
+from consilium.core.sanitize import harmless
 from consilium.report.compare import Test
 from consilium.report.compare.comparability import Group, frozen_model
 from consilium.report.compare.diagnostics import diagnostics_table
@@ -26,7 +27,6 @@ from consilium.report.compare.significance import FEWEST, comparisons
 from consilium.report.progress import ending
 from consilium.report.run_record import RunRecord, known
 from consilium.report.tables import Column, Table, difference, few, number
-from consilium.sanitize import harmless
 from consilium.strategies.strategy import Role
 from consilium.tasks.registry import COUNT, HIGH, LOW
 

@@ -7,15 +7,15 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from consilium.config.site import load_site
-from consilium.errors import ConfigError, RefusedError
-from consilium.privacy.audit import FILE, read
-from consilium.privacy.composition import VOID
-from consilium.privacy.ledger import Ledger, summary
+from consilium.core.errors import ConfigError, RefusedError
+from consilium.core.sanitize import shown
+from consilium.privacy.accounting.composition import VOID
+from consilium.privacy.ledger.audit import FILE, read
+from consilium.privacy.ledger.ledger import Ledger, summary
 from consilium.report.metrics_file import Number
 from consilium.report.page.words import size, stamp
 from consilium.report.plain_files import MOST_BYTES, finite, is_folder, subfolders
 from consilium.report.tables import Table, columns
-from consilium.sanitize import shown
 
 MOST_ROWS = 500
 LEDGER = "ledger.sqlite"

@@ -11,9 +11,9 @@ import numpy as np
 from PIL import Image
 from pydantic import BaseModel, Field, ValidationError
 
-from consilium.errors import ConfigError
-from consilium.messages import Stage
-from consilium.report.cases import CASES, FOLDER, PICTURE, QUALITY, REFERENCE, name_of
+from consilium.core.errors import ConfigError
+from consilium.core.messages import Stage
+from consilium.report.best_worst_cases import CASES, FOLDER, PICTURE, QUALITY, REFERENCE, name_of
 from consilium.report.image_grid import colours
 from consilium.report.metrics_file import Number
 from consilium.report.page import figures

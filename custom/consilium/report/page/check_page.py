@@ -12,15 +12,15 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
+from consilium.core.errors import DataError
+from consilium.core.storage import open_private, private_folder
+from consilium.data.check_report import WORTHLESS, Findings
 from consilium.data.datalist import Item
-from consilium.data.findings import WORTHLESS, Findings
 from consilium.data.images import read_image, read_labels
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.volumes import header, is_volume
-from consilium.errors import DataError
 from consilium.report.page.html import render
 from consilium.report.tables import Table, columns
-from consilium.storage import open_private, private_folder
 
 SIDE = 112
 """Pixels of a thumbnail's longer side."""

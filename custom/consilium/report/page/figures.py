@@ -9,11 +9,11 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from consilium.messages import MetricKey, Stage
+from consilium.core.messages import MetricKey, Stage
+from consilium.core.sanitize import shown
 from consilium.report.page.html import INK, PAPER, SERIES, SOFT, drawing, inline
 from consilium.report.run_record import Curve, Results, known, split_of
 from consilium.report.tables import shortened
-from consilium.sanitize import shown
 from consilium.tasks.registry import HIGH, LOW
 
 WIDTH = 4.4

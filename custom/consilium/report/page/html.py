@@ -14,7 +14,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from consilium import __version__
-from consilium.sanitize import shown
+from consilium.core.sanitize import shown
 
 LIMIT = 1000
 """Characters of one text on a page."""

@@ -4,8 +4,9 @@ import statistics
 from collections import Counter
 from typing import Any
 
-from consilium.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, MetricKey, Stage
-from consilium.report.cases import CASES
+from consilium.core.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, MetricKey, Stage
+from consilium.core.sanitize import number_of, shown
+from consilium.report.best_worst_cases import CASES
 from consilium.report.compare.tables import MEANT
 from consilium.report.matrices import VALUES, confusion_tables, read_matrix
 from consilium.report.metrics_file import round_times
@@ -19,7 +20,6 @@ from consilium.report.results_table import mean_of, results_table
 from consilium.report.run_record import Results, RunRecord, is_simulation, split_of
 from consilium.report.study_cells import values_of_cell
 from consilium.report.tables import Table, columns, few, number
-from consilium.sanitize import number_of, shown
 from consilium.strategies.strategy import Role
 
 MOST_SITES, MOST_REFUSALS, MOST_TENSORS = 24, 200, 500

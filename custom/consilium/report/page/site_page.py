@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from consilium.errors import ConfigError
-from consilium.privacy.audit import FILE
-from consilium.report.cases import CASES
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import shown
+from consilium.privacy.ledger.audit import FILE
+from consilium.report.best_worst_cases import CASES
 from consilium.report.compare.tables import MEANT
 from consilium.report.matrices import confusion_tables
 from consilium.report.page.audit_section import audits, ledger, ledger_of
@@ -14,9 +15,8 @@ from consilium.report.page.run_page import curve_figures
 from consilium.report.page.words import NONE, Statement, of_plan
 from consilium.report.plain_files import hashes, subfolders
 from consilium.report.results_table import results_table
+from consilium.report.run_log import versions
 from consilium.report.run_record import is_simulation, read_run
-from consilium.report.runlog import versions
-from consilium.sanitize import shown
 
 HASHED = (
     *(f"adapters/{which}/consilium.safetensors" for which in ("global", "global-best", "personalized", "personalized-best")),

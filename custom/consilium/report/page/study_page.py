@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from consilium.messages import Stage
+from consilium.core.messages import Stage
+from consilium.core.sanitize import shown
 from consilium.report.compare.comparability import Group
 from consilium.report.compare.figures import COLOURS, PLOTS
 from consilium.report.compare.scores import mean, scores_of
 from consilium.report.page.html import drawing, inline, render
 from consilium.report.tables import Table
-from consilium.sanitize import shown
 
 INKED = {colour.lower(): f"--c{number}" for number, colour in enumerate(COLOURS, start=1)}
 INKED |= {"#e0e0e0": "--rule", "#ebebeb": "--rule"}

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from consilium.config.privacy import PrivacyConfig
+from consilium.core.sanitize import shown
 from consilium.privacy.plan import not_private
 from consilium.report.plain_files import finite
 from consilium.report.run_record import RunRecord
-from consilium.sanitize import shown
 
 NONE = (
     "This job has no differential privacy. Updates left the sites as trained. The guard let only shared tensors and declared "

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from consilium.core.schema import MOST_CLASSES, ClassName, Section, each_once
 from consilium.data.datalist import DataList
 from consilium.data.settings import PictureSettings
 from consilium.models.registry import ModelConfig
-from consilium.schema import MOST_CLASSES, ClassName, Section, each_once
 from consilium.tasks import pictures
 from consilium.tasks.registry import Scores, TaskConfig, TaskKind, interval_names
 

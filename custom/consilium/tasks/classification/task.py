@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from consilium.core.errors import DataError, UnfitError
 from consilium.data.augment import augment
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import SPLITS, DataList, Item
+from consilium.data.header_check import look_at_picture
 from consilium.data.images import BLACK, Colour, Sample, read_picture_bytes
-from consilium.data.inspect import look_at_picture
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
 from consilium.data.store import Raw
-from consilium.errors import DataError, UnfitError
 from consilium.tasks.base import Batch, Classified, Scored, evaluating
 from consilium.tasks.bootstrap import group_of, grouped, intervals, numbered
 from consilium.tasks.registry import COUNT

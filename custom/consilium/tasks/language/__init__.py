@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from consilium.core.schema import MOST_CLASSES, each_once
 from consilium.data.datalist import DataList
 from consilium.data.text import read_texts
-from consilium.schema import MOST_CLASSES, each_once
 from consilium.tasks.language.text_scores import NAMES
 from consilium.tasks.registry import Change, Scores, TaskConfig, TaskKind, interval_names
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from consilium.data.findings import Findings
+    from consilium.data.check_report import Findings
     from consilium.tasks.language.task import LanguageTask
 
 WRITTEN: dict[str, tuple[str, ...]] = {

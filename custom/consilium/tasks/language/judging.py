@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence, Set
 
+from consilium.core.errors import UnfitError
 from consilium.data.text import Text
-from consilium.errors import UnfitError
 from consilium.tasks.language import LanguageConfig
 from consilium.tasks.language.answers import final_answer, first_label, settled
 

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import shown
 from consilium.data.text import WITH_INPUT, WITHOUT_INPUT, Text
-from consilium.errors import ConfigError
-from consilium.sanitize import shown
 from consilium.tasks.language.templates import TemplateFailure, rendered
 
 PAPER_WITH_INPUT = (

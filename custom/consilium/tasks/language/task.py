@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from consilium.core.errors import UnfitError
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text
-from consilium.errors import UnfitError
 from consilium.models.folder import room
 from consilium.tasks.base import Answered, Batch, Scored, evaluating
 from consilium.tasks.bootstrap import intervals_of_means

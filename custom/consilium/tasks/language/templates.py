@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from consilium.errors import ConsiliumError
-from consilium.sanitize import shown
+from consilium.core.errors import ConsiliumError
+from consilium.core.sanitize import shown
 
 SCRIPT = Path(__file__).with_name("template_worker.py")
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from consilium.core.errors import ConfigError, UnfitError
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import DataList, Item
+from consilium.data.header_check import look_at_picture
 from consilium.data.images import Sample, read_picture_bytes
-from consilium.data.inspect import look_at_picture
 from consilium.data.settings import PictureSettings, read_as
 from consilium.data.text import Text
-from consilium.errors import ConfigError, UnfitError
 from consilium.models.vision_language import VisionLanguageConfig
 from consilium.models.vision_language.layout import Picture
 from consilium.models.vision_language.network import picture

@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
+from consilium.core.schema import MOST_CLASSES, ClassName, each_once
 from consilium.data.datalist import DataList
 from consilium.data.settings import PictureSettings
 from consilium.models.registry import ModelConfig
-from consilium.schema import MOST_CLASSES, ClassName, each_once
 from consilium.tasks import pictures
 from consilium.tasks.registry import Scores, TaskConfig, TaskKind
 from consilium.tasks.segmentation import scores
@@ -71,7 +71,7 @@ def _build(config: SegmentationConfig, model: ModelConfig, data: DataList, token
 
 
 def _look(config: Any, item: Any) -> None:
-    from consilium.data.inspect import look_at_sample
+    from consilium.data.header_check import look_at_sample
 
     look_at_sample(item, config.classes, config)
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from consilium.schema import Section
+from consilium.core.schema import Section
 from consilium.tasks.registry import Scores, interval_names
 
 

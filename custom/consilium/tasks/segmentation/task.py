@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from consilium.core.seeding import seed_for
 from consilium.data.augment import augment
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import SPLITS, DataList, Item
+from consilium.data.header_check import look_at_sample, seen_shape
 from consilium.data.images import BLACK, Colour, Sample, check_annotated, inner, read_bytes, read_masks
-from consilium.data.inspect import look_at_sample, seen_shape
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
 from consilium.data.store import Raw
-from consilium.seeding import seed_for
 from consilium.tasks.base import Batch, Scored, Segmented, evaluating
 from consilium.tasks.embeddings import Embeddings
 from consilium.tasks.segmentation.measures import counts, dice_loss, overlaps

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from consilium.data import volumes
 from consilium.data.datalist import Item
-from consilium.data.inspect import seen_shape
+from consilium.data.header_check import seen_shape
 from consilium.tasks.bootstrap import group_of, grouped, intervals, numbered
 from consilium.tasks.registry import COUNT
 from consilium.tasks.segmentation.measures import counts, distances, overlaps

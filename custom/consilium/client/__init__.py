@@ -1,0 +1,1 @@
+"""The client's side of a run: data, training, evaluation, models that it keeps."""

@@ -1,0 +1,141 @@
+"""Build a site and its guard for a job: data, model, task, plan and records."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from consilium.adapters.names import trained_layers
+from consilium.client.client import Site
+from consilium.client.ddp_checks import ranks_of
+from consilium.client.site_data import of_patients, patients_of, site_data, units_of, watched
+from consilium.client.speedups import speed_up
+from consilium.config.secure_aggregation import most_weight
+from consilium.config.site import SiteConfig
+from consilium.core.errors import ConfigError
+from consilium.core.messages import Observer, allowed_metrics, loading
+from consilium.data.datalist import DataList, pool
+from consilium.data.patients import warn_of_alike
+from consilium.federation.job import Job, build_model, build_task, checkpoint_of, metric_names
+from consilium.privacy.guard.guard import Guard
+from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy.plan import make_plan
+from consilium.privacy.secagg.sum_ledger import GENERATED, SumLedger
+from consilium.privacy.statistics import Terms
+from consilium.tasks.base import Task
+
+
+def build_site(
+    job: Job,
+    name: str,
+    site: SiteConfig,
+    folder: Path,
+    observer: Observer,
+    model: nn.Module | None = None,
+    root: Path | None = None,
+    data: DataList | None = None,
+) -> Site:
+    """Return a ready site; `folder` is its private folder, `root` what outlives jobs there, by default `folder`.
+
+    `model` lets sites of one process share the frozen base. `data`: what its guard counts; by default it is read here.
+    """
+    if model is not None and site.base == "sharded":
+        what = "the sites of a simulation in one process share their base"
+        raise ConfigError(f"{name}: site.yaml: base: 'sharded': {what}; use --engine flare, or replicated")
+    if site.threads:
+        torch.set_num_threads(site.threads)
+    observer(loading("data", name))
+    data = data or site_data(job.config, name, site, folder, root)
+    watch = watched(job.config, data) if job.config.privacy is not None else None
+    decoded = replace(data, loading=replace(data.loading, decode=job.config.privacy is not None))  # or it costs, see README
+    task = build_task(job.config, decoded, site)
+    if warning := of_patients(job.config, data):
+        observer({"event": "warning", "text": f"{name}: {warning}"})
+    warn_of_alike(data)
+    if model is None:
+        observer(loading(job.config.model.title, name))
+        model = build_model(job.config, site)
+    made = _site(job, name, site, folder, observer, model, task, checkpoint_of(job.config.model, site), data)
+    made.watch = watch
+    return made
+
+
+def build_guard(
+    job: Job,
+    name: str,
+    site: SiteConfig,
+    folder: Path,
+    root: Path,
+    observer: Observer,
+    simulated: bool = False,
+    job_id: str = "",
+    data: DataList | None = None,
+) -> Guard:
+    """Return the gate of one site for this job. `root` holds the site's records of all runs and its ledger.
+
+    In a simulation metrics are shared unless the site forbids it; elsewhere a private job shares none unless it allows it.
+    `data`: what the site trains on, which the plan must count; by default it is read here.
+    """
+    data = data or site_data(job.config, name, site, folder, root)
+    patients, own = patients_of(job.config, name, site, data), site.dataset(job.config.data.dataset, name)[1]
+    shares = site.share_metrics if site.share_metrics is not None else simulated or job.config.privacy is None
+    return Guard(
+        name,
+        job.config,
+        job.strategy,
+        allowed_metrics(metric_names(job.config)),
+        site.privacy,
+        shares,
+        patients,
+        units_of(job.config, data),
+        folder,
+        root,
+        Ledger(site.privacy.ledger_in(root)),
+        SumLedger(
+            root,
+            (patients, str(data.path.resolve())) if own else (GENERATED,),
+            trained_layers(job.initial),
+            job.config.title,
+            "uniform" if job.config.weighting == "uniform" else f"samples, at most {most_weight(job.config)}",
+        ),
+        observer,
+        job_id,
+        str(data.path) if site.datasets else "",
+        Terms(site.share_statistics, site.statistics_minimum),
+        tuple(job.initial),
+        site.test_only,
+        site.share_personalized,
+    )
+
+
+def build_pooled_site(
+    job: Job, name: str, members: dict[str, SiteConfig], folder: Path, observer: Observer, model: nn.Module
+) -> Site:
+    """Return the one site of a centralized reference run, on the data of all `members`."""
+    lists = [site_data(job.config, member, site, folder.parent / member) for member, site in members.items()]
+    first = next(iter(members.values()))
+    task = build_task(job.config, pool(lists), first)
+    return _site(job, name, SiteConfig(), folder, observer, model, task, checkpoint_of(job.config.model, first))
+
+
+def _site(
+    job: Job,
+    name: str,
+    site: SiteConfig,
+    folder: Path,
+    observer: Observer,
+    model: nn.Module,
+    task: Task,
+    checkpoint: Path | None,
+    data: DataList | None = None,
+) -> Site:
+    units = units_of(job.config, data) if data else task.num_samples
+    plan, seed = make_plan(job.config, job.strategy, units, job.initial), site.privacy.noise_seed
+    plan = plan.with_seeded([name]) if plan is not None and seed is not None else plan
+    found = Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data)
+    found.ranks = ranks_of(job.config, site, data, folder)
+    if site.base != "sharded":  # whose ranks go through the encoder's blocks together, or not at all
+        speed_up(job.config, model, task)
+    found.shares_scores = site.share_metrics if site.share_metrics is not None else job.config.privacy is None
+    return found

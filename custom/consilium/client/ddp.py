@@ -1,0 +1,289 @@
+"""Several devices at one site: processes that each hold the model, take a share of every batch and add up the gradients.
+
+Rank 0 is the site itself. It alone has the guard, the optimizer, the strategy and the site's files of the run; it alone speaks
+to a server. The others are its children. They get shares of batches and the adapter's values from it, and all gradients meet
+in an all-reduce (gloo, over 127.0.0.1). A loss is a mean over samples, so shares weighted by their samples make the gradient of
+the whole batch, up to the order of float32 sums. That is PyTorch's DistributedDataParallel (Li et al., "PyTorch Distributed",
+VLDB 2020) with the optimizer at one rank: for an adapter, sending its values costs what sending gradients back would.
+"""
+
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from consilium.client.ddp_failures import Told, failure, hear, said, why
+from consilium.client.ddp_rendezvous import Joined, gather
+from consilium.client.ddp_worker import (
+    LOOPBACK,
+    PATIENCE,
+    BlockRequest,
+    Phase,
+    RankSetup,
+    ReadBase,
+    Share,
+    flat,
+    found_by,
+    meet,
+    mesh_of,
+    named,
+    reduced,
+    sizes,
+    store_of,
+    work,
+)
+from consilium.config.job import JobConfig
+from consilium.config.site import NodesConfig, SiteConfig
+from consilium.core.child_process import Child, send
+from consilium.core.errors import ConsiliumError, Reason
+from consilium.core.messages import Tensors
+from consilium.core.seeding import seed_for
+from consilium.core.storage import private_folder
+from consilium.data.datalist import DataList
+from consilium.data.loading import Loading
+from consilium.tasks.base import Batch, Task
+from consilium.training.device import pick_device
+from consilium.training.sharding import ask_for, leave_world, shard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
+
+
+class Ranks:
+    """A site's other devices. They start before the first training, and after one of them has failed before the next.
+
+    Those of a sharded base start with the first task, because the site alone has not the whole base then. `data`: the site's
+    samples, of which ranks get the training ones; `folder`: where they meet.
+    """
+
+    def __init__(self, config: JobConfig, site: SiteConfig, data: DataList, folder: Path) -> None:
+        self.config, self.site, self.data, self.folder = config, site, looked_at(data), folder
+        self.children, self.place, self.count, self.together = list[Child | Joined](), folder, 0, False
+        self.sharded, self.device = site.base == "sharded", pick_device(site.main_device)
+        self._group: ProcessGroup | None = None
+        self._split: nn.Module | None = None
+
+    @contextmanager
+    def working(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Yield the model for a task: a sharded base is spread over the ranks before, and read anew after a rank has failed.
+
+        Raises ConsiliumError where a rank has failed.
+        """
+        if not self.sharded:
+            yield model
+            return
+        try:
+            if not self.children:
+                model = self._spread(model)
+            yield model
+        except ConsiliumError:
+            raise
+        except (OSError, EOFError, RuntimeError) as error:
+            raise self.failed(error) from error
+        except BaseException:
+            self.end()
+            raise
+
+    def _spread(self, model: nn.Module) -> nn.Module:
+        from consilium.federation.job import build_model  # which has the site's side of ranks
+
+        model = build_model(self.config, self.site) if model is self._split else model
+        try:
+            self._start(model)
+        except ConsiliumError:
+            self.end()
+            raise
+        return model
+
+    def joined(self, task: Task, values: Tensors, trained: set[str], scaling: float) -> "JointTask":
+        """Return the task whose loss, and its gradient, all devices compute together. Raises ConsiliumError."""
+        self.begin()
+        with self._ended_by_errors():
+            for child in self.children:
+                send(child.pipe, Phase(values, frozenset(trained), scaling))
+        return JointTask(task, self, trained)
+
+    def begin(self) -> None:
+        """Start the other ranks, unless they have been. Raises ConsiliumError, and then none is left."""
+        with self._ended_by_errors():
+            if not self.children:
+                self._start(None)
+
+    @contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, EOFError, RuntimeError) as error:
+            raise self.failed(error) from None
+        except BaseException:
+            self.end()
+            raise
+
+    def _start(self, model: nn.Module | None) -> None:
+        """Start all other ranks; of `model`, where there is one, this one keeps its part."""
+        size, nodes = self.site.device_count, self.site.nodes
+        self.place = Path(tempfile.mkdtemp(prefix="ranks-", dir=private_folder(self.folder)))
+        place, store, address = _meeting(self.place, nodes, size)
+        self.children.extend(Child(work, self.site.threads or torch.get_num_threads()) for _ in self.site.devices[1:])
+        self.children.extend(gather(nodes) if nodes else [])
+        packages, settings = frozenset(self.config.packages), self.config.model_dump(mode="json")
+        for rank, child in enumerate(self.children, start=1):
+            own = self.site.model_copy(update={"devices": self.site.devices[rank : rank + 1], "nodes": None})
+            send(child.pipe, RankSetup(settings, packages, own, self.data, place, rank, size))
+        hear(self.children)
+        self._group = meet(store, 0, size, address)
+        if model is not None:
+            self._split = model
+            ask_for(shard(model, mesh_of(store, 0, size, self.site, address), self.device), self._want)
+        for some in [[child] for child in self.children] if self.sharded else [self.children]:
+            for child in some:
+                send(child.pipe, ReadBase())
+            hear(some)
+
+    def _want(self, block: int) -> None:
+        """Have the other ranks send their parts of a block, unless all are computing it.
+
+        Raises ConsiliumError in a forward pass with gradients.
+        """
+        if self.together:
+            return
+        if torch.is_grad_enabled():
+            what = "this job wants gradients outside of its steps, which one device alone computes"
+            raise ConsiliumError(f"site.yaml: base: 'sharded': {what}; use replicated", Reason.POLICY)
+        for child in self.children:
+            send(child.pipe, BlockRequest(block))
+
+    def share(self, batch: Batch) -> Share:
+        """Hand the other ranks their shares of a batch, and return one's own."""
+        self.count += 1
+        own, *others = (self._share_of(batch, rank) for rank in range(len(self.children) + 1))
+        for child, one in zip(self.children, others, strict=True):
+            send(child.pipe, one._replace(batch={key: value.clone() for key, value in one.batch.items()}))
+        return own
+
+    def _share_of(self, batch: Batch, rank: int) -> Share:
+        """Return a rank's share of a batch. Shares are cut from the end, so that rank 0 has samples if any other has."""
+        size, ranks = len(next(iter(batch.values()))), len(self.children) + 1
+        begin, end = size * (ranks - rank - 1) // ranks, size * (ranks - rank) // ranks
+        seed = seed_for(torch.initial_seed(), "rank", self.count, rank)
+        return Share(self._part(batch, begin, end), (end - begin) / size, seed)
+
+    def _part(self, batch: Batch, begin: int, end: int) -> Batch:
+        """Return samples of a batch; with a sharded base one that counts nothing, where there is none: its blocks need all."""
+        if end > begin or self.sharded:
+            return {key: value[begin : max(end, begin + 1)] for key, value in batch.items()}
+        return {}
+
+    @property
+    def group(self) -> "ProcessGroup":
+        """What the ranks meet in."""
+        assert self._group is not None  # as `joined` has made it
+        return self._group
+
+    def failed(self, error: Exception) -> ConsiliumError:
+        """End all ranks; return why, as the one that failed first has said."""
+        heard = ((found, child) for child in self.children if (found := said(child)))
+        found, child = (error.why, error.child) if isinstance(error, Told) else next(heard, (why(error), None))
+        rank = self.children.index(child) + 1 if child else 0
+        who = f"rank {rank} on {self._where(rank)}: " if child else ""
+        self.end()
+        return failure(who, found)
+
+    def _where(self, rank: int) -> str:
+        child = self.children[rank - 1]
+        return child.machine if isinstance(child, Joined) else self.site.devices[rank]
+
+    def end(self) -> None:
+        """End all other ranks."""
+        for child in self.children:
+            if child.process:
+                child.process.kill()
+        for child in self.children:
+            child.end()
+        if self.children:
+            shutil.rmtree(self.place, ignore_errors=True)
+        self.children, self._group = [], None
+        if self.sharded:
+            leave_world()
+
+
+def looked_at(data: DataList) -> DataList:
+    """Return the training samples alone, as ranks get them: a rank trains on shares, and opens no file of the data."""
+    training = {split: items if split == "training" else () for split, items in data.splits.items()}
+    return replace(data, splits=training, loading=Loading(looked=True, quiet=data.loading.quiet))
+
+
+def _meeting(folder: Path, nodes: NodesConfig | None, size: int) -> tuple[Path | tuple[str, int], "Store", str]:
+    """Return where a site's ranks meet, the store that rank 0 keeps there, and the address where it listens for them."""
+    if nodes is None:
+        return folder, store_of(folder, size), LOOPBACK
+    from torch.distributed import TCPStore
+
+    host = nodes.place[0]
+    door = socket.create_server((host, 0))  # torch's own would listen at all addresses
+    port = door.getsockname()[1]
+    store = TCPStore(host, port, size, is_master=True, timeout=PATIENCE, wait_for_workers=False, master_listen_fd=door.detach())
+    return (host, port), store, host
+
+
+class JointTask:
+    """A task whose training loss is that of the whole batch, each device having computed its share."""
+
+    def __init__(self, task: Task, ranks: Ranks, trained: set[str]) -> None:
+        self.task, self.ranks, self.trained = task, ranks, trained
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what is the task's own."""
+        return getattr(self.task, name)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the batch's mean loss; its gradients are there already, and backward hands them on. Raises ConsiliumError."""
+        trained = named(model, self.trained)
+        self.ranks.together = True
+        try:
+            own = self.ranks.share(batch)
+            found: Tensor = _Joint.apply(self, model, own, *trained)
+        except (OSError, EOFError) as error:
+            raise self.ranks.failed(error) from None
+        except RuntimeError as error:
+            if self.ranks.sharded:  # whose blocks' parts do not come where a rank is gone
+                raise self.ranks.failed(error) from error
+            self.ranks.end()
+            raise
+        except BaseException:
+            self.ranks.end()
+            raise
+        finally:
+            self.ranks.together = False
+        return found
+
+    def reduced(self, numbers: Tensor, found: bool) -> Tensor:
+        """See `reduced` in client/ddp_worker.py. Raises OSError where a rank is gone."""
+        try:
+            return reduced(self.ranks.group, numbers, found)
+        except RuntimeError as error:
+            raise OSError(str(error)) from None
+
+
+class _Joint(torch.autograd.Function):
+    """Of the trained parameters, the loss that all ranks find together."""
+
+    @staticmethod
+    def forward(ctx: Any, joint: JointTask, model: nn.Module, own: Share, *trained: Tensor) -> Tensor:
+        """Return the mean loss of the whole batch, and keep its gradients."""
+        joint.reduced(flat(trained), found=False)
+        total = joint.reduced(found_by(joint.task, model, own, trained), found=True)
+        ctx.gradients = [part.view_as(one).to(one) for part, one in zip(total[1:].split(sizes(trained)), trained, strict=True)]
+        return total[0].to(next(model.parameters()).device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of the trained parameters."""
+        return (None, None, None, *(gradient * one for one in ctx.gradients))

@@ -1,0 +1,205 @@
+"""Is this machine fit to be a site? Versions, data, checkpoints, GPU, disk. flare/kit/doctor.py looks at the startup kit."""
+
+import importlib
+import importlib.util
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from consilium.config.site import SiteConfig
+from consilium.core.errors import ConsiliumError
+from consilium.core.messages import LIBRARIES
+from consilium.core.storage import file_hash
+from consilium.data.datalist import DataList, Item, read_datalist
+from consilium.data.patients import item_patient, most_of_one
+from consilium.data.text import has_texts, read_texts
+from consilium.federation.compatibility import Verdict, judge
+from consilium.training.device import pick_device
+
+DISK_GIB = 5.0
+"""Free space under which a site may fail in the middle of a job: logs, adapters, releases."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's report. `remedy` is empty where all is well; `advice` is worth a thought, and no problem."""
+
+    check: str
+    found: str
+    remedy: str = ""
+    advice: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.remedy
+
+    def line(self) -> str:
+        """Return it as one line of text."""
+        kind = "PROBLEM " if self.remedy else "warning " if self.advice else "ok      "
+        return "; ".join(part for part in (f"{kind} {self.check}: {self.found}", self.remedy or self.advice) if part)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self) | {"ok": self.ok}
+
+
+def checked(check: str, look: Callable[[], Finding | str]) -> Finding:
+    """Return what `look` finds, a text meaning that all is well; its error is a problem with the remedy it names."""
+    try:
+        found = look()
+    except ConsiliumError as error:
+        wrong, _, remedy = " ".join(str(error).split()).partition("; ")
+        return Finding(check, wrong, remedy or "fix it")
+    return Finding(check, found) if isinstance(found, str) else found
+
+
+def examine_versions() -> Iterator[Finding]:
+    """Yield a finding for Python, for each package that must be the pinned one, and for torchvision."""
+    old = "" if sys.version_info >= (3, 11) else "install Python 3.11 or newer"
+    yield Finding("python", platform.python_version(), old)
+    pins = dict(line.split("==") for line in _requirements())
+    yield Finding("consilium", _installed("consilium") or "not installed", "" if pins else "pip install it at this site")
+    for name in LIBRARIES:
+        yield _beside_pin(name, _installed(name), pins.get(name))
+    yield _torchvision()
+
+
+def _beside_pin(name: str, found: str | None, pin: str | None) -> Finding:
+    """Return what a package's version leads to beside the pinned one, as the server would judge a site's."""
+    verdict = Verdict.REFUSE if found is None else judge(name, found, pin or found)
+    remedy = f"pip install {name}=={pin or ''}"
+    if verdict is Verdict.WARN:
+        return Finding(name, str(found), advice=f"numbers may differ in the last bits from other sites'; {remedy}")
+    return Finding(name, found or "not installed", remedy if verdict is Verdict.REFUSE else "")
+
+
+def examine_data(site: SiteConfig) -> Finding:
+    """Return whether the data list is there and all files it names."""
+    if site.datalist is None:
+        remedy = "set `datalist:`; without it only jobs with generated data run"
+        return Finding("data list", "none in site.yaml", remedy)
+    return checked("data list", partial(_counted, site.datalist))
+
+
+def examine_datasets(site: SiteConfig) -> Iterator[Finding]:
+    """Yield `examine_data`, or the same of every data set, and whether two of them hold the same patients' files."""
+    if not site.datasets:
+        yield examine_data(site)
+        if site.datalist is not None:
+            yield from examine_patients(site, "patients", site.datalist)
+        return
+    for name, one in site.datasets.items():
+        yield checked(f"data set {name}", partial(_counted, one.datalist))
+        yield from examine_patients(site, f"patients of {name}", one.datalist)
+    if site.privacy.dataset is None:
+        yield checked("budgets", lambda: _apart(site))
+
+
+def examine_patients(site: SiteConfig, check: str, path: Path) -> Iterator[Finding]:
+    """Yield whether a list names the patients that a budget is about, and whether a budget for records hides too little."""
+    with suppress(ConsiliumError):  # a list that cannot be read has its own line
+        samples = _read(path).splits["training"]
+        patients, most = most_of_one(samples)
+        nameless = sum(not item_patient(item) for item in samples)
+        if "patient" in site.privacy.budgets and nameless:
+            found = (
+                f"{nameless} of {len(samples)} training entries name no patient, so jobs of privacy.unit patient leave them out"
+            )
+            yield Finding(check, found, 'write "patient" into every entry of the list')
+        elif "record" in site.privacy.budgets and "patient" not in site.privacy.budgets and most > 1:
+            found = f"{patients} named, with up to {most} training entries each; a budget for a record hides one entry of them"
+            yield Finding(check, found, advice="give privacy.budgets a `patient`")
+
+
+def _counted(path: Path) -> str:
+    return f"{path}: " + ", ".join(f"{len(items)} {split}" for split, items in _read(path).splits.items())
+
+
+def _apart(site: SiteConfig) -> Finding | str:
+    """Return whether data sets with budgets of their own share an image: its patient would be charged to one at a time."""
+    owners: dict[Path, tuple[str, str]] = {}
+    for name, one in site.datasets.items():
+        for item in (item for items in _read(one.datalist).splits.values() for item in items if isinstance(item, Item)):
+            patients, other = owners.setdefault(item.image.resolve(), (one.patients or name, name))
+            if patients != (one.patients or name):
+                found = f"data sets {other} and {name} both list {item.image}, so its budget counts twice"
+                return Finding("budgets", found, "give both the same `patients` in site.yaml")
+    return f"{len({patients for patients, _ in owners.values()})} in {len(site.datasets)} data sets, no image in two"
+
+
+def examine_checkpoints(site: SiteConfig) -> Iterator[Finding]:
+    """Yield the SHA-256 of every file and folder in the checkpoint folder, which jobs compare with their own."""
+    folder = site.checkpoints
+    if folder is None:
+        yield Finding("checkpoints", "no folder in site.yaml; jobs on models that ship with the package run")
+    elif not folder.is_dir() or not any(folder.iterdir()):
+        yield Finding("checkpoints", f"{folder}: no such folder, or an empty one", "put the base models there")
+    else:
+        for path in sorted(folder.iterdir()):
+            yield checked("checkpoint", partial(_hashed, path))
+
+
+def _hashed(path: Path) -> str:
+    return f"{path}: sha256 {file_hash(path)}"
+
+
+def examine_device(site: SiteConfig, promised: int) -> Finding:
+    """Return whether the site's device is there, and the GPUs that its resources.json promises FLARE."""
+
+    def look() -> Finding | str:
+        device, count = pick_device(site.main_device), torch.cuda.device_count()
+        if promised > count:
+            remedy = "set num_of_gpus in local/resources.json to what is there, or FLARE refuses to start"
+            return Finding("device", f"resources.json promises {promised} GPUs, {count} found", remedy)
+        names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
+        return f"{device}: {names}" if device.type == "cuda" else f"{device}, no GPU in use: training will be slow"
+
+    return checked("device", look)
+
+
+def examine_disk(folder: Path) -> Finding:
+    """Return how much room there is where the site's state goes."""
+    there = next(p for p in (folder, *folder.resolve().parents) if p.exists())
+    free = shutil.disk_usage(there).free / 2**30
+    enough = "" if free >= DISK_GIB else f"free at least {DISK_GIB:g} GiB, or set `state:` in site.yaml to a larger disk"
+    return Finding("disk", f"{there}: {free:.1f} GiB free", enough)
+
+
+def _read(path: Path) -> DataList:
+    return read_texts(path) if has_texts(path) or path.suffix == ".jsonl" else read_datalist(path, None)
+
+
+def _requirements() -> list[str]:
+    """Return consilium's own pins; none where it is not installed."""
+    try:
+        return [line for line in requires("consilium") or [] if "==" in line and ";" not in line]
+    except PackageNotFoundError:
+        return []
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _torchvision() -> Finding:
+    """Return whether torchvision is absent or loads; one that cannot load breaks transformers and PEFT."""
+    if importlib.util.find_spec("torchvision") is None:
+        return Finding("torchvision", "not installed, and not needed")
+    try:
+        importlib.import_module("torchvision")
+    except Exception as error:
+        return Finding("torchvision", f"cannot load ({error})", "pip uninstall torchvision: it breaks transformers and PEFT")
+    return Finding("torchvision", _installed("torchvision") or "loads")

@@ -1,0 +1,193 @@
+"""The samples of a job at a site: its own data set, or generated ones, without what cannot be read where that is skipped."""
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.core.errors import ConfigError
+from consilium.core.seeding import seed_for
+from consilium.data.crop import drawn
+from consilium.data.datalist import SPLITS, DataList, Item
+from consilium.data.file_watch import Watch
+from consilium.data.label_map import relabelled
+from consilium.data.loading import MOST_WORKERS, Loading
+from consilium.data.patients import by_patient, item_patient, most_of_one
+from consilium.privacy.plan import per_patient
+from consilium.tasks.registry import TASKS
+
+if TYPE_CHECKING:
+    from consilium.data.header_check import Lost
+
+SCORED = -1
+"""In the place of a seed, for what every seed is scored on."""
+
+
+def site_data(
+    config: JobConfig, name: str, site: SiteConfig, folder: Path, root: Path | None = None, quiet: bool = False
+) -> DataList:
+    """Return the samples of a job at a site, of its own data list, or of phantoms that the job describes, made in `folder`.
+
+    `root`: what outlives jobs there, by default `folder`; decoded samples are kept in it. Where bad samples are skipped they
+    are gone already. `quiet`: what does not fit the job is no error, as in every job with privacy or statistics: who sends jobs
+    with other settings would otherwise learn, as a refusal and without a row in the ledger, whether any sample has what they
+    ask about. Raises ConfigError, DataError.
+    """
+    from consilium.data.header_check import left_of
+
+    quiet = quiet or config.privacy is not None or config.statistics is not None
+    loading, lost = _loading(site, root or folder, quiet), list["Lost"]()
+    read = _read(config, name, site, folder, lost if loading.skip else None, quiet)
+    read = _quiet(read, getattr(config.task, "classes", None)) if quiet else read
+    if site.test_only:
+        read, lost = _test_alone(config, name, read), [one for one in lost if one[0] == "test"]
+    data = replace(cut(read, config.data.most_training, config.training.seed, name), loading=loading)
+    return _samples(config, left_of(data, lost))
+
+
+def cut(data: DataList, most: int | None, seed: int, name: str) -> DataList:
+    """Return a list with at most `most` training samples (None: all), in the list's order.
+
+    They are the first of an order that seed and site fix, so a smaller number takes a part of what a larger one takes.
+    """
+    samples = data.splits["training"]
+    if most is None or len(samples) <= most:
+        return data
+    order = np.random.default_rng(seed_for(seed, "most_training", name)).permutation(len(samples))
+    return replace(data, splits=data.splits | {"training": tuple(samples[i] for i in sorted(order[:most]))})
+
+
+def cropped(data: DataList, side: int | None, seed: int) -> DataList:
+    """Return a list whose pictures are cut to parts of `side` pixels (None: to none).
+
+    Only training parts follow from the seed, so that all seeds are scored on the same ones. Planes of a volume are cut alike.
+    """
+    if side is None:
+        return data
+    seeds = {split: seed if split == "training" else SCORED for split in SPLITS}
+    splits = {split: tuple(_part(item, side, seeds[split]) for item in items) for split, items in data.splits.items()}
+    return replace(data, splits=splits)
+
+
+def _part(item: Item, side: int, seed: int) -> Item:
+    return replace(item, crop=drawn(side, seed, item.image.name if item.slice is not None else item.name))
+
+
+def _samples(config: JobConfig, data: DataList) -> DataList:
+    """Return the samples that a task makes of a list, without what a site leaves out, as the job sees them."""
+    found = _alone(config, TASKS[config.task.name].prepare(config.task, data))
+    found = _without_bad(config, found) if data.loading.skip else found
+    return cropped(found, getattr(config.task, "crop", None), config.training.seed)
+
+
+def _loading(site: SiteConfig, root: Path, quiet: bool) -> Loading:
+    workers = min(MOST_WORKERS, torch.get_num_threads()) if site.workers is None else site.workers
+    skip, most = site.bad_samples == "skip", int(site.cache.gigabytes * 1e9)
+    return Loading(site.cache.folder or root, most, workers, skip, quiet=quiet)
+
+
+def _without_bad(config: JobConfig, data: DataList) -> DataList:
+    look = TASKS[config.task.name].look
+    if look is None:
+        return data
+    from consilium.data.header_check import without_faults
+    from consilium.data.store import open_store
+
+    store = open_store(data.loading.folder, data.loading.most)
+    return without_faults(data, partial(look, config.task), f"look {config.task.model_dump_json()}", store)
+
+
+def _test_alone(config: JobConfig, name: str, data: DataList) -> DataList:
+    """Return a list's test split alone, of a site that only tests. Raises ConfigError without one, or for DP-SGD at sites."""
+    if config.dpsgd and config.dpsgd.trust == "local":  # whose plan follows from a site's training samples
+        what = f"a job of privacy.unit {config.dpsgd.unit} has no plan for a site that trains nothing; leave it out"
+        raise ConfigError(f"{name}: test_only: {what}")
+    if not data.splits["test"]:
+        raise ConfigError(f"{name}: test_only: its data list has no test split; add entries under `test`")
+    return replace(data, splits={split: data.splits[split] if split == "test" else () for split in SPLITS})
+
+
+def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, lost: "list[Lost] | None", quiet: bool) -> DataList:
+    """Return the data list; entries that cannot be used are errors, or left out and put into `lost` where that is given."""
+    task, phantoms = TASKS[config.task.name], config.data.phantoms
+    _, own = site.dataset(config.data.dataset, name)
+    if own is not None:
+        data = task.usable(own.datalist, lost) if lost is not None and task.usable else task.read(own.datalist)
+        return relabelled(data, own.labels, own.annotated, getattr(config.task, "classes", None), quiet)
+    if phantoms is None:
+        raise ConfigError(
+            f"{name}: no data list; set `datalist:` or `datasets:` in its site.yaml, or simulate with --data FOLDER that holds "
+            f"{name}/{task.file}"
+        )
+    from consilium.data.synthetic.phantoms import make_phantoms
+
+    spec = phantoms.model_dump() | {"seed": config.training.seed, "size": config.model.image_side}
+    return task.read(make_phantoms(folder / "phantoms", site=name, **spec))
+
+
+def _quiet(data: DataList, classes: Collection[str] | None) -> DataList:
+    """Return a list whose masks answer no question about what they hold or show: the job's `classes`, and background.
+
+    Of values the site's own `labels` map decides alone, so it may refuse.
+    """
+    splits = {split: tuple(_unasked(item, classes) for item in items) for split, items in data.splits.items()}
+    return replace(data, splits=splits)
+
+
+def _unasked(item: Any, classes: Collection[str] | None) -> Any:
+    if not isinstance(item, Item) or not isinstance(item.label, Path):
+        return item
+    shown = item.annotated and tuple(name for name in item.annotated if name in (classes or ()))
+    return replace(item, annotated=shown, others="background" if item.label_map is None else "refused")
+
+
+def _alone(config: JobConfig, data: DataList) -> DataList:
+    """Return a list whose planes and tiles are records of their own: nothing else of their file may move them."""
+    if config.privacy is None or config.privacy.unit != "record":
+        return data
+    several = Counter(item.image for item in data.splits["training"] if isinstance(item, Item))
+
+    def apart(item: Any) -> Any:
+        return replace(item, alone=True) if isinstance(item, Item) and several[item.image] > 1 else item
+
+    return replace(data, splits=data.splits | {"training": tuple(map(apart, data.splits["training"]))})
+
+
+def units_of(config: JobConfig, data: DataList) -> int:
+    """Return how many records, or patients where they are the unit, a site trains on."""
+    return len(by_patient(data)) if per_patient(config.privacy) else len(data.splits["training"])
+
+
+def of_patients(config: JobConfig, data: DataList) -> str | None:
+    """Return a warning where patients are hidden and the list does not know all, or records and it knows of several of one."""
+    samples = data.splits["training"]
+    patients, most = most_of_one(samples)
+    nameless = sum(not item_patient(item) for item in samples)
+    if per_patient(config.privacy) and nameless:
+        what = f"{nameless} of {len(samples)} training samples name no patient, and are left out"
+        return f'privacy.unit patient: {what}; write "patient" into every entry of the list'
+    if config.dpsgd is None or config.dpsgd.unit != "record" or most < 2:
+        return None
+    what = f"its list names {patients} patients with up to {most} training samples each"
+    return (
+        f"privacy.unit record hides one sample, and {what}: for such a patient the bound is {most} times epsilon; use patient"
+    )
+
+
+def patients_of(config: JobConfig, name: str, site: SiteConfig, data: DataList) -> str:
+    """Return the name of a site's patients in its ledger: the policy's, else the data set's, else the path of its list."""
+    chosen, own = site.dataset(config.data.dataset, name)
+    return site.privacy.dataset or (own and own.patients) or chosen or str(data.path)
+
+
+def watched(config: JobConfig, data: DataList) -> Watch:
+    """Return the files that a round cannot do without, as they are now: a task that looks skips bad ones."""
+    splits = ("training", "validation") if config.training.validation.stages else ("training",)
+    return Watch(data, splits, data.loading.skip and TASKS[config.task.name].look is not None)

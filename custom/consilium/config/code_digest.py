@@ -1,0 +1,75 @@
+"""Digests of the code of a job's algorithm, and of the plug-ins that it uses."""
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from consilium.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from consilium.config.job import JobConfig
+
+OWN = "consilium"
+
+
+def code_of(config: "JobConfig") -> str:
+    """Return a digest of the files of the strategy's class, and of the classes of sections that other packages add.
+
+    A class' files are its own and those of its bases in the same package, so what else these import does not show.
+    """
+    others = [type(one) for one in (config.model, config.task, config.adapter) if _package(type(one)) != OWN]
+    files = {name: path for kind in (type(config.strategy), *others) for name, path in _files(kind).items()}
+    parts = [name.encode() + path.read_bytes() for name, path in sorted(files.items())]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def plugins_of(config: "JobConfig") -> dict[str, str]:
+    """Return version and SHA-256 of the code of every other package that the job's kinds come from, by the package's name.
+
+    The code is all files of the packages and modules that the distribution's entry points name, whichever of them the job's
+    classes import; other distributions that it requires are not part of it. Raises ConfigError for code in no folder.
+    """
+    return {package: f"{version} {_code(package)}" for package, version in config.packages.items()}
+
+
+def _code(package: str) -> str:
+    """Return the SHA-256 of the installed code of a distribution with kinds of ours, by relative names and contents."""
+    try:
+        points = [point for point in distribution(package).entry_points if point.group.startswith(f"{OWN}.")]
+    except PackageNotFoundError:
+        points = []
+    tops = sorted({point.module.partition(".")[0] for point in points} - {OWN})
+    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n" for top in tops for name, path in _installed(top)]
+    if not lines and tops != []:
+        raise ConfigError(
+            f"package {package!r}: its code lies in no folder, so no digest of it can be made; install it unpacked"
+        )
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _installed(top: str) -> Iterator[tuple[str, Path]]:
+    """Yield names and paths of all files of a package, or of a module that stands alone, but for Python's own cache."""
+    module = sys.modules.get(top)
+    spec = module.__spec__ if module is not None else find_spec(top)
+    folders = [Path(one) for one in (spec.submodule_search_locations or ())] if spec is not None else []
+    if spec is not None and not folders and spec.origin and Path(spec.origin).is_file():
+        yield Path(spec.origin).name, Path(spec.origin)
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                yield f"{top}/{path.relative_to(folder).as_posix()}", path
+
+
+def _files(kind: type) -> dict[str, Path]:
+    """Return the files of a class and of its bases in the same package, by module; of one without files none."""
+    modules = {base.__module__ for base in kind.__mro__ if _package(base) == _package(kind)}
+    found = {name: getattr(sys.modules.get(name), "__file__", None) for name in modules}
+    return {name: path for name, file in found.items() if file and (path := Path(file)).is_file()}
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]

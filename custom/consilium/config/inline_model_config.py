@@ -1,0 +1,56 @@
+"""A model's architecture by the path of its config.json, whose contents a job carries: nobody pastes them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from consilium.core.errors import ConfigError
+from consilium.core.schema import read_yaml
+
+LARGEST = 2**20
+"""Bytes of a config.json; published ones have a few thousand."""
+
+
+def embed_architecture(raw: Any, job: Path) -> None:
+    """Replace a path in `model.config` of `raw`, what the file `job` holds, by the contents of that config.json.
+
+    The path, of the file or its folder, counts from the job.yaml's folder. Only where the job is made, on its author's machine:
+    a site or a server that gets a path refuses it and opens nothing. Raises ConfigError.
+    """
+    if named := _named(raw):
+        raw["model"]["config"] = _read(job.parent / named, named, job)
+
+
+def job_text(job: Path) -> bytes:
+    """Return what the file `job` holds, as it is, or with the architecture that it names by path. Raises ConfigError."""
+    raw = read_yaml(job)
+    if not _named(raw):
+        return job.read_bytes()
+    embed_architecture(raw, job)
+    return yaml.safe_dump(raw, sort_keys=False).encode()
+
+
+def _named(raw: Any) -> str:
+    """Return the path that stands for an architecture, "" for none."""
+    model = raw.get("model") if isinstance(raw, dict) else None
+    named = model.get("config") if isinstance(model, dict) else None
+    return named if isinstance(named, str) else ""
+
+
+def _read(path: Path, named: str, job: Path) -> dict[str, Any]:
+    path = path / "config.json" if path.is_dir() else path
+    found: Any = None
+    try:
+        if not path.is_file():
+            raise FileNotFoundError(2, "no such file")
+        with path.open("rb") as file:
+            text = file.read(LARGEST + 1)
+        found = json.loads(text.decode("utf-8")) if len(text) <= LARGEST else None
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no valid JSON"
+        raise ConfigError(f"{job}: model.config: {named!r}: {why}; name a transformers folder or its config.json") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{job}: model.config: {named!r}: no map of at most {LARGEST} bytes; name a model's config.json")
+    return found

@@ -1,0 +1,1 @@
+"""Messages, schemas, registries, storage and numerics that every other room uses."""

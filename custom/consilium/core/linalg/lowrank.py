@@ -1,0 +1,259 @@
+"""The exact global update of FedHera's server: composed from sites' low-rank changes, decomposed as far as needed, kept whole.
+
+A layer's W (out, in) is stacked factors left (out, k) @ right (k, in) while that is cheaper, one dense matrix beyond (`COSTS`).
+It is never truncated. Singular triplets come from QR of the stacked factors and a small SVD (float64), or, of a dense W, from
+block Lanczos that stops by a certificate (certified.py); where that cannot be given, from the full SVD.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from consilium.core.linalg.lanczos import BLOCK, PROBE_STEPS, PROBES, Spectrum, certified, squared
+
+Held = TypeVar("Held", "Update", "Spectrum")
+Product = tuple[Tensor, Tensor]
+"""left (out, r) and right (r, in) of the matrix left @ right."""
+
+COSTS = {"qr": 2.6e-10, "core": 1.0e-9, "pass": 0.9e-10, "full": 5e-10}
+"""Seconds per (out + in) k^2 of QR, per k^3 of a core's SVD, per out * in of a column's way through W and W', per
+out * in * min(out, in) of a full SVD; one core. Only ratios matter. `python -m tests.benchmarks.server_round --constants`."""
+
+BASIS = 8 * BLOCK
+"""Columns of the Krylov basis in which a dense W's certificate holds, typically."""
+SMALL = 512
+"""Up to this min(out, in) a dense W gets its full SVD in float64: nothing else is faster."""
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Update:
+    """W = left @ right + dense; `dense` is None while factors are kept, and the factors are empty once it is not."""
+
+    left: Tensor
+    right: Tensor
+    dense: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        return self.left.shape[0], self.right.shape[1]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One site's training of one layer: factors as it got them and as it returned them, trained prefix only; its p_i."""
+
+    weight: float
+    start: Product
+    end: Product
+
+
+# composition ----------------------------------------------------------------------------------------------------------
+
+
+def zero(out: int, into: int, dtype: torch.dtype = torch.float32) -> Update:
+    """Return W = 0."""
+    return Update(torch.zeros(out, 0, dtype=dtype), torch.zeros(0, into, dtype=dtype))
+
+
+def residuals(changes: Sequence[Change], scale: float) -> Product:
+    """Return sum_i p_i s (B_i A_i - B0_i A0_i) (Eq. 10) as one product, exact and without cancellation.
+
+    It is dB A + B0 dA: starts that are prefixes of one another (sites of one round) share their B0, so that the width is the
+    sum of the ranks plus the largest, not twice the sum. Same bits only for the same order of `changes`: give them by name.
+    """
+    lefts, rights = [], []
+    bases: list[Product] = []
+    for change in sorted(changes, key=lambda c: -c.start[0].shape[1]):
+        (b0, a0), (b, a), weight = change.start, change.end, change.weight * scale
+        lefts.append((b - b0) * weight)
+        rights.append(a)
+        base = next((known for known in bases if torch.equal(known[0][:, : b0.shape[1]], b0)), None)
+        if base is None:
+            bases.append(base := (b0, a0.new_zeros(a0.shape)))
+        base[1][: len(a0)] += (a - a0) * weight
+    used = [base for base in bases if base[0].any()]
+    return torch.cat([*lefts, *(b for b, _ in used)], 1), torch.cat([*rights, *(a for _, a in used)])
+
+
+def products(changes: Sequence[Change], scale: float) -> Product:
+    """Return sum_i p_i s B_i A_i as one product: without the starts subtracted."""
+    return torch.cat([c.end[0] * (c.weight * scale) for c in changes], 1), torch.cat([c.end[1] for c in changes])
+
+
+def add(update: Update, change: Product) -> Update:
+    """Return W + left @ right: stacked, or dense from where that decomposes faster."""
+    if update.dense is not None:
+        return replace(update, dense=torch.addmm(update.dense, *change))
+    left, right = torch.cat([update.left, change[0]], 1), torch.cat([update.right, change[1]])
+    if left.shape[1] < dense_from(*update.shape):
+        return Update(left, right)
+    return Update(left[:, :0], right[:0], left @ right)
+
+
+def dense_from(out: int, into: int) -> int:
+    """Return the stacked width from which a dense W is cheaper to decompose, or smaller."""
+    small, large = 0, out * into // (out + into) + 1
+    dense = COSTS["full"] * out * into * min(out, into)
+    if min(out, into) > SMALL:
+        dense = min(dense, COSTS["pass"] * out * into * (BASIS + PROBES * PROBE_STEPS) + _factored_seconds(out, into, BASIS))
+    while small < large:  # the factored way's time grows with the width
+        width = (small + large) // 2
+        small, large = (width + 1, large) if _factored_seconds(out, into, width) <= dense else (small, width)
+    return small
+
+
+def _factored_seconds(out: int, into: int, width: int) -> float:
+    """Return the time of bases of `width` columns on both sides and of their core's SVD."""
+    return COSTS["qr"] * (out + into) * width**2 + COSTS["core"] * width**3
+
+
+# decomposition --------------------------------------------------------------------------------------------------------
+
+
+def spectra(updates: Mapping[str, Update], top: int, device: str | None = None) -> dict[str, Spectrum]:
+    """Return `spectrum` of every layer, one layer a thread with one torch thread each; on `device` one after the other."""
+    if device is not None:
+        return {name: _to(spectrum(_to(update, device), top), "cpu") for name, update in updates.items()}
+    return dict(zip(updates, in_threads(lambda update: spectrum(update, top), list(updates.values())), strict=True))
+
+
+def in_threads(call: Callable[[Update], Spectrum], items: Sequence[Update]) -> list[Spectrum]:
+    """Return call(item) for all items, as many at a time as torch has threads."""
+    threads = torch.get_num_threads()
+    if min(threads, len(items)) < 2:
+        return [call(item) for item in items]
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(min(threads, len(items)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(call, items))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _to(value: Held, device: str) -> Held:
+    moved: dict[str, Any] = {name: part.to(device) for name, part in vars(value).items() if isinstance(part, Tensor)}
+    return replace(value, **moved)  # type: ignore[type-var]
+
+
+def spectrum(update: Update, top: int, tolerance: float = TOLERANCE, start: Tensor | None = None) -> Spectrum:
+    """Return the first min(top, out, in) triplets, `error` <= tolerance * sigma_1 (or what rounding leaves of it).
+
+    `start` (in, any): a guess at right singular vectors, such as the last round's; it saves time, never changes the claim.
+    """
+    top = min(top, *update.shape)
+    found = _factored(update, top) if update.dense is None else _dense(update.dense, top, tolerance, start)
+    return _canonical(found, top, update.left.dtype)
+
+
+def _factored(update: Update, top: int) -> Spectrum:
+    (left, upper), (right, lower) = torch.linalg.qr(update.left.double()), torch.linalg.qr(update.right.double().T)
+    core = upper @ lower.T
+    u, values, vt = torch.linalg.svd(core, full_matrices=False)
+    error = 1e-14 * float(upper.norm() * lower.norm())
+    return Spectrum(left @ u[:, :top], values[:top], vt[:top] @ right.T, float(core.square().sum()), error)
+
+
+def _dense(dense: Tensor, top: int, tolerance: float, start: Tensor | None) -> Spectrum:
+    found = certified(dense, top, tolerance, start) if min(dense.shape) > SMALL else None
+    return _full(dense, top) if found is None else found
+
+
+def _full(dense: Tensor, top: int) -> Spectrum:
+    """Full SVD: float64 of a small W, otherwise its own precision; of the transpose if W is wide (twice as fast)."""
+    whole = dense.double() if min(dense.shape) <= SMALL else dense
+    wide = whole.shape[0] < whole.shape[1]
+    u, values, vt = torch.linalg.svd(whole.T if wide else whole, full_matrices=False)
+    u, vt = (vt.T, u.T) if wide else (u, vt)
+    error = 10 * torch.finfo(whole.dtype).eps * float(values[:1].sum())
+    return Spectrum(u[:, :top], values[:top].double(), vt[:top], squared(dense), error)
+
+
+def _canonical(found: Spectrum, top: int, dtype: torch.dtype) -> Spectrum:
+    """Fix signs, set what is rounding only to 0, pad to `top` triplets."""
+    left, values, right = found.left, found.values, found.right
+    if values.numel():
+        largest = left.gather(0, left.abs().argmax(0, keepdim=True))[0]
+        real = values > 4 * torch.finfo(dtype).eps * values[0]
+        signs = torch.where(largest < 0, -1.0, 1.0).to(left.dtype) * real
+        left, values, right = left * signs, values * real, right * signs[:, None]
+    missing = top - len(values)
+    left, values, right = pad(left, (0, missing)), pad(values, (0, missing)), pad(right, (0, 0, 0, missing))
+    return replace(found, left=left.to(dtype), values=values, right=right.to(dtype))
+
+
+# sites ----------------------------------------------------------------------------------------------------------------
+
+
+def refactor(found: Spectrum, rank: int, scale: float, initial: Tensor) -> Product:
+    """Return B = U (S / s)^(1/2) (out, rank) and A = (S / s)^(1/2) V' (rank, in), so that s B A is W truncated to `rank`.
+
+    A direction with sigma = 0 gets row j of `initial` (rank or more, in) as its A_j and B_j = 0: the product is the same and it
+    can learn. Ranks nest: a smaller one is the prefix of a larger.
+    """
+    root = (found.values[:rank] / scale).sqrt().to(found.left.dtype)
+    rows = torch.where(root[:, None] > 0, root[:, None] * found.right[:rank], initial[:rank].to(root))
+    return found.left[:, :rank] * root, rows
+
+
+def inner(first: Product, second: Product) -> float:
+    """Return <L1 R1, L2 R2>_F = sum (L1'L2) * (R1 R2') in float64, from small Gram matrices only."""
+    (left, right), (other, opposite) = ((p[0].double(), p[1].double()) for p in (first, second))
+    return float(((left.T @ other) * (right @ opposite.T)).sum())
+
+
+def norm(product: Product) -> float:
+    """Return ||L R||_F."""
+    return max(0.0, inner(product, product)) ** 0.5
+
+
+def gram(sites: Sequence[Product]) -> Tensor:
+    """Return <P_i, P_k>_F of one layer's products, (N, N) float64."""
+    left, right = torch.cat([p[0].double() for p in sites], 1), torch.cat([p[1].double() for p in sites])
+    owner = torch.repeat_interleave(torch.arange(len(sites)), torch.tensor([p[0].shape[1] for p in sites]))
+    blocks = torch.nn.functional.one_hot(owner, len(sites)).double().to(left.device)
+    return (blocks.T @ ((left.T @ left) * (right @ right.T)) @ blocks).cpu()
+
+
+def summed(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of one or more tensors, in the order given."""
+    return reduce(torch.add, tensors)
+
+
+def alignments(layers: Sequence[Sequence[Product]], weights: Sequence[float]) -> list[float]:
+    """Return s_i = cos_F(P_i, sum_k p_k P_k) (Eq. 11), all layers together; `layers` holds every site's product by layer.
+
+    0 where a norm is 0: that points nowhere.
+    """
+    total = summed([gram(sites) for sites in layers])
+    share = torch.tensor(weights, dtype=torch.float64)
+    towards, norms = total @ share, total.diagonal().clamp(min=0).sqrt() * (share @ total @ share).clamp(min=0).sqrt()
+    return torch.where(norms > 0, towards / norms.clamp(min=1e-300), 0.0).clamp(-1, 1).tolist()
+
+
+def alignments_with(sites: Mapping[str, Sequence[Product]], updates: Mapping[str, Update]) -> list[float]:
+    """Return cos_F(P_i, W) over all layers together, for every site's products and W by layer; 0 where a norm is 0."""
+    towards = summed([torch.tensor([_along(p, updates[n]) for p in products]) for n, products in sites.items()])
+    norms = summed([gram(products).diagonal() for products in sites.values()]).clamp(min=0).sqrt()
+    total = math.sqrt(sum(_squared(updates[n]) for n in sites))
+    return torch.where(norms * total > 0, towards / (norms * total).clamp(min=1e-300), 0.0).clamp(-1, 1).tolist()
+
+
+def _along(product: Product, update: Update) -> float:
+    """Return <P, W>_F in float64; a dense W is met by its r rows B' W alone."""
+    if update.dense is None:
+        return inner(product, (update.left, update.right))
+    left, right = product[0].double(), product[1].double()
+    return float(((left.T @ update.dense.double()) * right).sum())
+
+
+def _squared(update: Update) -> float:
+    return squared(update.dense) if update.dense is not None else max(0.0, inner(*[(update.left, update.right)] * 2))

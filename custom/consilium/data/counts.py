@@ -1,0 +1,163 @@
+"""Which samples fall into which cell: a site's data counted, for statistics that its guard then makes fit to leave.
+
+Cells hold samples and not how many they are, because what must not be small is the number of people. Nothing of this leaves.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from consilium.core.errors import UnfitError
+from consilium.data import volumes
+from consilium.data.datalist import SPLITS, DataList, Item
+from consilium.data.images import check_pair, check_values, classes_of, read_image, read_labels
+from consilium.data.settings import DEFAULTS, PictureSettings
+from consilium.data.text import Text
+
+Cells = dict[str, list[int]]
+"""The numbers of the samples in each cell. All cells are there, in their order."""
+
+_SIDES = (64, 128, 256, 512, 1024, 2048, 4096)
+_STEPS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_LENGTHS = (64, 256, 1024, 4096, 16384)
+
+
+def bins(edges: Sequence[float]) -> tuple[str, ...]:
+    """Return the names of the cells that these edges make."""
+    inner = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
+    return f"under {edges[0]:g}", *inner, f"{edges[-1]:g} and over"
+
+
+SIZES, LENGTHS = bins(_SIDES), bins(_LENGTHS)
+SPACING = (*bins(_STEPS), "not known")
+OTHERS = "none/others"
+"""The last cell of classes, for samples that have none of a job's: no class is called so."""
+
+
+def greys(count: int) -> tuple[str, ...]:
+    """Return the names of so many equal parts of the 256 grey levels."""
+    return tuple(f"{n * 256 // count} to {(n + 1) * 256 // count - 1}" for n in range(count))
+
+
+def class_names(task: Any) -> tuple[tuple[str, ...], bool]:
+    """Return the cells of a task's classes, and whether a sample is in just one of them; none for a task without classes."""
+    found = getattr(task, "classes", None)
+    single = not isinstance(found, Mapping)
+    return (*(found or ()), *([OTHERS] if found and single else [])), single
+
+
+@dataclass
+class Tally:
+    """A site's counts. By split `people`, whom every sample is of, and `classes`; the rest is of the training split.
+
+    `absent`: the samples whose mask shows nothing of a class; classes that exclude one another have none there. `areas`: the
+    share of its picture that a class takes in every sample that shows it. `light`: every sample's share of each grey level's
+    bin. `patients`: by split whether it is known of every sample whose it is.
+    """
+
+    people: dict[str, list[str]] = field(default_factory=dict)
+    patients: dict[str, bool] = field(default_factory=dict)
+    classes: dict[str, Cells] = field(default_factory=dict)
+    absent: dict[str, Cells] = field(default_factory=dict)
+    areas: dict[str, list[float]] = field(default_factory=dict)
+    sizes: Cells = field(default_factory=dict)
+    spacing: Cells = field(default_factory=dict)
+    lengths: Cells = field(default_factory=dict)
+    light: list[np.ndarray] = field(default_factory=list)
+
+
+def tally(data: DataList, task: Any, count: int, stop: Callable[[], None] = lambda: None) -> Tally:
+    """Return the counts of a data list for a job's `task` section, with `count` bins of grey levels; `stop` may raise.
+
+    Every label and every training picture is read. A sample that does not fit the job is one of OTHERS, or shows no class; a
+    picture that is too large for it is of the last size. Raises DataError.
+    """
+    names, single = class_names(task)
+    settings = task if isinstance(task, PictureSettings) else DEFAULTS
+    found = Tally(sizes={n: [] for n in SIZES}, spacing={n: [] for n in SPACING}, lengths={n: [] for n in LENGTHS})
+    found.areas = {name: [] for name in names}
+    for split in SPLITS:
+        items = data.splits[split]
+        found.people[split] = [person(item) for item in items]
+        found.patients[split] = bool(items) and all(item.patient for item in items)
+        found.classes[split], found.absent[split] = {n: [] for n in names}, {n: [] for n in names}
+        for number, item in enumerate(items):
+            stop()
+            _count(found, split, number, item, task, single, settings)
+            if split == "training":
+                _look(found, number, item, settings, count)
+    return found
+
+
+def person(item: Any) -> str:
+    """Return who a sample is of: its patient, else its study, else nobody knows and it counts as its own."""
+    if isinstance(item, Item):
+        return item.patient or item.study or str(item.image)
+    return str(item.patient or item.name)
+
+
+def _count(found: Tally, split: str, number: int, item: Any, task: Any, single: bool, settings: PictureSettings) -> None:
+    """Count the classes of a sample."""
+    if not isinstance(item, Item) or not found.classes[split]:
+        return
+    if single:
+        found.classes[split][_class(item, task.classes)].append(number)
+        return
+    try:
+        labels, classes = read_labels(item, settings), classes_of(item, task.classes)
+    except UnfitError:
+        return
+    check_values(item, labels, classes)
+    for name in classes if item.annotated is None else [n for n in classes if n in item.annotated]:
+        share = float(labels.where(classes[name]).mean()) if labels.shape else 0.0
+        (found.classes if share else found.absent)[split][name].append(number)
+        if share and split == "training":
+            found.areas[name].append(share)
+
+
+def _class(item: Item, names: Sequence[str]) -> str:
+    """Return the class of a picture, OTHERS where it has none of `names`."""
+    if isinstance(item.label, str) and item.label in names:
+        return item.label
+    if isinstance(item.label, int) and 0 <= item.label < len(names):
+        return names[item.label]
+    return OTHERS
+
+
+def _look(found: Tally, number: int, item: Any, settings: PictureSettings, count: int) -> None:
+    """Count how large, how fine and how bright a training sample is, or how long."""
+    if isinstance(item, Text):
+        found.lengths[_bin(len(item.prompt) + len(item.outputs[0]), _LENGTHS, LENGTHS)].append(number)
+    if not isinstance(item, Item):
+        return
+    try:
+        image = read_image(item, settings)
+    except UnfitError:
+        size, spacing, light = SIZES[-1], SPACING[-1], np.zeros(count)
+    else:
+        if isinstance(item.label, Path) and not volumes.is_volume(item.label):
+            with suppress(UnfitError):
+                check_pair(item, image.shape[:2], read_labels(item, settings))
+        size, spacing = _bin(max(image.shape[:2]), _SIDES, SIZES), _spacing(item)
+        levels = np.bincount(image.reshape(-1), minlength=256).reshape(count, -1).sum(1)
+        light = levels / levels.sum()
+    found.sizes[size].append(number)
+    found.spacing[spacing].append(number)
+    found.light.append(light)
+
+
+def _spacing(item: Item) -> str:
+    """Return the bin of the larger side of a pixel in millimetres."""
+    if not volumes.is_volume(item.image):
+        return SPACING[-1]
+    pixel = volumes.header(item.image).grid.pixel(item.axis)
+    return SPACING[-1] if pixel is None else _bin(max(pixel), _STEPS, SPACING)
+
+
+def _bin(value: float, edges: Sequence[float], names: Sequence[str]) -> str:
+    return names[int(np.searchsorted(edges, value, side="right"))]

@@ -1,0 +1,249 @@
+"""From an importer's samples to data lists: sites, splits by patient, and files that appear all together or not at all."""
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from consilium.core.errors import DataError
+from consilium.core.seeding import seed_for
+from consilium.core.storage import PUBLIC, write_atomic
+from consilium.data.datalist import SPLITS
+from consilium.data.identifiers import canonical
+from consilium.data.importers.base import Found, Line, Made, Options, Reading, Sample
+from consilium.data.safe_open import whole
+
+Sites = dict[str, dict[str, list[Sample]]]
+"""Samples by site and split."""
+HOLDS = ("import.json", "*/datalist.json", "*/site.yaml", "datalist.json", "*/training.jsonl", "*/train.jsonl")
+"""What says that a folder holds sites."""
+
+
+def write_sites(reading: Reading, name: str, source: Path, dest: Path, options: Options, add: bool = False) -> dict[str, Any]:
+    """Write `dest`/SITE/datalist.json, or JSONL files for texts, and import.json; returns what import.json says of it.
+
+    With `add` the folder may hold sites of earlier imports. Everything is written beside its place first, so a failure leaves
+    `dest` as it was. Raises DataError.
+    """
+    earlier = earlier_imports(dest, add)
+    found, dropped = arrange(reading.samples, name, options)
+    if not found or not (earlier or any(splits["training"] for splits in found.values())):
+        few = f"no site is left with {options.minimum} samples and one for training"
+        raise DataError(f"{source}: {few}; lower --minimum, or --resplit where a site has test samples only")
+    sites = renamed(found, options.rename)
+    _check_fits(dest, sites, reading.classes, earlier)
+    summary = _summary(reading, sites, dropped, name, source, options)
+    _write_all(dest, sites, reading.classes, {"imports": [*earlier, summary]})
+    return summary
+
+
+def _write_all(dest: Path, sites: Sites, classes: Any, record: dict[str, Any]) -> None:
+    """Write all sites into a hidden folder, and move them to their places when all is well."""
+    hidden, is_new, moved = dest / f".import-{os.getpid()}", not dest.exists(), []
+    try:
+        for site, splits in sites.items():
+            _write_site(hidden / site, site, splits, classes)
+        for site in sites:
+            os.rename(hidden / site, dest / site)
+            moved.append(dest / site)
+        write_atomic(dest / "import.json", json.dumps(record, indent=1).encode(), PUBLIC)
+    except BaseException:
+        for folder in [dest] if is_new else [hidden, *moved]:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    hidden.rmdir()
+
+
+def earlier_imports(dest: Path, add: bool) -> list[dict[str, Any]]:
+    """Return what import.json says of the imports before, with `add`. Raises DataError if the folder cannot take more."""
+    if dest.exists() and not dest.is_dir():
+        raise DataError(f"{dest}: is a file; give a folder")
+    if not any(next(dest.glob(pattern), None) for pattern in HOLDS):
+        return []
+    if not add:
+        raise DataError(f"{dest}: holds sites already; give another folder, or --add to have both")
+    try:
+        return list(json.loads((dest / "import.json").read_text())["imports"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise DataError(f"{dest}: --add: expected an import.json with its imports; found none; give another folder") from None
+
+
+def renamed(sites: Sites, names: Mapping[str, str]) -> Sites:
+    """Return the sites under their new names. Raises DataError for a site that is not there, or two of one name."""
+    if unknown := sorted(names.keys() - sites.keys()):
+        raise DataError(f"--rename: no site {unknown[0]!r}; there are {', '.join(sites)}")
+    found = {names.get(site, site): splits for site, splits in sites.items()}
+    if len(found) < len(sites):
+        raise DataError(f"--rename: two sites would have one name; the sites are {', '.join(sites)}")
+    return found
+
+
+def _check_fits(dest: Path, sites: Sites, classes: Any, earlier: list[dict[str, Any]]) -> None:
+    """Raise DataError if a site's name is taken, or the sites there have other classes: one job has one task.classes."""
+    if taken := [site for site in sites if (dest / site).exists()]:
+        raise DataError(f"{dest}: has a site {taken[0]} already; name the new one otherwise: --rename {taken[0]}=NAME")
+    for one in earlier:
+        if one["classes"] != classes:
+            there, new = json.dumps(one["classes"]), json.dumps(classes)
+            raise DataError(f"{dest}: expected the classes of {one['name']}, {there}; found {new}; give another folder")
+
+
+def arrange(samples: Sequence[Sample], name: str, options: Options) -> tuple[Sites, list[str]]:
+    """Return the samples by site and split, and the sites left out for having too few, or texts and none to train on.
+
+    A site whose publisher has test pictures only stays: it tests.
+    Raises DataError for a site to take that is not there, or more sites than patients.
+    """
+    samples = [
+        replace(one, group=canonical(one.group)) if isinstance(one, Found) and one.is_patient else one for one in samples
+    ]
+    samples = [replace(one, split=None) for one in samples] if options.resplit else samples
+    samples = _only(samples, options.only) if options.only else samples
+    samples = pool(samples, name, options) if options.sites else samples
+    by_site: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_site.setdefault(sample.site, []).append(sample)
+    found: Sites = {}
+    dropped = []
+    for site, mine in sorted(by_site.items()):
+        splits = split_site(mine, site, options)
+        enough = sum(map(len, splits.values())) >= options.minimum
+        if enough and (splits["training"] or all(isinstance(one, Found) and one.split == "test" for one in mine)):
+            found[site] = splits
+        else:
+            dropped.append(site)
+    return found, dropped
+
+
+def _of_one_spelling(sample: Sample) -> Sample:
+    """Return a sample whose patient is written as every other one of that patient."""
+    is_patient = isinstance(sample, Found) and sample.is_patient
+    return replace(sample, group=canonical(sample.group)) if is_patient else sample
+
+
+def _only(samples: Sequence[Sample], sites: Sequence[str]) -> list[Sample]:
+    there = sorted({sample.site for sample in samples})
+    if unknown := [site for site in sites if site not in there]:
+        raise DataError(f"--only: no site {unknown[0]!r}; there are {', '.join(there)}")
+    return [sample for sample in samples if sample.site in sites]
+
+
+def pool(samples: Sequence[Sample], name: str, options: Options) -> list[Sample]:
+    """Deal all patients out to `options.sites` sites, those of every published split in turn.
+
+    Raises DataError for more sites than patients.
+    """
+    names = [f"site-{i}" for i in range(1, options.sites + 1)] if options.sites > 1 else [name]
+    owner: dict[tuple[str, str], str] = {}
+    for split in sorted({sample.split or "" for sample in samples}):
+        keys = sorted({(s.site, s.group) for s in samples if (s.split or "") == split} - owner.keys())
+        order = np.random.default_rng(seed_for(options.seed, "import", "pool", split)).permutation(len(keys))
+        owner |= {keys[index]: names[turn % len(names)] for turn, index in enumerate(order)}
+    if len(owner) < len(names):
+        raise DataError(f"--sites: {len(names)} sites need as many patients; the set has {len(owner)}")
+    return [_moved(sample, owner[sample.site, sample.group]) for sample in samples]
+
+
+def _moved(sample: Sample, site: str) -> Sample:
+    """Return the sample at another site; what it names keeps its old site's name in front, so that nothing meets."""
+    group = f"{sample.site}/{sample.group}"
+    if isinstance(sample, Line):
+        return replace(sample, site=site, group=group)
+
+    def named(part: Path | Made) -> Path | Made:
+        return replace(part, name=f"{sample.site}-{part.name}") if isinstance(part, Made) else part
+
+    image, label = named(sample.image), sample.label if isinstance(sample.label, str) else named(sample.label)
+    return replace(sample, site=site, group=group, image=image, label=label)
+
+
+def split_site(samples: Sequence[Sample], site: str, options: Options) -> dict[str, list[Sample]]:
+    """Return one site's samples by split: the publisher's splits stay, shares of the rest fill the missing ones by group.
+
+    Samples with a class are cut class by class, so that every split has all of them.
+    """
+    given = {sample.split for sample in samples}
+    shares = {s: 0.0 if s in given else share for s, share in (("test", options.test), ("validation", options.validation))}
+    chosen: dict[tuple[str, str], str] = {}
+    for stratum in sorted({_stratum(sample) for sample in samples}):
+        groups = sorted({s.group for s in samples if s.split is None and _stratum(s) == stratum})
+        order = np.random.default_rng(seed_for(options.seed, "import", site, stratum)).permutation(len(groups))
+        chosen |= {(stratum, groups[index]): split for index, split in zip(order, _cut(len(groups), shares), strict=True)}
+    found: dict[str, list[Sample]] = {split: [] for split in SPLITS}
+    for sample in samples:
+        found[sample.split or chosen[_stratum(sample), sample.group]].append(sample)
+    return found
+
+
+def _stratum(sample: Sample) -> str:
+    return sample.label if isinstance(sample, Found) and isinstance(sample.label, str) else ""
+
+
+def _cut(count: int, shares: dict[str, float]) -> Iterable[str]:
+    """Return a split for each of `count` groups: rounded shares, but always one group for training."""
+    names: list[str] = []
+    for split, share in shares.items():
+        names += [split] * min(int(share * count + 0.5), max(count - 1 - len(names), 0))
+    return names + ["training"] * (count - len(names))
+
+
+def _summary(reading: Reading, sites: Sites, dropped: list[str], name: str, source: Path, options: Options) -> dict[str, Any]:
+    counts = {site: {split: len(items) for split, items in splits.items()} for site, splits in sites.items()}
+    left = [f"left out, too few samples or none to train on: {', '.join(dropped)}"] if dropped else []
+    alone = [site for site, splits in sites.items() if not splits["training"]]
+    left += [f"test samples only, so their site.yaml says test_only: {', '.join(alone)}"] if alone else []
+    found = {
+        "name": name,
+        "source": str(source.resolve()),
+        "options": asdict(options) | {"only": list(options.only)},
+        "classes": reading.classes,
+    }
+    return found | {"sites": counts, "notes": [*reading.notes, *left]}
+
+
+def _write_site(folder: Path, site: str, splits: dict[str, list[Sample]], classes: Any) -> None:
+    texts = {split: [one.record for one in samples if isinstance(one, Line)] for split, samples in splits.items()}
+    if any(texts.values()):
+        for split, records in texts.items():
+            write_records(folder / f"{split}.jsonl", records)
+        return
+    done: Counter[str] = Counter()
+    entries = {s: [_entry(folder, one, done) for one in samples if isinstance(one, Found)] for s, samples in splits.items()}
+    text = json.dumps({"name": site, "labels": classes, **entries}, indent=1)
+    write_atomic(folder / "datalist.json", text.encode(), PUBLIC)
+    if not entries["training"]:
+        write_atomic(folder / "site.yaml", b"datalist: datalist.json\ntest_only: true\n", PUBLIC)
+
+
+def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Write a JSONL file, unless there are no records. Raises DataError for a text that cannot be written down."""
+    lines = [json.dumps(record, ensure_ascii=False) for record in records]
+    if broken := next((line for line in lines if not whole(line)), None):
+        raise DataError(
+            f"{path.name}: a record has half a character in it (a surrogate): {ascii(broken)[:160]}; mend the source"
+        )
+    if lines:
+        write_atomic(path, "\n".join([*lines, ""]).encode(), PUBLIC)
+
+
+def _entry(folder: Path, sample: Found, done: Counter[str]) -> dict[str, Any]:
+    entry: dict[str, Any] = {"image": _place(folder, sample.image, done), "label": _place(folder, sample.label, done)}
+    plane = {} if sample.slice is None else {"slice": sample.slice}
+    return entry | plane | ({"patient": sample.group} if sample.is_patient else {})
+
+
+def _place(folder: Path, part: Path | Made | str, done: Counter[str]) -> str:
+    """Return what the list says: a class, an original's absolute path, or the path of a file written here, once."""
+    if not isinstance(part, Made):
+        return part if isinstance(part, str) else str(part.resolve())
+    relative = f"{part.folder}/{part.name}"
+    if not done[relative]:
+        write_atomic(folder / relative, part.make(), PUBLIC)
+    done[relative] += 1
+    return relative

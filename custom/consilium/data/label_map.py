@@ -1,0 +1,85 @@
+"""A site's own labels in the job's terms, by the map in site.yaml."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from consilium.core.errors import DataError
+from consilium.data.datalist import DataList, Item
+from consilium.data.settings import Value
+
+Labels = Mapping[Value, tuple[str, ...]]
+"""Classes by the site's label values or names."""
+
+
+def relabelled(
+    data: DataList,
+    labels: Labels | None,
+    annotated: tuple[str, ...] | None,
+    classes: Collection[str] | None,
+    quiet: bool = False,
+) -> DataList:
+    """Return a data list with every sample's labels as `labels` say, and `annotated` where the list does not say it.
+
+    `classes` are the job's, None for a task without any. Masks get their map along, pictures of a class their new class; those
+    whose class has an empty list are left out. Raises DataError for a class that is not in the map, and for a class of the job
+    that no label stands for although masks are said to show it, or that a picture has none or two of; `quiet`: such masks do
+    not show it, and such pictures have none.
+    """
+    if labels is None and annotated is None:
+        return data
+    own = {s: tuple(_relabelled(data.path, items, labels, annotated, classes, quiet)) for s, items in data.splits.items()}
+    return replace(data, splits=own)
+
+
+def _relabelled(
+    path: Path,
+    items: Collection[Item],
+    labels: Labels | None,
+    annotated: tuple[str, ...] | None,
+    classes: Collection[str] | None,
+    quiet: bool,
+) -> Iterator[Item]:
+    known = None if labels is None else {str(value): names for value, names in labels.items()}
+    pairs = None if labels is None else tuple(labels.items())
+    for item in items:
+        if not isinstance(item, Item):
+            raise DataError(f"{path}: holds texts, which `labels` and `annotated` of site.yaml are not for; take them out")
+        own = replace(item, annotated=annotated) if item.annotated is None else item
+        if isinstance(item.label, Path) and labels is not None:
+            yield replace(own, annotated=_shown(own, labels, classes or (), quiet), label_map=pairs)
+        elif known is None or item.label is None or isinstance(item.label, Path):
+            yield own
+        elif names := _names(item, known):
+            yield replace(own, label=_class(item, names, classes, quiet))
+
+
+def _shown(item: Item, labels: Labels, classes: Collection[str], quiet: bool) -> tuple[str, ...] | None:
+    """Return the classes that an item's mask shows, None for all. Raises DataError, unless `quiet`, for one that it is said to
+    show, and that no label stands for.
+    """
+    mapped = {name for names in labels.values() for name in names}
+    shown = [name for name in classes if item.annotated is None or name in item.annotated]
+    lost = [name for name in shown if name not in mapped]
+    if lost and not quiet:
+        remedy = "map one to it, or leave it out of `annotated`"
+        raise DataError(f"{item.label}: no label in site.yaml stands for class {lost[0]!r} of the job; {remedy}")
+    return tuple(name for name in shown if name in mapped) if lost else item.annotated
+
+
+def _names(item: Item, labels: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return what the map calls a picture's class. Raises DataError where it does not know the class."""
+    if str(item.label) not in labels:
+        what = f"class {item.label!r} is not under `labels` of site.yaml"
+        raise DataError(f"{item.image}: {what}; map it, or leave its pictures out with an empty list")
+    return labels[str(item.label)]
+
+
+def _class(item: Item, names: Collection[str], classes: Collection[str] | None, quiet: bool) -> str | None:
+    """Return the job's class of a picture; None, or DataError unless `quiet`, where the map gives it none of them or two."""
+    chosen = [name for name in names if classes is None or name in classes]
+    if len(chosen) == 1 or quiet:
+        return chosen[0] if len(chosen) == 1 else None
+    told = ", ".join(map(repr, chosen)) or "none of the job's"
+    what = f"class {item.label!r} is {told} by site.yaml, and a picture has one class"
+    raise DataError(f"{item.image}: {what}; map it to one, or leave its pictures out with an empty list")

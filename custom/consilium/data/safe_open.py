@@ -1,0 +1,232 @@
+"""Opening what others made: plain files of a sane size only, and one clear line whatever is in them.
+
+A data list may name any file this user can read, wherever it lies: pictures stay where a hospital keeps them. Who writes the
+list is trusted that far; what is no picture is refused without a word of its content.
+"""
+
+import json
+import os
+import stat
+import struct
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from PIL import Image
+
+from consilium.core.errors import DataError, UnfitError
+
+FORMATS = ("PNG", "JPEG", "TIFF", "BMP")
+"""What pictures may be, whatever their names end in: PIL's other readers start other programs, or read what nobody needs."""
+MOST_BYTES = 2 * 1024**3
+"""A file larger than this is not opened."""
+MOST_SLIDE = 1024**4
+"""The same of a TIFF or a slide, of which only parts are read at once."""
+MOST_PIXELS = 100_000_000
+"""Pixels of a picture that is decoded as one: about 400 MB."""
+MOST_VOLUME = 4 * 1024**3
+"""Bytes that a volume may take in memory, and the masks of one."""
+MOST_UNPACKED = 1024**3
+"""Bytes that a file of any size may unpack to: a CT of 512 x 512 x 1000 in float32 takes less."""
+LARGEST_RATIO = 64
+"""Times its own bytes that a larger file may unpack to, up to MOST_VOLUME."""
+MOST_CHARACTERS = 1024**2
+"""Of one line of records or of a table: far more than any model reads, and what a tokenizer still takes in a second."""
+MOST_VALUES = 2**24
+"""Values of a JSON file: Python takes up to 70 bytes for one of 3 characters."""
+MOST_SCANS = 32
+"""Passes over a picture that a JPEG may ask for; cameras and web sites write 1 to 12."""
+MOST_PAGES = 4096
+"""Of a TIFF."""
+MOST_VOLUME_FILE = MOST_VOLUME + 2**20
+"""Bytes of a volume's file that is not compressed, with its header."""
+Stamp = tuple[tuple[int, ...], ...]
+"""Of every file: inode, size, and when content and inode changed last."""
+TAKE_OFF = "replace it or take it off the list"
+
+
+def check_file(path: Path, remedy: str = TAKE_OFF, most: int = MOST_BYTES) -> None:
+    """Raise DataError unless `path` is a plain file of at most `most` bytes: a pipe or a device would never end."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        why = error.strerror if isinstance(error, OSError) else "no file can have this name"
+        raise DataError(f"{path}: cannot be read ({why}); {remedy}") from None
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
+        raise DataError(f"{path}: cannot be read ({kind}, not a file); {remedy}")
+    if found.st_size > most:
+        raise DataError(f"{path}: cannot be read ({found.st_size:,} bytes, at most {most:,} are); {remedy}")
+
+
+def check_opens(path: Path) -> None:
+    """Raise DataError unless a file, or every plain file of a folder, can be opened and read from."""
+    try:
+        files = [one for one in path.iterdir() if one.is_file()] if path.is_dir() else [path]
+        for file in files:
+            check_file(file, most=MOST_SLIDE)
+            with file.open("rb") as opened:
+                opened.read(1)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); {TAKE_OFF}") from None
+
+
+def stamp(path: Path) -> Stamp:
+    """Return what changes when a file does, or any file of a folder: a folder's own time stays when one is written over.
+
+    () of what is not there.
+    """
+    try:
+        if not path.is_dir():
+            return (_told(path.stat()),)
+        with os.scandir(path) as entries:
+            return tuple(sorted(_told(entry.stat()) for entry in entries))
+    except (OSError, ValueError):
+        return ()
+
+
+def _told(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def most_unpacked(packed: int) -> int:
+    """Return how many bytes files of `packed` bytes may take once they are unpacked."""
+    return min(MOST_VOLUME, max(MOST_UNPACKED, LARGEST_RATIO * packed))
+
+
+def text_lines(path: Path, remedy: str, newline: str | None = None) -> Iterator[str]:
+    """Yield the lines of a text in UTF-8, without a byte order mark; no more than one is in memory.
+
+    Of a line of over MOST_CHARACTERS so many and a few more are yielded, for `check_line` to refuse. `newline` as for open():
+    None makes every end of a line one of "\\n". Raises DataError.
+    """
+    check_file(path, remedy)
+    number = 0
+    try:
+        with path.open(encoding="utf-8-sig", newline=newline) as file:
+            while line := file.readline(MOST_CHARACTERS + 2):
+                number, rest = number + 1, line
+                while len(rest) == MOST_CHARACTERS + 2 and not rest.endswith(("\r", "\n")):
+                    rest = file.readline(MOST_CHARACTERS + 2)
+                yield line
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{path}: cannot be read (not UTF-8 in or behind line {number + 1}); {remedy}") from None
+
+
+def check_line(where: str, line: str) -> None:
+    """Raise DataError for a line of over MOST_CHARACTERS."""
+    if len(line.rstrip("\r\n")) > MOST_CHARACTERS:
+        raise DataError(f"{where}: over {MOST_CHARACTERS:,} characters, at most {MOST_CHARACTERS:,} are a record; cut it up")
+
+
+def parse_json(where: str, text: str, remedy: str) -> Any:
+    """Return the values of a JSON text. Raises DataError, also for more values than MOST_VALUES, before one is made."""
+    if sum(map(text.count, "[{,")) > MOST_VALUES:
+        raise DataError(f"{where}: holds more than {MOST_VALUES:,} values; cut it up")
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{where}: not valid JSON ({str(error)[:200]}); {remedy}") from None
+    except RecursionError:
+        raise DataError(f"{where}: not valid JSON (nested too deep); {remedy}") from None
+
+
+def read_text(path: Path, remedy: str, most: int = MOST_BYTES) -> str:
+    """Return a file's text in UTF-8, without a byte order mark. Raises DataError."""
+    check_file(path, remedy, most)
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: cannot be read (not UTF-8 at byte {error.start}); {remedy}") from None
+
+
+@contextmanager
+def reading(path: Path, what: str, remedy: str = TAKE_OFF, most: int = MOST_BYTES) -> Iterator[None]:
+    """Turn whatever a decoder of `path` raises in the block into a DataError: damaged files make them raise anything."""
+    check_file(path, remedy, most)
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(f"{path}: {what} ({why}); {remedy}") from None
+
+
+def open_picture(path: Path) -> Image.Image:
+    """Return an opened picture of one of FORMATS, not yet decoded. Use within `reading`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # check_pixels says it, at a limit of our own
+        try:
+            found = Image.open(path, formats=FORMATS)
+        except Image.DecompressionBombError:
+            raise _too_large(path, f"over {MOST_PIXELS:,} pixels") from None
+    if found.format in ("JPEG", "MPO"):
+        _check_scans(path)
+    return found
+
+
+def _check_scans(path: Path) -> None:
+    """Raise DataError for a JPEG of more than MOST_SCANS: each may be 20 bytes, and goes over the whole picture."""
+    scans, last = 0, b""
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            scans += (last + block).count(b"\xff\xda")
+            last = block[-1:]
+    if scans > MOST_SCANS:
+        raise DataError(f"{path}: is a JPEG of {scans:,} scans, at most {MOST_SCANS} are read; save it anew")
+
+
+def pages(path: Path) -> int:
+    """Return how many pages a TIFF has, as far as its chain of them goes. Raises DataError for more than MOST_PAGES."""
+    with path.open("rb") as file:
+        head = file.read(16)
+        order = "<" if head[:2] == b"II" else ">"
+        large = struct.unpack(f"{order}H", head[2:4])[0] == 43
+        count, entry, offset = ("Q", 20, "Q") if large else ("H", 12, "I")
+        at = struct.unpack_from(f"{order}{offset}", head, 8 if large else 4)[0]
+        seen = set[int]()
+        while at and at not in seen:
+            seen.add(at)
+            if len(seen) > MOST_PAGES:
+                raise UnfitError(f"{path}: has over {MOST_PAGES:,} pages; save each as a picture of its own", "several pages")
+            file.seek(at)
+            entries = _number(file, order + count)
+            file.seek(entry * entries, os.SEEK_CUR)
+            at = _number(file, order + offset)
+    return len(seen)
+
+
+def _number(file: IO[bytes], form: str) -> int:
+    """Return the number at a file's place, 0 behind its end."""
+    data = file.read(struct.calcsize(form))
+    return int(struct.unpack(form, data)[0]) if len(data) == struct.calcsize(form) else 0
+
+
+def check_pixels(path: Path, picture: Image.Image) -> None:
+    """Raise UnfitError for a picture of several pages, or of more than MOST_PIXELS, before it is decoded."""
+    count = pages(path) if picture.format == "TIFF" else getattr(picture, "n_frames", 1)  # PIL's count takes minutes of 50,000
+    if count > 1:
+        raise UnfitError(f"{path}: has {count} pages; save each as a picture of its own", "several pages")
+    if picture.width * picture.height > MOST_PIXELS:
+        raise _too_large(path, f"{picture.width}x{picture.height} pixels, at most {MOST_PIXELS:,}")
+
+
+def _too_large(path: Path, found: str) -> DataError:
+    what = f"cannot be read as one picture ({found})"
+    return UnfitError(f"{path}: {what}; save it as a tiled TIFF and set task.tiles to read it by parts", "too large")
+
+
+def whole(text: str) -> bool:
+    """Tell whether a text is one that can be written down: JSON may hold halves of characters (surrogates)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

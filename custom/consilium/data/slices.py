@@ -1,0 +1,103 @@
+"""Volumes become their planes, and files tell whose they are: what a data list leaves to the files themselves."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from consilium.core.errors import DataError, UnfitError
+from consilium.core.seeding import seed_for
+from consilium.data import slides, volumes
+from consilium.data.datalist import DataList, Item
+from consilium.data.header_check import Lost, left_of
+from consilium.data.identifiers import pseudonym, pseudonym_of
+from consilium.data.images import read_labels
+from consilium.data.settings import DEFAULTS, PictureSettings, SlicesConfig, TilesConfig
+
+_UNIT = 2**32
+
+
+def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
+    """Return the list with a volume of several planes replaced by its planes, and patients read from the files.
+
+    So is a large picture by its tiles, where the settings ask for tiles. Only headers are read, and the masks of training
+    samples if planes or tiles without labels are to be left out; which of these stay depends on nothing but their place.
+    Raises DataError; where the list's loading says `skip`, what cannot be read is left out and counted instead, and where it
+    says `quiet`, what cannot be parted as the settings ask stays one sample.
+    """
+    lost: list[Lost] = []
+    splits = {split: tuple(_expanded(data, split, settings, lost)) for split in data.splits}
+    return left_of(replace(data, splits=splits), lost)
+
+
+def _expanded(data: DataList, split: str, settings: PictureSettings, lost: list[Lost]) -> Iterator[Item]:
+    for index, item in enumerate(data.splits[split]):
+        try:
+            yield from list(_opened(item, index, split, settings))
+        except DataError as error:
+            if data.loading.quiet and isinstance(error, UnfitError):
+                yield item
+            elif data.loading.skip:
+                lost.append((split, error))
+            else:
+                raise
+
+
+def _opened(item: Item, index: int, split: str, settings: PictureSettings) -> Iterator[Item]:
+    """Yield a picture or its tiles; of a volume its planes, or the one that it has or its entry names."""
+    if not volumes.is_volume(item.image):
+        yield from _tiles(item, settings, split == "training", seed_for(index, "empty"))
+        return
+    header = volumes.header(item.image)
+    known = replace(
+        item,
+        axis=item.across(settings.slices.axis),
+        patient=item.patient or pseudonym(header.patient),
+        study=item.study or pseudonym(header.study) or pseudonym_of(item.image),
+    )
+    if item.slice is not None or header.grid.planes(known.axis) == 1:
+        yield known
+    else:
+        yield from _planes(known, header, settings, split == "training", seed_for(index, "empty"))
+
+
+def _tiles(item: Item, settings: PictureSettings, thin: bool, seed: int) -> Iterator[Item]:
+    """Yield a picture's tiles; of one that is no larger than a tile, or names its own, the item itself."""
+    wanted = settings.tiles
+    if wanted is None or item.tile is not None or not slides.by_tiles(item.image, settings):
+        yield item
+        return
+    if thin and wanted.empty != "keep" and not isinstance(item.label, Path):
+        raise UnfitError(f"{item.image}: has no mask, so task.tiles.empty cannot tell its tiles; write keep")
+    whole = replace(item, study=item.study or pseudonym_of(item.image))
+    rows, columns = slides.shape(item.image, wanted.level)
+    for number, tile in enumerate(slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size)):
+        one = replace(whole, tile=tile)
+        if not thin or wanted.empty == "keep" or _kept(wanted, seed, number) or read_labels(one, settings).present() - {0}:
+            yield one
+
+
+def _planes(item: Item, header: volumes.Header, settings: PictureSettings, thin: bool, seed: int) -> Iterator[Item]:
+    if isinstance(item.label, Path) and not volumes.is_volume(item.label):
+        what = f"is one picture, and {item.image.name} has several planes"
+        raise UnfitError(f"{item.label}: {what}; give a mask of equal grid", "mask of another size")
+    slices, count = settings.slices, header.grid.planes(item.axis)
+    labelled = _labelled(item, header, settings) if thin and slices.empty != "keep" else set(range(count))
+    for number in range(0, count, slices.every if thin else 1):
+        if number in labelled or _kept(slices, seed, number):
+            yield replace(item, slice=number)
+
+
+def _kept(parts: SlicesConfig | TilesConfig, seed: int, number: int) -> bool:
+    share = parts.empty if isinstance(parts.empty, float) else 0.0
+    return seed_for(seed, "plane", number) % _UNIT < share * _UNIT
+
+
+def _labelled(item: Item, header: volumes.Header, settings: PictureSettings) -> set[int]:
+    """Return the planes that show any label."""
+    if not isinstance(item.label, Path) or not volumes.is_volume(item.label):
+        raise UnfitError(f"{item.image}: has no volume as its mask, so task.slices.empty cannot tell its planes; write keep")
+    found = volumes.labels(item.label, header, settings.resample_masks)
+    axis = item.axis
+    background = {0, *(value for value, classes in item.label_map or () if not classes)}
+    marked = found.where(found.present() - background)
+    return {n for n in range(header.grid.planes(axis)) if header.grid.cut(marked, axis, n).any()}

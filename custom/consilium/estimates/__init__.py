@@ -1,0 +1,1 @@
+"""What a job costs before it runs: FLOPs, memory, communication."""

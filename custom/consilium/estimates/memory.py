@@ -1,0 +1,148 @@
+"""How much memory a site's training step takes, counted before anybody has weights or a GPU.
+
+The step runs on fake tensors: every operation is done but its numbers, so what is alive at each moment is known. Attention is
+PyTorch's fused one, as on a GPU; what the kernels of a GPU take for themselves, and the 0.5 GiB or so of CUDA, are not in it.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from consilium.adapters import layers
+from consilium.config.job import JobConfig
+from consilium.core.errors import ConfigError
+from consilium.estimates.memory_tracker import Live
+from consilium.estimates.quantized_sizes import pack
+from consilium.federation.job import Job, assemble_job, laid_out
+from consilium.models.layout import numberless
+from consilium.models.low_precision import QUANTIZED, store
+from consilium.tasks.registry import TASKS
+from consilium.training.sharding import spared
+
+MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0}
+"""Numbers that an optimizer keeps for each that trains; sgd keeps one with momentum."""
+REMEDIES: Mapping[str, dict[str, Any]] = {
+    "model.dtype=bf16": {"model": {"dtype": "bf16"}, "training": {"precision": "bf16"}},
+    "training.gradient_checkpointing=true": {"training": {"gradient_checkpointing": True}},
+}
+"""What takes less memory with equal results, or (bf16) nearly so, by how it is set."""
+LAST = {"model.dtype=nf4": {"model": {"dtype": "nf4"}, "training": {"precision": "bf16"}}}
+"""What takes least, and changes the base: when batches are of one sample."""
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes: of the frozen base, of what trains with its gradients and the optimizer's moments, of the rest at the peak."""
+
+    base: int
+    trained: int
+    activations: int
+
+    @property
+    def peak(self) -> int:
+        """The most that is held at once."""
+        return self.base + self.trained + self.activations
+
+
+def memory_of(job: Job, devices: int = 1, sharded: bool = False, gpu: bool = True) -> StepMemory:
+    """Return what a step of the job's first round takes at a site whose samples all have full size, on a GPU or a CPU.
+
+    It is that of the first of the site's `devices`, which share a batch; `sharded`: and the base. Raises ConfigError for a
+    task that cannot be rehearsed, or a model that cannot be without numbers.
+    """
+    config = job.config
+    task = TASKS[config.task.name]
+    if task.rehearse is None:
+        raise ConfigError(f"task.name: {config.task.name!r}: its steps cannot be counted; measure one instead")
+    model = laid_out(config)
+    if config.model.dtype in QUANTIZED:
+        pack(model, config.model.dtype, layers.tensors(model).values())
+    else:
+        store(model, config.model.dtype, layers.tensors(model).values())
+    with FakeTensorMode():
+        _materialize(model)
+        trained = [p for p in layers.tensors(model).values() if isinstance(p, nn.Parameter)]
+        storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+        held = {storage._cdata: storage.nbytes() for storage in storages}
+        model.train()
+        with Live(held.keys()) as live, numberless(), torch.autocast("cpu", torch.bfloat16, enabled=lower(config, gpu)):
+            task.rehearse(config.task, config.model, model, -(-config.training.batch_size // devices)).backward()
+        own = sum(p.numel() for p in trained)
+        gradients = 4 * own
+    frozen = sum(held.values()) - 4 * own - (spared(model, devices) if sharded else 0)
+    return StepMemory(frozen, _kept(config, own) + gradients, max(live.most - gradients, _stepping(config, own)))
+
+
+def _materialize(model: nn.Module) -> None:
+    """Put fake tensors on the CPU in the place of those that are only laid out; what modules share stays shared."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in held:
+            tensors |= {n: made.setdefault(id(t), _fake(t)) for n, t in tensors.items() if t is not None}
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def lower(config: JobConfig, gpu: bool) -> bool:
+    """Tell whether a step computes in bf16: see training/device.py; steps of DP-SGD never do."""
+    return config.dpsgd is None and (config.training.precision == "bf16" or (config.training.precision == "auto" and gpu))
+
+
+def _kept(config: JobConfig, own: int) -> int:
+    """Return the bytes of what trains and of its moments; at record level also of each sample's gradient."""
+    moments = 1 if config.training.optimizer == "sgd" and config.training.momentum else MOMENTS[config.training.optimizer]
+    each = config.training.batch_size if config.dpsgd else 0
+    return 4 * own * (1 + moments + each)
+
+
+def _stepping(config: JobConfig, own: int) -> int:
+    """Return the bytes of what an optimizer makes while it steps."""
+    return 4 * own if MOMENTS[config.training.optimizer] else 0
+
+
+def remedies(config: JobConfig, sharded: bool = False) -> Iterator[tuple[str, JobConfig]]:
+    """Yield what would take less memory, by how it is set, one after the other on top of those before.
+
+    Batches of 1 come last but for nf4, which alone changes what the base says, and which a `sharded` base cannot be.
+    """
+    raw, said = config.model_dump(mode="json"), dict[str, str]()
+    for change in (*REMEDIES.values(), *_smaller_batches(raw["training"]), *({} if sharded else LAST).values()):
+        changed = raw | {section: raw[section] | fields for section, fields in change.items()}
+        if changed == raw or (_width(changed) > _width(raw)):
+            continue
+        with suppress(ValidationError, ConfigError):  # what this job cannot have, such as bf16 under record-level privacy
+            found = _possible(JobConfig.model_validate(changed), raw)
+            said |= {f"{s}.{f}": str(v).lower() for s, fields in change.items() for f, v in fields.items() if raw[s][f] != v}
+            raw = changed
+            yield " ".join(f"{field}={value}" for field, value in said.items()), found
+
+
+def _possible(config: JobConfig, before: dict[str, Any]) -> JobConfig:
+    """Return a job changed from `before`. Raises ConfigError where its model cannot be kept or checkpointed so."""
+    kept, checkpointed = before["model"]["dtype"], before["training"]["gradient_checkpointing"]
+    if (config.model.dtype, config.training.gradient_checkpointing) != (kept, checkpointed):
+        assemble_job(config)
+    return config
+
+
+def _width(raw: dict[str, Any]) -> int:
+    """Return the bits of a number of the base."""
+    return {"fp32": 32, "bf16": 16, "int8": 8, "nf4": 4}[raw["model"]["dtype"]]
+
+
+def _smaller_batches(training: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield batches of half the size as often as that goes, each step with as many samples as before."""
+    batch, accumulate = training["batch_size"], training["accumulate"]
+    while batch > 1 and batch % 2 == 0:
+        batch, accumulate = batch // 2, accumulate * 2
+        yield {"training": {"batch_size": batch, "accumulate": accumulate}}

@@ -1,0 +1,219 @@
+"""A job from its configuration: what it trains, its model and its task. client/build.py builds sites and their guards."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from consilium.adapters import layers
+from consilium.adapters.parts import FEATURE_SHIFT, LOCAL_ADAPTER, add_parts, part_shapes
+from consilium.adapters.registry import AdapterKind
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.core.errors import ConfigError
+from consilium.core.linalg.together import norm
+from consilium.core.messages import Tensors
+from consilium.data.datalist import DataList
+from consilium.federation.diagnostics import check_deviation
+from consilium.federation.saved_model import keeps_local
+from consilium.federation.trainable_checks import (
+    base_shapes,
+    check_base,
+    check_blend,
+    check_optimizers,
+    check_start,
+    warnings_of,
+)
+from consilium.models.layout import layout
+from consilium.models.low_precision import QUANTIZED, require_stored, store
+from consilium.models.registry import MODELS, ModelConfig, ModelKind
+from consilium.privacy.plan import make_plan
+from consilium.strategies.strategy import Strategy
+from consilium.tasks.base import Task
+from consilium.tasks.registry import TASKS, TaskKind
+from consilium.training.device import CPU, pick_device
+
+
+@dataclass(frozen=True)
+class Job:
+    """A validated job: its configuration, its strategy, the adapter tensors every site starts from, what to warn of."""
+
+    config: JobConfig
+    initial: Tensors
+    warnings: tuple[str, ...] = ()
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """The job's algorithm, at the one rank of an adapter that has one. Raises ConfigError where it cannot be."""
+        rank = getattr(self.config.adapter, "rank", None)
+        if rank is None or self.config.adapter_kind.unequal_ranks:
+            return self.config.strategy
+        return self.config.strategy.at_rank(rank)
+
+    @cached_property
+    def norm(self) -> float:
+        """The Euclidean norm of the adapter as every site starts from it."""
+        return norm(self.initial)
+
+
+def kinds_of(config: JobConfig) -> tuple[ModelKind, TaskKind, AdapterKind]:
+    """Return what is registered of a job's model, task and adapter."""
+    return MODELS[config.model.name], TASKS[config.task.name], config.adapter_kind
+
+
+def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
+    """Build what the server needs; the base model is only laid out (meta device), so no weights are read.
+
+    Raises ConfigError where model, adapter and strategy do not fit together.
+    """
+    base, _, adapter = kinds_of(config)
+    with layout():
+        model = bare_model(config, checkpoint=None, weights=False)
+        own = adapter.shapes(model, config.adapter, base)
+        names = adapter.trainable_base(model, config.adapter)
+        shapes = own | part_shapes(config.strategy.parts, own, model, base)
+        shapes |= base_shapes(model, names) | layers.head_shapes(model)
+        warnings = warnings_of(model, own)
+        require_stored(model, config.model.dtype, [model.get_parameter(name.partition(".")[2]) for name in names])
+    begin, seed = adapter.start or layers.start, config.training.seed
+    job = Job(config, {name: begin(name, shape, seed) for name, shape in shapes.items()}, warnings)
+    _check_adapter(config, adapter, source)
+    check_base(config, names, source)
+    for name in job.initial:
+        job.strategy.role(name, 0, 0)
+    check_blend(job.strategy, base, source)
+    _check_privacy(job, source)
+    check_optimizers(config, job.strategy, job.initial, source)
+    check_start(config, job.initial, source)
+    check_deviation(config, source)
+    make_plan(config, job.strategy, names=job.initial)
+    return job
+
+
+def _check_adapter(config: JobConfig, adapter: AdapterKind, source: Path | str) -> None:
+    """Raise ConfigError where the adapter cannot do what model, strategy or privacy ask of it."""
+    kind, strategy, dtype = config.adapter.kind, config.strategy, config.model.dtype
+    if kind == "full" and dtype in QUANTIZED:
+        what = "keeps frozen layers so, and adapter.kind 'full' trains them all"
+        raise ConfigError(f"{source}: model.dtype: {dtype!r} {what}; use dtype fp32, or adapter.kind lora")
+    if strategy.ranks_differ and not (adapter.unequal_ranks or (strategy.one_rank and kind == "lora")):
+        what = f"strategy {strategy.name!r} gives sites unequal ranks"
+        raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use dual_rank")
+    if strategy.tails and not (adapter.unequal_ranks or kind == "lora"):
+        raise ConfigError(f"{source}: adapter.kind: {kind!r}: strategy {strategy.name!r} sends frozen ranks; use lora")
+    if type(strategy).scaling is not Strategy.scaling and adapter.scale is None:
+        what = f"strategy {strategy.name!r} scales the adapter by the round, which this kind cannot"
+        raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use lora")
+    if LOCAL_ADAPTER in strategy.parts and adapter.add_local is None:
+        what = f"strategy {strategy.name!r} puts a second, local adapter beside the first, which this kind cannot"
+        raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use lora")
+    if not adapter.per_sample and config.privacy is not None and config.privacy.unit == "record":
+        has = "with frozen ranks in its products has" if strategy.tails or adapter.unequal_ranks else "has"
+        what = f"{has} no per-sample gradients, which privacy.unit record takes of linear layers only"
+        raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use {'fedit on lora' if strategy.tails else 'lora'}")
+
+
+def _check_privacy(job: Job, source: Path | str) -> None:
+    """Raise ConfigError for privacy that the strategy would undo."""
+    privacy, strategy = job.config.privacy, job.strategy
+    if privacy is None:
+        return
+    if strategy.pools_data:
+        raise ConfigError(f"{source}: privacy: strategy {strategy.name!r} pools all sites' data; remove the section")
+    if job.config.dpsgd and (why := strategy.refuses_records() or _uncharged(job) or _unsummed(job)):
+        raise ConfigError(f"{source}: {why}")
+    parts = [(name, getattr(job.config.task, name, None)) for name in ("slices", "tiles")]
+    if thinned := [name for name, part in parts if job.config.dpsgd and part and part.empty != "keep"]:
+        what = f"the number of {privacy.unit}s leaves without noise, and must not tell how many of them show a label"
+        raise ConfigError(f"{source}: task.{thinned[0]}.empty: {what}; write keep")
+    if privacy.unit == "site" and strategy.needs == "sites" and privacy.trust != "local":
+        raise ConfigError(
+            f"{source}: privacy.trust: {privacy.trust!r}: strategy {strategy.name!r} compares single sites' updates, so noise "
+            "on their sum protects nothing; use local"
+        )
+
+
+def _uncharged(job: Job) -> str | None:
+    """Return why record-level privacy would not cover what a strategy does, should it not say so itself."""
+    strategy, blend = job.strategy, job.strategy.blend(closing=True)
+    uneven = any(len(strategy.passes(job.initial, *p)) != len(strategy.passes((), *p)) for p in strategy.places())
+    looks = strategy.looked_at or strategy.closing_passes(job.initial) or (blend and blend.examples)
+    if not (uneven or looks or FEATURE_SHIFT in strategy.parts):
+        return None
+    return f"strategy.name: {strategy.name!r} does more with records than privacy.unit record charges; use fedit"
+
+
+def _unsummed(job: Job) -> str | None:
+    """Return why a strategy's training is no step of DP-SGD over all sites, None where it is or the sites train alone."""
+    strategy, name = job.strategy, f"strategy.name: {job.strategy.name!r}"
+    if job.config.dpsgd is None or job.config.dpsgd.trust == "local":
+        return None
+    if keeps_local(strategy, job.initial):
+        return f"{name} keeps tensors at their sites, and DP-SGD over all sites trains shared ones only; use fedit"
+    hooks = ("receive", "before_training", "passes", "regularizer", "drift", "upload", "scaling", "after_training", "merge")
+    own = [hook for hook in hooks if getattr(type(strategy), hook) is not getattr(Strategy, hook)]
+    if own or strategy.needs == "sites" or strategy.parts or strategy.ranks_differ:
+        what = f"({own[0]}) " if own else ""
+        return f"{name} does more {what}than to sum gradients, which is all that DP-SGD over all sites does; use fedit"
+    return None
+
+
+def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
+    """Return the frozen base with adapters, on the site's device. Raises CheckpointError or ConfigError.
+
+    A base that is to be sharded is on the CPU: it may be too large for one device.
+    """
+    model = _adapted(config, bare_model(config, checkpoint_of(config.model, site), weights=True))
+    device = CPU if site.base == "sharded" else pick_device(site.main_device)
+    return store(model, config.model.dtype, layers.tensors(model).values()).to(device).eval()
+
+
+def build_task(config: JobConfig, data: DataList, site: SiteConfig | None = None) -> Task:
+    """Return the job's task on one site's data; a language task reads its tokenizer from the site. Raises DataError."""
+    return kinds_of(config)[1].build(config.task, config.model, data, tokenizer_of(config, site or SiteConfig()))
+
+
+def tokenizer_of(config: JobConfig, site: SiteConfig) -> Any:
+    """Return a language model's tokenizer, None for other models. Raises CheckpointError or ConfigError."""
+    made = MODELS[config.model.name].tokenizer
+    return made(config.model, checkpoint_of(config.model, site)) if made else None
+
+
+def metric_names(config: JobConfig) -> frozenset[str]:
+    """Return every metric the job's task can report."""
+    return TASKS[config.task.name].metric_names(config.task)
+
+
+def laid_out(config: JobConfig) -> nn.Module:
+    """Return the base with adapters but without numbers (meta device). Raises ConfigError."""
+    with layout():
+        return _adapted(config, bare_model(config, checkpoint=None, weights=False)).to("meta")
+
+
+def _adapted(config: JobConfig, model: nn.Module) -> nn.Module:
+    base, _, adapter = kinds_of(config)
+    adapter.inject(model, config.adapter, base)
+    add_parts(config.strategy.parts, model, adapter, config.adapter, base)
+    return model
+
+
+def bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:
+    """Return the base without an adapter; without `weights` it is laid out only."""
+    return MODELS[config.model.name].build(
+        config.model, config.task, checkpoint, weights, use_checkpointing=config.training.gradient_checkpointing
+    )
+
+
+def checkpoint_of(config: ModelConfig, site: SiteConfig, whose: str = "the site's") -> Path | None:
+    """Return the checkpoint's path with ${SITE} replaced by the site's checkpoint folder."""
+    return None if config.checkpoint is None else in_checkpoints("model.checkpoint", config.checkpoint, site, whose)
+
+
+def in_checkpoints(field: str, path: str, site: SiteConfig, whose: str = "the site's") -> Path:
+    """Return a field's path with ${SITE} replaced by the checkpoint folder. Raises ConfigError where there is none."""
+    if "${SITE}" in path and site.checkpoints is None:
+        what = f"{field}: {path!r} needs {whose} checkpoint folder"
+        raise ConfigError(f"{what}; set `checkpoints:` in site.yaml, or simulate with --checkpoints FOLDER")
+    return Path(path.replace("${SITE}", str(site.checkpoints)))

@@ -1,0 +1,153 @@
+"""The model card beside every adapter that a run keeps: what made it, how good it is, what privacy it keeps, what it is not."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from consilium import __version__
+from consilium.config.job import JobConfig
+from consilium.core.messages import MetricKey, Stage
+from consilium.core.sanitize import cell
+from consilium.report.tables import number
+from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS
+
+BEST = "-best"
+"""Ends the name of the folder with the model that was best on validation data."""
+FILES = "## Files"
+"""What a page says behind this is of the adapter folder, not of the model."""
+Score = tuple[float, float | None, float | None]
+"""A score and the ends of its interval, where it has one."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What is known of a model. `name`: its folder, as in "personalized-best"; `rounds` done when it was made, of `of_rounds`.
+
+    `base_sha256`: of the base's checkpoint, "" where the package has the weights; `site`: whose it is, "" for the federation's;
+    `sites`: how many took part, `training`: of how many samples, None where that is not told; `scores` on the data set of
+    `split`, {} where they are not shared, and what their interval is; `best`: the validation score it was chosen by.
+    """
+
+    name: str
+    stage: str
+    rounds: int
+    of_rounds: int
+    job: str
+    method: str
+    model: str
+    adapter: str
+    task: str
+    base_sha256: str
+    version: str = __version__
+    site: str = ""
+    sites: int | None = None
+    training: int | None = None
+    split: str = ""
+    scores: Mapping[str, Score] | None = None
+    interval: str = "95 %, bootstrap"
+    best: float | None = None
+    privacy: str = ""
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: JobConfig, name: str, rounds: int, base_sha256: str, **more: Any) -> Self:
+        """Return the card of a job's model."""
+        return cls(
+            name, name.removesuffix(BEST), rounds, config.training.rounds, config.title, config.strategy.label,
+            f"{config.model.name}-{config.model.variant}", config.adapter.kind, config.task.name, base_sha256, **more,
+        )  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """Return a card of plain values. Raises TypeError for others."""
+        return cls(**{**raw, "notes": tuple(raw.get("notes", ()))})
+
+
+def scores_of(config: JobConfig, metrics: Mapping[str, float], stage: Stage) -> tuple[str, dict[str, Score]]:
+    """Return the split that was scored, and the leading score and those beside it, of one model in a site's metrics."""
+    keys = [key for name in metrics if (key := MetricKey.parse(name)) and key.stage is stage]
+    if not keys:
+        return "", {}
+    split, shown = keys[0].split, TASKS[config.task.name].scores(config.task)
+    found = {key.metric: metrics[str(key)] for key in keys}
+    named = [shown.lead(found), *(name for name in shown.beside if name != COUNT and not name.endswith((LOW, HIGH)))]
+    return split, {n: (found[n], found.get(n + LOW), found.get(n + HIGH)) for n in dict.fromkeys(named) if n in found}
+
+
+def page(card: Card) -> str:
+    """Return the card as a Markdown page; the lines at its top are those that model hubs read."""
+    top = ["---", "license: unknown", "library_name: consilium", f"base_model: {cell(card.model)}", "---", ""]
+    return "\n".join(
+        [*top, f"# {cell(card.job)}: {cell(card.name)}", "", *_what(card), *_scores(card), *_limits(card), *_files(), ""]
+    )
+
+
+def _what(card: Card) -> list[str]:
+    whose = f"site {cell(card.site)}" if card.site else "the federation"
+    base = f"SHA-256 `{card.base_sha256}`" if card.base_sha256 else f"the weights of the package consilium {cell(card.version)}"
+    rows = [
+        ("model of", whose),
+        ("which", _WHICH[Stage(card.stage)] + (_chosen(card) if card.best is not None else "")),
+        ("method", cell(card.method)),
+        ("rounds", f"{card.rounds} of {card.of_rounds}"),
+        ("task", cell(card.task)),
+        ("base model", f"{cell(card.model)}, {base}"),
+        ("adapter", cell(card.adapter)),
+        ("sites", "not told" if card.sites is None else str(card.sites)),
+        ("training samples", "not told" if card.training is None else f"{card.training:,}"),
+        ("privacy", cell(card.privacy) or "no guarantee: the job has no `privacy:` section"),
+        ("made by", f"consilium {cell(card.version)}"),
+    ]
+    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
+
+
+_WHICH = {
+    Stage.GLOBAL: "global: what the server sent last, with the site's own parts where it keeps any",
+    Stage.PERSONALIZED: "personalized: the site's own model",
+}
+
+
+def _chosen(card: Card) -> str:
+    return f"; of all rounds the best on the site's validation data ({number(card.best)})"
+
+
+def _scores(card: Card) -> list[str]:
+    if not card.scores:
+        return ["No scores: none were shared, or this model was not tested.", ""]
+    head = [
+        f"Scores on the {card.split} split (interval: {card.interval}):",
+        "",
+        "| score | value | interval |",
+        "|---|---|---|",
+    ]
+    rows = [
+        f"| {cell(name)} | {number(value)} | {'-' if low is None or high is None else f'{number(low)} to {number(high)}'} |"
+        for name, (value, low, high) in card.scores.items()
+    ]
+    return [*head, *rows, ""]
+
+
+def _limits(card: Card) -> list[str]:
+    lines = [
+        "Not a medical device. For research; not tested for use on patients.",
+        "The scores hold for data like those of the sites that took part. Test it on your own before you rely on it.",
+        "The licence is not stated. Whoever hands the model on writes it into the first lines; the base model's holds too.",
+    ]
+    return ["## Limits", "", *lines, *cards_notes(card)]
+
+
+def _files() -> list[str]:
+    lines = [
+        "`job.yaml` is the job that made it. `consilium.safetensors` has all tensors, for Consilium.",
+        "The other files have the same for other programs.",
+    ]
+    return ["", FILES, "", *lines]
+
+
+def cards_notes(card: Card) -> list[str]:
+    """Return what a user must know of this model beside the rest, a paragraph each."""
+    return [part for note in card.notes for part in ("", note)]

@@ -1,0 +1,108 @@
+"""Where runs live: each in a folder of its own under `runs`, beside what belongs to all of them, and each with an owner."""
+
+import json
+import re
+from pathlib import Path
+
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import shown
+from consilium.core.storage import locked, private_folder, write_atomic
+
+RUNS, OWNER = "runs", "owner.json"
+LENGTH = 64
+STATE = "_consilium"
+"""The folder of all our files in a kit. FLARE deletes KIT/<job id> whenever a server says so, and no job id begins with _."""
+ERRORS = "errors"
+"""In it: what errors said of a site's data, a file for each of FLARE's jobs."""
+ATTENDANCE = "attendance.json"
+"""In it at the server: which sites were here, and when."""
+RESERVED = frozenset({RUNS, "server", "sites", "consilium"})
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9_-])?")
+_FILE = re.compile(r".*\.(sqlite|jsonl?|ya?ml|safetensors|lock)", re.IGNORECASE)
+
+
+def check_name(name: str) -> str:
+    """Return a run's name if it may become a folder's. Raises ConfigError."""
+    if not _NAME.fullmatch(name) or len(name) > LENGTH:
+        rule = f"at most {LENGTH} letters, digits and ._-, a letter or digit first, no dot last"
+        raise ConfigError(f"experiment: {shown(name, 80)!r}: expected {rule}; give the run another name")
+    if name.lower() in RESERVED or _FILE.fullmatch(name):
+        raise ConfigError(f"experiment: {name!r} is the name of a file or folder of ours; give the run another name")
+    return name
+
+
+def default_name(job: str, job_id: str) -> str:
+    """Return the name of a run whose submission gives none: every submission is a run of its own."""
+    return f"{job[: LENGTH - 9]}-{job_id[:8]}"
+
+
+def run_folder(state: Path, name: str, submitter: str, site: str = "") -> Path:
+    """Return STATE/runs/NAME, made if need be, and from then on `submitter`'s and, at a state of its own, the `site`'s.
+
+    Raises ConfigError for a name that cannot be, that is another submitter's or site's, or that differs from another in case
+    only.
+    """
+    runs = private_folder(state / RUNS)
+    runs.chmod(0o700)
+    folder = runs / check_name(name)
+    with locked(runs):
+        twins = [p.name for p in runs.iterdir() if p.name != name and p.name.casefold() == name.casefold()]
+        if twins:
+            raise ConfigError(f"experiment: {name!r}: there is a run {twins[0]!r}; give this one a name that differs more")
+        owner = _owner(folder)
+        if owner is not None and owner["submitter"] != submitter:
+            who = f"{shown(owner['submitter'])}, not of {shown(submitter)}"
+            raise ConfigError(f"experiment: {name!r} is a run of {who}; give another name")
+        _check_site(folder, owner, site)
+        if (told := {"submitter": submitter} | ({"site": site} if site else {})) != owner:
+            write_atomic(folder / OWNER, json.dumps(told).encode())
+    return folder
+
+
+def known_run(state: Path, name: str, submitter: str, site: str = "") -> Path | None:
+    """Return STATE/runs/NAME if it is there. Raises ConfigError for a name that cannot be, or another's run; see run_folder."""
+    folder = state / RUNS / check_name(name)
+    if (owner := _owner(folder)) is None:
+        return None
+    if owner["submitter"] != submitter:
+        who = f"{shown(owner['submitter'])}, not of {shown(submitter)}"
+        raise ConfigError(f"cross_site.run: {name!r} is a run of {who}; give one of yours")
+    _check_site(folder, owner, site)
+    return folder
+
+
+def _check_site(folder: Path, owner: dict[str, str] | None, site: str) -> None:
+    """Raise ConfigError where a run's folder is another site's than `site`; a former version's is whose record lies in it."""
+    if owner is None or not site:
+        return
+    known = {owner["site"]} if "site" in owner else _recorded_sites(folder)
+    if known and site not in known:
+        what = f"is the state of {shown(min(known))}, not of {shown(site)}, in this run"
+        remedy = f"give each site a `state` of its own in its site.yaml, or name {shown(site)} in {OWNER} if it is its own"
+        raise ConfigError(f"{folder}: {what}; {remedy}")
+
+
+def _recorded_sites(folder: Path) -> set[str]:
+    """Return the sites whose messages a run's records hold."""
+    from consilium.privacy.ledger.audit import FILE, verified  # loads PyTorch, for a folder of a former version only
+
+    found = set[str]()
+    for path in folder.rglob(FILE):
+        try:
+            found |= {str(line["site"]) for line in verified(path)["messages"] if "site" in line}
+        except (OSError, ValueError, TypeError, AttributeError):
+            raise ConfigError(f"{path}: cannot be read, so whose run it is of is not known; restore it") from None
+    return found
+
+
+def _owner(folder: Path) -> dict[str, str] | None:
+    try:
+        found = json.loads((folder / OWNER).read_text(encoding="utf-8"))
+        told = {key: found[key] for key in ("submitter", "site") if key in found or key == "submitter"}
+        if not all(isinstance(one, str) for one in told.values()):
+            raise ValueError
+        return told
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f'{folder / OWNER}: is damaged; restore it, or write {{"submitter": NAME}} into it') from None

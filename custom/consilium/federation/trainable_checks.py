@@ -1,0 +1,136 @@
+"""What trains in a job: an adapter, parameters of the base beside it or instead; which strategies can place and move them."""
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from consilium.adapters import layers
+from consilium.adapters.names import (
+    CHANGE,
+    WHOLE_BASE,
+    bottleneck_count,
+    bottleneck_position,
+    factor,
+    is_base,
+    is_head,
+    is_local,
+    is_magnitude,
+)
+from consilium.adapters.registry import AdapterConfig, Decoder, Shapes
+from consilium.config.job import JobConfig
+from consilium.core.errors import ConfigError
+from consilium.core.messages import Tensors
+from consilium.models.registry import ModelKind
+from consilium.strategies.strategy import Role, Strategy
+
+ROLES: dict[Decoder, Role] = {"share": Role.SHARED, "keep": Role.LOCAL}
+
+
+def base_shapes(model: nn.Module, names: Iterable[str]) -> Shapes:
+    """Return the shapes of the base's parameters that train, by what the adapter calls them."""
+    parameters = dict(model.named_parameters())
+    return {name: tuple(parameters[name.partition(".")[2]].shape) for name in names}
+
+
+def check_base(config: JobConfig, names: list[str], source: Path | str) -> None:
+    """Raise ConfigError where DoRA or a trained decoder goes with neither the strategy's own rule nor the privacy asked for."""
+    wanted: Decoder = getattr(config.adapter, "decoder", "freeze")
+    if getattr(config.adapter, "dora", False) and not config.strategy.one_by_one:
+        what = f"true: strategy {config.strategy.name!r} works on factors and has no rule for the lengths of rows"
+        raise ConfigError(f"{source}: adapter.dora: {what}; use fedit, fedprox, scaffold, centralized or local_only")
+    if not names or wanted == "freeze":
+        return
+    where = f"{source}: adapter.decoder: {wanted!r}"
+    if config.privacy is not None and config.privacy.unit == "record":
+        raise ConfigError(f"{where}: privacy.unit record covers linear layers only, the decoder has others; use freeze")
+    does = {"keep": "keeps it at its site", "share": "shares it"}
+    if (rule := decoder_rule(config.strategy, names)) is None:
+        raise ConfigError(f"{where}: strategy {config.strategy.name!r} has no rule for a decoder that trains; use freeze")
+    if rule != wanted:
+        raise ConfigError(f"{where}: strategy {config.strategy.name!r} {does[rule]}; use {rule} or freeze")
+
+
+def check_start(config: JobConfig, names: Iterable[str], source: Path | str) -> None:
+    """Raise ConfigError for a job that cannot go on from any adapter."""
+    what, strategy = f"{source}: adapter.start: {config.adapter.start!r}", config.strategy
+    if config.adapter.start is None:
+        return
+    if strategy.from_base:
+        raise ConfigError(f"{what}: strategy {strategy.name!r} starts from the base's own directions; leave it out")
+    if config.adapter_kind.unequal_ranks:
+        raise ConfigError(f"{what}: kind {config.adapter.kind!r} has other ranks at every site; use lora, or leave it out")
+    for name in filter(is_base, names):
+        if any(strategy.role(name, *place) is Role.LOCAL for place in strategy.places()):
+            raise ConfigError(f"{what}: sites keep {name!r} and start it from the base; share or freeze the decoder")
+
+
+def check_blend(strategy: Strategy, base: ModelKind, source: Path | str) -> None:
+    """Raise ConfigError for samples that would be weighed with the answer in sight."""
+    if (blend := strategy.blend(closing=True)) and blend.examples and base.tokenizer:
+        what = "would weigh a text by prompt and answer, which scores must not see"
+        raise ConfigError(f"{source}: strategy.weighting: 'similarity' {what}; use fixed")
+
+
+def decoder_rule(strategy: Strategy, names: list[str]) -> Decoder | None:
+    """Return what the strategy does with all of these tensors in every phase; None for one that has no single rule."""
+    try:
+        roles = {strategy.role(name, *place) for name in names for place in strategy.places()}
+    except ConfigError:
+        return None
+    return next((decoder for decoder, role in ROLES.items() if roles == {role}), None)
+
+
+def trained_set(adapter: AdapterConfig, initial: Mapping[str, Tensor]) -> str:
+    """Return what trains, with its numbers: two methods are compared fairly where this is the same."""
+    parts = {
+        "LoRA": [n for n in initial if factor(n)],
+        "local LoRA": [n for n in initial if is_local(n)],
+        f"{bottleneck_count(initial)} bottlenecks": [n for n in initial if bottleneck_position(n) is not None],
+        f"mask decoder ({getattr(adapter, 'decoder', '')})": [
+            n for n in initial if is_base(n) and not _is_whole(n) and not is_magnitude(n)
+        ],
+        "lengths of rows": [n for n in initial if is_magnitude(n)],
+        "whole model": [n for n in initial if _is_whole(n)],
+        "head": [n for n in initial if is_head(n)],
+    }
+    sizes = {part: sum(math.prod(initial[n].shape) for n in names) for part, names in parts.items()}
+    return " + ".join(f"{part} {size:,}" for part, size in sizes.items() if size)
+
+
+def _is_whole(name: str) -> bool:
+    return name.startswith(f"{WHOLE_BASE}.")
+
+
+def as_changes(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return `values` as a server exports them, which has no base: what is a change is called one, "<parameter>.change"."""
+    return {f"{n.partition('.')[2]}{CHANGE}" if is_base(n) else n: tensor for n, tensor in values.items()}
+
+
+def warnings_of(model: nn.Module, adapted: Iterable[str]) -> tuple[str, ...]:
+    """Return what to warn of, before any training, of an adapter's tensors by name and the model they are for."""
+    found = layers.shared_weight(model, (name.rpartition(".")[0] for name in adapted))
+    end = "it trains, but cannot be merged into the base"
+    return (f"adapter.targets: {found[0]!r} shares its weight with {found[1]!r}; {end}",) if found else ()
+
+
+def check_optimizers(config: JobConfig, strategy: Strategy, initial: Tensors, source: Path | str) -> None:
+    """Raise ConfigError for a server step, or an optimizer's memory, that the strategy leaves without a meaning."""
+    server, who = config.server, f"strategy {strategy.name!r}"
+    if server is not None and strategy.needs == "sites":
+        raise ConfigError(f"{source}: server: {who} merges sites' results one by one, not their mean; remove the section")
+    if server is not None and server.optimizer and not strategy.fixed_basis:
+        what = f"{who} changes what a tensor's numbers mean between rounds"
+        raise ConfigError(f"{source}: server.optimizer: {server.optimizer!r}: {what}; leave it out")
+    if server is not None and (server.optimizer or server.robust) and not _merges(strategy, initial):
+        raise ConfigError(f"{source}: server: {who} sends the server nothing that it could merge; remove the section")
+    cut = type(strategy).scaling is not Strategy.scaling
+    if config.training.optimizer_state == "kept" and (cut or not strategy.fixed_basis):
+        what = f"{who} changes between rounds what a site trains"
+        raise ConfigError(f"{source}: training.optimizer_state: 'kept': {what}; use fresh")
+
+
+def _merges(strategy: Strategy, initial: Tensors) -> bool:
+    """Tell whether any tensor travels from sites to the server, in any phase."""
+    return any(strategy.names(initial, Role.SHARED, *place) for place in strategy.places())

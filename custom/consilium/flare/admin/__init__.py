@@ -1,0 +1,1 @@
+"""Commands of administrators: sessions, submission, metrics, evidence."""

@@ -1,0 +1,130 @@
+"""What a monitoring system is told of a kit: certificates, disk, runs at a server, budgets and messages at a site.
+
+All is read from files, so it works while FLARE does not.
+"""
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from nvflare.lighter.utils import load_crt
+
+from consilium import __version__
+from consilium.config.site import SiteConfig, load_site
+from consilium.core.errors import ConsiliumError
+from consilium.federation.run_folders import RUNS, STATE
+from consilium.flare.kit.certificates import days_left
+from consilium.flare.kit.local_folder import certificate, kit_role
+from consilium.flare.kit.revocation import read as revoked
+from consilium.privacy.accounting.composition import epsilon_for
+from consilium.privacy.ledger import audit
+from consilium.privacy.ledger.ledger import Ledger
+from consilium.report.exposition import Sample
+from consilium.report.metrics_file import read_events
+
+RECENT = 30 * 86400.0
+"""Seconds: runs in which nothing happened for so long are left out."""
+HELP = {
+    "info": "version of the package that wrote this",
+    "written_timestamp_seconds": "when this was written",
+    "certificate_days_left": "whole days until a certificate in the kit ends",
+    "disk_free_bytes": "free space where the participant's files go",
+    "revoked_names": "names whose credentials the server refuses",
+    "run_round": "rounds that a run has concluded",
+    "run_rounds": "rounds that a run has",
+    "run_finished": "1 if a run has reached its end",
+    "run_last_event_timestamp_seconds": "when anything was last written of a run",
+    "run_round_seconds": "how long the last concluded round took",
+    "run_refusals_total": "answers of a site that were not used, or did not come",
+    "site_last_seen_timestamp_seconds": "when a site's last result or hello was accepted",
+    "epsilon_spent": "privacy that all jobs together have cost",
+    "epsilon_left": "privacy that the budget leaves, never under 0",
+    "ledger_intact": "0 if the privacy ledger cannot be read or was altered",
+    "messages_total": "messages that have left the site",
+    "record_intact": "0 if the record of what left a run's site was altered",
+}
+
+
+def collect(kit: Path) -> list[Sample]:
+    """Return all numbers of a site's or server's kit. Raises ConfigError if it is none."""
+    role = kit_role(kit)
+    own = load_crt(certificate(kit))
+    found = [Sample("info", 1, {"version": __version__, "role": str(role)}), Sample("written_timestamp_seconds", time.time())]
+    root = load_crt(kit / "startup" / "rootCA.pem")
+    found += [Sample("certificate_days_left", days_left(c), {"of": n}) for n, c in (("participant", own), ("root", root))]
+    settings = kit / "local" / "site.yaml"
+    site = load_site(settings) if settings.is_file() else SiteConfig()
+    state = site.state or kit / STATE
+    found.append(Sample("disk_free_bytes", shutil.disk_usage(state if state.is_dir() else kit).free))
+    return [*found, *(_server(kit, state) if role == "server" else _site(site, state))]
+
+
+def _server(kit: Path, state: Path) -> Iterator[Sample]:
+    yield Sample("revoked_names", len(revoked(kit / "local")))
+    seen: dict[str, float] = {}
+    for folder in sorted((state / RUNS).iterdir()) if (state / RUNS).is_dir() else ():
+        path = folder / "metrics.jsonl"
+        if path.is_file() and (path.parent / "job.yaml").is_file() and time.time() - path.stat().st_mtime < RECENT:
+            yield from _run(folder, read_events(path)[0], seen)
+    for site, when in sorted(seen.items()):
+        yield Sample("site_last_seen_timestamp_seconds", when, {"site": site})
+
+
+def _run(folder: Path, lines: list[dict[str, Any]], seen: dict[str, float]) -> Iterator[Sample]:
+    """Yield a run's numbers, and note in `seen` when each site was last heard of."""
+    of = {"run": folder.name}
+    done = [x for x in lines if x["event"] == "concluded"]
+    began = {(x["round"], x["phase"]): x["time"] for x in lines if x["event"] == "started"}
+    yield Sample("run_round", len({x["round"] for x in done}), of)
+    yield Sample("run_rounds", yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))["training"]["rounds"], of)
+    yield Sample("run_finished", float((folder / "results.json").is_file()), of)
+    if lines:
+        yield Sample("run_last_event_timestamp_seconds", lines[-1]["time"], of)
+    if done and (start := began.get((done[-1]["round"], done[-1]["phase"]))) is not None:
+        yield Sample("run_round_seconds", done[-1]["time"] - start, of)
+    refused: dict[str, int] = {}
+    for line in lines:
+        if line["event"] == "refused":
+            refused[line["site"]] = refused.get(line["site"], 0) + 1
+        elif line["event"] in ("joined", "result", "final"):
+            seen[line["site"]] = max(seen.get(line["site"], 0.0), line["time"])
+    for site, count in sorted(refused.items()):
+        yield Sample("run_refusals_total", count, of | {"site": site})
+
+
+def _site(site: SiteConfig, state: Path) -> Iterator[Sample]:
+    yield from _privacy(site, Ledger(site.privacy.ledger_in(state)))
+    runs = sorted(one for one in (state / RUNS).iterdir() if one.is_dir()) if (state / RUNS).is_dir() else []
+    for run in runs:
+        found = [_record(path) for path in run.rglob(audit.FILE)]
+        yield Sample("record_intact", float(all(whole for _, whole in found)), {"run": run.name})
+        yield Sample("messages_total", sum(count for count, _ in found), {"run": run.name})
+
+
+def _record(path: Path) -> tuple[int, bool]:
+    """Return how many messages a record holds, and whether it is as it was written."""
+    try:
+        found = audit.verified(path)
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0, False
+    return len(found["messages"]), found["broken_line"] is None
+
+
+def _privacy(site: SiteConfig, ledger: Ledger) -> Iterator[Sample]:
+    """Yield what each data set has spent, and what its budgets leave; where the ledger is broken, no more than that."""
+    try:
+        entries = ledger.entries()
+        sets = {entry.dataset for entry in entries} or {site.privacy.dataset or ""}
+        for name in sorted(sets):
+            for unit, budget in site.privacy.budgets.items():
+                of = {"dataset": name, "unit": str(unit)}
+                spent = epsilon_for(unit, [e for e in entries if e.dataset == name], budget.delta)
+                yield Sample("epsilon_spent", spent, of)
+                yield Sample("epsilon_left", max(budget.epsilon - spent, 0.0), of)
+    except ConsiliumError:
+        yield Sample("ledger_intact", 0)
+    else:
+        yield Sample("ledger_intact", 1)

@@ -1,0 +1,97 @@
+"""A job folder as it is submitted: one run of a job, with a name of its own, in the admin kit's upload folder."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from consilium.config.job import JobConfig, job_file, load_job
+from consilium.core.errors import ConfigError
+from consilium.core.storage import write_atomic
+from consilium.federation.run_folders import check_name
+from consilium.flare.job.job_context import federated_job
+from consilium.flare.job.recipe import export
+from consilium.flare.job.wire import MASKS
+
+CONTROLLER = "consilium.flare.job.controller.RoundController"
+
+
+def prepare(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: Path) -> Path:
+    """Return a new job folder UPLOADS/EXPERIMENT: a copy of `job`, or what a bare job.yaml comes to, with `overrides`.
+
+    Raises ConfigError, before anything is submitted, for a job that cannot run or a name that was used from here before.
+    """
+    folder = uploads / check_name(experiment)
+    if folder.exists():
+        raise ConfigError(f"--experiment: {experiment!r} was submitted from this kit before; resume it, or give another name")
+    with _built(job, overrides, experiment, uploads) as ready:
+        ready.rename(folder)
+    return folder
+
+
+@contextmanager
+def submitting(folder: Path) -> Iterator[None]:
+    """Take the job folder away again if the block fails, or is interrupted: what was not submitted leaves its name free."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def prepare_again(experiment: str, uploads: Path, job: Path | None) -> Path:
+    """Return the folder of an experiment, set to go on from the server's checkpoint.
+
+    `job` is what it was submitted with; not needed where that was from this kit. Raises ConfigError if it is not known.
+    """
+    folder = uploads / check_name(experiment)
+    if job is not None:
+        with _built(job, {}, experiment, uploads) as ready:
+            shutil.rmtree(folder, ignore_errors=True)
+            ready.rename(folder)
+    if not folder.is_dir():
+        raise ConfigError(f"{experiment}: not submitted from this kit; give the job folder too: consilium resume NAME JOB")
+    path = folder / "app/config/config_fed_server.json"
+    server = json.loads(path.read_text(encoding="utf-8"))
+    for workflow in (w for w in server["workflows"] if w["path"] == CONTROLLER):
+        workflow["args"] = workflow.get("args", {}) | {"resume": True}
+    write_atomic(path, json.dumps(server, indent=2).encode())
+    return folder
+
+
+@contextmanager
+def _built(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: Path) -> Iterator[Path]:
+    """Yield the finished job folder, in a hidden folder that goes when the block ends. Raises ConfigError."""
+    config = load_job(job, {**overrides, "experiment": experiment}, plugins=None, author=True)
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).encode()
+    uploads.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=uploads, prefix=".") as place:
+        folder = Path(place) / "ready"
+        if (job / "meta.json").is_file():
+            _check_tasks(job, config)
+            shutil.copytree(job, folder)
+        else:
+            write_atomic(Path(place) / "job.yaml", text)
+            export(Path(place) / "job.yaml", Path(place) / "export").rename(folder)
+        write_atomic(job_file(folder), text)
+        _edit(folder / "meta.json", {"min_clients": config.federation.min_sites, "experiment": experiment})
+        federated_job(job_file(folder), None)
+        yield folder
+
+
+def _check_tasks(job: Path, config: JobConfig) -> None:
+    """Raise ConfigError for a ready folder whose sites would not know secure aggregation's task."""
+    asked = (job / "app/config/config_fed_client.json").read_text(encoding="utf-8")
+    if config.secure_aggregation is not None and f'"{MASKS}"' not in asked:
+        what = f"{job}: is a ready job folder without secure aggregation, so its sites would not answer"
+        raise ConfigError(f"secure_aggregation: {what}; give its app/config/job.yaml instead")
+
+
+def _edit(path: Path, values: dict[str, Any]) -> None:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    write_atomic(path, json.dumps(found | values, indent=2).encode())

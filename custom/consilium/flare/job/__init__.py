@@ -1,0 +1,1 @@
+"""Components of a running FLARE job: controller, executor, filters, messages."""

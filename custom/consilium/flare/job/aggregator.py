@@ -1,0 +1,115 @@
+"""The strategy's server half as a FLARE aggregator. Our controller uses it, and so can FedAvg and ScatterAndGather."""
+
+from dataclasses import dataclass, replace
+
+from nvflare.apis.dxo import MetaKey
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_context import FLContext
+from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
+from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
+
+from consilium.core.errors import ConfigError, RefusedError
+from consilium.core.messages import Payload, SiteInfo
+from consilium.core.sanitize import shown
+from consilium.federation.job import Job
+from consilium.flare.job import job_context, wire
+from consilium.privacy.plan import Plan, make_plan
+from consilium.server.aggregation import RoundAggregate
+from consilium.server.checks import SAMPLES, check_update
+from consilium.server.masked_round import aggregate_for
+from consilium.strategies.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a run needs: its job, its privacy plan, and the results of the round so far."""
+
+    job: Job
+    plan: Plan | None
+    aggregate: RoundAggregate
+
+
+class StrategyAggregator(ModelAggregator):
+    """Aggregates updates by the strategy of the job.yaml in the app's config folder.
+
+    Under FLARE's own workflows, which broadcast one payload, it fits strategies that share all they train (fedit, ffa_lora
+    after its start, centralized). Those with a server half of their own are refused there. Results that the server's check
+    refuses are left out with a warning.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ready: Ready | None = None
+
+    def use(self, job: Job) -> RoundAggregate:
+        """Return the aggregate this component holds, made for `job`."""
+        aggregate = aggregate_for(job)
+        self._ready = Ready(job, make_plan(job.config, job.strategy, names=job.initial), aggregate)
+        return self._ready.aggregate
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Read the job when the run starts."""
+        super().handle_event(event_type, fl_ctx)
+        if event_type == EventType.START_RUN:
+            wire.register()
+            if self._ready is None:
+                self.use(job_context.load(fl_ctx))
+
+    def accept_model(self, model: FLModel) -> None:
+        """Add one site's difference, weighted by its NUM_STEPS_CURRENT_ROUND (its sample count) as the job allows."""
+        try:
+            self._add(self._at_work(), model)
+        except RefusedError as error:
+            self.warning(f"{shown(model.meta.get('client_name', 'a site'))}: result refused: {error}")
+        except Exception as error:  # a model of another kind than ours costs its sender the round and nobody else
+            self.exception(f"{shown(model.meta.get('client_name', 'a site'))}: result refused ({type(error).__name__})")
+
+    def _at_work(self) -> "Ready":
+        """Return what the run has made. Raises ConfigError before it has begun."""
+        if self._ready is None:
+            raise ConfigError("StrategyAggregator: no run has begun")
+        return self._ready
+
+    def _add(self, ready: "Ready", model: FLModel) -> None:
+        """Check and add one result. Raises RefusedError."""
+        rest = model.meta.get(wire.KEY, {})
+        update = Payload(model.current_round or 0, rest.get("phase", 0), dict(model.params or {}), rest.get("scalars", {}))
+        sent = _sent(ready.job, update)
+        check_update(ready.job, ready.plan, update, sent)
+        count = model.meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND, 1)
+        if type(count) is not int or not 1 <= count <= SAMPLES:
+            raise RefusedError(f"its number of samples is no whole number from 1 to {SAMPLES}")
+        site = SiteInfo(str(model.meta.get("client_name")), count, joined=True)
+        ready.aggregate.add(site, update, ready.job.config.weight(count), sent)
+
+    def aggregate_model(self) -> FLModel:
+        """Return the mean difference in the tensors' own type. Raises ConfigError where the server has more to do."""
+        ready = self._at_work()
+        _check_mean(ready.job.strategy)
+        if ready.job.config.secure_aggregation is not None:
+            raise ConfigError("secure_aggregation: only RoundController opens masked sums; use it, or remove the section")
+        if ready.plan is not None and ready.plan.config.trust == "central":
+            raise ConfigError("privacy.trust: 'central': only RoundController adds the server's noise; use it, or trust local")
+        if ready.job.config.server is not None and ready.job.config.server.optimizer is not None:
+            raise ConfigError("server.optimizer: only RoundController keeps the optimizer's state; use it, or leave it out")
+        mean = {n: t.to(ready.job.initial[n].dtype) for n, t in ready.aggregate.mean().items()}
+        return FLModel(params_type=ParamsType.DIFF, params=mean)
+
+    def reset_stats(self) -> None:
+        """Forget the round's results."""
+        if self._ready is not None:
+            self._ready.aggregate.reset()
+
+
+def _check_mean(strategy: Strategy) -> None:
+    """Raise ConfigError for a strategy whose server does more than to add a mean and to send it to all alike."""
+    own, base = type(strategy), Strategy
+    if strategy.needs == "sites" or own.merge is not base.merge or own.broadcast is not base.broadcast:
+        what = "FLARE's own workflows add the mean update to one model that they send to all, and its server does more"
+        raise ConfigError(f"strategy.name: {strategy.name!r}: {what}; use RoundController, or fedit")
+
+
+def _sent(job: Job, update: Payload) -> Payload:
+    """Return names and shapes of what every site was sent."""
+    state = replace(job.strategy.init_state(job.initial), round=update.round, phase=update.phase)
+    return job.strategy.broadcast(state, SiteInfo("", 1, joined=True))

@@ -1,0 +1,307 @@
+"""What our components need of FLARE's context: the job, folders, and where progress events go."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cryptography.x509 import Certificate
+from nvflare.apis.fl_component import FLComponent
+from nvflare.apis.fl_constant import FLContextKey, FLMetaKey
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.job_def import JobMetaKey
+from nvflare.apis.job_launcher_spec import JobReturnCode
+from nvflare.apis.workspace import Workspace
+from nvflare.private.fed.server.server_engine import ServerEngine
+
+from consilium.client.approval import check_approved
+from consilium.config.job import load_job
+from consilium.config.site import Given, SiteConfig, allowed_plugins, find_site, kit_plugins, load_site
+from consilium.core.errors import ConfigError, Reason
+from consilium.core.messages import Observer
+from consilium.core.registry import NO_PLUGINS, Plugins
+from consilium.core.storage import private_folder, sweep, write_atomic
+from consilium.federation.job import Job, assemble_job
+from consilium.federation.run_folders import OWNER, RUNS, STATE, check_name, default_name, known_run, run_folder
+from consilium.flare.job.late_join import Arrivals
+from consilium.flare.job.simulator import OUTPUT, told
+from consilium.flare.kit.revocation import read as read_revoked
+from consilium.flare.kit.revocation import since
+from consilium.privacy.secagg.certificates import Identity, read_identity
+from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
+from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identity
+from consilium.report.predictions import PREDICTIONS
+from consilium.report.private_logging import places
+from consilium.server.cross_site import former_run
+from consilium.server.ledger_seals import FILE as SEALS
+from consilium.server.ledger_seals import Seals
+
+UPLOAD = 300.0
+"""Seconds, as FLARE has them for every message by default."""
+
+
+def load(fl_ctx: FLContext) -> Job:
+    """Return this run's job from app/config/job.yaml. Raises ConfigError."""
+    folder = Path(_workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id()))  # kits of `nvflare package` name no config folder
+    plugins = kit_plugins(Path(_workspace(fl_ctx).get_site_config_dir()), simulated())  # a server's site.yaml says no more
+    return federated_job(folder / "config" / "job.yaml", plugins)
+
+
+def approved(fl_ctx: FLContext, name: str) -> tuple[Job, SiteConfig]:
+    """Return this run's job and the site's configuration, read once in a process: guard and executor work on the same.
+
+    FLARE may write the job's folder anew while the job runs. Raises ConfigError, and RefusedError if the site runs only jobs
+    that its administrator has approved and this is none.
+    """
+    key = (fl_ctx.get_job_id(), name)
+    if key not in _opened:
+        site, workspace = site_config(fl_ctx, name), _workspace(fl_ctx)
+        app = Path(workspace.get_app_dir(fl_ctx.get_job_id()))
+        path = app / "config" / "job.yaml"
+        config = load_job(path, plugins=allowed_plugins(site, simulated()))
+        check_approved(app, config, site, Path(workspace.get_site_config_dir()))
+        _opened[key] = (check_federated(assemble_job(config, path), path), site)
+    return _opened[key]
+
+
+_opened: dict[tuple[str, str], tuple[Job, SiteConfig]] = {}
+"""This process' jobs by FLARE's id and site."""
+
+
+def federated_job(path: Path, plugins: Plugins = NO_PLUGINS, author: bool = False) -> Job:
+    """Return the job of a job.yaml; `author`: as for load_job.
+
+    Raises ConfigError if it is wrong, or pools data, which a federation never does.
+    """
+    return check_federated(assemble_job(load_job(path, plugins=plugins, author=author), path), path)
+
+
+def check_federated(job: Job, path: Path) -> Job:
+    """Return the job of the file `path`. Raises ConfigError where it runs in one process only."""
+    if job.strategy.pools_data:
+        raise ConfigError(f"{path}: strategy.name: {job.strategy.name!r} pools all sites' data; only --engine inprocess can")
+    if job.config.diagnostics.looks_inside:
+        raise ConfigError(
+            f"{path}: diagnostics: leakage and oracle look inside sites, which only --engine inprocess can; remove them"
+        )
+    return job
+
+
+def site_config(fl_ctx: FLContext, name: str) -> SiteConfig:
+    """Return the site's own configuration, from its kit's local/site.yaml in a deployment. Raises ConfigError.
+
+    Also where a kit has none: FLARE deletes what a server names as a job's folder, and without the file there is no policy.
+    """
+    local = Path(_workspace(fl_ctx).get_site_config_dir())
+    if (local.parent / "startup" / "client.crt").is_file() and not (local / "site.yaml").is_file():
+        raise ConfigError(f"{local / 'site.yaml'}: missing; restore it, or write one that says `{{}}`", Reason.POLICY)
+    return find_site(name, _given(), local)
+
+
+def identity(fl_ctx: FLContext, name: str, site: SiteConfig) -> Identity:
+    """Return the site's own key and certificates, of its kit or of a simulation. Raises ConfigError."""
+    if simulated():
+        return simulated_identity(Path(os.environ[OUTPUT]) / IDENTITIES, name, site.secure_aggregation)
+    startup = Path(_workspace(fl_ctx).get_startup_kit_dir())
+    try:
+        server = str(json.loads((startup / "fed_client.json").read_text(encoding="utf-8"))["servers"][0]["identity"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        raise ConfigError(f"{startup / 'fed_client.json'}: names no server; restore the kit", Reason.POLICY) from None
+    return read_identity(startup, name, server, site.secure_aggregation)
+
+
+def federation_root(fl_ctx: FLContext) -> tuple[Certificate, str]:
+    """Return the root certificate that the server's kit, or a simulation, has, and the server's name."""
+    if simulated():
+        return read_root(Path(os.environ[OUTPUT]) / IDENTITIES / "rootCA.pem"), SERVER
+    return read_root(Path(_workspace(fl_ctx).get_startup_kit_dir()) / "rootCA.pem"), fl_ctx.get_identity_name()
+
+
+def own_config(fl_ctx: FLContext) -> SiteConfig:
+    """Return the server's own configuration, of which checkpoint folder and tracking count here. Raises ConfigError."""
+    path = Path(_workspace(fl_ctx).get_site_config_dir()) / "site.yaml"
+    if simulated() or not path.is_file():
+        return SiteConfig(checkpoints=_given().checkpoints, tracking=_given().tracking)
+    return load_site(path)
+
+
+def _given() -> Given:
+    """Return what a simulation of ours gives its sites; nothing elsewhere."""
+    if not simulated():
+        return Given()
+    return told(Path(os.environ[OUTPUT]))
+
+
+def server_folder(fl_ctx: FLContext, job: Job, resume: bool = False) -> Path:
+    """Return the folder of the server's files, outside FLARE's run folder, which FLARE clears. Raises ConfigError.
+
+    It belongs to who submitted the job. To `resume` there must be a run in it.
+    """
+    if resume and not (state_folder(fl_ctx) / RUNS / experiment(fl_ctx, job) / "metrics.jsonl").is_file() and not simulated():
+        raise ConfigError(f"experiment: there is no run {experiment(fl_ctx, job)!r} at this server to go on with; submit it")
+    return _run_folder(fl_ctx, job, state_folder(fl_ctx))
+
+
+def experiment(fl_ctx: FLContext, job: Job) -> str:
+    """Return the name this run's files go by: what the submission says; otherwise every submission is a run of its own."""
+    return check_name(job.config.experiment or default_name(job.config.name, fl_ctx.get_job_id()))
+
+
+def revocations(fl_ctx: FLContext) -> Callable[[], set[str]]:
+    """Return a function that lists the names revoked at this server from now on; see revocation.py. Raises ConfigError."""
+    if simulated():
+        return set
+    local = Path(_workspace(fl_ctx).get_site_config_dir())
+    return partial(since, local, read_revoked(local))
+
+
+def seals(fl_ctx: FLContext) -> Seals:
+    """Return the last seals of sites' privacy ledgers at this server; a simulation keeps none."""
+    return Seals(None if simulated() else state_folder(fl_ctx) / SEALS)
+
+
+def arrivals(fl_ctx: FLContext, arrived: Callable[[set[str]], None]) -> Arrivals | None:
+    """Have `arrived` told of sites that come while this job runs; None in a simulation, where all are there at its start."""
+    engine = fl_ctx.get_engine()
+    real = isinstance(engine, ServerEngine) and not simulated()
+    return Arrivals(engine, fl_ctx.get_job_id(), arrived) if real else None
+
+
+def submitter(fl_ctx: FLContext) -> str:
+    """Return who submitted this job, as the server knows it by its certificate; "" in a simulation."""
+    try:
+        path = Path(_workspace(fl_ctx).get_job_meta_path(fl_ctx.get_job_id()))
+        return str(json.loads(path.read_text(encoding="utf-8")).get(JobMetaKey.SUBMITTER_NAME.value, ""))
+    except FileNotFoundError:
+        return ""
+
+
+def leave_to_quorum(fl_ctx: FLContext) -> None:
+    """Have this site's process counted as ended, not failed, should it be killed, so that the quorum decides what follows.
+
+    FLARE 2.9 fails the whole job for one site's dead process, whatever `min_clients` says. It believes the exit code that a
+    process leaves in its run folder; FLARE itself writes another there for errors it catches.
+    """
+    if not simulated():
+        folder = Path(_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id()))
+        write_atomic(folder / FLMetaKey.PROCESS_RC_FILE, str(JobReturnCode.SUCCESS).encode())
+
+
+def allow_upload(fl_ctx: FLContext, job: Job) -> None:
+    """Let an answer take a twelfth of the round's time to reach the server, UPLOAD seconds at least.
+
+    FLARE counts the server's download of the tensors in it. For all else a site waits for as long as its resources.json says.
+    """
+    if (runner := fl_ctx.get_prop(FLContextKey.RUNNER)) is not None:
+        runner.submit_task_result_timeout = max(UPLOAD, job.config.federation.round_timeout / 12)
+
+
+def publish(fl_ctx: FLContext, folder: Path) -> None:
+    """Copy what an admin may download into FLARE's run folder: all but the server's state, and never a picture of patients."""
+    if not simulated():
+        private = shutil.ignore_patterns("*.lock", ".*", OWNER, f"*{PREDICTIONS}*")
+
+        def kept_back(place: str, names: list[str]) -> set[str]:
+            return private(place, names) | ({"server"} if Path(place) == folder else set())  # not tb_events/server
+
+        shutil.copytree(folder, _published(fl_ctx), ignore=kept_back, dirs_exist_ok=True)
+
+
+def publish_reason(fl_ctx: FLContext, reason: str) -> None:
+    """Write why a job ends early to where an admin may download it."""
+    write_atomic(_published(fl_ctx) / "stopped.txt", reason.encode())
+
+
+def _published(fl_ctx: FLContext) -> Path:
+    return Path(_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / "consilium"
+
+
+def site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
+    """Return the site's private folder for this run: where it wants its state, else beside FLARE's run folders.
+
+    Raises ConfigError for a name that cannot be, that is another submitter's, or another site's.
+    """
+    if (own := _own_state(site)) is not None:
+        return _run_folder(fl_ctx, job, own, name)
+    return _run_folder(fl_ctx, job, state_folder(fl_ctx)) / "sites" / name
+
+
+def former_site(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path | None:
+    """Return the site's folder of the run that a cross-site job scores; None where it took no part. Raises ConfigError."""
+    own = _own_state(site)
+    former = _former(fl_ctx, job, own or state_folder(fl_ctx), name if own else "")
+    found = former if former is None or own else former / "sites" / name
+    return found if found and found.is_dir() else None
+
+
+def _own_state(site: SiteConfig) -> Path | None:
+    """Return the folder that a site wants for its state; a simulation, which writes into its workspace only, has none."""
+    return None if simulated() else site.state
+
+
+def former_server(fl_ctx: FLContext, job: Job) -> Path | None:
+    """Return the server's folder of the run that a cross-site job scores; None where there is none. Raises ConfigError."""
+    return _former(fl_ctx, job, state_folder(fl_ctx))
+
+
+def _former(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Path | None:
+    """Return a run of the same submitter under `state`; in a simulation the folder of that name beside its own."""
+    if job.config.cross_site is None:
+        return None
+    if simulated():
+        return former_run(job.config, state)
+    return known_run(state, job.config.cross_site.run, submitter(fl_ctx), site)
+
+
+def site_root(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
+    """Return where the site keeps what outlives jobs: ledger and records; a simulation has a place of its own."""
+    if simulated():
+        return site_folder(fl_ctx, job, name, site)
+    return site.state or state_folder(fl_ctx)
+
+
+def simulated() -> bool:
+    """Tell whether this is a simulation of ours."""
+    return OUTPUT in os.environ
+
+
+def observer(component: FLComponent, fl_ctx: FLContext, name: str, private: bool = False) -> Observer:
+    """Return an observer that logs each event, a `private` one without its numbers, or hands it to a simulation's live view."""
+    output = os.environ.get(OUTPUT)
+
+    def observe(event: Mapping[str, Any]) -> None:
+        if event["event"] != "step":
+            component.log_info(fl_ctx, json.dumps(places(event) if private and not output else dict(event)))
+        if output:
+            folder = Path(output) / "events"
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / f"{name}.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(dict(event)) + "\n")
+
+    return observe
+
+
+def state_folder(fl_ctx: FLContext) -> Path:
+    """Return the folder of all our files in a kit, or those of a simulation."""
+    return Path(os.environ.get(OUTPUT) or Path(_workspace(fl_ctx).get_root_dir()) / STATE)
+
+
+def _run_folder(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Path:
+    """Return this run's folder under `state`, swept; what this process writes from now on is for its own user alone.
+
+    `site`: whose it is, where `state` is a folder that two sites could name.
+    """
+    os.umask(0o077)
+    if simulated():
+        return state
+    private_folder(state_folder(fl_ctx)).chmod(0o700)  # ours whatever `state` says; a former version left it open
+    found = run_folder(state, experiment(fl_ctx, job), submitter(fl_ctx), site)
+    sweep(found)
+    return found
+
+
+def _workspace(fl_ctx: FLContext) -> Workspace:
+    return fl_ctx.get_engine().get_workspace()

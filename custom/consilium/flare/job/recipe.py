@@ -1,0 +1,87 @@
+"""A FLARE Recipe from a job.yaml: runs in SimEnv, PocEnv or ProdEnv, and exports a job folder, with or without code."""
+
+import json
+import shutil
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+
+from nvflare.job_config.api import FedJob
+from nvflare.job_config.defs import FilterType
+from nvflare.recipe.sim_env import SimEnv
+from nvflare.recipe.spec import ExecEnv, Recipe
+
+from consilium.config.inline_model_config import job_text
+from consilium.config.job import job_file
+from consilium.core.errors import ConfigError
+from consilium.core.registry import Plugins
+from consilium.flare.job.aggregator import StrategyAggregator
+from consilium.flare.job.controller import RoundController
+from consilium.flare.job.executor import SiteExecutor
+from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter, ResultCheckFilter
+from consilium.flare.job.job_context import federated_job
+from consilium.flare.job.wire import EVALUATE, HELLO, MASKS, MODEL, STATISTICS, TRAIN
+from consilium.flare.kit.class_allow_list import CLASSES, allow_classes
+
+ASK = 0.2
+"""Seconds after which a site that has answered asks for its next task; FLARE lets it wait 2, in every phase of every round.
+
+A site that finds no task asks again after half a second, so idle sites ask no more often for it.
+"""
+TASKS = [HELLO, STATISTICS, TRAIN, EVALUATE, MODEL]
+
+
+class ConsiliumRecipe(Recipe):
+    """`ConsiliumRecipe("jobs/quickstart").execute(SimEnv(num_clients=3))`. Raises ConfigError before anything starts.
+
+    `plugins`: the packages whose kinds the job may name; all of them, on a researcher's own machine.
+    """
+
+    def __init__(self, job: Path | str, plugins: Plugins = None) -> None:
+        path = job_file(Path(job))
+        own = plugins is None
+        config, text = federated_job(path, plugins, author=own).config, job_text(path) if own else path.read_bytes()
+        self._place = tempfile.TemporaryDirectory()  # sites look for job.yaml, whatever its name was here
+        path = Path(self._place.name) / "job.yaml"
+        path.write_bytes(text)
+        named = {"experiment": config.experiment} if config.experiment else None
+        fed_job = FedJob(name=config.name, min_clients=config.federation.min_sites, meta_props=named)
+        fed_job.set_app_packages(["consilium"])  # installed at every site: nothing is copied, so the job is not BYOC
+        fed_job.to_server(StrategyAggregator(), id="aggregator")
+        fed_job.to_server(RoundController())
+        tasks = [*TASKS, *[MASKS] * (config.secure_aggregation is not None)]
+        fed_job.to_server(ResultCheckFilter(), filter_type=FilterType.TASK_RESULT, tasks=tasks)
+        fed_job.to_clients(SiteExecutor(), tasks=tasks)
+        fed_job.to_clients(GuardTaskFilter(), filter_type=FilterType.TASK_DATA, tasks=tasks)
+        fed_job.to_clients(GuardResultFilter(), filter_type=FilterType.TASK_RESULT, tasks=tasks)
+        for add in (fed_job.add_file_to_server, fed_job.add_file_to_clients):
+            add(str(path), app_folder_type="config")
+        super().__init__(fed_job)
+
+    def process_env(self, env: ExecEnv) -> None:
+        """Let a simulation's workspace run our classes; a real site decides for itself."""
+        if isinstance(env, SimEnv):
+            allow_classes(Path(env.workspace_root) / self.name, *CLASSES)
+
+
+def export(job: Path, folder: Path, bundle: bool = False, plugins: Plugins = None) -> Path:
+    """Write a job as a FLARE job folder FOLDER/NAME and return it: configuration only, or with this package in app/custom.
+
+    FLARE calls a job with code BYOC: sites run it only where their authorization.json allows that. Raises ConfigError
+    before anything is written. `plugins`: as for ConsiliumRecipe.
+    """
+    recipe = ConsiliumRecipe(job, plugins)
+    target = folder / recipe.name
+    if target.exists():
+        raise ConfigError(f"{target}: exists; remove it or give another folder: old files in a job folder would be sent too")
+    recipe.export(str(folder))
+    _ask_soon(target / "app" / "config" / "config_fed_server.json")
+    if bundle:
+        package = str(files("consilium"))
+        shutil.copytree(package, target / "app" / "custom" / "consilium", ignore=shutil.ignore_patterns("__pycache__"))
+    return target
+
+
+def _ask_soon(server: Path) -> None:
+    settings = json.loads(server.read_text(encoding="utf-8"))
+    server.write_text(json.dumps(settings | {"server": {"task_request_interval": ASK}}, indent=2), encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Startup kits: provisioning, certificates, revocation, local settings, checks."""

@@ -1,0 +1,166 @@
+"""How long certificates last: a kit's own, the project's root in it, and the one that the server shows."""
+
+import json
+import os
+import socket
+import ssl
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from http.client import HTTPConnection, HTTPException, InvalidURL
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from cryptography import x509
+from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
+from nvflare.lighter.utils import load_crt
+
+from consilium.client.machine_check import Finding
+from consilium.core.errors import ConfigError
+from consilium.flare.kit.local_folder import certificate
+
+WARN_DAYS, URGENT_DAYS = 60, 30
+"""Days before the end from which there is a warning, and from which it is a problem."""
+RENEW = "ask the hub for a renewed kit, then `consilium update-kit KIT --from NEW_KIT`"
+RENEW_SERVER = "at the hub: `consilium renew SITES_YML -o kits`, then `consilium update-kit` at the server"
+CONFIGS = ("fed_client.json", "fed_admin.json", "fed_server.json")
+PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+NO_PROXIES = ("no_grpc_proxy", "no_proxy")
+"""Environment variables in the order in which gRPC looks at them, lower case only."""
+OUT_OF_DATE = (9, 10)
+"""OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
+PATIENCE = 5.0
+"""Seconds to wait for the server."""
+
+
+def days_left(found: x509.Certificate, now: datetime | None = None) -> int:
+    """Return whole days until a certificate ends, negative after it."""
+    return (found.not_valid_after_utc - (now or datetime.now(UTC))).days
+
+
+def examine_expiry(check: str, whose: str, found: x509.Certificate, remedy: str) -> Finding:
+    """Return whether now lies in a certificate's time: it does not where the clock is wrong or the certificate old."""
+    start, end, now = found.not_valid_before_utc, found.not_valid_after_utc, datetime.now(UTC)
+    span = f"{whose}: now {now:%Y-%m-%d %H:%M} UTC, certificate {start:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M}"
+    if not start <= now <= end:
+        behind = "set the clock: it is behind that of who made the certificate"
+        return Finding(check, span, behind if now < start else f"set the clock, or {remedy}")
+    days = days_left(found, now)
+    if days < URGENT_DAYS:
+        return Finding(check, span, f"{days} days are left: {remedy}")
+    return Finding(check, span, advice=f"{days} days are left: {remedy}" if days < WARN_DAYS else "")
+
+
+def examine_own(kit: Path) -> Iterator[Finding]:
+    """Yield findings about the two certificates in a kit: the participant's and the root's. Raises ConfigError."""
+    own = load_crt(certificate(kit))
+    yield examine_expiry("clock", get_cert_common_name(own) or "?", own, RENEW)
+    yield examine_expiry("root", "the project's root in this kit", load_crt(kit / "startup" / "rootCA.pem"), RENEW)
+
+
+def examine_servers(kit: Path) -> Finding:
+    """Return whether the server answers as one of this project, and how long its certificate lasts.
+
+    Connects with the kit's certificates, as FLARE does: a firewall that opens TLS, or a wrong server, shows here.
+    """
+    found = _shown(kit)
+    if isinstance(found, Finding):
+        return found
+    until = examine_expiry("server", server_address(kit), found, RENEW_SERVER)
+    if until.ok and not until.advice:
+        return Finding("server", f"{server_address(kit)}: answers, and is of this project")
+    return until
+
+
+def _shown(kit: Path) -> x509.Certificate | Finding:
+    """Return the certificate that the server shows, or what is wrong with it or the way to it. Raises ConfigError."""
+    target = server_address(kit)
+    try:
+        return server_certificate(kit)
+    except ssl.SSLError as error:
+        if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in OUT_OF_DATE:
+            said = f"{target}: its certificate is not valid now, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by this machine's clock"
+            return Finding("server", said, f"set the clock, or {RENEW_SERVER}")
+        remedy = "ask the hub whether the root has changed (then for a new kit), the network's people not to open TLS"
+        return Finding("server", f"{target}: {error}", remedy)
+    except OSError as error:
+        return Finding("server", f"{target}: {error}", "start it, or open the firewall for outbound connections to it")
+
+
+def server_address(kit: Path) -> str:
+    """Return host:port of the server that a kit is for. Raises ConfigError."""
+    return _service(kit)[0]
+
+
+def _service(kit: Path) -> tuple[str, str]:
+    """Return host:port of the server that a kit is for, and FLARE's transport. Raises ConfigError."""
+    for path in (kit / "startup" / name for name in CONFIGS):
+        if path.is_file():
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            if "admin" in raw:
+                return f"{raw['admin']['host']}:{raw['admin']['port']}", raw["admin"].get("scheme", "")
+            return raw["servers"][0]["service"]["target"], raw["servers"][0]["service"].get("scheme", "")
+    raise ConfigError(f"{kit}: no startup kit: none of {', '.join(CONFIGS)} in startup/; give the folder that has startup/")
+
+
+def server_certificate(kit: Path) -> x509.Certificate:
+    """Return the certificate that the server shows. Raises OSError, of which ssl.SSLError is one."""
+    (target, scheme), own = _service(kit), certificate(kit)
+    host, _, port = target.rpartition(":")
+    context = ssl.create_default_context(cafile=kit / "startup" / "rootCA.pem")
+    context.load_cert_chain(own, own.with_suffix(".key"))
+    proxy = proxy_of(host) if scheme == "grpc" else ""
+    with _reached(host, int(port), proxy) as plain, context.wrap_socket(plain, server_hostname=host) as link:
+        return x509.load_der_x509_certificate(link.getpeercert(binary_form=True) or b"")
+
+
+def proxy_of(host: str) -> str:
+    """Return the proxy that gRPC takes from the environment for a host, "" for none."""
+    without, proxy = (next((os.environ[n] for n in names if os.environ.get(n)), "") for names in (NO_PROXIES, PROXIES))
+    ends = [end for one in without.split(",") if (end := one.strip())]
+    return "" if host.endswith(tuple(ends)) else proxy
+
+
+def _reached(host: str, port: int, proxy: str) -> socket.socket:
+    """Return a connection to the server, where there is a proxy by its CONNECT. Raises OSError."""
+    if not proxy:
+        return socket.create_connection((host, port), timeout=PATIENCE)
+    try:
+        place = urlsplit(proxy)
+        (place.hostname or "").encode("idna")  # else the connection fails at it with an error of its own
+        link = HTTPConnection(place.hostname or "", place.port, timeout=PATIENCE)
+    except (ValueError, InvalidURL):
+        raise OSError("https_proxy: not http://HOST:PORT or http://USER:PASSWORD@HOST:PORT") from None
+    login = f"{unquote(place.username or '')}:{unquote(place.password or '')}".encode()
+    link.set_tunnel(host, port, {"Proxy-Authorization": f"Basic {b64encode(login).decode()}"} if place.username else {})
+    try:
+        link.connect()
+    except HTTPException as error:
+        raise OSError(f"the proxy's answer is none ({type(error).__name__})") from None
+    return link.sock
+
+
+def check_time(kit: Path) -> None:
+    """Raise ConfigError where now is not in the time of a kit's certificate, of which FLARE has only OpenSSL's words."""
+    try:
+        own = load_crt(certificate(kit))
+    except ValueError:
+        raise ConfigError(f"{certificate(kit)}: not a certificate; restore the kit") from None
+    if not own.not_valid_before_utc <= datetime.now(UTC) <= own.not_valid_after_utc:
+        found = next(examine_own(kit))
+        raise ConfigError(f"{kit}: {found.found}; {found.remedy}")
+
+
+def why_no_connection(kit: Path) -> str:
+    """Return what keeps a kit from the server's address, with a remedy; "" where nothing does. Raises ConfigError."""
+    found = _shown(kit)
+    return f"{found.found}; {found.remedy}" if isinstance(found, Finding) else ""
+
+
+def warnings(kit: Path) -> list[str]:
+    """Return a line for each certificate that ends within WARN_DAYS, of a person's kit and of the server it leads to."""
+    found = [*examine_own(kit)]
+    with suppress(OSError):  # of no server the session says it better
+        found.append(examine_expiry("server", server_address(kit), server_certificate(kit), RENEW_SERVER))
+    return [f"{one.check}: {one.found}; {one.remedy or one.advice}" for one in found if one.remedy or one.advice]

@@ -1,0 +1,268 @@
+"""Is this startup kit fit to join? Its signature, policies, certificate and server, after doctor.py's look at the machine."""
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from nvflare.lighter.constants import ProvFileName
+from nvflare.lighter.utils import verify_folder_signature
+
+from consilium.client.approval import approvals
+from consilium.client.machine_check import (
+    Finding,
+    checked,
+    examine_checkpoints,
+    examine_datasets,
+    examine_device,
+    examine_disk,
+    examine_versions,
+)
+from consilium.config.site import SiteConfig, load_site
+from consilium.core.errors import ConfigError
+from consilium.federation.run_folders import STATE
+from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
+from consilium.flare.kit.certificates import examine_own, examine_servers
+from consilium.flare.kit.class_allow_list import CLASSES, KEY, is_ours
+from consilium.flare.kit.kit_hardening import COMM, is_pinned, leaves_callers_folder
+from consilium.flare.kit.local_folder import certificate, kit_name, kit_role, lacking
+from consilium.flare.kit.revocation import is_checked
+from consilium.flare.kit.revocation import read as read_revoked
+from consilium.privacy.accounting.composition import VOID
+from consilium.privacy.ledger import ledger_recovery
+from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy.secagg.certificates import fingerprint
+from consilium.privacy.secagg.roster import public_key
+from consilium.privacy.secagg.sum_ledger import check_whole
+
+GUARD = {"task_data_filters": GuardTaskFilter, "task_result_filters": GuardResultFilter}
+
+
+def examine(kit: Path, job: Path | None = None) -> list[Finding]:
+    """Return all findings about this machine and the startup kit `kit` of a site, or the server's, which has no data.
+
+    With a `job` also whether a step of it fits into the site's memory.
+    """
+    memory = [] if job is None else [checked("memory", lambda: _memory(kit, job))]
+    return [*examine_versions(), *_examine_kit(kit), *memory]
+
+
+def _memory(kit: Path, job: Path) -> Finding | str:
+    from consilium.client.memory_check import examine_memory
+
+    file = kit / "local" / "site.yaml"
+    return examine_memory(job, load_site(file) if file.is_file() else SiteConfig())
+
+
+def _examine_kit(kit: Path) -> Iterator[Finding]:
+    named = checked("startup kit", lambda: f"{kit}: {kit_name(kit)}")
+    yield named
+    if not named.ok:
+        return
+    yield _signature(kit)
+    yield _start_script(kit)
+    yield checked("settings", lambda: _settings(kit))
+    if (role := kit_role(kit)) is not None:
+        yield from _policies(kit, role)
+        yield checked("components", lambda: _components(kit, role))
+    yield from examine_own(kit)
+    if kit_role(kit) == "server":
+        yield checked("revocation", lambda: _revocation(kit))
+    if kit_role(kit) == "site":
+        yield checked("fingerprint", lambda: f"{_fingerprint(kit)} (for others' secure_aggregation.partners)")
+        yield from _site(kit)
+        yield checked("server", lambda: examine_servers(kit))
+
+
+def _fingerprint(kit: Path) -> str:
+    return fingerprint(public_key(certificate(kit).read_text(encoding="utf-8")))
+
+
+def _signature(kit: Path) -> Finding:
+    startup = kit / "startup"
+    if not (startup / ProvFileName.SIGNATURE_JSON).is_file():
+        return Finding(
+            "signature", "none, as in a kit made by `nvflare package`; certificates protect connections all the same"
+        )
+    whole = verify_folder_signature(str(startup), str(startup / "rootCA.pem"), True, ProvFileName.SIGNATURE_JSON)
+    return Finding(
+        "signature", "startup/ is as it was made" if whole else "startup/ was altered", "" if whole else "restore it"
+    )
+
+
+def _start_script(kit: Path) -> Finding:
+    if leaves_callers_folder(kit / "startup"):
+        return Finding("start script", "starts Python in an empty folder of the kit")
+    remedy = (
+        "run `consilium allow KIT`, or, where startup/ is signed, start it from an empty folder; the hub can make a new kit"
+    )
+    return Finding("start script", "loads Python modules from the folder it is called in", remedy)
+
+
+def _settings(kit: Path) -> Finding:
+    if is_pinned(kit):
+        narrow = "grpc" not in _json(kit / COMM)
+        advice = f"{COMM} has nothing of gRPC: 49 sites at a server at most, and no keep-alives. Add `grpc` as in a new kit's"
+        return Finding("settings", "a job cannot bring its own for connections or resources", advice=advice if narrow else "")
+    return Finding("settings", "a job could bring its own for connections, and code with them", "run `consilium allow KIT`")
+
+
+def _policies(kit: Path, role: str) -> Iterator[Finding]:
+    """Yield what the policy files allow. A file that is missing is FLARE's default, which allows too much."""
+    local = kit / "local"
+    yield checked("allow-list", lambda: _allow_list(_json(local / "resources.json"), role))
+    yield checked("rights", lambda: _rights(_json(local / "authorization.json")))
+    if role == "site":
+        yield checked("log streaming", lambda: _log_streaming(_json(local / "resources.json")))
+        yield checked("privacy scope", lambda: _scope(_json(local / "privacy.json")))
+
+
+def _allow_list(resources: dict[str, Any], role: str) -> Finding | str:
+    """Return whether exactly the role's classes of ours are listed; every name on the list is any job's to call."""
+    listed, mode = resources.get(KEY, []), resources.get("class_list_enforcement_mode", "enforce")
+    if not isinstance(listed, list) or not all(isinstance(entry, str) for entry in listed):
+        return Finding("allow-list", f"{KEY} is no list of names", "restore it from local/resources.json.default")
+    if mode != "enforce":
+        return Finding("allow-list", f"lets every class run (mode {mode})", "set class_list_enforcement_mode to enforce")
+    if wide := [entry for entry in listed if _is_prefix(entry)]:
+        remedy = f"run `consilium allow KIT`; {_needs(role)}" if is_ours(wide[0]) else "name single classes"
+        return Finding("allow-list", f"{wide[0]!r} is a prefix: a job can call any name under it, with any arguments", remedy)
+    if wrong := sorted({entry for entry in listed if is_ours(entry)} ^ set(CLASSES[role])):
+        what = "is missing" if wrong[0] in CLASSES[role] else f"is none that a {role} needs"
+        return Finding("allow-list", f"{wrong[0]!r} {what}", f"run `consilium allow KIT`; {_needs(role)}")
+    others = [entry for entry in listed if not is_ours(entry)]
+    found = f"just the classes of ours that a {role} needs, enforced"
+    if not others:
+        return found
+    first = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
+    advice = (
+        f"any job can use {len(others)} classes of others, and some go past our guard: remove those you do not need ({first})"
+    )
+    return Finding("allow-list", found, advice=advice)
+
+
+def _needs(role: str) -> str:
+    return f"a {role} needs {', '.join(CLASSES[role])}"
+
+
+def _is_prefix(entry: str) -> bool:
+    """Tell whether an entry lets a job call more than itself: FLARE takes a module's name for all that is in it."""
+    if entry == "*" or entry.endswith("."):
+        return True
+    try:
+        return find_spec(entry) is not None
+    except (ImportError, ValueError, AttributeError):  # no module of that name: a class in one
+        return False
+
+
+def _log_streaming(resources: dict[str, Any]) -> Finding | str:
+    if resources.get("allow_log_streaming", True):
+        remedy = "set allow_log_streaming to false: error logs may name patients' files"
+        return Finding("log streaming", "on: error logs go to the server", remedy)
+    return "off"
+
+
+def _scope(privacy: dict[str, Any]) -> Finding | str:
+    scopes = privacy.get("scopes", [])
+    if [scope.get("name") for scope in scopes] != [privacy.get("default_scope")]:
+        remedy = "keep one scope and name it in default_scope: a job's author may choose among several"
+        return Finding("privacy scope", f"{len(scopes)} scopes, default {privacy.get('default_scope')!r}", remedy)
+    for chain, wanted in GUARD.items():
+        path = f"{wanted.__module__}.{wanted.__name__}"
+        if path not in [one.get("path") for one in scopes[0].get(chain, [])]:
+            return Finding(
+                "privacy scope", f"{chain} is without {wanted.__name__}", f"add {path}: without it no guard is forced"
+            )
+    return f"{privacy['default_scope']}: the only one, with the guard"
+
+
+def _rights(authorization: dict[str, Any]) -> Finding | str:
+    for role, rights in authorization.get("permissions", {}).items():
+        for right in ("byoc", "shell_commands"):
+            if (given := rights if isinstance(rights, str) else rights.get(right, "none")) != "none":
+                remedy = f"set {right} to none, or that person's code runs here and can go round the guard"
+                return Finding("rights", f"{role} has {right}: {given}", remedy)
+    return "no job brings code (BYOC), nobody has a shell"
+
+
+def _site(kit: Path) -> Iterator[Finding]:
+    file, site = kit / "local" / "site.yaml", SiteConfig()
+    found = checked("site.yaml", lambda: _describe(load_site(file)))
+    yield found
+    if found.ok:
+        site = load_site(file)
+        yield checked("approval", lambda: _approval(site, kit / "local"))
+        yield checked("privacy ledger", lambda: _ledger(site, kit))
+        yield checked("ledger of sums", lambda: _sums(site, kit))
+        yield from examine_datasets(site)
+        yield from examine_checkpoints(site)
+    yield examine_device(site, _promised_gpus(kit))
+    yield examine_disk(site.state or kit)
+
+
+def _ledger(site: SiteConfig, kit: Path) -> Finding | str:
+    """Return what the ledger holds, and how much of it is void. Raises RefusedError where rows are lost: no job would run."""
+    root = site.state or kit / STATE
+    ledger = Ledger(site.privacy.ledger_in(root))
+    ledger_recovery.check(root, ledger)
+    found = f"{len(ledger.seals())} rows, all that the records of what left know of"
+    void = [entry for entry in ledger.entries() if entry.is_void]
+    if not void:
+        return found
+    jobs = ", ".join(sorted({entry.job for entry in void}))
+    advice = f"{len(void)} rows (jobs {jobs}) are {VOID}. They still count. Treat what these jobs released as without noise"
+    return Finding("privacy ledger", found, advice=advice)
+
+
+def _sums(site: SiteConfig, kit: Path) -> str:
+    """Return what the ledger of sums holds. Raises RefusedError where lines are lost: no job without noise would run masked."""
+    return f"{check_whole(site.state or kit / STATE)} lines, all that the records of what left know of"
+
+
+def _describe(site: SiteConfig) -> str:
+    budgets = {unit: f"epsilon {b.epsilon:g} at delta {b.delta:g}" for unit, b in site.privacy.budgets.items()}
+    return "budget " + ", ".join(f"{u} {b}" for u, b in budgets.items()) if budgets else "no budget: jobs without privacy run"
+
+
+def _approval(site: SiteConfig, local: Path) -> Finding | str:
+    """Return whether jobs need the administrator's approval, which code in a job (BYOC) could go round."""
+    if site.approve is None:
+        return "not needed: any job of a person who may submit runs, within these policies"
+    if not (rights := checked("rights", lambda: _rights(_json(local / "authorization.json")))).ok:
+        return Finding("approval", f"by digest, but {rights.found}", "set byoc to none: a job's code runs before it is checked")
+    return f"by digest; {len(approvals(local))} jobs are approved"
+
+
+def _promised_gpus(kit: Path) -> int:
+    try:
+        components = _json(kit / "local" / "resources.json").get("components", [])
+    except ConfigError:  # reported with the policies
+        return 0
+    return sum(one.get("args", {}).get("num_of_gpus", 0) for one in components)
+
+
+def _revocation(kit: Path) -> Finding | str:
+    """Return whether the server looks at revoked credentials, and whose there are."""
+    if not is_checked(kit):
+        return Finding("revocation", "the server takes revoked credentials", "run `consilium allow KIT`, then restart it")
+    return f"{len(read_revoked(kit / 'local'))} names have had their credentials revoked"
+
+
+def _components(kit: Path, role: str) -> Finding | str:
+    """Return whether all of ours run in the kit's own process that a kit of this version has."""
+    missing = lacking(kit, role)
+    if not missing or (role == "server" and not is_checked(kit)):  # the revocation's line says it then
+        return "all of this version"
+    return Finding("components", f"without {', '.join(missing)}", advice="run `consilium allow KIT`, then restart it")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); run `consilium provision SITES_YML --local KIT`"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON ({error}); fix the place named") from None

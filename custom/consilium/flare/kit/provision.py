@@ -1,0 +1,133 @@
+"""Startup kits: FLARE's provisioning with a builder of ours that writes every kit's local/ and signs its startup/."""
+
+import io
+import shutil
+from collections.abc import Collection
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import yaml
+from nvflare.fuel.f3.comm_config import VarName
+from nvflare.lighter.constants import CommConfigArg, CtxKey, PropKey, ProvFileName
+from nvflare.lighter.entity import Participant, Project
+from nvflare.lighter.prov_utils import prepare_builders
+from nvflare.lighter.provision import prepare_project
+from nvflare.lighter.provisioner import Provisioner
+from nvflare.lighter.spec import Builder, ProvisionContext
+from nvflare.lighter.utils import sign_folders
+
+from consilium.config.deployment import DeploymentConfig, load_deployment
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.storage import write_atomic
+from consilium.flare.kit.kit_hardening import leave_callers_folder, pin_settings
+from consilium.flare.kit.local_folder import find_entry, write_local
+from consilium.flare.kit.root_keys import add_bridge, former_root
+
+
+class KitBuilder(Builder):
+    """Put it after FLARE's CertBuilder. `sites`: the sites.yml, from the working directory where its path is relative.
+
+    FLARE 2.9 signs no ordinary kit; with the signatures written here a server or site refuses to start once its
+    certificates or connection settings were altered. local/ is not signed: it belongs to the hospital.
+    """
+
+    def __init__(self, sites: str) -> None:
+        self.sites = Path(sites)
+
+    def build(self, project: Project, ctx: ProvisionContext) -> None:
+        """Write local/ of the server and every site and close their kits to jobs, then sign startup/ of all."""
+        deployment = load_deployment(self.sites)
+        for participant in (project.get_server(), *project.get_clients()):
+            local = Path(ctx.get_local_dir(participant))
+            write_local(local, find_entry(deployment, participant.name, self.sites))
+            pin_settings(local.parent, _behind_a_relay(participant))
+        former = former_root(Path(ctx.get_state_dir()))
+        for participant in project.get_all_participants():
+            startup, key = Path(ctx.get_kit_dir(participant)), ctx[CtxKey.ROOT_PRI_KEY]
+            leave_callers_folder(startup)
+            if former:
+                key = add_bridge(startup, former, participant == project.get_server()) or key
+            sign_folders(str(startup), key, signature_file=ProvFileName.SIGNATURE_JSON)
+
+
+def _behind_a_relay(participant: Participant) -> dict[str, int]:
+    """Return what FLARE's own comm_config.json says of a site that a project.yml puts behind a relay: no line past it."""
+    generation = participant.get_prop(PropKey.COMM_CONFIG_ARGS, {}).get(CommConfigArg.CONN_GEN)
+    return {VarName.BACKBONE_CONN_GEN: generation} if generation else {}
+
+
+def project_of(deployment: DeploymentConfig, sites: Path) -> dict[str, Any]:
+    """Return FLARE's project.yml of a deployment, as a plain map; `sites` is what the builder will read."""
+    server = deployment.server
+    people = [{"name": a.name, "type": "admin", "org": a.org, "role": a.role} for a in deployment.admins]
+    hosts = {"default_host": server.name, "host_names": list(server.hosts)}
+    host = {"name": server.name, "type": "server", "org": server.org, "fed_learn_port": server.port} | hosts
+    builders = [
+        ("nvflare.lighter.impl.workspace.WorkspaceBuilder", {}),
+        ("nvflare.lighter.impl.static_file.StaticFileBuilder", {"config_folder": "config", "scheme": deployment.scheme}),
+        ("nvflare.lighter.impl.cert.CertBuilder", {"root_valid_days": deployment.valid_days}),
+        ("consilium.flare.kit.provision.KitBuilder", {"sites": str(sites)}),
+    ]
+    return {
+        "api_version": 3,
+        "name": deployment.name,
+        "participants": [host, *({"name": s.name, "type": "client", "org": s.org} for s in deployment.sites), *people],
+        "builders": [{"path": path, "args": args} for path, args in builders],
+    }
+
+
+def provision(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
+    """Make the startup kits of `names`, all of a sites.yml by default, under `folder`; return the folder that holds them.
+
+    `folder`/NAME/state has the project's root key: whoever has it can make certificates. A second run keeps it and
+    makes new kits beside the old. Raises ConfigError, also for `names` without a project there, to which they would not
+    belong; or ConsiliumError with FLARE's reason.
+    """
+    deployment = load_deployment(sites)
+    check_names(deployment, names, sites)
+    state = folder / deployment.name / "state" / "cert.json"
+    if names and not state.is_file():
+        raise ConfigError(f"--only: {state}: not there; give the folder that `consilium provision -o` made all kits in")
+    raw = project_of(deployment, sites.resolve())
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / "project.yml", yaml.safe_dump(raw, sort_keys=False).encode())
+    log = _Log()
+    wanted = {deployment.server.name, *names}  # every kit says where the server is
+    if names:
+        raw["participants"] = [one for one in raw["participants"] if one["name"] in wanted]
+    try:
+        project = prepare_project(raw)
+    except ValueError as error:
+        raise ConfigError(f"{sites}: {error}") from None
+    with redirect_stderr(io.StringIO()):  # FLARE prints a traceback of what it also logs
+        context = Provisioner(str(folder.resolve()), prepare_builders(raw)).provision(project, logger=log)
+    if context.get(CtxKey.BUILD_ERROR):
+        raise ConsiliumError(f"{sites}: no kits were made: {' '.join(log.errors)}")
+    Path(context.get_state_dir()).chmod(0o700)
+    kits = Path(context.get_result_location())
+    if names and deployment.server.name not in names:
+        shutil.rmtree(kits / deployment.server.name)
+    return kits
+
+
+def check_names(deployment: DeploymentConfig, names: Collection[str], sites: Path) -> None:
+    """Raise ConfigError for a name that is no participant's in the sites.yml."""
+    known = {entry.name for entry in deployment.entries()}
+    if unknown := sorted(set(names) - known):
+        raise ConfigError(f"--only: {sites}: none is named {unknown[0]!r}; give one of {', '.join(sorted(known))}")
+
+
+class _Log:
+    """Keeps FLARE's errors instead of printing everything."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+
+    def error(self, message: str) -> None:
+        self.errors.append(message)
+
+    def info(self, message: str) -> None:
+        """Drop it."""
+
+    debug = warning = info

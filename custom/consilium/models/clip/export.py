@@ -1,0 +1,93 @@
+"""CLIP-like classifiers as `transformers` folders."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import ViTForImageClassification
+
+from consilium.core.storage import PUBLIC, write_atomic
+from consilium.models.clip import ClipConfig
+from consilium.models.clip.network import PIXEL_MEAN, PIXEL_STD, ClipClassifier
+from consilium.models.export import save_pretrained
+
+BILINEAR = 2  # as PIL counts filters
+_VIT = """import torch
+from transformers import AutoModelForImageClassification
+
+model = AutoModelForImageClassification.from_pretrained(".").eval()
+"""
+_CLIP = """import torch
+from safetensors.torch import load_file
+from transformers import AutoModel
+
+tower = AutoModel.from_pretrained(".").eval()
+head = torch.nn.Linear({width}, {outputs})
+head.load_state_dict(load_file("head.safetensors"))
+"""
+_LOGITS = """mean = 255 * torch.tensor({mean}).view(3, 1, 1)
+std = 255 * torch.tensor({std}).view(3, 1, 1)
+
+
+@torch.no_grad()
+def logits(images):
+    \"\"\"Map RGB pictures (N, 3, {size}, {size}) in 0..255 to class logits (N, {outputs}).\"\"\"
+    return {answer}
+"""
+
+
+def save(folder: Path, model: ClipClassifier, config: ClipConfig, task: Any) -> str:
+    """See Saved. A ViT becomes a ViTForImageClassification; CLIP's own has no such class, so its head gets a file."""
+    size, outputs = config.image_size, model.head.out_features
+    _save_processor(folder, size, "CLIPImageProcessor" if config.variant == "clip" else "ViTImageProcessor")
+    pixels = {"mean": list(PIXEL_MEAN), "std": list(PIXEL_STD), "size": size, "outputs": outputs}
+    if config.variant == "clip":
+        save_pretrained(folder, model.vision_model)
+        save_file({n: t.detach().cpu().contiguous() for n, t in model.head.state_dict().items()}, folder / "head.safetensors")
+        about = "`AutoModel` loads the vision tower; the head, on its `pooler_output`, is head.safetensors."
+        begin, answer = (
+            _CLIP.format(width=model.head.in_features, outputs=outputs),
+            "head(tower((images - mean) / std).pooler_output)",
+        )
+    else:
+        save_pretrained(folder, _as_vit(model, getattr(task, "classes", None)))
+        about = "A `transformers` folder: `AutoModelForImageClassification` loads it."
+        begin, answer = _VIT, "model((images - mean) / std).logits"
+    return f"{about}\n\n```python\n{begin}{_LOGITS.format(answer=answer, **pixels)}```\n"
+
+
+@torch.no_grad()
+def _as_vit(model: ClipClassifier, classes: list[str] | None) -> ViTForImageClassification:
+    """Return the same as a ViTForImageClassification: projection and head, both linear, become one."""
+    tower: Any = model.vision_model
+    head = model.head
+    config = type(tower.config)(**tower.config.to_dict())
+    names = classes or [f"output {number}" for number in range(head.out_features)]
+    config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
+    whole = ViTForImageClassification(config)
+    projection = model.projection.weight if isinstance(model.projection, nn.Linear) else None
+    weight: Tensor = head.weight if projection is None else (head.weight.double() @ projection.double()).float()
+    own = {f"vit.{name}": tensor for name, tensor in tower.state_dict().items()}
+    whole.load_state_dict(own | {"classifier.weight": weight, "classifier.bias": head.bias})
+    return whole.eval()
+
+
+def _save_processor(folder: Path, size: int, kind: str) -> None:
+    """Write what AutoImageProcessor reads: stretch to a square, scale, normalize."""
+    settings = {
+        "image_processor_type": kind,
+        "do_resize": True,
+        "size": {"height": size, "width": size},
+        "resample": BILINEAR,
+        "do_center_crop": False,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": PIXEL_MEAN,
+        "image_std": PIXEL_STD,
+        "do_convert_rgb": True,
+    }
+    write_atomic(folder / "preprocessor_config.json", json.dumps(settings, indent=1).encode(), PUBLIC)

@@ -1,0 +1,126 @@
+"""A frozen base in half the memory: its linear layers' weights kept as bfloat16, or in less still; see quantized.py.
+
+Autocast makes a bfloat16 copy of a float32 weight in every step and keeps it for the backward pass: a frozen base costs 6 bytes
+a number. Kept as bfloat16 it costs 2, and what is computed under `precision: bf16` is the same, bit for bit. All that trains
+(adapters, heads, decoders), norms and embeddings stay float32.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from consilium.core.errors import ConfigError
+from consilium.models.custom_weight_access import architectures, is_read
+
+QUANTIZED = frozenset({"nf4", "int8"})
+"""Types that bitsandbytes keeps; see quantized.py."""
+BLOCK = 64
+"""Numbers that share a scale in NF4, counted through a whole weight, from row to row."""
+
+
+class StoredLinear(nn.Linear):
+    """A linear layer whose weight is of another type than what it computes with: cast at each use, but not under autocast."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (..., out) of input (..., in), in its type or autocast's."""
+        if torch.is_autocast_enabled(input.device.type):
+            return F.linear(input, self.weight, self.bias)
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return F.linear(input, self.weight.to(input.dtype), bias)
+
+
+def computing(input: Tensor) -> torch.dtype:
+    """Return the type in which a quantized layer computes: autocast's, or that of what comes in.
+
+    Raises ConfigError for integers, which a model has cast to the type of a weight's bytes.
+    """
+    if not input.is_floating_point():
+        raise ConfigError("model.dtype: this model casts numbers to the type of a layer's weight; use bf16 or fp32")
+    kind = input.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+
+
+def store(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> nn.Module:
+    """Keep the plain linear layers of `model` as `dtype`, see ModelConfig, in place, but for those `trained`; return it.
+
+    A layer that shares its weight with another module (an output layer with the embedding) stays as it is. Raises ConfigError
+    for nf4 and int8 where bitsandbytes is missing.
+    """
+    if dtype != "fp32":
+        replace(model, trained, dtype, _quantizer(dtype) if dtype in QUANTIZED else None)
+    return model
+
+
+def replace(model: nn.Module, trained: Iterable[Tensor], dtype: str, quantize: Callable[[nn.Linear, str], None] | None) -> None:
+    """Keep the frozen linear layers as bfloat16, or as `quantize` does, in place.
+
+    A layer that writes the output is not quantized: it counts most, and Mamba-2 and xLSTM cast what goes into it to its type.
+    """
+    outputs = _outputs(model)
+    for layer in frozen_linear(model, trained):
+        if quantize is not None and id(layer) not in outputs:
+            quantize(layer, dtype)
+        else:
+            layer.to(torch.bfloat16)
+            layer.__class__ = StoredLinear
+
+
+def _outputs(model: nn.Module) -> set[int]:
+    """Return the ids of the modules that write a model's output, with what is in them: an adapter may be around the layer."""
+    found = [cast(Any, m).get_output_embeddings() for m in model.modules() if hasattr(m, "get_output_embeddings")]
+    return {id(part) for output in found if output is not None for part in output.modules()}
+
+
+def frozen_linear(model: nn.Module, trained: Iterable[Tensor]) -> list[nn.Linear]:
+    """Return the plain linear layers of which nothing is `trained`, shared, or read by the model's own code."""
+    kept = {id(tensor) for tensor in trained}
+    holders: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    found, architecture = list[nn.Linear](), architectures(model)
+    for name, module in model.named_modules():
+        own = [id(parameter) for parameter in module.parameters(recurse=False)]
+        plain = type(module) is nn.Linear and not is_read(name, architecture)
+        if plain and kept.isdisjoint(own) and all(holders[one] == 1 for one in own):
+            found.append(cast(nn.Linear, module))
+    return found
+
+
+def require_stored(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> None:
+    """Raise ConfigError where `store` would leave over half of the frozen numbers as they are, embeddings aside.
+
+    So it is with experts that are one block of numbers. And for quantized types where the model's code scales weights in place.
+    """
+    if dtype == "fp32":
+        return
+    if dtype in QUANTIZED and "rwkv" in architectures(model):
+        raise ConfigError(f"model.dtype: {dtype!r}: RWKV's code rescales its weights before it scores; use bf16")
+    kept = list(trained)
+    linear = {id(layer.weight) for layer in frozen_linear(model, kept)}
+    aside = {id(tensor) for tensor in kept} | {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    sizes = {n: (p.numel(), id(p) in linear) for n, p in model.named_parameters() if p.ndim > 1 and id(p) not in aside}
+    left = {name: size for name, (size, stored) in sizes.items() if not stored}
+    if 2 * sum(left.values()) > (whole := sum(size for size, _ in sizes.values())):
+        share, largest = 100 * sum(left.values()) // whole, max(left, key=left.__getitem__)
+        what = f"{share} % of what is frozen is in no linear layer ({largest} and the like)"
+        raise ConfigError(f"model.dtype: {dtype!r}: {what} and would stay float32; use fp32")
+
+
+def require_library(dtype: str) -> None:
+    """Raise ConfigError for nf4 and int8 where bitsandbytes is missing."""
+    if dtype in QUANTIZED:
+        _quantizer(dtype)
+
+
+def _quantizer(dtype: str) -> Callable[[nn.Linear, str], None]:
+    try:
+        from consilium.models.quantized import quantize
+    except Exception as error:  # bitsandbytes may be missing, or fail at its own libraries while it loads
+        why = " ".join(str(error).split())[:120]
+        what = f"model.dtype: {dtype!r}: bitsandbytes cannot be loaded here ({why})"
+        raise ConfigError(f"{what}; pip install 'consilium[quant]', or use bf16") from None
+    return quantize

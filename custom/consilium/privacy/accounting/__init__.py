@@ -1,0 +1,1 @@
+"""Epsilon: accountants, composition, calibration of noise."""

@@ -1,0 +1,138 @@
+"""What a release may hold: declared names, shared tensors in the shapes they came in, finite values; and its geometry."""
+
+from collections.abc import Set
+from typing import Literal
+
+import torch
+
+from consilium.adapters.names import factor
+from consilium.config.job import JobConfig
+from consilium.config.privacy import HospitalPrivacyPolicy
+from consilium.core.errors import ConfigError, RefusedError
+from consilium.core.linalg.together import unusable
+from consilium.core.messages import Payload, Tensors
+from consilium.core.seeding import seed_for
+from consilium.privacy import mechanism
+from consilium.privacy.discrete_gaussian import Bits
+from consilium.privacy.distributed_noise import add_share
+from consilium.privacy.plan import Plan
+from consilium.privacy.randomness import Randomness, secret_bytes
+from consilium.strategies.strategy import Role, Strategy
+
+
+def check_upload(payload: Payload, strategy: Strategy, metrics: Set[str]) -> None:
+    """Raise RefusedError unless every tensor is SHARED in this phase, finite, and every scalar and metric is declared."""
+    for name in payload.tensors:
+        if (role := _role(strategy, name, payload)) is not Role.SHARED:
+            whose = role or "none of the adapter's"
+            raise RefusedError(f"release: tensor {name!r} is {whose}, only shared tensors may leave; nothing was sent")
+    if wrong := unusable(payload.tensors):
+        raise RefusedError(f"release: tensor {wrong[0]!r} has NaN or Inf; nothing was sent; lower training.lr")
+    for kind, given, known, where in (
+        ("scalar", payload.scalars, strategy.upload_scalars, "the strategy's upload_scalars"),
+        ("metric", payload.metrics, metrics, "the task's metric_names"),
+    ):
+        if extra := sorted(given.keys() - known):
+            what = f"{kind} {extra[0]!r} is not declared, so it may not leave"
+            raise RefusedError(f"release: {what}; nothing was sent; declare it in {where}")
+        if wrong := sorted(name for name, value in given.items() if type(value) is not float):
+            raise RefusedError(f"release: {kind} {wrong[0]!r} is no plain number; nothing was sent; write float(...)")
+
+
+def _role(strategy: Strategy, name: str, payload: Payload) -> Role | None:
+    """Return a tensor's role; None for a name that the strategy cannot place."""
+    try:
+        return strategy.role(name, payload.round, payload.phase)
+    except ConfigError:
+        return None
+
+
+def upload_shapes(strategy: Strategy, sent: Payload) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every tensor that a site uploads in answer to `sent`: the shared ones, as they came."""
+    names = strategy.names(sent.tensors, Role.SHARED, sent.round, sent.phase)
+    return {name: tuple(sent.tensors[name].shape) for name in names}
+
+
+def check_complete(who: str, strategy: Strategy, result: Payload, sent: Payload) -> None:
+    """Raise RefusedError unless tensors are exactly those of the phase, in shape: clipping is joint over all of them."""
+    if result.scalars:
+        raise RefusedError(f"{who}: scalar {min(result.scalars)!r} would leave without noise; nothing was sent")
+    expected = upload_shapes(strategy, sent)
+    found = {name: tuple(tensor.shape) for name, tensor in result.tensors.items()}
+    if wrong := sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n)):
+        shapes = f"{found.get(wrong[0])}, expected {expected.get(wrong[0])}"
+        raise RefusedError(f"{who}: tensor {wrong[0]!r} has shape {shapes}; nothing was sent")
+
+
+def source(policy: HospitalPrivacyPolicy, site: str, result: Payload) -> Randomness:
+    """Return where a release's noise comes from: a secret stream, or the one that a seed of the policy repeats."""
+    seed = policy.noise_seed
+    return Randomness.of(None if seed is None else seed_for(seed, site, result.round, result.phase))
+
+
+def sent_as_sums(config: JobConfig) -> bool:
+    """Return whether the server sees sums of sites only, so that sites send whole units of coordinates that all share."""
+    privacy, masked = config.privacy, config.secure_aggregation is not None
+    return privacy is not None and (privacy.trust == "distributed" or (privacy.trust == "central" and masked))
+
+
+def privatized(
+    plan: Plan,
+    update: Tensors,
+    maps: dict[str, mechanism.Geometry],
+    bits: Bits = secret_bytes,
+    as_sums: bool = False,
+) -> tuple[Tensors, mechanism.Outcome]:
+    """Return an update clipped and noised as the plan says. Raises RefusedError for one that the plan did not count.
+
+    `as_sums`: these are whole units of the grid (int64), of whitened coordinates where a tensor has a peer, and
+    `mechanism.restored` is what the server makes of their mean. Else they are an update, in the type in which it came.
+    """
+    plan.check_count(update)
+    if plan.by_step:
+        return _step_with_share(plan, update, bits)
+    deviation = 0 if plan.config.trust == "central" else plan.share(_count(update))
+    released, outcome = mechanism.privatize(update, maps, plan.config.clip, deviation, bits, plan.by_tensor)
+    if as_sums:
+        return released, outcome
+    return {n: t.to(update[n].dtype) for n, t in mechanism.restored(maps, mechanism.in_reals(released)).items()}, outcome
+
+
+def _step_with_share(plan: Plan, clean: Tensors, bits: Bits) -> tuple[Tensors, mechanism.Outcome]:
+    """Return a step's sum with a share of noise. It comes as integers: training has clipped and rounded every unit's part."""
+    if any(tensor.dtype is not torch.int64 for tensor in clean.values()):
+        raise RefusedError("release: a step's sum is not in whole units of the grid; nothing was sent")
+    released = add_share(clean, plan.share(_count(clean)), bits)
+    told, sent = mechanism.in_reals(clean), mechanism.in_reals(released)
+    return released, mechanism.outcome_of(told, told, sent, plan.site_noise)
+
+
+def _count(tensors: Tensors) -> int:
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def noised_sum(plan: Plan, sums: Tensors, bits: Bits = secret_bytes) -> Tensors:
+    """Return a sum of sites' clipped coordinates (int64, units) with the server's noise, which is all of it (trust central)."""
+    return add_share(sums, plan.share(_count(sums)), bits)
+
+
+def geometries(
+    strategy: Strategy, config: JobConfig, update: Tensors, public: Tensors, round: int, phase: int
+) -> dict[str, mechanism.Geometry]:
+    """Return the whitening of every tensor that has a peer, from the `public` values. Raises RefusedError without them.
+
+    Where only a sum of sites' coordinates is seen, they are those of the symmetric root, which all sites share. Gradients of
+    DP-SGD are clipped as they are, so they have none.
+    """
+    maps: dict[str, mechanism.Geometry] = {}
+    if config.dpsgd is not None:
+        return maps
+    summed = sent_as_sums(config)
+    for name in update:
+        if (peer := strategy.peer(name, round, phase)) is None:
+            continue
+        if peer not in public or not torch.isfinite(public[peer]).all() or strategy.role(peer, round, phase) is Role.LOCAL:
+            raise RefusedError(f"release: {peer!r}, the public peer of {name!r}, is missing or unusable; nothing was sent")
+        side: Literal["left", "right"] = "right" if factor(name) == "B" else "left"
+        maps[name] = mechanism.geometry(public[peer], side, config.adapter.product_scaling, summed)
+    return maps

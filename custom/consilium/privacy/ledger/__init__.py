@@ -1,0 +1,1 @@
+"""A site's privacy ledger: entries, audit, recovery."""

@@ -1,0 +1,309 @@
+"""The site's side of secure aggregation in one run: hello, prepare, mask, confirm, reveal, or cancel; each of them once.
+
+The server is believed in nothing: every question is checked against what this site knows itself. What a step is for, and in
+which order steps come, is the protocol's (see __init__); why a refusal protects the site stands at each.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from consilium.config.job import JobConfig
+from consilium.config.secure_aggregation import most_weight, without_noise
+from consilium.core.errors import Reason
+from consilium.core.messages import Payload, Tensors
+from consilium.privacy.randomness import secret_bytes
+from consilium.privacy.secagg import arithmetic, sealing, shamir
+from consilium.privacy.secagg.arithmetic import Layout, Words
+from consilium.privacy.secagg.certificates import Identity
+from consilium.privacy.secagg.former_attempts import TRAINED, check_past, is_open, note_proved, note_trained
+from consilium.privacy.secagg.messages import check_cancelled, check_confirmed, check_prepared, check_survivors, read_cohort
+from consilium.privacy.secagg.record import SiteRecord
+from consilium.privacy.secagg.roster import check_roster, entry, public_key
+from consilium.privacy.secagg.signing import canonical, sign
+from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger
+from consilium.privacy.secagg.terms import (
+    Message,
+    Place,
+    Terms,
+    mask_context,
+    names_sent,
+    prepare_context,
+    read_place,
+    refused,
+    same_numbers,
+    terms_of,
+    what_was_sent,
+)
+
+
+class Party:
+    """One site in one run. `run` names it; `record` is its memory of the run, `sums` that of sums without noise in all runs."""
+
+    def __init__(
+        self, identity: Identity, config: JobConfig, run: str, record: SiteRecord, sums: SumLedger | None = None
+    ) -> None:
+        self.identity, self.config, self.run, self.record, self.asks = identity, config, run, record, identity.asks
+        self.name, self.sums, self.summed = identity.name, sums, dict[str, Any]()
+
+    # questions ---------------------------------------------------------------------------------------------------------
+
+    def answer(self, question: Message) -> Message:
+        """Return the answer to any question but training's. Raises RefusedError, and then nothing may be sent."""
+        steps = {"prepare": self._prepare, "confirm": self._confirm, "reveal": self._reveal, "cancel": self._cancel}
+        with self.record.opened() as values:
+            step = question.get("step")
+            if step == "hello":
+                return self._hello(values)
+            if not isinstance(step, str) or step not in steps:
+                raise refused(f"there is no step {str(step)[:40]!r}")
+            return steps[step](values, question)
+
+    def _hello(self, values: dict[str, Any]) -> Message:
+        if "entry" not in values:
+            private = sealing.new_key()
+            found = entry(self.identity, self.config.digest, self.run, sealing.public_of(private))
+            values |= {"key": private.hex(), "entry": found, "roster": {}, "names": {}, "place": None, "attempt": {}}
+            self.record.save()
+        return dict(values["entry"])
+
+    def _prepare(self, values: dict[str, Any], question: Message) -> Message:
+        place, past = read_place(question), question.get("past")
+        question = {key: value for key, value in question.items() if key != "past"}
+        last = _last(values)
+        if last == place:
+            return self.record.once(values["attempt"], "prepare", question, dict)
+        if last is not None and place < last:
+            raise refused(f"attempt {place} is stale, this site is at {last}")
+        self._check_past(values, place, past)
+        keys = self._roster(values, question)
+        cohort = read_cohort(question, self.name, keys, whole=without_noise(self.config))
+        terms = self._terms(len(cohort))
+        if self.sums is not None:
+            self.sums.check(cohort, self._least_shown(terms))
+        context = self._context(place, question, cohort, terms)
+        self._check_attempts(values, place, question, cohort, terms, keys)
+        attempt: dict[str, Any] = {"cohort": cohort, "context": context.hex()}
+        values |= {"place": [place.round, place.phase, place.attempt], "roster": question["roster"], "attempt": attempt}
+        return self.record.once(attempt, "prepare", question, lambda: self._shares(values, attempt, context, terms))
+
+    def _check_past(self, values: dict[str, Any], place: Place, past: Any) -> None:
+        """Raise RefusedError where this site was sent a model in the last phase and nobody has proved that others were too."""
+        if not is_open(values, place):
+            return
+        cohort, before = values["attempt"]["cohort"], {"roster": values["roster"]}
+        terms = terms_of(self.config, len(cohort))
+        keys = self._public_keys(values, values["attempt"])
+        rounds = values[TRAINED]["rounds"]
+        check_past(values, past, terms, keys, lambda one: self._context(one, before, cohort, terms, rounds))
+
+    def _roster(self, values: Mapping[str, Any], question: Message) -> dict[str, rsa.RSAPublicKey]:
+        if "entry" not in values:
+            what = "this site has no key of this run; if its state is lost, it cannot take part in it again"
+            raise refused(what, Reason.LEDGER)
+        about = self.identity, values["entry"], values["roster"], self.config.digest, self.run, self.asks.min_sites
+        return check_roster(question.get("roster"), *about)
+
+    def _terms(self, asked: int) -> Terms:
+        terms = terms_of(self.config, asked)
+        if terms.least < self.asks.min_sites:
+            what = f"a sum may be of {terms.least} sites, under secure_aggregation.min_sites {self.asks.min_sites} of site.yaml"
+            raise refused(what, Reason.POLICY)
+        return terms
+
+    def _least_shown(self, terms: Terms) -> int:
+        """Return how many hospitals must be in all that sums without noise show together."""
+        return max(terms.threshold, self.asks.min_sites)
+
+    def _context(
+        self, place: Place, question: Message, cohort: Iterable[str], terms: Terms, rounds: int | None = None
+    ) -> bytes:
+        return prepare_context(self.config, self.run, place, question["roster"], cohort, terms, rounds)
+
+    def _check_attempts(
+        self,
+        values: Mapping[str, Any],
+        place: Place,
+        question: Message,
+        cohort: list[str],
+        terms: Terms,
+        keys: Mapping[str, rsa.RSAPublicKey],
+    ) -> None:
+        """Raise RefusedError unless the last attempt at this phase can no longer be opened: two sums would show who differs."""
+        last = _last(values)
+        same = last is not None and (last.round, last.phase) == (place.round, place.phase)
+        if last is not None and same and self._context(last, question, cohort, terms).hex() != values["attempt"]["context"]:
+            raise refused("a new attempt asks other sites, or on other terms, than the last")
+        if place.attempt:
+            before = self._context(Place(place.round, place.phase, place.attempt - 1), question, cohort, terms)
+            check_cancelled(question.get("cancelled"), before, cohort, terms, keys)
+
+    def _shares(self, values: Mapping[str, Any], attempt: dict[str, Any], context: bytes, terms: Terms) -> Message:
+        """Draw this attempt's two secrets, share them, and return what all get of them."""
+        private, seed, cohort = sealing.new_key(), secret_bytes(32), attempt["cohort"]
+        pairs = [shamir.share(int.from_bytes(secret, "big"), terms.threshold, terms.asked) for secret in (seed, private)]
+        plain = {name: b"".join(shares[i].to_bytes(shamir.WIDTH, "big") for shares in pairs) for i, name in enumerate(cohort)}
+        attempt |= {"mask_key": private.hex(), "seed": seed.hex(), "own": plain[self.name].hex()}
+        sealed = {
+            name: sealing.seal(self._pair(values, context, name), plain[name], context, self.name, name)
+            for name in cohort
+            if name != self.name
+        }
+        public, committed = sealing.public_of(private), hashlib.sha256(seed).hexdigest()
+        signature = sign(self.identity.key, "prepare", context, self.name.encode(), public.encode(), committed.encode())
+        return {"key": public, "seed": committed, "signature": signature, "shares": sealed}
+
+    def _pair(self, values: Mapping[str, Any], context: bytes, other: str) -> bytes:
+        """Return the key under which this site and another seal shares for each other in this attempt."""
+        public = values["roster"][other]["key"]
+        return sealing.pair_key(bytes.fromhex(values["key"]), public, "seal", context, (self.name, other))
+
+    # training ----------------------------------------------------------------------------------------------------------
+
+    def open(self, payload: Payload, order: Layout) -> Terms:
+        """Check what came with a training task, before anything is trained; return the terms its sum will be on.
+
+        `order`: the layout of the update that answers it. Raises RefusedError, and then nothing may be trained or sent.
+        """
+        question = payload.masking
+        with self.record.opened() as values:
+            attempt = self._attempt(values, question)
+            if (place := read_place(question)) and (place.round, place.phase) != (payload.round, payload.phase):
+                raise refused("masks of another phase")
+            terms, names = terms_of(self.config, len(attempt["cohort"])), names_sent(payload, values["names"])
+            if self.sums is not None:  # another run may have come between
+                self.sums.check(attempt["cohort"], self._least_shown(terms))
+            prepared = check_prepared(question, attempt, self.name, self._public_keys(values, attempt), terms)
+            keys = {name: one["key"] for name, one in prepared.items()}
+            context = mask_context(bytes.fromhex(attempt["context"]), keys, order, what_was_sent(payload, names))
+            for name in keys:
+                if name != self.name:
+                    self._opened(values, attempt, question["shares"], name)
+            values["names"] = names
+            note_trained(values, place, order, what_was_sent(payload, names), self.config.training.rounds)
+            told = {"masks": context.hex(), "parties": keys, "shares": question["shares"]}
+            asked = {**question, "sent": what_was_sent(payload, names), "order": [[n, list(s)] for n, s in order]}
+            self.record.once(attempt, "train", asked, lambda: told)
+            return terms
+
+    def _attempt(self, values: Mapping[str, Any], question: Message) -> dict[str, Any]:
+        """Return what this site knows of the attempt a question is about; it must be the last one, and not cancelled."""
+        if (place := read_place(question)) != _last(values):
+            raise refused(f"attempt {place} is none that this site is in")
+        attempt: dict[str, Any] = values["attempt"]
+        if "cancel" in attempt and question.get("step") != "cancel":
+            raise refused(f"attempt {place} is cancelled here")
+        return attempt
+
+    @staticmethod
+    def _public_keys(values: Mapping[str, Any], attempt: Mapping[str, Any]) -> dict[str, rsa.RSAPublicKey]:
+        return {name: public_key(values["roster"][name]["certificate"]) for name in attempt["cohort"]}
+
+    def _opened(self, values: Mapping[str, Any], attempt: Mapping[str, Any], sealed: Mapping[str, str], name: str) -> bytes:
+        """Return the two shares that another site sealed for this one."""
+        context = bytes.fromhex(attempt["context"])
+        plain = sealing.unseal(self._pair(values, context, name), sealed[name], context, name, self.name)
+        if len(plain) != 2 * shamir.WIDTH:
+            raise refused(f"the shares of {name!r} are none")
+        return plain
+
+    def mask(self, place: Place, integers: Tensors, weight: int) -> Words:
+        """Return this site's masked vector (d + 1,) of an update on the grid; the same again for the same update.
+
+        Raises RefusedError for another update than before, which the same mask would show, and for one over the bound.
+        """
+        with self.record.opened() as values:
+            attempt = self._attempt(values, place.to_dict())
+            told = _answered(attempt, "train")
+            words = arithmetic.flat(integers, weight, self._largest(values, weight))
+            self._add_sum(attempt)
+            numbers = {**integers, "": torch.tensor([weight])}
+            self.record.once(attempt, "masked", {"numbers": same_numbers(numbers)}, dict)
+            words += sealing.mask(bytes.fromhex(attempt["seed"]), len(words))
+            for name, public in told["parties"].items():
+                if name != self.name:
+                    stream = self._stream(attempt, told, name, public, len(words))
+                    words = words + stream if name > self.name else words - stream
+            return words
+
+    def _add_sum(self, attempt: dict[str, Any]) -> None:
+        """Note for all runs, before the update is masked, whom it is summed with; `summed` is for the record of what leaves."""
+        if self.sums is not None:
+            cohort = list(attempt["cohort"])
+            seal = self.sums.add(cohort, self._least_shown(terms_of(self.config, len(cohort))), self.run)
+            self.summed = {"sites": cohort, SEAL: seal}
+
+    def _stream(self, attempt: Mapping[str, Any], told: Mapping[str, Any], name: str, public: str, count: int) -> Words:
+        private, context = bytes.fromhex(attempt["mask_key"]), bytes.fromhex(told["masks"])
+        return sealing.mask(sealing.pair_key(private, public, "mask", context, (self.name, name)), count)
+
+    def room(self) -> float:
+        """Return the largest number that sums have room for."""
+        with self.record.opened() as values:
+            return self._largest(values, 1) * arithmetic.UNIT
+
+    def _largest(self, values: Mapping[str, Any], weight: int) -> int:
+        """Return the largest number that this site may send. Raises RefusedError for a weight that sums have no room for."""
+        section, most = self.config.secure_aggregation, most_weight(self.config)
+        assert section is not None  # terms_of has looked
+        if not 0 < weight <= most:
+            raise refused(f"a weight of {weight} where sums have room for 1 to {most}; set federation.max_weight", Reason.JOB)
+        return arithmetic.limit(section.bound, len(values["roster"]), most)
+
+    # after training ----------------------------------------------------------------------------------------------------
+
+    def _confirm(self, values: dict[str, Any], question: Message) -> Message:
+        attempt = self._attempt(values, question)
+        _answered(attempt, "masked")
+        told, terms = _answered(attempt, "train"), terms_of(self.config, len(attempt["cohort"]))
+        survivors = check_survivors(question, self.name, told["parties"], terms)
+
+        def make() -> Message:
+            attempt["survivors"] = survivors
+            return {"signature": sign(self.identity.key, "confirm", bytes.fromhex(told["masks"]), canonical(survivors))}
+
+        return self.record.once(attempt, "confirm", question, make)
+
+    def _reveal(self, values: dict[str, Any], question: Message) -> Message:
+        """Return shares of the seeds of those whose updates are in the sum, of the mask keys of those whose are not."""
+        attempt = self._attempt(values, question)
+        _answered(attempt, "confirm")
+        told, survivors = _answered(attempt, "train"), attempt["survivors"]
+        terms, context = terms_of(self.config, len(attempt["cohort"])), bytes.fromhex(told["masks"])
+        check_confirmed(question, context, survivors, terms, self._public_keys(values, attempt))
+        note_proved(values)
+
+        def make() -> Message:
+            shares = {name: self._share(values, attempt, told, name, name in survivors) for name in told["parties"]}
+            return {"shares": shares, "signature": sign(self.identity.key, "reveal", context, canonical(shares))}
+
+        return self.record.once(attempt, "reveal", question, make)
+
+    def _share(
+        self, values: Mapping[str, Any], attempt: Mapping[str, Any], told: Mapping[str, Any], name: str, survived: bool
+    ) -> str:
+        """Return one of a site's two shares, never both: together they would open its update alone."""
+        own = name == self.name
+        plain = bytes.fromhex(attempt["own"]) if own else self._opened(values, attempt, told["shares"], name)
+        return (plain[: shamir.WIDTH] if survived else plain[shamir.WIDTH :]).hex()
+
+    def _cancel(self, values: dict[str, Any], question: Message) -> Message:
+        attempt = self._attempt(values, question)
+        if "reveal" in attempt:
+            raise refused("revealed already, so it cannot be cancelled")
+        context = bytes.fromhex(attempt["context"])
+        return self.record.once(attempt, "cancel", question, lambda: {"signature": sign(self.identity.key, "cancel", context)})
+
+
+def _last(values: Mapping[str, Any]) -> Place | None:
+    return Place(*values["place"]) if values.get("place") else None
+
+
+def _answered(attempt: Mapping[str, Any], step: str) -> Message:
+    """Return the answer that this site has given to a step. Raises RefusedError before it."""
+    if step not in attempt:
+        raise refused(f"this comes after {step}, which this site was not asked")
+    return dict(attempt[step]["answer"])

@@ -1,0 +1,286 @@
+"""The server's side of secure aggregation: one attempt at a phase, from the first question to the opened sum.
+
+All that sites say is on disk before it counts, so a server that was killed goes on with the same attempt: same keys, same
+parties, same survivors. What it asks again is the same question, to which a site has the same answer.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from consilium.config.job import JobConfig
+from consilium.config.secure_aggregation import without_noise
+from consilium.core.errors import ConsiliumError, RefusedError
+from consilium.core.messages import Payload
+from consilium.core.storage import load_state, save_state, write_atomic
+from consilium.privacy.secagg import sealing, shamir
+from consilium.privacy.secagg.arithmetic import Layout, Words, size_of
+from consilium.privacy.secagg.messages import Keys, cancellations
+from consilium.privacy.secagg.roster import public_key
+from consilium.privacy.secagg.signing import canonical, signed
+from consilium.privacy.secagg.terms import (
+    Message,
+    Place,
+    is_field,
+    mask_context,
+    names_sent,
+    prepare_context,
+    terms_of,
+    what_was_sent,
+)
+
+MASKED = "masked"
+"""The one tensor of a masked update: int64 (d + 1,), all numbers and the weight, under masks."""
+
+
+NAMED = 5
+"""Sites that a message names."""
+
+
+class Answers:
+    """Answers of sites on disk, by step and site; `names` in an order that stays, for a name may be no file's."""
+
+    def __init__(self, folder: Path, names: list[str]) -> None:
+        self.folder, self.names = folder, names
+        self._read: dict[str, dict[str, Message]] = {}
+
+    def of(self, step: str) -> dict[str, Message]:
+        """Return what has been answered to a step, by site."""
+        if step not in self._read:
+            paths = {name: self._path(step, name) for name in self.names}
+            found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
+            self._read[step] = found
+        return self._read[step]
+
+    def put(self, step: str, name: str, answer: Message) -> None:
+        """Keep an answer."""
+        write_atomic(self._path(step, name), json.dumps(answer).encode())
+        self.of(step)[name] = answer
+
+    def _path(self, step: str, name: str) -> Path:
+        return self.folder / f"{step}-{self.names.index(name)}.json"
+
+
+class Attempt:
+    """One attempt at a phase. Each step has its question, what takes an answer, and what ends it; see server/masked_round.py.
+
+    take_* raise RefusedError for an answer that is none, which costs its site its part in what follows, never the phase.
+    """
+
+    def __init__(self, folder: Path, config: JobConfig, run: str, about: Message) -> None:
+        self.folder, self.config = folder, config
+        self.place, self.cohort = Place(*about["place"]), list(about["cohort"])
+        self.roster: dict[str, Message] = about["roster"]
+        self.cancelled: Message = about["cancelled"]
+        self.terms = terms_of(config, len(self.cohort))
+        self.context = prepare_context(config, run, self.place, self.roster, self.cohort, self.terms)
+        self.answers = Answers(folder, self.cohort)
+        self.keys: Keys = {name: public_key(self.roster[name]["certificate"]) for name in self.cohort}
+
+    def _question(self, step: str, **said: Any) -> Message:
+        return {"step": step, **self.place.to_dict(), **said}
+
+    def silent(self, step: str, names: Iterable[str]) -> list[str]:
+        """Return those of `names` that have not answered a step."""
+        return [name for name in names if name not in self.answers.of(step)]
+
+    # prepare -----------------------------------------------------------------------------------------------------------
+
+    def prepare_question(self, past: Message | None = None) -> Message:
+        """Return what all are asked first; `past`: a site's proof of an earlier phase, see past.py."""
+        asks = {"roster": self.roster, "cohort": self.cohort, "cancelled": self.cancelled}
+        return self._question("prepare", past=past or {}, **asks)
+
+    def take_prepared(self, name: str, answer: Message) -> None:
+        """Keep a site's prepared keys and sealed shares."""
+        fields = {field: _text(answer, field) for field in ("key", "seed", "signature")}
+        told = self.context, name.encode(), fields["key"].encode(), fields["seed"].encode()
+        shares = answer.get("shares")
+        if not signed(self.keys[name], fields["signature"], "prepare", *told):
+            raise RefusedError("its prepared keys are not signed by it for this attempt")
+        if (
+            not isinstance(shares, dict)
+            or shares.keys() != set(self.cohort) - {name}
+            or not all(map(is_field, shares.values()))
+        ):
+            raise RefusedError("its shares are not one for every other site")
+        sealing.check_public(fields["key"])
+        self.answers.put("prepare", name, {**fields, "shares": shares})
+
+    def close_prepared(self) -> list[str]:
+        """Return P, which stays from now on. Raises ConsiliumError where it is too few."""
+        parties = self._fixed("parties", lambda: sorted(self.answers.of("prepare")))
+        if len(parties) < self.terms.least:
+            raise self._too_few(len(parties))
+        return parties
+
+    def _fixed(self, what: str, make: Callable[[], list[str]]) -> list[str]:
+        path = self.folder / f"{what}.json"
+        if not path.is_file():
+            write_atomic(path, json.dumps(make()).encode())
+        return list(json.loads(path.read_text(encoding="utf-8")))
+
+    def _too_few(self, there: int) -> ConsiliumError:
+        (self.folder / "parties.json").unlink(missing_ok=True)  # nothing has been asked on it: more may come
+        need = f"threshold {self.terms.threshold} of {self.terms.asked}"
+        if without_noise(self.config):
+            silent = self.silent("prepare", self.cohort)
+            more = f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
+            need = f"all that are asked, without noise; {', '.join(silent[:NAMED])}{more} not yet"
+        what = f"{there} of {self.terms.asked} sites have prepared, a sum needs {self.terms.least} ({need})"
+        return ConsiliumError(f"secure aggregation: {what}")
+
+    # train -------------------------------------------------------------------------------------------------------------
+
+    def train_question(self, name: str, parties: list[str]) -> Message:
+        """Return what goes with a site's training task."""
+        prepared = self.answers.of("prepare")
+        public = {party: {f: prepared[party][f] for f in ("key", "seed", "signature")} for party in parties}
+        shares = {party: prepared[party]["shares"][name] for party in parties if party != name}
+        return self._question("train", prepared=public, shares=shares)
+
+    def masked(self, name: str) -> Payload | None:
+        """Return a site's masked update, None before it is there."""
+        path = self._masked(name)
+        if not path.is_file():
+            return None
+        tensors, meta = load_state(path)
+        return Payload(self.place.round, self.place.phase, tensors, metrics=meta["metrics"], ledger=meta["ledger"])
+
+    def take_masked(self, name: str, result: Payload) -> None:
+        """Keep a site's masked update, whose form has been checked."""
+        save_state(self._masked(name), result.tensors, {"metrics": result.metrics, "ledger": result.ledger})
+
+    def _masked(self, name: str) -> Path:
+        return self.folder / f"masked-{self.cohort.index(name)}.safetensors"
+
+    def close_masked(self, parties: list[str]) -> list[str]:
+        """Return U, which stays from now on where it is enough; [] where it is not."""
+        there = [name for name in parties if self._masked(name).is_file()]
+        return self._fixed("survivors", lambda: there) if len(there) >= self.terms.least else []
+
+    # confirm and reveal ------------------------------------------------------------------------------------------------
+
+    def confirm_question(self, survivors: list[str]) -> Message:
+        """Return what the survivors are asked to sign."""
+        return self._question("confirm", survivors=survivors)
+
+    def take_confirmed(self, name: str, answer: Message, survivors: list[str], masks: bytes) -> None:
+        """Keep a site's signature on the sum."""
+        signature = _text(answer, "signature")
+        if not signed(self.keys[name], signature, "confirm", masks, canonical(survivors)):
+            raise RefusedError("its confirmation is not of this sum, or it was sent another model than others")
+        self.answers.put("confirm", name, {"signature": signature})
+
+    def reveal_question(self) -> Message:
+        """Return what the survivors are asked for their shares with."""
+        path = self.folder / "reveal.json"
+        if not path.is_file():
+            found = {name: one["signature"] for name, one in sorted(self.answers.of("confirm").items())}
+            write_atomic(path, json.dumps(found).encode())
+        return self._question("reveal", confirmed=json.loads(path.read_text(encoding="utf-8")))
+
+    def take_revealed(self, name: str, answer: Message, parties: list[str], masks: bytes) -> None:
+        """Keep a site's shares."""
+        signature, shares = _text(answer, "signature"), answer.get("shares")
+        if not isinstance(shares, dict) or shares.keys() != set(parties) or not all(map(_is_share, shares.values())):
+            raise RefusedError("its shares are not one of every party")
+        if not signed(self.keys[name], signature, "reveal", masks, canonical(shares)):
+            raise RefusedError("its shares are not signed by it for this sum")
+        self.answers.put("reveal", name, {"shares": shares})
+
+    def has(self, step: str) -> bool:
+        """Tell whether so many have answered a step that the sum can be opened."""
+        return len(self.answers.of(step)) >= self.terms.threshold
+
+    def proof(self, parties: list[str], survivors: list[str]) -> Message:
+        """Return what shows every site that was sent the same model that others were: signatures on the sum."""
+        keys = {name: self.answers.of("prepare")[name]["key"] for name in parties}
+        confirmed = self.reveal_question()["confirmed"]
+        return {"attempt": self.place.attempt, "keys": keys, "survivors": survivors, "confirmed": confirmed}
+
+    # cancel ------------------------------------------------------------------------------------------------------------
+
+    def cancel_question(self) -> Message:
+        """Return what all that prepared are asked where too few are left."""
+        return self._question("cancel")
+
+    def take_cancelled(self, name: str, answer: Message) -> None:
+        """Keep a site's cancellation."""
+        signature = _text(answer, "signature")
+        if not signed(self.keys[name], signature, "cancel", self.context):
+            raise RefusedError("its cancellation is not of this attempt")
+        self.answers.put("cancel", name, {"signature": signature})
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody can open this attempt any more."""
+        return len(self.answers.of("cancel")) >= cancellations(self.terms)
+
+    # the sum -----------------------------------------------------------------------------------------------------------
+
+    def mask_context(self, parties: list[str], order: Layout, sent: Payload) -> bytes:
+        """Return the context of this attempt's masks; `sent`: what a site gets that has nothing of this run yet."""
+        keys = {name: self.answers.of("prepare")[name]["key"] for name in parties}
+        return mask_context(self.context, keys, order, what_was_sent(sent, names_sent(sent, {})))
+
+    def unmask(self, parties: list[str], survivors: list[str], masks: bytes, order: Layout) -> Words:
+        """Return the sum of the survivors' vectors (d + 1,) without masks.
+
+        Raises ConsiliumError where shares do not give back what was signed: then nothing of the sum can be believed.
+        """
+        prepared, count = self.answers.of("prepare"), size_of(order)
+        total = torch.zeros(count, dtype=torch.int64)
+        for name in survivors:
+            found = self.masked(name)
+            assert found is not None  # close_masked saw it
+            total += found.tensors[MASKED]
+        words = total.numpy().view("uint64")
+        for name in survivors:
+            words = words - sealing.mask(self._seed(name, prepared[name]["seed"]), count)
+        for name in [party for party in parties if party not in survivors]:
+            private = self._private(name, prepared[name]["key"])
+            for other in survivors:
+                key = sealing.pair_key(private, prepared[other]["key"], "mask", masks, (name, other))
+                stream = sealing.mask(key, count)
+                words = words - stream if name > other else words + stream  # as the survivor added or took it
+        return words
+
+    def _seed(self, name: str, committed: str) -> bytes:
+        seed = self._reconstructed(name)
+        if hashlib.sha256(seed).hexdigest() != committed:
+            raise self._broken(name)
+        return seed
+
+    def _private(self, name: str, public: str) -> bytes:
+        private = self._reconstructed(name)
+        if sealing.public_of(private) != public:
+            raise self._broken(name)
+        return private
+
+    def _reconstructed(self, name: str) -> bytes:
+        revealed = sorted(self.answers.of("reveal").items())[: self.terms.threshold]
+        points = {self.cohort.index(who) + 1: int(one["shares"][name], 16) for who, one in revealed}
+        secret = shamir.reconstruct(points)
+        if secret >= 2**256:
+            raise self._broken(name)
+        return secret.to_bytes(32, "big")
+
+    def _broken(self, name: str) -> ConsiliumError:
+        what = f"the shares of {name!r} do not give back what it signed, so the sum cannot be opened"
+        return ConsiliumError(f"secure aggregation: {what}; a site or its state is broken, start a new run")
+
+
+def _text(answer: Any, field: str) -> str:
+    found = answer.get(field) if isinstance(answer, dict) else None
+    if not is_field(found):
+        raise RefusedError(f"its answer has no {field}")
+    return str(found)
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 2 * shamir.WIDTH and all(c in "0123456789abcdef" for c in value)

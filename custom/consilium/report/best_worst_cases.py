@@ -1,0 +1,153 @@
+"""cases.json and cases/: the scores of a closing evaluation unit by unit, and its best, median and worst unit.
+
+A site writes them in its own folder. They show patients, are the user's alone, and never travel: no message is made of them.
+"""
+
+import io
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from consilium.core.messages import Stage
+from consilium.core.storage import write_atomic
+from consilium.report import predictions
+from consilium.report.image_grid import overlay, panel, traced
+from consilium.report.predictions import PREDICTIONS
+from consilium.report.private_logging import undrawn
+from consilium.tasks.base import Answered, Classified, Examples, Scored, Segmented, Shown, ShowsUnits, Task
+
+CASES, FOLDER = "cases.json", "cases"
+WHICH = ("best", "median", "worst")
+PICTURE, REFERENCE = "picture", "reference"
+ENDING = ".jpg"
+SIDE, QUALITY = 288, 88
+"""Pixels of a picture's side, and JPEG's quality."""
+LIKELIEST, LONGEST = 5, 4000
+"""Classes of a picture, the likeliest ones, and characters of a text, at most."""
+FORM = 1
+"""Version of cases.json; a reader takes no other."""
+
+
+class Closing:
+    """First samples of a closing evaluation, model by model, and the units that its first model did best and worst.
+
+    `by`: that first model. `problems`: kinds of errors here, which cost no score.
+    """
+
+    def __init__(self) -> None:
+        self.first: dict[Stage, Examples] = {}
+        self.scored: dict[Stage, Scored] = {}
+        self.cases: dict[Stage, Shown] = {}
+        self.picked: dict[str, int] = {}
+        self.by: Stage | None = None
+        self.problems: list[str] = []
+
+    def look(self, stage: Stage, task: Task, model: Any, split: str) -> None:
+        """Keep the model's predictions of a few samples; the task has just scored the whole split with it."""
+        with self._noting(PREDICTIONS):
+            if (found := task.examples(model, split)) is not None:
+                self.first[stage] = found
+        with self._noting(CASES):
+            if not isinstance(task, ShowsUnits) or task.scored is None:
+                return
+            if self.by is None:
+                self.by, self.picked = stage, pick(task.scored)
+            elif task.scored.names != self.scored[self.by].names:
+                raise ValueError(f"the {stage} model was scored on other samples")  # a file became unreadable meanwhile
+            self.scored[stage] = task.scored
+            samples = [self.scored[self.by].samples[number] for number in self.picked.values()]
+            if samples and (shown := task.show(model, split, samples)) is not None:
+                count = len(shown.answers if isinstance(shown, Answered) else shown.images)
+                self.cases |= {stage: shown} if count == len(samples) else {}
+
+    def write(self, folder: Path, about: Mapping[str, Any], more: Callable[[], None]) -> list[str]:
+        """Write predictions.png, cases.json and cases/ into a site's folder, and call `more`; return the problems.
+
+        `about`: further fields of cases.json.
+        """
+        with self._noting(PREDICTIONS):
+            predictions.write_predictions(folder / PREDICTIONS, self.first)
+        with self._noting(CASES):
+            if self.by is not None:
+                self._write_cases(folder, self.by, about)
+        with self._noting("diagnostics"):
+            more()
+        return self.problems
+
+    def _write_cases(self, folder: Path, by: Stage, about: Mapping[str, Any]) -> None:
+        first, pictures = self.scored[by], self._pictures()
+        for stale in (folder / FOLDER).glob(f"*{ENDING}"):  # of an evaluation before this one
+            stale.unlink()
+        for name, image in pictures.items():
+            file = io.BytesIO()
+            image.save(file, "JPEG", quality=QUALITY, subsampling=0)
+            write_atomic(folder / FOLDER / name, file.getvalue())
+        values = {str(stage): list(map(_number, scored.values)) for stage, scored in self.scored.items()}
+        classes = next((list(one.classes) for one in self.cases.values() if isinstance(one, Segmented)), [])
+        found = {"form": FORM, **about, "score": first.score, "lower": first.lower, "by": str(by), "units": first.names}
+        cases = [self._words(place, which, number) for place, (which, number) in enumerate(self.picked.items())]
+        found |= {"values": values, "classes": classes, "cases": cases, "pictures": sorted(pictures)}
+        write_atomic(folder / CASES, json.dumps(found, allow_nan=False).encode())
+
+    def _words(self, place: int, which: str, number: int) -> dict[str, Any]:
+        """Return a case with its reference and each model's answer in words and numbers; masks are drawn instead."""
+        found: dict[str, Any] = {"which": which, "unit": number, "said": {}}
+        for stage, shown in self.cases.items():
+            found["said"][str(stage)] = None
+            if isinstance(shown, Answered):
+                found["said"][str(stage)] = shown.answers[place][:LONGEST]
+                found |= {"prompt": shown.prompts[place][:LONGEST], REFERENCE: shown.references[place][:LONGEST]}
+            elif isinstance(shown, Classified):
+                probabilities, true = shown.predictions[place], int(shown.references[place])
+                likeliest = probabilities.argsort(descending=True)[:LIKELIEST].tolist()
+                named = dict.fromkeys([*likeliest, true])
+                found["said"][str(stage)] = [[shown.classes[i], _number(float(probabilities[i]))] for i in named]
+                found[REFERENCE] = shown.classes[true]
+        return found
+
+    def _pictures(self) -> dict[str, Image.Image]:
+        """Return pictures by file name: each case's own, and where masks are, its reference's and each model's."""
+        found: dict[str, Image.Image] = {}
+        for stage, shown in self.cases.items():
+            for place, which in enumerate(self.picked if not isinstance(shown, Answered) else ()):
+                image = shown.images[place]  # type: ignore[union-attr]
+                if name_of(which, PICTURE) not in found:
+                    found[name_of(which, PICTURE)] = panel(image, SIDE)
+                if isinstance(shown, Segmented):
+                    found.setdefault(name_of(which, REFERENCE), overlay(image, shown.references[place], SIDE))
+                    masks = overlay(image, shown.predictions[place], SIDE)
+                    found[name_of(which, str(stage))] = traced(masks, shown.references[place])
+        return found
+
+    @contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.problems.append(undrawn(what, error))
+
+
+def pick(scored: Scored) -> dict[str, int]:
+    """Return the numbers of the best, the median and the worst unit; the first of equal ones, and no unit twice."""
+    known = [number for number, value in enumerate(scored.values) if not math.isnan(value)]
+    ordered = sorted(known, key=lambda number: scored.values[number], reverse=not scored.lower)
+    places = {"best": 0, "worst": len(ordered) - 1, "median": len(ordered) // 2}
+    found: dict[str, int] = {}
+    for which, place in places.items() if ordered else ():
+        if ordered[place] not in found.values():
+            found[which] = ordered[place]
+    return {which: found[which] for which in WHICH if which in found}
+
+
+def _number(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None
+
+
+def name_of(which: str, what: str) -> str:
+    """Return a picture's file name."""
+    return f"{which}-{what}{ENDING}"

@@ -1,0 +1,275 @@
+"""What a run leaves in its workspace: job.yaml, versions.json, metrics.jsonl, TensorBoard events, results.json."""
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+from consilium.config.code_digest import code_of
+from consilium.config.job import JobConfig
+from consilium.core.errors import ConfigError
+from consilium.core.linalg.together import norm
+from consilium.core.messages import BYTES_DOWN, BYTES_UP, NOT_PRIVATE, Payload, Tensors
+from consilium.core.storage import file_lock, open_private, private_folder, write_atomic
+from consilium.privacy.plan import Plan
+from consilium.report import figures
+from consilium.report.matrices import confusions
+from consilium.report.metrics_file import place_of, read_lines
+from consilium.report.run_record import roles_of
+from consilium.report.tensorboard_file import FOLDER, EventFile
+from consilium.report.tracking import Tracker
+from consilium.strategies.strategy import Gathered, Role, ServerState, Strategy
+
+LOCK = ".run.lock"
+MEANS = "(mean of sites)"
+"""The folder of means over sites in TensorBoard; no site can have this name."""
+PACKAGES = (
+    "consilium", "nvflare", "torch", "transformers", "monai", "peft", "opacus", "segment-anything", "safetensors", "numpy"
+)  # fmt: skip
+VERSIONS, THEN = "versions.json", ", then "
+"""The file of versions, and what stands between two versions of a package in a run that was resumed with another."""
+
+
+class RunLog:
+    """The server's record of one run. Every line of metrics.jsonl is one site in one phase, or one refusal.
+
+    `track` begins to hand the same numbers to MLflow.
+    Raises ConfigError if `folder` holds a run already and this is not to resume it, or if another process is at it.
+    """
+
+    def __init__(
+        self, folder: Path, config: JobConfig, resume: bool = False, track: Callable[[], Tracker] | None = None
+    ) -> None:
+        self.folder = private_folder(folder)
+        self._lock = file_lock(folder / LOCK, wait=False)
+        self._file = _open_alone(folder / "metrics.jsonl", resume, self._lock)
+        self._test_only: set[str] = set()
+        self._seeded: set[str] = set()
+        self._events: dict[str, EventFile] = {}
+        self._down: dict[str, int] = {}
+        self._results: dict[str, dict[str, float]] = {}
+        self._figures: dict[str, list[dict[str, Any]]] = {}
+        self._curves: list[dict[str, float]] = []
+        self._phase: list[dict[str, float]] = []
+        seen = config.privacy is None or config.privacy.trust != "central"  # which trusts this server, not its readers
+        self._sizes = seen and config.secure_aggregation is None
+        self._rounds = config.training.rounds
+        self._classes = list(getattr(config.task, "classes", ()))
+        self._config = config
+        self._tracker, self._finished = track() if track else None, False
+
+    def resumed(self, state: ServerState) -> list[str]:
+        """Record where a run goes on: lines above of this phase or later ones are repeated below.
+
+        Return a line for each package, and for the strategy's code, that is another than before.
+        """
+        for event in read_lines(self.folder / "metrics.jsonl")[0]:
+            if event["event"] == "joined":
+                self._marked(event)
+            if event["event"] == "figure" and event["round"] < state.round:
+                self._figures.setdefault(event["title"], []).append(event)
+            if event["event"] == "diagnostics" and place_of(event) < (state.round, state.phase):
+                self._curves.append(event["values"])
+        self._line({"event": "resumed", "round": state.round, "phase": state.phase})
+        return self._describe()
+
+    def started(self, state: ServerState, sites: list[str]) -> None:
+        """Record that a phase begins, and who is asked."""
+        self._line({"event": "started", "round": state.round, "phase": state.phase, "sites": sites})
+
+    def _describe(self) -> list[str]:
+        """Write job.yaml and versions.json: not before the run goes on, so that one refused leaves another's as they are.
+
+        A version that has changed since the run began stays beside the new one: both made its numbers. Return those changes.
+        """
+        write_atomic(self.folder / "job.yaml", yaml.safe_dump(self._config.model_dump(), sort_keys=False).encode())
+        found = versions() | self._config.packages | {"code": code_of(self._config)}
+        before = {name: told for name, told in _read_versions(self.folder / VERSIONS).items() if name in found}
+        changed = {name: f"{told}{THEN}{found[name]}" for name, told in before.items() if told.split(THEN)[-1] != found[name]}
+        write_atomic(self.folder / VERSIONS, json.dumps(found | before | changed, indent=1).encode())
+        return [f"{name} {told}" for name, told in changed.items() if name != "platform"]
+
+    def trains(self, strategy: Strategy, initial: Tensors) -> None:
+        """Record how many parameters travel, stay at a site and do not train: a new run begins."""
+        self._describe()
+        roles = roles_of(strategy, initial)
+        counts = {role.value: sum(initial[name].numel() for name, one in roles.items() if one is role) for role in Role}
+        self._line({"event": "parameters", "round": 0, "phase": 0, **counts})
+
+    def began_from(self, sha256: str) -> None:
+        """Record the adapter that all sites go on from."""
+        self._line({"event": "start", "round": 0, "phase": 0, "adapter_sha256": sha256})
+
+    def joined(self, round: int, site: str, ledger: str, test_only: bool = False, seeded: bool = False) -> None:
+        """Record that a site takes part, and the last seal of its privacy ledger; every result has a newer one.
+
+        `seeded`: its noise comes from a seed.
+        """
+        marks = {name: True for name, true in (("test_only", test_only), ("seeded", seeded)) if true}
+        line = {"event": "joined", "site": site, "round": round, "ledger": ledger} | marks
+        self._marked(line)
+        self._line(line)
+
+    def _marked(self, joined: dict[str, Any]) -> None:
+        """Note a site that only tests, or whose noise comes from a seed."""
+        for mark, sites in (("test_only", self._test_only), ("seeded", self._seeded)):
+            if joined.get(mark) is True:
+                sites.add(joined["site"])
+
+    def sent(self, site: str, payload: Payload) -> None:
+        """Note the size of what a site receives."""
+        self._down[site] = payload_bytes(payload.tensors)
+
+    def received(self, site: str, result: Payload, weight: int = 1) -> None:
+        """Record one accepted result and its weight in the mean."""
+        up, down = payload_bytes(result.tensors), self._down.get(site, 0)
+        values = result.metrics | {BYTES_UP: float(up), BYTES_DOWN: float(down)}
+        place = {"event": "result", "site": site, "round": result.round, "phase": result.phase}
+        self._line(place | {"weight": weight, "metrics": values, "ledger": result.ledger})
+        self._scalars(site, values | ({"update/norm": norm(result.tensors)} if self._sizes else {}), result.round)
+        self._phase.append(values)
+
+    def refused(self, refusal: dict[str, Any]) -> None:
+        """Record why a site's message was not used; see Coordinator.refuse."""
+        self._line(refusal)
+
+    def concluded(
+        self, state: ServerState, sites: list[str], epsilon: float | None = None, mean: Gathered | None = None
+    ) -> None:
+        """Record that a phase ended, whose results are in its `mean`, and the epsilon of the plan so far."""
+        told = {} if epsilon is None else {"privacy/epsilon": epsilon}
+        self._line({"event": "concluded", "round": state.round, "phase": state.phase, "sites": sites} | told)
+        if isinstance(mean, dict) and all(isinstance(tensor, Tensor) for tensor in mean.values()):
+            told["update/norm"] = norm(mean)
+        self._scalars("server", told, state.round)
+        self._scalars(MEANS, mean_metrics(self._phase), state.round)
+        self._phase = []
+
+    def diagnostics(self, state: ServerState, values: dict[str, float]) -> None:
+        """Record what a strategy says about a phase; the curves are drawn at the end."""
+        if values:
+            self._line({"event": "diagnostics", "round": state.round, "phase": state.phase, "values": values})
+            self._scalars("server", values, state.round)
+            self._curves.append(values)
+
+    def figures(self, state: ServerState, matrices: Tensors) -> None:
+        """Keep matrices of sites against sites: values in metrics.jsonl, a picture in TensorBoard, all rounds in a plot."""
+        for title, matrix in matrices.items():
+            stale = {name: state.round - 1 - last for name, last in state.reported.items()}
+            line = {"event": "figure", "round": state.round - 1, "title": title, "sites": sorted(state.sites)}
+            line |= {"staleness": stale, "values": matrix.tolist()}
+            self._line(line)
+            self._events_of("server").image(title, figures.heat(matrix), state.round - 1)
+            self._figures.setdefault(title, []).append(line)
+
+    def held_out(self, site: str, result: Payload) -> None:
+        """Record the evaluation of a site that did not train in this round, before the round."""
+        self._line({"event": "held_out", "site": site, "round": result.round, "metrics": result.metrics})
+
+    def final(self, site: str, result: Payload) -> None:
+        """Record a site's closing evaluation."""
+        self._results[site] = result.metrics
+        line = {"event": "final", "site": site, "round": result.round, "metrics": result.metrics}
+        self._line(line | {"ledger": result.ledger})
+        self._scalars(site, result.metrics, result.round)
+
+    def ended(self, ending: Mapping[str, Any]) -> None:
+        """Record that the rounds have ended early, see server/early_stopping.py."""
+        self._rounds = ending["round"]
+        self._line({"event": "ended", "phase": 0, **ending})
+
+    @property
+    def results(self) -> dict[str, dict[str, float]]:
+        """The closing metrics by site, of those that told them."""
+        return self._results
+
+    def finish(self, plan: Plan | None = None) -> None:
+        """Write results.json, and privacy.json of a private run: only a run that came to its end has them."""
+        for site in self._seeded & self._results.keys():
+            self._results[site] = self._results[site] | {NOT_PRIVATE: 1.0}
+        if plan is not None:
+            write_atomic(self.folder / "privacy.json", json.dumps(plan.with_seeded(self._seeded).summary(), indent=1).encode())
+        for title, rounds in self._figures.items():
+            figures.plot_matrices(self.folder / f"{title}.png", rounds)
+        if self._curves:
+            figures.plot_curves(self.folder / "diagnostics.png", self._curves)
+        if tables := confusions(self._results, self._classes):
+            figures.plot_confusions(self.folder / "confusion.png", tables, self._classes)
+        trained = [one for site, one in self._results.items() if site not in self._test_only]
+        self._scalars(MEANS, mean_metrics(trained), self._rounds)
+        write_atomic(self.folder / "results.json", json.dumps(self._results, indent=1, sort_keys=True).encode())
+        self._finished = True
+
+    def close(self) -> None:
+        """Close all files."""
+        self._file.close()
+        self._lock.release()
+        if self._tracker:
+            self._tracker.close(self._finished)
+
+    def _line(self, values: dict[str, Any]) -> None:
+        self._file.write(json.dumps({"time": time.time(), **values}) + "\n")
+        self._file.flush()
+
+    def _scalars(self, site: str, values: dict[str, float], step: int) -> None:
+        self._events_of(site).scalars(values, step)
+        if self._tracker:
+            self._tracker.metrics(site, values, step)
+
+    def _events_of(self, site: str) -> EventFile:
+        return self._events.setdefault(site, EventFile(self.folder / FOLDER / site))
+
+
+def _open_alone(path: Path, resume: bool, lock: FileLock) -> TextIO:
+    """Open the record for writing, for this process alone: the lock ends with the process, however that ends."""
+    if path.exists() and not resume:
+        raise ConfigError(f"{path.parent}: holds a run already; resume it, or give the new one another name")
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(f"{path.parent}: the run is going on in another process; wait until it has ended") from None
+    except OSError as error:
+        raise ConfigError(f"{path.parent}: cannot be locked ({error.strerror}); give a folder on another file system") from None
+    file = open_private(path, "a" if resume else "x")
+    if resume and not path.read_text(encoding="utf-8").endswith("\n"):
+        file.write("\n")  # the last line was torn
+    return file
+
+
+def mean_metrics(found: list[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of every metric over the sites that report it."""
+    names = dict.fromkeys(name for metrics in found for name in metrics)
+    return {name: statistics.fmean(metrics[name] for metrics in found if name in metrics) for name in names}
+
+
+def payload_bytes(tensors: Tensors) -> int:
+    """Return the bytes of the tensors' own values."""
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _read_versions(path: Path) -> dict[str, str]:
+    """Return what a versions.json says; {} where there is none or it cannot be read: no number depends on it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return {str(name): told for name, told in found.items() if isinstance(told, str)} if isinstance(found, dict) else {}
+
+
+def versions() -> dict[str, str]:
+    """Return the installed versions of what decides a run's numbers."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # carried in a job's app/custom instead of installed
+            found[name] = "not installed"
+    return found

@@ -1,0 +1,237 @@
+"""How fast a job trains on this machine: our step beside the same model in a bare loop, in one run, as ratios.
+
+The ways take short turns, each second time in reverse order, so that what else the machine does falls on all of them. A ratio
+is the median over turns, with the interval of 95 % that their order gives it. On a CPU there are ratios of its own time
+too, of which waiting for other programs is no part.
+
+`job`: the loop as in a round, with its data. `ready`: the same on batches that lie ready. `bare`: a plain PyTorch loop over
+these, on a model of its own with adapters by PEFT (our `inject` calls it), the task's loss and PyTorch's default optimizer; it
+encodes every picture. `original`: as `ready`, with the attention of the model's publishers, where ours differs.
+"""
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from consilium.adapters import layers
+from consilium.client.site_data import site_data
+from consilium.client.speedups import speed_up
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.core.errors import ConfigError
+from consilium.estimates.flops import step_flops, work_of
+from consilium.estimates.memory_tracker import Live
+from consilium.federation.job import Job, assemble_job, build_model, build_task
+from consilium.tasks.base import Batch, Task
+from consilium.training.device import autocast, peak_memory, pick_device
+from consilium.training.loop import stream, train
+
+PEAKS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "A10": 125, "L4": 121, "RTX 4090": 165}
+"""Dense bfloat16 TFLOP/s of NVIDIA's data sheets, by a part of the device's name; the first that fits counts."""
+
+
+@dataclass
+class PreloadedTask:
+    """A task whose batches lie ready: every call is handed the next of them."""
+
+    task: Task
+    batches: Sequence[Batch]
+    num_samples: int
+    _next: int = 0
+
+    def batch(self, indices: Sequence[int], seed: int) -> Batch:
+        """Return the next batch, whatever is asked for."""
+        self._next += 1
+        return self.batches[self._next % len(self.batches)]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the task's."""
+        return self.task.loss(model, batch)
+
+
+@dataclass
+class Way:
+    """One way to take steps: `run` takes so many of them."""
+
+    name: str
+    run: Callable[[int], None]
+    model: nn.Module
+    seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    peak_bytes: float = 0.0
+
+    def timed(self, steps: int, device: torch.device) -> None:
+        """Take steps and note the seconds of one, by the clock and of the CPU."""
+        with peak_memory(device) as peak:
+            began, busy = time.perf_counter(), time.process_time()
+            self.run(steps)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            self.seconds.append((time.perf_counter() - began) / steps)
+            self.cpu.append((time.process_time() - busy) / steps)
+        self.peak_bytes = max(self.peak_bytes, peak.get("peak_bytes", 0.0))
+
+    def weighed(self) -> None:
+        """Take a step on a CPU and note the most bytes that the model and the step's tensors took."""
+        storages = [one.untyped_storage() for one in (*self.model.parameters(), *self.model.buffers())]
+        held = {storage._cdata: storage.nbytes() for storage in storages}
+        with Live(held.keys()) as live:
+            self.run(1)
+        self.peak_bytes = float(sum(held.values()) + live.most)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What was measured. `units`: samples, or tokens, of a step; `flops` of a step; `peak_tflops` None where nobody knows."""
+
+    device: str
+    ways: tuple[Way, ...]
+    unit: str
+    units: float
+    flops: int
+    peak_tflops: float | None
+    on_processor: bool = False
+
+    def seconds(self, name: str) -> float:
+        """Return the median seconds of a step."""
+        return statistics.median(next(way for way in self.ways if way.name == name).seconds)
+
+    def ratio(self, name: str, to: str) -> float:
+        """Return the median over turns of one way's seconds over another's."""
+        return statistics.median(self._ratios(name, to, "seconds"))
+
+    def intervals(self, clock: str) -> dict[str, tuple[float, float, float]]:
+        """Return every way's ratio to the bare loop by a clock, "seconds" or "cpu": median, and its interval's ends."""
+        found = {way.name: self._ratios(way.name, "bare", clock) for way in self.ways if way.name != "bare"}
+        return {f"{name}/bare": (statistics.median(some), *interval(some)) for name, some in found.items()}
+
+    def _ratios(self, name: str, to: str, clock: str) -> list[float]:
+        one, other = (getattr(next(way for way in self.ways if way.name == wanted), clock) for wanted in (name, to))
+        return [a / b for a, b in zip(one, other, strict=True)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        ways = {way.name: {"seconds": way.seconds, "peak_bytes": way.peak_bytes} for way in self.ways}
+        tflops = self.flops / self.seconds("job") / 1e12
+        share = None if self.peak_tflops is None else tflops / self.peak_tflops
+        ratios = {name: found[0] for name, found in self.intervals("seconds").items()}
+        waits = max(1 - 1 / self.ratio("job", "ready"), 0.0)
+        return {
+            "device": self.device, "ways": ways, "ratios": ratios, "intervals": self.intervals("seconds"),
+            "processor": self.intervals("cpu") if self.on_processor else {}, "data_wait": waits, "unit": self.unit,
+            "per_second": self.units / self.seconds("job"), "tflops": tflops, "share_of_peak": share,
+        }  # fmt: skip
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of the interval in which the median lies with 95 %, of the values' order alone; of under six, all.
+
+    That the k-th smallest of n is over the median has the odds of under k heads in n throws of a coin.
+    """
+    ordered, count = sorted(values), len(values)
+    tails = itertools.accumulate(math.comb(count, heads) for heads in range(count))
+    out = sum(1 for tail in tails if 2 * tail <= 0.05 * 2**count)
+    first = max(out - 1, 0)
+    return ordered[first], ordered[count - 1 - first]
+
+
+def bench(config: JobConfig, site: SiteConfig, folder: Any, steps: int, turns: int) -> Bench:
+    """Measure `turns` turns of `steps` steps each way, after some that do not count. Raises what a site's start raises.
+
+    Raises ConfigError under DP-SGD, whose steps a bare loop does not have.
+    """
+    if config.dpsgd is not None:
+        raise ConfigError(f"privacy.unit: {config.dpsgd.unit!r}: no bare loop takes private steps; remove the section for this")
+    job = assemble_job(config)
+    data, device = site_data(config, "site-1", site, folder), pick_device(site.device)
+    task = build_task(config, data, site)
+    ways = _ways(job, site, task, build_task(config, data, site), steps)
+    for way in ways:
+        way.run(steps)
+        if device.type == "cpu" and not config.training.compile:
+            way.weighed()
+    for turn in range(turns):
+        for way in ways[:: 1 if turn % 2 else -1]:
+            way.timed(steps, device)
+    unit, units = _units(task, config, steps)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device}, {torch.get_num_threads()} threads"
+    peak = next((float(tflops) for part, tflops in PEAKS.items() if device.type == "cuda" and part in name), None)
+    return Bench(name, tuple(ways), unit, units, step_flops(job, work_of(job)), peak, device.type == "cpu")
+
+
+def _ways(job: Job, site: SiteConfig, task: Task, plain: Task, steps: int) -> list[Way]:
+    config, (model, params) = job.config, _loaded(job, site)
+    batches = _batches(task, config, steps)
+    ready: Any = PreloadedTask(task, batches, task.num_samples)
+    speed_up(config, model, task)
+    ways = [
+        Way("job", lambda count: _ours(model, task, params, config, count), model),
+        Way("ready", lambda count: _ours(model, ready, params, config, count), model),
+        _bare(config, _loaded(job, site), PreloadedTask(plain, batches, task.num_samples)),
+    ]
+    if getattr(config.model, "attention", "") == "fused":
+        other = replace(
+            job, config=config.model_copy(update={"model": config.model.model_copy(update={"attention": "original"})})
+        )
+        slow, own = _loaded(other, site)
+        ways.append(Way("original", lambda count: _ours(slow, ready, own, config, count), slow))
+    return ways
+
+
+def _loaded(job: Job, site: SiteConfig) -> tuple[nn.Module, dict[str, Tensor]]:
+    model = build_model(job.config, site)
+    if not job.config.adapter_kind.unequal_ranks:
+        layers.load(model, job.initial)
+    return model, layers.tensors(model)
+
+
+def _batches(task: Task, config: JobConfig, steps: int) -> list[Batch]:
+    made = stream(task, config.training, 0, steps * config.training.accumulate)
+    found = list(made)
+    made.close()
+    return found
+
+
+def _units(task: Task, config: JobConfig, steps: int) -> tuple[str, float]:
+    """Return what a step's work is counted in, and how many of it a step has in the mean."""
+    batches = _batches(task, config, steps)
+    if "attention_mask" in batches[0]:
+        return "tokens", sum(float(batch["attention_mask"].sum()) for batch in batches) / steps
+    return "samples", sum(len(next(iter(batch.values()))) for batch in batches) / steps
+
+
+def _ours(model: nn.Module, task: Any, params: dict[str, Tensor], config: JobConfig, steps: int) -> None:
+    training = config.training.model_copy(update={"local_steps": steps})
+    trained = {name for name, tensor in params.items() if isinstance(tensor, nn.Parameter)}
+    train(model, task, params, trained, training, 0, lambda step: None, {}, lambda done: None)
+
+
+def _bare(config: JobConfig, loaded: tuple[nn.Module, dict[str, Tensor]], task: Any) -> Way:
+    (model, params), training = loaded, config.training
+    options = {"lr": training.lr, "weight_decay": training.weight_decay}
+    if training.optimizer == "sgd":
+        options["momentum"] = training.momentum
+    own = [tensor for tensor in params.values() if isinstance(tensor, nn.Parameter)]
+    made: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[training.optimizer]
+    device = own[0].device
+
+    def run(steps: int) -> None:
+        optimizer = made(own, **options)
+        model.train()
+        for _ in range(steps):
+            for _ in range(training.accumulate):
+                with autocast(device, training.precision):
+                    loss = task.loss(model, task.batch((), 0)) / training.accumulate
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+
+    return Way("bare", run, model)

@@ -1,0 +1,129 @@
+"""What a job's `diagnostics:` sees inside its sites. Only the engine in one process has the sites at hand."""
+
+import copy
+import random
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from consilium.adapters import layers
+from consilium.adapters.names import factor
+from consilium.adapters.registry import ADAPTERS
+from consilium.client.client import Site
+from consilium.config.diagnostics import OracleConfig
+from consilium.config.validation import ValidateConfig
+from consilium.core.errors import ConfigError
+from consilium.core.messages import Payload, SiteInfo, Tensors
+from consilium.core.seeding import seed_for
+from consilium.core.storage import load_state, save_state
+from consilium.federation.job import Job
+from consilium.strategies.heterogeneous_ranks.drift import moves, oracle_drift
+from consilium.strategies.heterogeneous_ranks.layers import shapes
+from consilium.strategies.heterogeneous_ranks.oracle import whole_update
+from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
+from consilium.strategies.leakage import Move, leakage
+from consilium.strategies.strategy import Role, ServerState, SiteResult
+
+ORACLE = "oracle"
+"""The run under which a site keeps what the oracle trained."""
+
+
+class Inside:
+    """Looks at the sites of a simulation, phase by phase. Raises ConfigError where the job has nothing to look at."""
+
+    def __init__(self, job: Job, sites: Mapping[str, Site]) -> None:
+        self.job, self.sites, self.config = job, sites, job.config.diagnostics
+        self._starts: dict[str, Tensors] = {}
+        self._runs: dict[str, str] = {}
+        self._results: dict[str, SiteResult] = {}
+        if self.config.oracle and not isinstance(job.strategy, UnequalRanks):
+            what = f"strategy {job.strategy.name!r} has equal ranks, and so no oracle of a higher one"
+            raise ConfigError(f"diagnostics.oracle: {what}; remove it, or use a strategy such as fedhera")
+        if self.config.leakage and not self._shared(0, 0):
+            what = f"strategy {job.strategy.name!r} keeps no factor of a layer at the site while it shares the other"
+            raise ConfigError(f"diagnostics.leakage: {what}; remove it, or use a strategy such as fediat")
+
+        for name, site in sites.items() if self.config.leakage else ():
+            site.on_train = partial(self._before, name)
+
+    def _before(self, name: str, run: str, payload: Payload) -> None:
+        """Keep what a site starts from: the first time, for its answer may be asked for again after an interruption."""
+        site, self._runs[name] = self.sites[name], run
+        own = _kept_once(site.folder / run / "before.safetensors", payload, site.kept(run))
+        self._starts[name] = self.job.strategy.receive(own, payload)
+
+    def after(self, info: SiteInfo, payload: Payload, result: Payload) -> None:
+        """Keep an accepted result."""
+        self._results[info.name] = SiteResult(result, self.job.config.weight(info.num_samples), payload, info)
+
+    def conclude(self, state: ServerState) -> dict[str, float]:
+        """Return the phase's numbers, of the state before its results are merged, and forget them."""
+        found = self._leakage(state) if self.config.leakage and self._results else {}
+        oracle = self.config.oracle
+        if oracle and self._results and (state.round + 1) % oracle.every == 0:
+            found |= self._drift(oracle, state)
+        self._starts, self._results = {}, {}
+        return found
+
+    def _shared(self, round: int, phase: int) -> dict[str, str]:
+        """Return "A" or "B" by layer: the factor that is shared while the other stays at the site."""
+        roles = {name: self.job.strategy.role(name, round, phase) for name in self.job.initial if factor(name)}
+        other = {"A": "B", "B": "A"}
+        found = {}
+        for name, role in roles.items():
+            layer, which = name.rpartition(".")[0], str(factor(name))
+            if role is Role.SHARED and roles[f"{layer}.lora_{other[which]}"] is Role.LOCAL:
+                found[layer] = which
+        return found
+
+    def _leakage(self, state: ServerState) -> dict[str, float]:
+        ends = {name: self.sites[name].kept(self._runs[name]) for name in self._results}
+        seen = {n: Move(self._starts[n], ends[n], one.weight) for n, one in sorted(self._results.items())}
+        return leakage(seen, self._shared(state.round, state.phase))
+
+    def _drift(self, config: OracleConfig, state: ServerState) -> dict[str, float]:
+        """Return absolute and relative drift from the oracle, means over some of the round's sites."""
+        assert isinstance(self.job.strategy, UnequalRanks)  # as __init__ has made sure
+        draw = random.Random(seed_for(self.job.config.training.seed, "oracle", state.round))
+        names = sorted(draw.sample(sorted(self._results), min(config.sites, len(self._results))))
+        whole = Payload(state.round, state.phase, whole_update(self.job.strategy, state, self._rows(config.rank)))
+        drifts = []
+        for name in names:
+            best = SiteResult(_unseen(self.sites[name]).train(ORACLE, whole), 1, whole, self._results[name].site)
+            drifts.append(oracle_drift(moves(self._results[name]), moves(best)))
+        absolute, relative = (sum(values) / len(values) for values in zip(*drifts, strict=True))
+        scaling = self.job.config.adapter.product_scaling
+        return {"oracle drift/absolute": absolute * scaling, "oracle drift/relative": relative}
+
+    def _rows(self, most: int | None) -> dict[str, Tensor]:
+        """Return by layer the rows of A that the oracle's directions start from: the job's own, and more like them."""
+        begin, seed = ADAPTERS[self.job.config.adapter.kind].start or layers.start, self.job.config.training.seed
+        found = {}
+        for layer, (out, into) in shapes(self.job.initial).items():
+            name, rank = f"{layer}.lora_A", min(out, into, most or out)
+            more = begin(name, (rank, into), seed)
+            found[layer] = torch.cat([self.job.initial[name][:rank], more[len(self.job.initial[name]) :]])
+        return found
+
+
+def _kept_once(path: Path, payload: Payload, own: Tensors) -> Tensors:
+    """Return a site's own tensors as they were before this phase, from the disk where they are there already."""
+    if path.exists():
+        kept, meta = load_state(path)
+        if (meta["round"], meta["phase"]) == (payload.round, payload.phase):
+            return kept
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_state(path, own, {"round": payload.round, "phase": payload.phase})
+    return own
+
+
+def _unseen(site: Site) -> Site:
+    """Return the same site, training without a word to the view and without validation."""
+    unseen = copy.copy(site)
+    training = site.config.training.model_copy(update={"validation": ValidateConfig(stages=())})
+    unseen.config = site.config.model_copy(update={"training": training})
+    unseen.observer, unseen.on_train = lambda event: None, lambda run, payload: None
+    return unseen

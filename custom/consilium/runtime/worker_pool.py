@@ -1,0 +1,206 @@
+"""A simulation's sites dealt out over worker processes, and over the GPUs where there are several.
+
+A worker answers one question at a time; the server asks all and takes the answers in the sites' order, so that nothing depends
+on how many workers there are. Each computes in one thread (or OMP_NUM_THREADS), whatever their number: the bits are the same.
+"""
+
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.core.child_process import Child, follow, receive, send
+from consilium.core.errors import ConsiliumError, Reason
+from consilium.core.messages import Observer, Payload, Tensors
+from consilium.core.schema import validate
+from consilium.federation.job import Job
+from consilium.privacy.secagg.terms import Message
+from consilium.runtime.simulated_site import Member, members_of
+
+
+class WorkerSetup(NamedTuple):
+    """What a worker needs to make its sites, see members_of: settings, first tensors, and the sites dealt to it."""
+
+    number: int
+    settings: dict[str, Any]
+    initial: Tensors
+    sites: dict[str, SiteConfig]
+    folder: Path
+    former: Path | None
+
+
+class Question(NamedTuple):
+    """What a site is asked: the name of one of Member's methods, and its arguments."""
+
+    site: str
+    what: str
+    words: tuple[Any, ...]
+
+
+class Failed(NamedTuple):
+    """Why a site gave no answer: in a line of ours, or, for what nobody foresaw, as a traceback."""
+
+    text: str
+    reason: Reason | None
+
+
+class _Gone(Exception):
+    """A worker has ended: no site's fault, so it ends the simulation."""
+
+
+class Worker(Child):
+    """A process with its sites, and what it is to be asked next."""
+
+    def __init__(self) -> None:
+        super().__init__(work, threads=1)
+        self.waiting, self.busy = deque[Question](), False
+
+    def ask(self, question: Question) -> None:
+        """Hand a question over as soon as the one before is answered: a worker that talks does not listen."""
+        self.waiting.append(question)
+        self.next()
+
+    def next(self) -> None:
+        """Hand over the next question, if none is open."""
+        if self.waiting and not self.busy:
+            self.busy = True
+            with suppress(OSError):  # it is gone, as who waits for the answer will find
+                send(self.pipe, self.waiting.popleft())
+
+
+class Crew:
+    """The workers of one simulation. As a context manager it leaves no process, however the block ends.
+
+    Raises ConsiliumError where a worker has ended by itself.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        sites: Mapping[str, SiteConfig],
+        folder: Path,
+        count: int,
+        observer: Observer,
+        former: Path | None = None,
+    ) -> None:
+        self.observer, self.answers = observer, dict[str | int, Any]()
+        names = list(sites)
+        self.workers = [Worker() for _ in range(min(count, len(names)))]
+        self.of = {name: self.workers[place % len(self.workers)] for place, name in enumerate(names)}
+        for number, worker in enumerate(self.workers):
+            dealt = {name: _placed(sites[name], number) for name in names if self.of[name] is worker}
+            setup = WorkerSetup(number, job.config.model_dump(mode="json"), job.initial, dealt, folder, former)
+            with suppress(OSError):
+                send(worker.pipe, setup)
+            worker.busy = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in self.workers:
+            if error[0] is None:
+                with suppress(OSError):
+                    send(worker.pipe, None)  # its files are closed then
+                    worker.process.join(5)
+            worker.process.terminate()
+        for worker in self.workers:
+            worker.end()
+        if isinstance(error[1], _Gone):
+            raise ConsiliumError(str(error[1])) from None
+
+    def members(self) -> dict[str, "Remote"]:
+        """Return the sites once all have been made. Raises ConsiliumError where one cannot be."""
+        for number, _ in enumerate(self.workers):
+            self._take(number)
+        return {name: Remote(name, self) for name in self.of}
+
+    def ask(self, site: str, what: str, *words: Any) -> Callable[[], Any]:
+        """Ask a site, and return what waits for its answer, and raises ConsiliumError as the site would."""
+        self.of[site].ask(Question(site, what, words))
+        return lambda: self._take(site)
+
+    def _take(self, who: str | int) -> Any:
+        while who not in self.answers:
+            pipes = {worker.pipe: worker for worker in self.workers}
+            for pipe in connection.wait(list(pipes)):
+                self._hear(pipes[pipe])  # type: ignore[index]
+        found = self.answers.pop(who)
+        if isinstance(found, Failed):
+            raise ConsiliumError(found.text, found.reason) if found.reason else RuntimeError(found.text)
+        return found
+
+    def _hear(self, worker: Worker) -> None:
+        try:
+            who, said = receive(worker.pipe)
+        except (EOFError, OSError):
+            raise _Gone(f"--workers: {worker.end()} `--resume` goes on from the last finished round") from None
+        if who is None:
+            self.observer(said)
+            return
+        self.answers[who] = said
+        worker.busy = False
+        worker.next()
+
+
+class Remote(NamedTuple):
+    """A site in a worker; see Member."""
+
+    name: str
+    crew: Crew
+
+    def begin(self, what: str, run: str, *payload: Payload | Message) -> Callable[[], Any]:
+        """Ask at once; return what waits for the answer."""
+        return self.crew.ask(self.name, what, run, *payload)
+
+    def close(self) -> None:
+        """Do nothing: the worker closes its sites' files."""
+
+
+def _placed(site: SiteConfig, number: int) -> SiteConfig:
+    """Return the site on a GPU of its worker's, where there are several and it leaves the choice."""
+    from torch.cuda import device_count
+
+    if site.main_device != "auto" or (gpus := device_count()) < 2:
+        return site
+    return site.model_copy(update={"device": f"cuda:{number % gpus}"})
+
+
+# in the process -------------------------------------------------------------------------------------------------------
+
+
+def work(pipe: connection.Connection) -> None:
+    """Make the sites that come first, then answer questions until there are no more."""
+    follow()
+    setup: WorkerSetup = receive(pipe)
+
+    def tell(event: Mapping[str, Any]) -> None:
+        send(pipe, (None, dict(event)))
+
+    members: dict[str, Member] = {}
+    with suppress(EOFError, OSError):
+        send(pipe, (setup.number, _tried(lambda: members.update(_made(setup, tell)))))
+        while (question := receive(pipe)) is not None:
+            site, what, words = question
+            send(pipe, (site, _tried(lambda: members[site].begin(what, *words)())))  # noqa: B023 - called at once
+    for member in members.values():
+        member.close()
+
+
+def _made(setup: WorkerSetup, tell: Observer) -> dict[str, Member]:
+    config = validate(JobConfig, setup.settings, Path("job.yaml"), None)  # plug-ins too: it is the researcher's machine
+    return members_of(Job(config, setup.initial), setup.sites, setup.folder, tell, setup.former)
+
+
+def _tried(do: Callable[[], Any]) -> Any:
+    try:
+        return do()
+    except ConsiliumError as error:
+        return Failed(str(error), error.reason)
+    except Exception:
+        return Failed(traceback.format_exc(), None)

@@ -1,0 +1,263 @@
+"""What the server accepts of a site: its hello, its results, its scores. A refusal costs the message, never the round.
+
+All of it comes from somebody else: kinds are checked before values are touched, and no text of a site is quoted whole.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Set, Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from consilium.adapters.layers import LARGEST as LARGEST_ADAPTER
+from consilium.core.errors import ConsiliumError, Reason, RefusedError
+from consilium.core.linalg.together import norm, unusable
+from consilium.core.messages import Hello, Payload, Tensors, allowed_metrics, is_hash
+from consilium.core.sanitize import shown
+from consilium.federation.compatibility import check_versions
+from consilium.federation.job import Job, metric_names
+from consilium.privacy.guard.model_sharing import NUMBERS, belongs
+from consilium.privacy.guard.release_checks import upload_shapes
+from consilium.privacy.plan import Plan
+from consilium.privacy.secagg.arithmetic import layout, size_of
+from consilium.privacy.secagg.server import MASKED
+from consilium.report.plain_files import LARGEST
+from consilium.strategies.strategy import Role, ServerState, Strategy
+
+SMALLEST = 1e-3
+"""The fewest ranks a layer that a site may offer on average."""
+SAMPLES = 10**9
+"""The most training samples a site may say it has."""
+CAPACITY = frozenset({"download", "time", "memory"})
+_NAME = re.compile(r"[\w@+-][\w @+.-]{0,127}")
+"""A site's name, which becomes a folder's in TensorBoard and a part of tensors' names in the checkpoint."""
+
+
+def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
+    """Raise RefusedError unless every value has its kind and range, and versions may take part with the server's.
+
+    `packages`: the other packages that the job's kinds come from at the server, with their versions.
+    """
+    if (
+        not isinstance(hello.name, str)
+        or not _NAME.fullmatch(hello.name)
+        or hello.name == "server"
+        or len(hello.name.encode()) > 128
+    ):
+        raise RefusedError(f"{shown(hello.name, 40)!r} cannot be a site's name; give it one of letters, digits and _-")
+    check_versions(hello)
+    name = hello.name
+    if type(hello.plugins) is not dict or not _same(hello.plugins, packages):
+        wanted = ", ".join(f"{package} {version}" for package, version in packages.items()) or "none"
+        raise RefusedError(
+            f"{name}: its packages with kinds of this job are others than the server's ({wanted}); install the same"
+        )
+    if type(hello.num_samples) is not int or hello.num_samples > SAMPLES:
+        raise RefusedError(f"{name}: num_samples is no whole number of at most {SAMPLES}; see that site")
+    if hello.num_samples < 0 or (hello.num_samples == 0 and hello.test_only is not True):
+        remedy = "add entries under `training` to its data list, or set `test_only: true` in its site.yaml"
+        raise RefusedError(f"{name}: no training samples; {remedy}")
+    if type(hello.joined) is not bool or not is_hash(hello.checkpoint) or not is_hash(hello.ledger):
+        raise RefusedError(f"{name}: hello holds a value of another kind than declared; see that site")
+    if type(hello.seeded) is not bool:
+        raise RefusedError(f"{name}: hello holds a value of another kind than declared; see that site")
+    if type(hello.test_only) is not bool or (hello.test_only and hello.num_samples):
+        raise RefusedError(f"{name}: test_only is none, or it says that it has training samples too; see that site")
+    if not isinstance(hello.capacity, dict) or not hello.capacity.keys() <= CAPACITY:
+        raise RefusedError(f"{name}: capacity has other keys than {', '.join(sorted(CAPACITY))}; see that site")
+    if not all(_is_number(value) and value >= SMALLEST for value in hello.capacity.values()):
+        raise RefusedError(f"{name}: capacity is no number of at least {SMALLEST:g}; see that site")
+
+
+def _same(told: Mapping[Any, Any], packages: Mapping[str, str]) -> bool:
+    """Tell whether a site's packages are the server's, kinds first: what a site sends may compare as it likes."""
+    return all(type(word) is str for pair in told.items() for word in pair) and told == packages
+
+
+def check_update(job: Job, plan: Plan | None, result: Payload, sent: Payload) -> None:
+    """Raise RefusedError unless `result` is an update in answer to `sent`, and of a likely size."""
+    check_result(job, result)
+    if job.config.secure_aggregation is not None:
+        _check_length(job, result, sent)
+    else:
+        _check_shapes(job, result, sent)
+        _check_norm(job, plan, result)
+
+
+def _check_length(job: Job, result: Payload, sent: Payload) -> None:
+    """Raise RefusedError unless a masked update is as long as this phase's sum; more nobody can see of it."""
+    length, expected = result.tensors[MASKED].shape, size_of(layout(upload_shapes(job.strategy, sent)))
+    if tuple(length) != (expected,):
+        raise RefusedError(f"masked update has shape {tuple(length)}, not {(expected,)}")
+
+
+def check_result(job: Job, result: Payload) -> None:
+    """Raise RefusedError unless tensors and scalars are exactly what the strategy uploads, and metrics such as the task has.
+
+    Tensors: by name, plain, of the adapter's own type and finite. Numbers: real and finite.
+    """
+    masked, names = job.config.secure_aggregation, job.strategy.names(job.initial, Role.SHARED, result.round, result.phase)
+    expected = {MASKED: torch.int64} if masked else {name: job.initial[name].dtype for name in names}
+    if wrong := set(expected) ^ result.tensors.keys():
+        raise RefusedError(f"tensor {_first(wrong)!r} is {'missing' if wrong & set(expected) else 'not expected'}")
+    for name, dtype in expected.items():
+        _check_tensor(name, result.tensors[name], dtype)
+    _check_finite(result.tensors)
+    if wrong := result.scalars.keys() ^ job.strategy.upload_scalars:
+        missing = wrong & job.strategy.upload_scalars
+        raise RefusedError(f"scalar {_first(missing or wrong)!r} is {'missing' if missing else 'not declared'}")
+    _check_numbers("scalar", result.scalars)
+    _check_seal(result)
+    _check_metrics(job, result.metrics)
+
+
+def check_evaluation(job: Job, result: Payload, round: int, phase: int) -> None:
+    """Raise RefusedError unless `result` is nothing but the scores of the evaluation at this place."""
+    if (result.round, result.phase) != (round, phase):
+        raise RefusedError("stale: the evaluation of another round; it is not recorded")
+    if result.tensors or result.scalars:
+        raise RefusedError("an evaluation with tensors or scalars; it is not recorded")
+    _check_seal(result)
+    _check_metrics(job, result.metrics)
+
+
+def check_lent(job: Job, result: Payload) -> None:
+    """Raise RefusedError unless `result` is a site's whole model, for other sites to score: known names, finite numbers."""
+    if extra := [name for name in result.tensors if not isinstance(name, str) or not belongs(name, job.initial)]:
+        raise RefusedError(f"tensor {_first(extra)!r} is none of the adapter's")
+    for name, tensor in result.tensors.items():
+        own = job.initial.get(name)
+        _check_tensor(name, tensor, torch.float32 if own is None else own.dtype)
+        if own is not None and not job.config.adapter_kind.unequal_ranks and tensor.shape != own.shape:
+            raise RefusedError(f"tensor {name!r} has shape {tuple(tensor.shape)}, not {tuple(own.shape)}")
+    if sum(tensor.numel() for tensor in result.tensors.values()) > LARGEST_ADAPTER:
+        raise RefusedError(f"a model of over {LARGEST_ADAPTER:,} numbers")
+    _check_finite(result.tensors)
+    if result.metrics or result.scalars.keys() != NUMBERS:
+        raise RefusedError("a model with other numbers than declared")
+    _check_numbers("scalar", result.scalars)
+    _check_seal(result)
+
+
+def _check_seal(result: Payload) -> None:
+    if not is_hash(result.ledger):
+        raise RefusedError("the seal of its privacy ledger is none")
+
+
+def _check_tensor(name: str, tensor: Any, dtype: torch.dtype) -> None:
+    """Raise RefusedError unless it holds numbers of `dtype`, no more than its memory has room for."""
+    if (
+        type(tensor) is not Tensor
+        or tensor.requires_grad
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.device.type != "cpu"
+    ):
+        raise RefusedError(f"tensor {name!r} is not a plain one on the CPU")
+    if tensor.dtype is not dtype:
+        raise RefusedError(f"tensor {name!r} is of {tensor.dtype}, not {dtype}")
+    if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+        raise RefusedError(f"tensor {name!r} claims more numbers than it brings")
+
+
+def _check_finite(tensors: Tensors) -> None:
+    """Raise RefusedError where one of them, each of which `_check_tensor` has seen, holds NaN or Inf."""
+    if wrong := unusable(tensors):
+        raise RefusedError(f"tensor {_first(wrong)!r} has NaN or Inf")
+
+
+def _check_shapes(job: Job, result: Payload, sent: Payload) -> None:
+    """Raise RefusedError unless every tensor has the shape in which the site was sent it."""
+    expected = upload_shapes(job.strategy, sent)
+    for name, tensor in result.tensors.items():
+        if tuple(tensor.shape) != expected.get(name):
+            raise RefusedError(f"tensor {name!r} has shape {tuple(tensor.shape)}, not {expected.get(name)}")
+
+
+def _check_norm(job: Job, plan: Plan | None, result: Payload) -> None:
+    """Raise RefusedError for an update far larger than what it updates, which one site's fault would ruin for all.
+
+    The measure is the whole adapter as all sites started from it: one that grew with what was accepted would let a site push
+    further every round. For one that starts at 0 throughout, 1 stands in its place. Site-level noise is large by design: what
+    it is expected to add is allowed for.
+    """
+    adapter, update = job.norm or 1.0, norm(result.tensors)
+    numbers = sum(tensor.numel() for tensor in result.tensors.values())
+    noise = plan.clip + plan.site_noise * math.sqrt(numbers) if plan else 0.0
+    limit = job.config.federation.max_norm_ratio
+    if update > limit * (adapter + noise):
+        against = f"{limit:g} times the adapter's {adapter:.3g}" + (f" and noise of {noise:.3g}" if noise else "")
+        raise RefusedError(f"update has norm {update:.3g}, over {against}; see that site, or raise federation.max_norm_ratio")
+
+
+def _check_metrics(job: Job, metrics: Mapping[str, Any]) -> None:
+    """Raise RefusedError unless every metric is one that the guard of an honest site lets out, and a real number."""
+    known: Set[str] = allowed_metrics(metric_names(job.config))
+    if extra := metrics.keys() - known:
+        raise RefusedError(f"metric {_first(extra)!r} is none of the job's")
+    _check_numbers("metric", metrics)
+
+
+def _check_numbers(kind: str, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if not _is_number(value):
+            raise RefusedError(f"{kind} {name!r} is not a real, finite number")
+
+
+def _is_number(value: Any) -> bool:
+    """Tell whether it is a number that neither a record nor a picture stumbles over; NaN is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def _first(names: Iterable[Any]) -> str:
+    """Return one of the names, the same every time, as it may be quoted."""
+    return min(shown(name, 80) for name in names)
+
+
+def check_next(strategy: Strategy, state: ServerState, merged: ServerState | None) -> None:
+    """Raise ConsiliumError where merge returned no next state: the sites would refuse it oddly, or the run would never end."""
+    who = f"strategy {strategy.name!r}: merge()"
+    if not isinstance(merged, ServerState):
+        raise ConsiliumError(f"{who} returned {type(merged).__name__}; return the next ServerState")
+    if (merged.round, merged.phase) <= (state.round, state.phase):
+        raise ConsiliumError(f"{who} stays in round {merged.round}; build on super().merge(), which counts")
+    if wrong := [n for n, t in merged.optimizer.items() if not isinstance(t, Tensor)]:
+        raise ConsiliumError(f"{who} put {wrong[0]!r} into optimizer, which is no tensor; write torch.tensor(...)")
+    if strategy.needs == "sums":  # one that sees single sites may send each another set of tensors
+        _keep_shapes(who, state.shared, merged.shared)
+
+
+def _keep_shapes(who: str, before: Tensors, after: Tensors) -> None:
+    if lost := before.keys() - after.keys():
+        raise ConsiliumError(f"{who} lost tensor {min(lost)!r}; return all of state.shared")
+    if wrong := [name for name, tensor in before.items() if after[name].shape != tensor.shape]:
+        name = wrong[0]
+        shapes = f"shape {tuple(after[name].shape)}, expected {tuple(before[name].shape)}"
+        raise ConsiliumError(f"{who} returned {name!r} with {shapes}; keep the shape of every tensor")
+
+
+def next_step(reasons: Mapping[str, str], asked: Sized, quorum: int) -> str:
+    """Return what to do about a round that too few of the sites `asked` answered, by the others' `reasons`, each one's last.
+
+    A site that is ahead of this checkpoint, or has lost what it must know of the run, stays so, whoever of the others comes
+    back.
+    """
+    ahead, lost = (list(reasons.values()).count(word.text) for word in (Reason.TASK, Reason.LEDGER))
+    if ahead + lost and len(asked) - ahead - lost < quorum:
+        told, steps = [], []
+        if ahead:
+            told.append(f"{ahead} of {len(asked)} sites say `task`: they are ahead of this checkpoint")
+            steps.append("bring the newer checkpoint back, or begin a new run")
+        if lost:
+            told.append(f"{lost} of {len(asked)} sites say `ledger`: their record of this run cannot be used")
+            steps.append("mend what their logs name; a site whose state of this run is lost stays out: then begin a new run")
+        return f"{', '.join(told)}, and the others are too few; {'; '.join(steps)}"
+    if summed := list(reasons.values()).count(Reason.SUMS.text):
+        what = f"{summed} of {len(asked)} sites say `sums`: with earlier sums this one would show too few hospitals"
+        return f"{what}; begin a new run with the hospitals of earlier ones, or with `privacy:`; their logs say what else helps"
+    if set(reasons.values()) == {Reason.JOB.text}:
+        what = "where a log names a site's own settings, mend them and resume the run"
+        return f"every refusal is `job`: {what}; else change the job and begin a new one"
+    return "see the refusals above, then resume the run"

@@ -1,0 +1,326 @@
+"""The server's side of one run: welcome sites, sample, send, accept or refuse results, conclude the round, checkpoint."""
+
+import math
+import random
+import secrets
+import threading
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from consilium.client.model_store import keep_shared
+from consilium.config.site import SiteConfig
+from consilium.core.errors import ConsiliumError, Reason, RefusedError
+from consilium.core.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors
+from consilium.core.sanitize import shown
+from consilium.core.seeding import seed_for
+from consilium.core.storage import sweep
+from consilium.federation.diagnostics import deviation
+from consilium.federation.job import Job
+from consilium.federation.saved_model import SavedModel, keeps_local
+from consilium.privacy.guard.release_checks import geometries, noised_sum, sent_as_sums, upload_shapes
+from consilium.privacy.mechanism import Geometry, in_reals, privatize, restored
+from consilium.privacy.plan import Plan, make_plan, not_private
+from consilium.privacy.randomness import Randomness
+from consilium.report.run_log import RunLog
+from consilium.report.tracking import Tracker
+from consilium.server import checkpoint
+from consilium.server.aggregation import RoundAggregate, penalized
+from consilium.server.checkpoint import Saved
+from consilium.server.checks import check_evaluation, check_hello, check_update, next_step
+from consilium.server.early_stopping import ending, unheard, validated
+from consilium.server.initialization import server_start
+from consilium.server.ledger_seals import Seals
+from consilium.server.server_optimizer import merged
+from consilium.server.statistics_round import Survey
+from consilium.strategies.strategy import SiteResult
+
+
+class Coordinator:
+    """Drives one run; both engines (in-process and FLARE) call the same methods in the same order.
+
+    `own`: the server's settings: its base's checkpoint, for strategies that start from its weights, and where it tracks runs;
+    `seals`: the last seals of sites' ledgers, over all runs.
+    welcome* -> (start -> accept* -> conclude) until done -> final -> accept_final* -> finish. Thread-safe where results arrive.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        folder: Path,
+        observer: Observer,
+        resume: bool = False,
+        aggregate: RoundAggregate | None = None,
+        own: SiteConfig = SiteConfig(),  # noqa: B008
+        seals: Seals = Seals(),  # noqa: B008
+    ) -> None:
+        self.job, self.folder, self.observer, self.seals = job, folder, observer, seals
+        wanted = partial(Tracker, own.tracking.mlflow, folder, job.config, observer) if own.tracking else None
+        self.log = RunLog(folder, job.config, resume, wanted)
+        sweep(folder)
+        self.sites: dict[str, SiteInfo] = {}
+        self.asked: dict[str, SiteInfo] = {}
+        self.sent: dict[str, Payload] = {}
+        self._results: dict[str, SiteResult] = {}
+        self.accepted, self._trained, self.reasons = set[str](), list[dict[str, float]](), dict[str, str]()
+        self._lock = threading.Lock()
+        self.survey = Survey(job.config, folder, observer)
+        self.aggregate = aggregate or RoundAggregate(job.strategy, job.config.server)
+        self.plan = make_plan(job.config, job.strategy, names=job.initial)
+        saved = checkpoint.resumed(folder, job) if resume else self._fresh(own)
+        self.run, self.checkpoint, self.state, self.validations = saved
+        if resume:
+            for changed in self.log.resumed(self.state):
+                text = f"resumed with another version: {changed}; the run's numbers are of both, see versions.json"
+                observer({"event": "warning", "text": text})
+        else:
+            self.log.trains(job.strategy, job.initial)
+            self._save()  # a run that breaks in its first round goes on under its own name, so that no site pays twice
+
+    def _fresh(self, own: SiteConfig) -> Saved:
+        """Return what is known of a new run."""
+        start = server_start(self.job, own)
+        if start.adapter:
+            self.log.began_from(start.adapter)
+        return Saved(secrets.token_hex(6), start.checkpoint, self.job.strategy.init_state(start.tensors))
+
+    @property
+    def done(self) -> bool:
+        """True after the last round, at an early end, and always where there is no round."""
+        config, over = self.job.config, self.state.round >= self.job.config.training.rounds
+        return not config.trains or over or ending(config, self.state, self.validations) is not None
+
+    @property
+    def quorum(self) -> int:
+        """How many results a round needs; a centralized reference run has a single, pooled site."""
+        return 1 if self.job.strategy.pools_data else self.job.config.federation.min_sites
+
+    @property
+    def has_quorum(self) -> bool:
+        """True once this phase has enough accepted results."""
+        return len(self.accepted) >= self.quorum
+
+    @property
+    def trainers(self) -> dict[str, SiteInfo]:
+        """The sites that rounds may ask and that count for the quorum: not those that only test."""
+        return {name: site for name, site in self.sites.items() if site.num_samples}
+
+    def welcome(self, hello: Hello) -> None:
+        """Register a site. Raises RefusedError, with the reason for its log, if it cannot take part."""
+        check_hello(hello, self.job.config.packages)
+        self._check_checkpoint(hello)
+        with self._lock:
+            self.checkpoint = hello.checkpoint
+            carries = hello.capacity if self.job.config.adapter_kind.unequal_ranks else {}
+            self.sites[hello.name] = SiteInfo(hello.name, hello.num_samples, hello.joined, carries)
+        if hello.seeded:
+            self.plan = self.plan and self.plan.with_seeded([hello.name])
+            self.observer({"event": "warning", "text": not_private([hello.name])})
+        self.log.joined(self.state.round, hello.name, hello.ledger, not hello.num_samples, hello.seeded)
+        self.seals.note(hello.name, hello.ledger)
+        self.observer({"event": "site", "site": hello.name, "num_samples": hello.num_samples})
+
+    def _check_checkpoint(self, hello: Hello) -> None:
+        """Raise RefusedError unless the site's base is the one that the job names, or else the first admitted site's."""
+        named = self.job.config.model.checkpoint_sha256
+        wanted = named or self.checkpoint
+        if wanted is not None and hello.checkpoint != wanted:
+            whose = "model.checkpoint_sha256 is" if named else "the sites admitted before, or the adapter it starts from, have"
+            raise RefusedError(
+                f"{hello.name}: its base checkpoint has sha256 {hello.checkpoint or '(none)'}, {whose} {wanted or '(none)'}; "
+                "give every site the same file, and name its sha256 in model.checkpoint_sha256 of the job"
+            )
+
+    def start(self, names: Collection[str] = ()) -> dict[str, Payload]:
+        """Begin a phase, of the sites `names` if given: return everybody's payload. Raises ConsiliumError under the quorum."""
+        with self._lock:
+            if len(self.trainers) < self.quorum:
+                have = f"{len(self.trainers)} sites are here, federation.min_sites is {self.quorum}"
+                raise ConsiliumError(f"round {self.state.round}: {have}; wait for more sites or lower it")
+            self.asked = {name: self.sites[name] for name in names or self._sample()}
+            self.accepted, self._results, self._trained, self.reasons = set(), {}, [], {}
+            self.aggregate.reset(max(len(self.asked), 1))
+        if (self.state.round, self.state.phase) == (0, 0):
+            self._announce()
+        place = {"round": self.state.round, "phase": self.state.phase, "phases": self.job.strategy.phases(self.state.round)}
+        self.observer({"event": "round", **place, "sites": sorted(self.asked)})
+        self.log.started(self.state, sorted(self.asked))
+        self.sent = {name: self.job.strategy.broadcast(self.state, site) for name, site in self.asked.items()}
+        for name, payload in self.sent.items():
+            self.log.sent(name, payload)
+        return dict(self.sent)
+
+    def held_out(self) -> dict[str, Payload]:
+        """Return, by site, the payload of each that does not train in this round and is to evaluate (`fraction_evaluate`)."""
+        if self.state.phase:
+            return {}
+        names = sorted(self.trainers.keys() - self.asked.keys())
+        count = math.ceil(self.job.config.federation.fraction_evaluate * len(names))
+        drawn = random.Random(seed_for(self.job.config.training.seed, "held-out", self.state.round)).sample(names, count)
+        return {n: replace(self.job.strategy.final(self.state, self.sites[n]), phase=HELD_OUT) for n in sorted(drawn)}
+
+    def accept_held_out(self, name: str, result: Payload) -> str | None:
+        """Keep the metrics of a site that was held out of this round. Returns None, or why they were refused."""
+        try:
+            check_evaluation(self.job, result, self.state.round, HELD_OUT)
+        except RefusedError as refusal:
+            return self.refuse(name, str(refusal))
+        self.log.held_out(name, result)
+        self.observer({"event": "held_out", "site": name, "round": result.round, "metrics": result.metrics})
+        return None
+
+    def _announce(self) -> None:
+        """Tell, before any training, what the strategy warns of, what privacy promises and does to the result."""
+        for warning in (*self.job.warnings, *self.job.strategy.warnings):
+            self.observer({"event": "warning", "text": warning})
+        if self.plan is not None:
+            shapes = upload_shapes(self.job.strategy, self._payload())
+            warnings = self.plan.warnings(sum(map(math.prod, shapes.values())), len(self.asked))
+            self.observer({"event": "privacy", "claim": self.plan.claim(), "warnings": warnings})
+
+    def _sample(self) -> list[str]:
+        """Return this round's cohort: the same for all its phases, fixed by seed and round."""
+        names, config = sorted(self.trainers), self.job.config
+        count = min(len(names), max(self.quorum, math.ceil(config.federation.fraction_train * len(names))))
+        return sorted(random.Random(seed_for(config.training.seed, "sample", self.state.round)).sample(names, count))
+
+    def accept(self, name: str, result: Payload) -> str | None:
+        """Add one site's result to the round. Returns None, or why it was refused; a refusal never stops the round."""
+        with self._lock:
+            try:
+                sent = self.check(name, result)
+                weight = self.job.config.weight(self.asked[name].num_samples)
+                self.aggregate.add(self.asked[name], self._clipped(result), weight, sent)
+            except ConsiliumError as refusal:
+                return self.refuse(name, str(refusal))
+            if self.job.config.diagnostics.deviation:
+                self._results[name] = SiteResult(result, weight, sent, self.asked[name])
+            self.accepted.add(name)
+            self._trained.append(result.metrics)
+            self.sites[name] = replace(self.asked[name], joined=True)
+        self.log.received(name, result, weight)
+        self.seals.note(name, result.ledger)
+        self.observer({"event": "accepted", "site": name, "round": result.round, "metrics": result.metrics})
+        return None
+
+    def refuse(self, name: str, reason: str, joining: bool = False, word: Reason | None = None) -> str:
+        """Note why a site gives nothing usable now, or may not join, by `word` where it is its own text; return it, bounded."""
+        reason = shown(reason, 1000)
+        self.reasons |= {} if joining else {name: word.text if word else reason}
+        refusal = {"event": "refused", "site": name, "round": self.state.round, "reason": reason, "joining": joining}
+        self.observer(refusal)
+        self.log.refused(refusal)
+        self.survey.decline(name, reason)
+        return reason
+
+    def check(self, name: str, result: Payload) -> Payload:
+        """Return what the site was sent in this phase. Raises RefusedError unless the result answers that."""
+        if name not in self.asked or name in self.accepted:
+            raise RefusedError(f"{name} was not asked in this phase, or has answered already")
+        if (result.round, result.phase) != (self.state.round, self.state.phase):
+            at = f"round {self.state.round} phase {self.state.phase}"
+            told = f"round {shown(result.round, 20)} phase {shown(result.phase, 20)}"
+            raise RefusedError(f"stale: answers {told}, the federation is at {at}")
+        sent = self.sent[name]
+        check_update(self.job, self.plan, result, sent)
+        return sent
+
+    def conclude(self, seen: Mapping[str, float] | None = None) -> None:
+        """End the phase: move the state, checkpoint it, log what was `seen` inside. Raises ConsiliumError under the quorum."""
+        with self._lock:
+            if not self.has_quorum:
+                few = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
+                raise ConsiliumError(f"round {self.state.round}: {few}; {next_step(self.reasons, self.asked, self.quorum)}")
+            mean = self._noised_mean(self._central) if self._central else self.aggregate.take()
+            self.log.concluded(self.state, sorted(self.accepted), self._epsilon(), mean)
+            curves = self.job.strategy.diagnostics(self.state, mean) | penalized(self._trained) | self._deviation()
+            self.log.diagnostics(self.state, curves | dict(seen or {}))
+            after = merged(self.job, self.state, mean)
+            self._validate()
+            self.state = after
+            self.log.figures(self.state, self.job.strategy.figures(self.state))
+            self._save()
+            self.asked, self.sent, self._results = {}, {}, {}
+
+    def _validate(self) -> None:
+        """Count the phase's validation, where it is one that may end the run."""
+        place = self.job.config, self.job.strategy, self.state
+        self.validations = validated(*place, self.validations, self._trained)
+        if warning := unheard(*place, self.validations):
+            self.observer({"event": "warning", "text": warning})
+
+    def _deviation(self) -> dict[str, float]:
+        wanted, scale = self.job.config.diagnostics.deviation, self.job.config.adapter.product_scaling
+        return deviation(self.job.strategy, self.state, self._results, scale) if wanted else {}
+
+    def _epsilon(self) -> float | None:
+        """Return what a site that answered every time has spent after this phase, by the plan; None without one."""
+        if self.plan is None:
+            return None
+        before = sum(self.job.strategy.phases(round) for round in range(self.state.round))
+        return self.plan.epsilon(before + self.state.phase + 1)
+
+    @property
+    def _central(self) -> Plan | None:
+        """The plan by which the server adds the noise (trust central), None where it adds none."""
+        return self.plan if self.plan and self.plan.config.trust == "central" else None
+
+    def _clipped(self, result: Payload) -> Payload:
+        """Return a result as it is summed. Where the server adds the noise, single updates are coordinates on the grid.
+
+        They are clipped here once more, in integers: a site's are, but left it as float32. Raises RefusedError.
+        """
+        plan = self._central
+        if plan is None or sent_as_sums(self.job.config):
+            return result
+        coordinates, _ = privatize(result.tensors, self._maps(result.tensors), plan.config.clip, 0, each=plan.by_tensor)
+        return replace(result, tensors=coordinates)
+
+    def _maps(self, tensors: Tensors) -> dict[str, Geometry]:
+        """Return the whitening of what this phase sums."""
+        public = self.state.shared | self.state.initial
+        return geometries(self.job.strategy, self.job.config, tensors, public, self.state.round, self.state.phase)
+
+    def _noised_mean(self, plan: Plan) -> Tensors:
+        """Return the mean update with the server's noise (central trust): sigma S over the number of sites that answered."""
+        noised = in_reals(noised_sum(plan, self.aggregate.sums(), Randomness.secret()))
+        return restored(self._maps(noised), {name: tensor / len(self.accepted) for name, tensor in noised.items()})
+
+    def final(self) -> dict[str, Payload]:
+        """Return the payloads for the last evaluation, one per registered site; an early end of the rounds is told first."""
+        if ended := ending(self.job.config, self.state, self.validations):
+            self.log.ended(ended)
+            self.observer({"event": "ended", **ended})
+        return {name: self.job.strategy.final(self.state, site) for name, site in sorted(self.sites.items())}
+
+    def accept_final(self, name: str, result: Payload) -> str | None:
+        """Keep a site's final metrics. Returns None, or why they were refused."""
+        try:
+            check_evaluation(self.job, result, self.state.round, self.state.phase)
+        except RefusedError as refusal:
+            return self.refuse(name, str(refusal))
+        self.log.final(name, result)
+        self.seals.note(name, result.ledger)
+        self.observer({"event": "final", "site": name, "metrics": result.metrics})
+        return None
+
+    def finish(self) -> None:
+        """Write the results of a run that came to its end, and its adapter where the server has a whole one."""
+        self.log.finish(self.plan)
+        strategy = self.job.strategy
+        if self.job.config.trains and strategy.needs == "sums" and not keeps_local(strategy, self.job.initial):
+            last = strategy.final(self.state, SiteInfo("", 1, joined=True))
+            kept = SavedModel(self.state.initial | last.tensors, self.state.round, strategy.scaling(last))
+            keep_shared(self.folder, self.job.config, kept, self.sites, self.log.results, self.checkpoint, self.plan)
+
+    def close(self) -> None:
+        """Close the run's files."""
+        self.log.close()
+
+    def _payload(self) -> Payload:
+        """Return what any site is sent now; for strategies that send all of them the same."""
+        return self.job.strategy.broadcast(self.state, SiteInfo("", 1, joined=True))
+
+    def _save(self) -> None:
+        checkpoint.write(self.folder, self.job, Saved(self.run, self.checkpoint, self.state, self.validations))

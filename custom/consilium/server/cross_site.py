@@ -1,0 +1,125 @@
+"""A cross-site job at the server: models of a run that has ended, each scored at every site. Only scores come back."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from consilium.client.evaluator import former_jobs
+from consilium.config.cross_site import CrossSiteConfig
+from consilium.config.job import JobConfig
+from consilium.core.errors import CheckpointError, ConfigError, RefusedError
+from consilium.core.messages import MetricKey, Payload, Stage
+from consilium.federation.job import Job
+from consilium.privacy.guard.model_sharing import MODELS
+from consilium.report.matrices import SHARED, cross_site_matrix
+from consilium.server import checkpoint
+from consilium.server.checkpoint import Saved
+from consilium.server.checks import check_evaluation, check_lent
+from consilium.server.coordinator import Coordinator
+from consilium.server.early_stopping import ending
+from consilium.tasks.registry import TASKS
+
+
+def former_run(config: JobConfig, workspace: Path) -> Path | None:
+    """Return the folder of the run that a cross-site job scores: beside the workspace. None where it is not there."""
+    folder = workspace.resolve().parent / config.cross_site.run if config.cross_site else None
+    return folder if folder and folder.is_dir() else None
+
+
+def former_state(job: Job, former: Path | None) -> Saved | None:
+    """Return the last state of the run that a cross-site job scores; None for any other job.
+
+    `former`: the run's folder, None where there is none. Raises ConfigError for a run that has not ended, or of another job.
+    """
+    if (section := job.config.cross_site) is None:
+        return None
+    where, why = f"cross_site.run: {section.run!r}", ""
+    if former is None or not (former / "results.json").is_file():
+        what = "no run of that name here has come to its end"
+        raise ConfigError(f"{where}: {what}; give an experiment that has, in a simulation a folder beside the workspace")
+    for config in former_jobs(job.config):
+        try:
+            saved = checkpoint.read(former, replace(job, config=config))
+        except CheckpointError as error:
+            why = str(error)
+            continue
+        early = ending(job.config, saved.state, saved.validations)
+        if saved.state.round != job.config.training.rounds and not early:
+            raise ConfigError(f"training.rounds: {job.config.training.rounds}: {where} had {saved.state.round}; write that")
+        return saved
+    raise ConfigError(f"{where}: {why}; take that run's job.yaml and add cross_site")
+
+
+class CrossSites:
+    """Drives a cross-site job; both engines call the same methods in the same order.
+
+    shared -> accept*, and for each of `owners`: take -> lent -> accept*; then finish. `saved`: what `former_state` has found.
+    """
+
+    def __init__(self, coordinator: Coordinator, section: CrossSiteConfig, saved: Saved) -> None:
+        self.coordinator, self.job, self.section, self.state = coordinator, coordinator.job, section, saved.state
+        coordinator.run, coordinator.checkpoint = saved.run, saved.checkpoint
+        self._rows: list[tuple[str, Stage, dict[str, dict[str, float]]]] = []
+        self._model: Payload | None = None
+        self._asked: set[str] = set()
+
+    @property
+    def owners(self) -> list[str]:
+        """The sites that are asked for their personalized models: those that took part in the run, where the job wants them."""
+        joined = sorted(name for name, site in self.coordinator.sites.items() if site.joined)
+        return joined[:MODELS] if self.section.personalized else []
+
+    def shared(self) -> dict[str, Payload]:
+        """Return what every site is to score first: what all share, for each to run with its own local factors."""
+        strategy, sites = self.job.strategy, self.coordinator.sites
+        self._begin(SHARED, Stage.GLOBAL)
+        return {name: replace(strategy.final(self.state, site), phase=0) for name, site in sorted(sites.items())}
+
+    def take(self, owner: str, result: Payload) -> None:
+        """Keep a site's own model until it is scored. Raises RefusedError for what is none."""
+        check_lent(self.job, result)
+        place = self.state.round, len(self._rows)
+        self._model = Payload(*place, result.tensors, result.scalars)
+        self._begin(owner, Stage.PERSONALIZED)
+
+    def lent(self) -> dict[str, Payload]:
+        """Return the model that was taken, for every site; {} where none was."""
+        model, self._model = self._model, None
+        return {name: model for name in sorted(self.coordinator.sites)} if model else {}
+
+    def _begin(self, model: str, stage: Stage) -> None:
+        self._rows.append((model, stage, {}))
+        self._asked = set(self.coordinator.sites)
+
+    def accept(self, name: str, result: Payload) -> str | None:
+        """Keep a site's scores of the model that is scored now. Returns None, or why they were refused."""
+        place = self.state.round, len(self._rows) - 1
+        try:
+            if name not in self._asked:
+                raise RefusedError(f"{name} was not asked, or has answered already")
+            check_evaluation(self.job, result, *place)
+        except RefusedError as refusal:
+            return self.coordinator.refuse(name, str(refusal))
+        self._asked.discard(name)
+        if place[1] == 0:
+            self.coordinator.log.final(name, result)
+        _, stage, row = self._rows[-1]
+        row[name] = self._scores(result.metrics, stage)
+        self.coordinator.observer({"event": "final", "site": name, "metrics": result.metrics})
+        return None
+
+    def _scores(self, metrics: Mapping[str, float], stage: Stage) -> dict[str, float]:
+        """Return the metrics of the split and model that were asked for, by their own names."""
+        keys = {key: value for name, value in metrics.items() if (key := MetricKey.parse(name))}
+        return {key.metric: value for key, value in keys.items() if (key.split, key.stage) == (self.section.split, stage)}
+
+    @property
+    def answered(self) -> int:
+        """How many sites have scored the model that is scored now."""
+        return len(self._rows[-1][2]) if self._rows else 0
+
+    def finish(self) -> None:
+        """Write the matrix, as a picture and as JSON."""
+        reported = {metric for _, _, row in self._rows for found in row.values() for metric in found}
+        lead = TASKS[self.job.config.task.name].scores(self.job.config.task).lead(reported)
+        cross_site_matrix(lead, self.section.split, self._rows).write(self.coordinator.folder)

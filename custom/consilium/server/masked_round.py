@@ -1,0 +1,245 @@
+"""A phase whose updates are masked: prepare, train, confirm, reveal, and the sum in the place of sites' updates.
+
+The engine lends its way to ask sites; what is asked, in which order, and what an answer counts for is decided here. A phase
+that too few sites bring to its end is cancelled and tried once more. If that fails the run stops, and a resumed run goes on
+with what was answered.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cryptography import x509
+
+from consilium.config.secure_aggregation import without_noise
+from consilium.core.errors import ConsiliumError
+from consilium.core.messages import Kind, Payload, SiteInfo, Tensors
+from consilium.federation.job import Job
+from consilium.privacy.guard.release_checks import geometries, sent_as_sums, upload_shapes
+from consilium.privacy.mechanism import Geometry, restored
+from consilium.privacy.secagg.arithmetic import Layout, layout, unflat
+from consilium.privacy.secagg.collector import Collector
+from consilium.privacy.secagg.messages import cancellations
+from consilium.privacy.secagg.server import Attempt
+from consilium.privacy.secagg.terms import Message
+from consilium.server.aggregation import RoundAggregate
+from consilium.server.checks import next_step
+from consilium.server.coordinator import Coordinator
+from consilium.strategies.strategy import ServerState
+
+FOLDER = "masks"
+Asked = Payload | Message
+Ask = Callable[[Kind, Mapping[str, Asked], Callable[[str, Any], None], Callable[[], bool]], None]
+"""Sends each named site its message and hands answers to the third argument as they come; a RefusedError of that costs the
+answer. Returns when all have answered, failed or come to be waited for no longer, once the fourth says that it is enough."""
+
+
+class MaskedAggregate(RoundAggregate):
+    """The sum that was opened, in the place of a running mean of single updates."""
+
+    def add(self, site: SiteInfo, update: Payload, weight: int, sent: Payload) -> None:
+        """Do nothing: the update is in the sum already."""
+
+    def fill(self, sums: Tensors, divisor: float, maps: Mapping[str, Geometry]) -> None:
+        """Take the opened sums (int64, units), what makes a mean of them, and how whitened coordinates become updates again."""
+        self._mean.put(sums, divisor)
+        self._maps = dict(maps)
+
+    def mean(self) -> Tensors:
+        """Return the mean update, float64, and forget it."""
+        return restored(self._maps, super().mean())
+
+
+def opened_mean(job: Job, state: ServerState, sums: Tensors, weight: int) -> tuple[Tensors, float, dict[str, Geometry]]:
+    """Return (sums, divisor, maps): the opened sums, what divides them, and the geometry behind whitened coordinates.
+
+    The maps turn whitened coordinates back into updates; {} where none were whitened. Steps of DP-SGD are divided by the job's
+    constant, which tells nothing of what was drawn.
+    """
+    public = state.shared | state.initial
+    if not sent_as_sums(job.config):
+        return sums, weight, {}
+    divisor = job.config.dpsgd.divisor if job.config.dpsgd else None
+    return sums, divisor or weight, geometries(job.strategy, job.config, sums, public, state.round, state.phase)
+
+
+def aggregate_for(job: Job) -> RoundAggregate:
+    """Return the aggregate that collects a job's results."""
+    kind = MaskedAggregate if job.config.secure_aggregation else RoundAggregate
+    return kind(job.strategy, job.config.server)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What is fixed of a phase: the attempt, its parties, what they were sent, and the form of the answers."""
+
+    attempt: Attempt
+    parties: list[str]
+    order: Layout
+    masks: bytes
+
+
+class MaskedRounds:
+    """Drives the masked phases of one run. `root`: the federation's, `server`: the name that no site may have."""
+
+    def __init__(self, coordinator: Coordinator, root: x509.Certificate, server: str) -> None:
+        self.coordinator, config = coordinator, coordinator.job.config
+        run = f"{coordinator.run}.{config.digest[:16]}"  # as the guards name it
+        self._away: set[str] = set()
+        self.bare = without_noise(config)
+        self.collector = Collector(coordinator.folder / "server" / FOLDER, config, run, root, server)
+
+    def phase(self, ask: Ask, begun: Callable[[], None]) -> None:
+        """Run one phase to its conclusion; `begun` is called once sites have been chosen. Raises ConsiliumError."""
+        self._meet(ask)
+        attempt, payloads = self._begin()
+        begun()
+        try:
+            opened = self._attempted(ask, attempt, payloads) or self._attempted(ask, self._again(ask, attempt), payloads)
+            if opened is None:
+                what = "secure aggregation: too few sites stay to the end of a phase"
+                raise ConsiliumError(f"{what}; {self._next_step(attempt)}")
+            self._conclude(opened)
+        finally:
+            self._part()
+
+    def _meet(self, ask: Ask) -> None:
+        """Ask sites that are new for their keys; without one a site takes no part, and is invited again later.
+
+        Without noise no site joins once masks were asked for: the sum over a larger set would show its update.
+        """
+        c, roster = self.coordinator, self.collector.roster
+        new = [name for name in sorted(c.trainers) if name not in roster]
+        if self.bare and self.collector.has_begun:
+            for name in new:
+                what = "came after the run's first round, and without noise all its sums are of the same hospitals"
+                c.refuse(name, f"{name} {what}; begin a new run, see the privacy page on sums over several runs", joining=True)
+                del c.sites[name]
+            return
+        question = self.collector.hello_question()
+        ask(Kind.MASKS, dict.fromkeys(new, question), self.collector.admit, lambda: len(roster) >= c.quorum)
+        for name in new:
+            if name not in roster:
+                del c.sites[name]
+
+    def _begin(self) -> tuple[Attempt, dict[str, Payload]]:
+        """Choose sites, or go on with those of an interrupted phase; return the attempt and everybody's payload."""
+        c = self.coordinator
+        attempt = self.collector.stored(c.state.round, c.state.phase)
+        if attempt is None:
+            asked = set(c.start())
+            cohort = set(self.collector.roster) if self.bare else asked
+            attempt = self.collector.begin(c.state.round, c.state.phase, cohort)
+            return attempt, c.sent
+        self._away = {n for n in attempt.cohort if n not in c.sites and attempt.masked(n)}  # their updates are here
+        c.sites |= {name: SiteInfo(name, 1, joined=True) for name in self._away}
+        c.start([name for name in attempt.cohort if name in c.sites])
+        return attempt, c.sent
+
+    def _part(self) -> None:
+        for name in self._away:
+            self.coordinator.sites.pop(name, None)
+        self._away = set()
+
+    def _attempted(self, ask: Ask, attempt: Attempt, payloads: Mapping[str, Payload]) -> tuple[Sum, list[str]] | None:
+        """Bring an attempt to where its sum can be opened; None where too few are left for that."""
+        if attempt.answers.of("cancel"):
+            return None  # its end has begun
+        present = [name for name in attempt.cohort if name in payloads and name not in self._away]
+        least = attempt.terms.least
+        first = {name: attempt.prepare_question(self.collector.past(name)) for name in attempt.silent("prepare", present)}
+        ask(Kind.MASKS, first, attempt.take_prepared, lambda: len(attempt.answers.of("prepare")) >= least)
+        summed = self._fixed(attempt)
+        self._train(ask, summed, [name for name in summed.parties if name in present], payloads)
+        if not (survivors := attempt.close_masked(summed.parties)):
+            return None
+        there = [name for name in survivors if name in present]
+        if not attempt.has("confirm"):
+            self._confirm(ask, summed, survivors, there)
+        if attempt.has("confirm") and not attempt.has("reveal"):
+            self._reveal(ask, summed, there)
+        return (summed, survivors) if attempt.has("reveal") else None
+
+    def _confirm(self, ask: Ask, summed: Sum, survivors: list[str], there: list[str]) -> None:
+        """Ask the survivors that are there to sign the sum."""
+        attempt, silent = summed.attempt, summed.attempt.silent("confirm", there)
+
+        def take(name: str, answer: Any) -> None:
+            attempt.take_confirmed(name, answer, survivors, summed.masks)
+
+        questions = {name: attempt.confirm_question(survivors) for name in silent}
+        ask(Kind.MASKS, questions, take, lambda: attempt.has("confirm"))
+
+    def _reveal(self, ask: Ask, summed: Sum, there: list[str]) -> None:
+        """Ask those who have signed the sum for their shares."""
+        attempt = summed.attempt
+        silent = attempt.silent("reveal", [name for name in there if name in attempt.answers.of("confirm")])
+
+        def take(name: str, answer: Any) -> None:
+            attempt.take_revealed(name, answer, summed.parties, summed.masks)
+
+        ask(Kind.MASKS, {name: attempt.reveal_question() for name in silent}, take, lambda: attempt.has("reveal"))
+
+    def _fixed(self, attempt: Attempt) -> Sum:
+        """Fix who is masked with whom. Raises ConsiliumError where too few have prepared."""
+        c = self.coordinator
+        try:
+            parties = attempt.close_prepared()
+        except ConsiliumError as few:
+            raise ConsiliumError(f"{few}; {self._next_step(attempt)}") from None
+        sent = c.job.strategy.broadcast(c.state, SiteInfo("", 1, joined=False))
+        order = layout(upload_shapes(c.job.strategy, sent))
+        return Sum(attempt, parties, order, attempt.mask_context(parties, order, sent))
+
+    def _train(self, ask: Ask, summed: Sum, names: list[str], payloads: Mapping[str, Payload]) -> None:
+        attempt, c = summed.attempt, self.coordinator
+        silent = [name for name in names if attempt.masked(name) is None]
+        tasks = {n: replace(payloads[n], masking=attempt.train_question(n, summed.parties)) for n in silent}
+        count = len(summed.parties) - len(silent)
+
+        def take(name: str, result: Payload) -> None:
+            nonlocal count
+            c.check(name, result)
+            attempt.take_masked(name, result)
+            count += 1
+
+        ask(Kind.TRAIN, tasks, take, lambda: count >= attempt.terms.least)
+
+    def _again(self, ask: Ask, attempt: Attempt) -> Attempt:
+        """Return a new attempt, once so many have cancelled the last that it cannot be opened. Raises ConsiliumError.
+
+        Nobody is asked to cancel unless enough were there a moment ago: who has cancelled cannot help to open the sum either.
+        """
+        able = [name for name in self._there(attempt) if name not in attempt.answers.of("reveal")]
+        asked = attempt.silent("cancel", able)
+        if len(able) >= cancellations(attempt.terms):
+            question = attempt.cancel_question()
+            ask(Kind.MASKS, dict.fromkeys(asked, question), attempt.take_cancelled, lambda: attempt.is_cancelled)
+        if not attempt.is_cancelled:
+            what = "too few sites are left to open this phase's sum, and too few to cancel it and ask anew"
+            raise ConsiliumError(f"secure aggregation: {what}; {self._next_step(attempt)}")
+        return self.collector.again(attempt)
+
+    def _next_step(self, attempt: Attempt) -> str:
+        """Return what to do about a phase that too few sites brought to its end."""
+        return next_step(self.coordinator.reasons, self.coordinator.asked, attempt.terms.least)
+
+    def _there(self, attempt: Attempt) -> list[str]:
+        """Return the sites that answered what was asked last, or have cancelled."""
+        last = attempt.answers.of("confirm") or [name for name in attempt.cohort if attempt.masked(name)]
+        return sorted({*last, *attempt.answers.of("cancel")} & self.coordinator.sites.keys())
+
+    def _conclude(self, opened: tuple[Sum, list[str]]) -> None:
+        """Open the sum, and let the coordinator go on with it as with single updates."""
+        (summed, survivors), c = opened, self.coordinator
+        words = summed.attempt.unmask(summed.parties, survivors, summed.masks, summed.order)
+        for name in survivors:
+            result = summed.attempt.masked(name)
+            assert result is not None  # it is in the sum
+            if (reason := c.accept(name, result)) is not None:
+                raise ConsiliumError(f"secure aggregation: {name} is in the sum and refused: {reason}")
+        assert isinstance(c.aggregate, MaskedAggregate)
+        c.aggregate.fill(*opened_mean(c.job, c.state, *unflat(words, summed.order)))
+        self.collector.prove(summed.attempt, summed.attempt.proof(summed.parties, survivors))
+        c.conclude()
+        self.collector.forget(summed.attempt)

@@ -1,0 +1,120 @@
+"""The sites' statistics at the server: asked for once, before the first round, and shown side by side."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from consilium.config.job import JobConfig
+from consilium.core.errors import RefusedError
+from consilium.core.messages import Observer
+from consilium.core.storage import write_atomic
+from consilium.data.counts import LENGTHS, OTHERS, SIZES, SPACING, class_names, greys
+from consilium.data.datalist import SPLITS
+from consilium.privacy.statistics import Group, Portion, SiteStatistics
+from consilium.report import shift
+
+FILE = "statistics.json"
+SLACK = 0.02
+"""By how much rounded shares may be over 1 together."""
+
+
+class Survey:
+    """One run's statistics. begin -> (accept or decline)* -> finish, which writes statistics.json, .txt and .png."""
+
+    def __init__(self, config: JobConfig, folder: Path, observer: Observer) -> None:
+        self.config, self.folder, self.observer = config, folder, observer
+        self.found: dict[str, SiteStatistics] = {}
+        self.refused: dict[str, str] = {}
+        self._asked: set[str] = set()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the job asks for statistics that are not there yet."""
+        asks = self.config.statistics is not None and self.config.cross_site is None  # whose run has asked before
+        return asks and not (self.folder / FILE).is_file()
+
+    def begin(self, names: Iterable[str]) -> None:
+        """Note who is asked."""
+        self._asked = set(names)
+
+    def accept(self, name: str, values: Any) -> None:
+        """Keep what a site tells. Raises RefusedError where it cannot be: it was not asked, or tells nonsense."""
+        if name not in self._asked or name in self.found:
+            raise RefusedError(f"{name}: statistics that nobody asked for")
+        found = SiteStatistics.read(values)
+        check(self.config, found)
+        self.found[name] = found
+        self.observer({"event": "statistics", "site": name})
+
+    def decline(self, name: str, reason: str) -> None:
+        """Note why a site tells nothing, or does not even take part; after the statistics nothing."""
+        if self.wanted and name not in self.found:
+            self.refused[name] = reason
+
+    def finish(self) -> None:
+        """Write what came."""
+        refused = {name: why for name, why in self.refused.items() if name not in self.found}  # a resumed run asks again
+        silent = {name: "no answer" for name in self._asked - self.found.keys() - refused.keys()}
+        said = {name: {"refused": why} for name, why in (refused | silent).items()}
+        told = {name: one.model_dump(mode="json") for name, one in self.found.items()} | said
+        sites = {name: told[name] for name in sorted(told)}
+        self._asked = set()
+        write_atomic(self.folder / "statistics.txt", shift.text(self.config.name, sites).encode())
+        shift.plot(self.folder / "statistics.png", sites)
+        write_atomic(self.folder / FILE, json.dumps({"job": self.config.name, "sites": sites}, indent=1).encode())
+
+
+def check(config: JobConfig, found: SiteStatistics) -> None:
+    """Raise RefusedError unless a site's statistics are of this job: its classes and bins, each once, and no small count."""
+    section = config.statistics
+    if section is None or found.minimum < section.minimum:
+        raise RefusedError("statistics with a smaller minimum than the job's")
+    names, single = class_names(config.task)
+    training = found.splits.get("training")
+    if found.splits.keys() != set(SPLITS):
+        raise RefusedError("statistics without all three splits")
+    for split in found.splits.values():
+        if split is not None:
+            _counts("samples", split.samples, found.minimum)
+            _counts("patients", split.patients or found.minimum, found.minimum)
+            named = {name for group in split.classes for name in group.names}
+            told = [name for name in names if name != OTHERS or name in named]  # a former version had no such cell
+            _groups(split.classes, told, split.samples if single else None, found.minimum)
+            if any(group.samples > split.samples for group in split.classes):
+                raise RefusedError("statistics with more samples of a class than there are")
+    whole = 0 if training is None else training.samples
+    for groups, cells in ((found.sizes, SIZES), (found.spacing, SPACING), (found.lengths, LENGTHS)):
+        _groups(groups, cells, whole, found.minimum)
+    _portions(found.greys, greys(section.bins), 1 + SLACK)
+    _portions(found.areas, names, None)
+
+
+def _counts(what: str, count: int, minimum: int) -> None:
+    if count < minimum:
+        raise RefusedError(f"statistics with a number of {what} under its own minimum")
+
+
+def _groups(groups: Iterable[Group], cells: Iterable[str], whole: int | None, minimum: int) -> None:
+    """Raise RefusedError unless groups hold the cells in their order: all of them, adding up to `whole`, or some one by one."""
+    groups, cells = list(groups), list(cells)
+    _names([group.names for group in groups], cells, whole is not None)
+    for group in groups:
+        if group.samples or len(group.names) > 1:
+            _counts("samples", group.samples, minimum)
+    if groups and whole is not None and sum(group.samples for group in groups) != whole:
+        raise RefusedError("statistics whose cells do not add up to the samples there are")
+
+
+def _portions(portions: Iterable[Portion], cells: Iterable[str], most: float | None) -> None:
+    portions = list(portions)
+    _names([portion.names for portion in portions], list(cells), most is not None)
+    if most is not None and sum(portion.share for portion in portions) > most:
+        raise RefusedError("statistics with shares of more than the whole")
+
+
+def _names(groups: list[tuple[str, ...]], cells: list[str], whole: bool) -> None:
+    named = [name for group in groups for name in group]
+    expected = cells if whole and groups else [name for name in cells if name in named]
+    if named != expected or (not whole and any(len(group) > 1 for group in groups)):
+        raise RefusedError("statistics with other cells than the job has")

@@ -1,0 +1,197 @@
+"""FedHera's two water-fillings and its gate: how many ranks of a layer a site receives and trains, how much tail it uses.
+
+Costs and budgets are compared as exact integers (every float is a fraction with a power of two below), so that no rounding
+ever lets an allocation exceed its budget. Ties go to the lower layer index.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from consilium.core.errors import ConfigError
+
+EPSILON = 1e-12
+"""The least share of a budget that counts as left (Algorithm 2, line 4)."""
+NOTHING = 1e-30
+"""The energy of a rank that has none: it comes after all that have (Eq. 4's epsilon, and the uniform start)."""
+
+Energies = Sequence[Sequence[float]]
+"""Per layer the energies of its ranks 1, 2, ..., not increasing; their number is the layer's cap R_l."""
+
+
+def energies(values: Tensor, total: float, cost: float = 1.0) -> list[float]:
+    """Return E_k = sigma_k^2 / (total + eps) (Eq. 4) of singular values (r,), `total` = ||W||_F^2.
+
+    Ranks without energy (all, while W = 0) count as uniform, far below any real one: `cost` (a rank's, as a share of the
+    dearest layer's) times a hair less at each rank, so that layers take them in turn at the same rank. With
+    exact ties, which go to the lower index, the first layers would take all; without the cost, the cheapest would.
+    """
+    found = values.double().square() / total if total > 0 else torch.zeros(len(values), dtype=torch.float64)
+    blank = NOTHING * cost * (1 - 1e-9 * torch.arange(len(values), dtype=torch.float64))
+    return torch.where(found > NOTHING, found, blank).tolist()
+
+
+def download_costs(shapes: Sequence[tuple[int, int]], bytes_each: int) -> list[int]:
+    """Return bytes per rank of layers (out, in): Eq. 6."""
+    return [(out + into) * bytes_each for out, into in shapes]
+
+
+def download_ranks(energies: Energies, costs: Sequence[float], budget: float, literal: bool = False) -> list[int]:
+    """Return r_tot per layer (Algorithm 1): greedy on E_{l, r+1} / c_l until `budget` (same unit as `costs`) is spent.
+
+    A layer that no longer fits is skipped and cheaper ones go on; `literal` stops there, as printed. Raises ConfigError for a
+    cost that is not positive or a budget below 0.
+    """
+    _check(energies, [costs], [budget])
+    (whole,), (left,) = _exact([costs], [budget])
+    ranks = [0] * len(energies)
+    heap = [(-row[0] / cost, layer) for layer, (row, cost) in enumerate(zip(energies, costs, strict=True)) if row]
+    heapify(heap)
+    while heap:
+        layer = heap[0][1]
+        if whole[layer] > left:
+            if literal:
+                break
+            heappop(heap)  # budgets only shrink: it will never fit again
+            continue
+        left -= whole[layer]
+        ranks[layer] += 1
+        if ranks[layer] < len(energies[layer]):
+            heapreplace(heap, (-energies[layer][ranks[layer]] / costs[layer], layer))
+        else:
+            heappop(heap)
+    return ranks
+
+
+@dataclass(frozen=True)
+class Training:
+    """What one more trained rank costs per layer, and what the site has: seconds and bytes, or any other two units.
+
+    `memory_budget` is what is left of the site's memory beside the model (M_i - M_static); math.inf is no limit.
+    """
+
+    time: Sequence[float]
+    memory: Sequence[float]
+    time_budget: float
+    memory_budget: float
+
+
+def train_ranks(energies: Energies, caps: Sequence[int], site: Training, literal: bool = False) -> list[int]:
+    """Return r_train <= caps (r_tot) per layer (Algorithm 2): greedy on E / (alpha c_time + beta c_mem), both costs fitting.
+
+    alpha and beta grow as the time and the memory that are left shrink, at each step. Costs enter as shares of their budgets,
+    so that the answer does not depend on units; `literal` takes them as they are, as printed, where bytes drown seconds.
+    Layers with the same costs share one heap, so that a step looks at one candidate per pair of costs. Raises ConfigError for
+    a cost that is not positive or a budget below 0.
+    """
+    budgets = [site.time_budget, site.memory_budget]
+    _check(energies, [site.time, site.memory], budgets)
+    whole, left = _exact([site.time, site.memory], budgets)
+    scale = [1.0, 1.0] if literal else [1 / b if b > 0 and not math.isinf(b) else 0.0 for b in budgets]
+    first, ranks, groups = left, [0] * len(energies), _groups(energies, caps, whole)
+    while groups := {costs: heap for costs, heap in groups.items() if heap and costs[0] <= left[0] and costs[1] <= left[1]}:
+        alpha, beta = _weights(left, first)
+        best: tuple[tuple[float, int], tuple[int, int]] | None = None
+        for costs, heap in groups.items():
+            layer = heap[0][1]
+            cost = alpha * site.time[layer] * scale[0] + beta * site.memory[layer] * scale[1]
+            score = (heap[0][0] / cost if cost else heap[0][0], layer)
+            if best is None or score < best[0]:
+                best = (score, costs)
+        assert best is not None  # groups are not empty
+        (_, layer), costs = best
+        left = [have - cost for have, cost in zip(left, costs, strict=True)]
+        _take(groups[costs], ranks, layer, energies[layer], caps[layer])
+    return ranks
+
+
+def random_ranks(caps: Sequence[int], costs: Sequence[Sequence[float]], budgets: Sequence[float], seed: int) -> list[int]:
+    """Return ranks <= caps per layer, each one more for a layer drawn from those that still fit all `budgets` (Table 12).
+
+    The draw is over layers with equal chances, as in the authors' code. Raises as `train_ranks`.
+    """
+    _check([[]] * len(caps), costs, budgets)
+    (whole, left), ranks, draw = _exact(costs, budgets), [0] * len(caps), random.Random(seed)
+    open_layers = [layer for layer, cap in enumerate(caps) if cap > 0]
+    while open_layers := [n for n in open_layers if ranks[n] < caps[n] and _fits(whole, left, n)]:
+        layer = draw.choice(open_layers)
+        ranks[layer] += 1
+        left = [have - row[layer] for have, row in zip(left, whole, strict=True)]
+    return ranks
+
+
+def _fits(whole: list[list[int]], left: list[float], layer: int) -> bool:
+    return all(row[layer] <= have for row, have in zip(whole, left, strict=True))
+
+
+def _groups(energies: Energies, caps: Sequence[int], whole: list[list[int]]) -> dict[tuple[int, int], list]:
+    """Return heaps of (-E of the next rank, layer) by pair of costs, of layers that may train."""
+    groups: dict[tuple[int, int], list] = {}
+    for layer, (row, cap) in enumerate(zip(energies, caps, strict=True)):
+        if min(cap, len(row)) > 0:
+            groups.setdefault((whole[0][layer], whole[1][layer]), []).append((-row[0], layer))
+    for heap in groups.values():
+        heapify(heap)
+    return groups
+
+
+def _take(heap: list, ranks: list[int], layer: int, row: Sequence[float], cap: int) -> None:
+    """Give the first layer of `heap` one more rank."""
+    ranks[layer] += 1
+    if ranks[layer] < min(cap, len(row)):
+        heapreplace(heap, (-row[ranks[layer]], layer))
+    else:
+        heappop(heap)
+
+
+def _weights(left: list[float], first: list[float]) -> tuple[float, float]:
+    """Return (alpha, beta): Algorithm 2, lines 4 and 5. A budget without limit counts as untouched."""
+    shares = [1.0 if math.isinf(have) else have / had if had else 0.0 for have, had in zip(left, first, strict=True)]
+    scarce = [1 / max(share, EPSILON) for share in shares]
+    return scarce[0] / sum(scarce), scarce[1] / sum(scarce)
+
+
+def _exact(costs: Sequence[Sequence[float]], budgets: Sequence[float]) -> tuple[list[list[int]], list[float]]:
+    """Return costs and budgets as whole numbers of a unit small enough for all of a kind; an infinite budget stays as it is."""
+    whole, left = [], []
+    for row, budget in zip(costs, budgets, strict=True):
+        finite = [*row, *([] if math.isinf(budget) else [budget])]
+        unit = max((v.as_integer_ratio()[1] for v in finite), default=1)  # powers of two: the largest is a common one
+        whole.append([n * (unit // d) for n, d in (v.as_integer_ratio() for v in row)])
+        left.append(budget if math.isinf(budget) else budget.as_integer_ratio()[0] * (unit // budget.as_integer_ratio()[1]))
+    return whole, left
+
+
+def _check(energies: Energies, costs: Sequence[Sequence[float]], budgets: Sequence[float]) -> None:
+    if any(len(row) != len(energies) for row in costs):
+        raise ConfigError(f"rank allocation: {len(energies)} layers need as many costs per rank")
+    if any(not 0 < cost < math.inf for row in costs for cost in row):
+        raise ConfigError("rank allocation: a layer's cost per rank must be positive and finite")
+    if any(not budget >= 0 for budget in budgets):
+        raise ConfigError(f"rank allocation: budgets {list(budgets)} must be 0 or more")
+
+
+def gate(
+    completed: int,
+    score: float | None,
+    age: int,
+    schedule: Literal["paper", "neutral"] = "paper",
+    decay: float = 0.9,
+    tau: float = 2.0,
+) -> float:
+    """Return lambda in [0, 1), how much of its frozen tail a site uses in the round after `completed` rounds (t); 0 at first.
+
+    `score`: the site's last alignment s_i in [-1, 1], None before its first report (counts as 0); `age`: rounds since that
+    report (t - t_i; 0 if it took part in the last round). `paper` (Eq. 12) is 1 - exp(-(t / tau)(1 + s) decay^age), tau = 2: a
+    stale site loses its tail. `neutral` is 1 - exp(-(t / tau)(1 + s decay^age)): a stale site goes back to s = 0.
+    """
+    aligned = 0.0 if score is None else min(1.0, max(-1.0, score))
+    fresh = 1.0 if score is None else decay**age
+    weight = (1 + aligned) * fresh if schedule == "paper" else 1 + aligned * fresh
+    return -math.expm1(-completed / tau * weight)

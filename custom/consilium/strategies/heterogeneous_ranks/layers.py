@@ -1,0 +1,92 @@
+"""Adapter tensors by layer: products of factors, what is a tail, what is averaged."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from consilium.adapters.names import GATE, TAIL, WHOLE, is_base, is_frozen_part, is_head
+from consilium.core.linalg.lowrank import Change, Product
+from consilium.core.messages import Tensors
+from consilium.strategies.strategy import ServerState, SiteResult
+
+
+def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """Return (out, in) by layer, in the order of the model's depth, which is the order of the numbers in their names."""
+    layers = sorted((name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")), key=_depth)
+    return {layer: (len(tensors[f"{layer}.lora_B"]), tensors[f"{layer}.lora_A"].shape[1]) for layer in layers}
+
+
+def _depth(layer: str) -> list[tuple[bool, int, str]]:
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in layer.split(".")]
+
+
+def others(tensors: Mapping[str, Tensor]) -> Tensors:
+    """Return what is no factor, tail or gate: a classifier's head and what trains of the base, which are averaged."""
+    return {name: tensor for name, tensor in tensors.items() if is_head(name) or is_base(name)}
+
+
+def pair(layer: str, product: Product) -> Tensors:
+    """Return a product (B, A) as the layer's trained factors."""
+    return {f"{layer}.lora_A": product[1], f"{layer}.lora_B": product[0]}
+
+
+def prefix_and_tail(layer: str, product: Product, rank: int, gate: float) -> Tensors:
+    """Return a product's first `rank` ranks as trained factors, the rest as the frozen tail."""
+    b, a = product
+    tensors = pair(layer, (b[:, :rank], a[:rank]))
+    if a.shape[0] > rank:
+        tensors |= {f"{layer}.tail_A": a[rank:], f"{layer}.tail_B": b[:, rank:], f"{layer}.{GATE}": torch.tensor([gate])}
+    return tensors
+
+
+def expanded(tensors: Mapping[str, Tensor]) -> Tensors:
+    """Return tensors as an adapter takes them: a tail that came as one matrix (out, in) becomes a pair with an identity."""
+    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(f".{WHOLE}")}
+    for name in sorted(tensors.keys() - found.keys()):
+        layer, whole = name.removesuffix(f".{WHOLE}"), tensors[name]
+        out, into = whole.shape
+        b, a = (whole, torch.eye(into)) if into <= out else (torch.eye(out), whole)
+        found |= {f"{layer}.tail_A": a.to(whole), f"{layer}.tail_B": b.to(whole), f"{layer}.{GATE}": whole.new_ones(1)}
+    return found
+
+
+def whole_numbers(tensors: Mapping[str, Tensor]) -> int:
+    """Return how many numbers the trained factors and a head have, with a tail as large as each layer's weights."""
+    trained = sum(t.numel() for n, t in tensors.items() if not is_frozen_part(n))
+    return trained + sum(out * into for out, into in shapes(tensors).values())
+
+
+def factors(tensors: Mapping[str, Tensor], layer: str) -> Product:
+    """Return (B, A) of a layer's trained factors."""
+    return tensors[f"{layer}.lora_B"], tensors[f"{layer}.lora_A"]
+
+
+def changes(uploads: Mapping[str, SiteResult], share: Mapping[str, float], layer: str, tails: bool = False) -> list[Change]:
+    """Return every site's training of one layer, in the order of names; of rank 0 where a site did not train it.
+
+    With `tails` the factors go on with the frozen ranks, without the gate: the site's whole product.
+    """
+    found = []
+    for name, upload in sorted(uploads.items()):
+        (b, a), (db, da) = factors(upload.sent.tensors, layer), factors(upload.update.tensors, layer)
+        start, end = (b, a), (b + db, a + da)
+        if tails:
+            start, end = _with_tail(upload, layer, start), _with_tail(upload, layer, end)
+        found.append(Change(share[name], start, end))
+    return found
+
+
+def _with_tail(upload: SiteResult, layer: str, product: Product) -> Product:
+    if f"{layer}.tail_A" not in upload.sent.tensors:
+        return product
+    tail_a, tail_b = (upload.sent.tensors[f"{layer}.{part}"] for part in TAIL)
+    return torch.cat([product[0], tail_b], 1), torch.cat([product[1], tail_a])
+
+
+def mean_others(state: ServerState, uploads: Mapping[str, SiteResult], share: Mapping[str, float]) -> Tensors:
+    """Return the head plus the weighted mean of its updates, summed in float64 by name."""
+    moved = {n: t.double() for n, t in others(state.shared).items()}
+    for name, upload in sorted(uploads.items()):
+        moved = {n: t + share[name] * upload.update.tensors[n].double() for n, t in moved.items()}
+    return {n: t.to(state.shared[n].dtype) for n, t in moved.items()}

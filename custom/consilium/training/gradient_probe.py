@@ -1,0 +1,68 @@
+"""Looks at training data before local training: losses and gradients of the model at given values, batch after batch."""
+
+import itertools
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from consilium.adapters import layers
+from consilium.config.job import TrainingConfig
+from consilium.core.errors import ConsiliumError, DataError, Reason
+from consilium.core.messages import Tensors
+from consilium.core.seeding import seed_for
+from consilium.data.loading import NOTHING_LEFT
+from consilium.tasks.base import Batch, Task
+from consilium.training.device import autocast, cuda_devices
+
+
+class Looking:
+    """A `Look` of a strategy: goes round a random `share` of the training data in batches of the job's size.
+
+    `seed` fixes which samples, and their augmentation. The model is in evaluation mode, so without dropout.
+    """
+
+    def __init__(self, model: nn.Module, task: Task, config: TrainingConfig, seed: int, share: float) -> None:
+        self.model, self.task, self.config, self.seed = model, task, config, seed
+        order = torch.randperm(task.num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
+        chosen = order[: max(1, int(share * len(order)))]
+        parts = [chosen[i : i + config.batch_size] for i in range(0, len(chosen), config.batch_size)]
+        self.batches, self._parts = len(parts), itertools.cycle(enumerate(parts))
+
+    def __call__(self, values: Tensors, names: Collection[str]) -> tuple[float, Tensors]:
+        """See Look. Raises DataError where no sample can be read, ConsiliumError for a loss that is not finite.
+
+        Of a task that is `quiet` about samples that do not fit it, such a look sees nothing.
+        """
+        if not (batch := self._batch()) and getattr(self.task, "quiet", False):
+            return 0.0, {name: torch.zeros_like(values[name], device="cpu") for name in names}
+        if not batch:
+            raise DataError(NOTHING_LEFT)
+        layers.load(self.model, values)
+        params = layers.tensors(self.model)
+        for name, parameter in params.items():
+            parameter.requires_grad_(name in names)
+        device = next(self.model.parameters()).device
+        with torch.random.fork_rng(devices=cuda_devices(params)), autocast(device, self.config.precision):
+            loss = self.task.loss(self.model, batch)
+        if not torch.isfinite(loss):
+            what = f"training.lr: {self.config.lr}: the loss became {loss.item()} before training; lower it or check the data"
+            raise ConsiliumError(what, Reason.TRAINING)
+        return loss.item(), gradients_of(loss, {name: params[name] for name in names})
+
+    def _batch(self) -> Batch:
+        """Return the next batch of which some sample can be read, {} where there is none."""
+        for _ in range(self.batches):
+            number, indices = next(self._parts)
+            if batch := self.task.batch(indices, seed_for(self.seed, "look", number)):
+                return batch
+        return {}
+
+
+def gradients_of(loss: Tensor, of: Mapping[str, Tensor]) -> Tensors:
+    """Return the loss's gradients by name, on the CPU; 0 for what it does not depend on."""
+    if not loss.requires_grad:  # on none of them: the last layer of SAM's decoder, which no mask comes from
+        return {name: torch.zeros_like(p, device="cpu") for name, p in of.items()}
+    found = torch.autograd.grad(loss, list(of.values()), allow_unused=True)
+    given = zip(of.items(), found, strict=True)
+    return {name: (torch.zeros_like(p) if g is None else g).detach().cpu() for (name, p), g in given}

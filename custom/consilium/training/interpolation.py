@@ -1,0 +1,70 @@
+"""The personalized model of a site with a local adapter: each sample weighs it by how alike it is to the site's data.
+
+Which records a sample is compared with, and what they look like inside the model, never leaves this block.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from consilium.core.seeding import seed_for
+from consilium.models.registry import Cut
+from consilium.strategies.local_plan import Blend
+from consilium.tasks.base import Task, evaluating
+
+Mix = Callable[[float | Tensor], None]
+
+
+@contextmanager
+def blended(model: nn.Module, cut: Cut, task: Task, mix: Mix, blend: Blend, seed: int) -> Iterator[None]:
+    """Let every call of `model` inside the block weigh the local adapter as `blend` says; `mix` sets the share."""
+    known = references(model, cut, task, mix, blend.examples, seed) if blend.examples else torch.zeros(0)
+    mix(blend.most)
+    handle = model.register_forward_pre_hook(_weigher(cut, mix, blend, known), with_kwargs=True) if len(known) else None
+    try:
+        yield
+    finally:
+        if handle:
+            handle.remove()
+        mix(0.0)
+
+
+def references(model: nn.Module, cut: Cut, task: Task, mix: Mix, count: int, seed: int) -> Tensor:
+    """Return the representations (S, F) of `count` training records; fewer where there are no more that can be read."""
+    order = torch.randperm(task.num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
+    batch = task.batch(order[:count], seed_for(seed, "references"))
+    if not batch:
+        return torch.zeros(0)
+    mix(1.0)
+    with torch.no_grad(), evaluating(model):
+        return represented(cut, lambda: task.loss(model, batch))
+
+
+def represented(cut: Cut, run: Callable[[], Any]) -> Tensor:
+    """Return the means over all places (N, F) of what passes the cut while `run` runs."""
+    seen: list[Tensor] = []
+    handle = cut.module.register_forward_hook(lambda module, args, output: seen.append(output))
+    try:
+        run()
+    finally:
+        handle.remove()
+    return seen[-1].float().movedim(cut.axis, 1).reshape(len(seen[-1]), cut.width, -1).mean(2)
+
+
+def similarity(found: Tensor, known: Tensor) -> Tensor:
+    """Return mean_s max(0, cos(h, h_s)) (N,) of representations (N, F) and references (S, F)."""
+    return (F.normalize(found, dim=1) @ F.normalize(known, dim=1).T).clamp(min=0).mean(1)
+
+
+def _weigher(cut: Cut, mix: Mix, blend: Blend, known: Tensor) -> Callable[[nn.Module, Any, Any], None]:
+    def weigh(model: nn.Module, args: Any, kwargs: Any) -> None:
+        mix(1.0)
+        with torch.no_grad():
+            found = represented(cut, lambda: model.forward(*args, **kwargs))
+        mix(blend.most * similarity(found, known))
+
+    return weigh

@@ -1,0 +1,136 @@
+"""A base over several devices: every rank keeps its part of each block, and has a block whole only while it computes it.
+
+PyTorch's FSDP2 does so (`fully_shard`; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB
+2023). A block is one of a model's stack of layers. What is in none (embeddings, norms, heads), and all that trains, is whole at
+every rank, so that the guard sees whole tensors. In a step all ranks go through the blocks together. Rank 0 alone evaluates;
+when it comes to a block then, it tells the others, and they hand over their parts.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from consilium.adapters import layers
+from consilium.core.errors import ConsiliumError, Reason
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
+GLOO = "consilium_gloo"
+"""What torch.distributed knows our gloo by: its own would listen at whatever address the machine's name has."""
+Maker = Callable[["Store", int, int, timedelta], "ProcessGroup"]
+
+
+def stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield names and blocks of a model's outermost stacks: lists of at least two modules of one class with parameters."""
+    for name, child in model.named_children():
+        blocks = list(child.children())
+        alike = len(blocks) > 1 and len({type(one) for one in blocks}) == 1 and next(blocks[0].parameters(), None) is not None
+        if isinstance(child, nn.ModuleList | nn.Sequential) and alike:
+            yield from ((f"{name}.{number}", block) for number, block in enumerate(blocks))
+        else:
+            yield from ((f"{name}.{inner}", block) for inner, block in stacks(child))
+
+
+def kept_whole(model: nn.Module) -> set[Tensor]:
+    """Return the parameters of a model with an adapter that every rank has whole, in blocks or not.
+
+    They are those that train, those of no block, single numbers, and those that two blocks share.
+    """
+    holders: dict[nn.Parameter, int] = {}
+    for _, block in stacks(model):
+        for parameter in block.parameters():
+            holders[parameter] = holders.get(parameter, 0) + 1
+    split = {one for one, count in holders.items() if count == 1 and one.ndim}
+    found: set[Tensor] = {one for one in model.parameters() if one not in split}
+    return found | set(layers.tensors(model).values())
+
+
+def spared(model: nn.Module, ranks: int) -> int:
+    """Return the bytes that each of so many ranks is spared: the other ranks' parts, but for the largest block.
+
+    That one is there whole when it is computed, and once more while its parts come in.
+    """
+    whole = kept_whole(model)
+    sizes = [
+        sum(one.numel() * one.element_size() for one in block.parameters() if one not in whole) for _, block in stacks(model)
+    ]
+    return max(sum(size - -(-size // ranks) for size in sizes) - 2 * max(sizes, default=0), 0)
+
+
+def backend(device: torch.device) -> str:
+    """Return what blocks' parts travel by: NCCL between GPUs, gloo between CPUs."""
+    return "nccl" if device.type == "cuda" else GLOO
+
+
+def world(store: "Store", rank: int, size: int, device: torch.device, gloo: Maker, patience: timedelta) -> "DeviceMesh":
+    """Return the mesh of a site's ranks, on each rank's `device`; `gloo` makes a group of CPUs.
+
+    torch.distributed has one such world a process. Raises ConsiliumError where there is one already.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        what = "another site of this process has its base in parts already"
+        raise ConsiliumError(f"site.yaml: base: 'sharded': {what}; give each a process of its own", Reason.POLICY)
+    if device.type == "cuda":
+        torch.cuda.init()  # else the mesh would choose a device by the rank's number
+        if device.index is not None:
+            torch.cuda.set_device(device)  # where FSDP2 and NCCL compute
+    else:
+        dist.Backend.register_backend(GLOO, gloo, devices=["cpu"])
+    dist.init_process_group(backend(device), store=store, rank=rank, world_size=size, timeout=patience)
+    return dist.init_device_mesh(device.type, (size,))
+
+
+def leave_world() -> None:
+    """Leave what `world` has made, if anything."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def shard(model: nn.Module, mesh: "DeviceMesh", device: torch.device) -> list["FSDPModule"]:
+    """Leave of every block this rank's part, on its device, and put all else there; return the blocks.
+
+    Nothing travels: each rank takes its part of the whole base that it has read. Raises ConsiliumError for a base that has no
+    blocks.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    whole = kept_whole(model)
+    blocks = [block for _, block in stacks(model) if any(one not in whole for one in block.parameters())]
+    if not blocks:
+        what = "nothing of this model is frozen in a stack of blocks"
+        raise ConsiliumError(f"site.yaml: base: 'sharded': {what}; use replicated", Reason.POLICY)
+    ignored = cast(set[nn.Parameter], whole)
+    found = [fully_shard(block, mesh=mesh, reshard_after_forward=True, ignored_params=ignored) for block in blocks]
+    _place([*whole, *model.buffers()], device)
+    return found
+
+
+def _place(tensors: Iterable[Tensor], device: torch.device) -> None:
+    for tensor in tensors:
+        tensor.data = tensor.data.to(device)
+
+
+def hand_over(block: "FSDPModule") -> None:
+    """Give this rank's part of a block to all, for whom another one asked."""
+    block.unshard()
+    block.reshard()
+
+
+def ask_for(blocks: list["FSDPModule"], ask: Callable[[int], None]) -> None:
+    """Have `ask` called with a block's number whenever the model comes to the block, before its parts are waited for."""
+    for number, block in enumerate(blocks):
+        cast(nn.Module, block).register_forward_pre_hook(_asking(ask, number), prepend=True)
+
+
+def _asking(ask: Callable[[int], None], number: int) -> Callable[[nn.Module, Any], None]:
+    return lambda module, args: ask(number)

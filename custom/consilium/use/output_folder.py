@@ -1,0 +1,138 @@
+"""The folder that a model is handed on in: new, or in the place of an earlier export; nothing of the user's is removed."""
+
+import glob
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from safetensors import SafetensorError
+
+from consilium.core.errors import CheckpointError, ConfigError
+from consilium.core.sanitize import shown
+from consilium.core.storage import PUBLIC, file_hash, write_atomic
+
+RECORD = "export.json"
+"""Says what wrote a folder and which files; a folder without it, or with anything else in it, is never replaced."""
+KEYS = frozenset({"format", "consilium", "job", "model", "difference", "files"})
+
+
+def write_record(folder: Path, told: dict[str, Any]) -> None:
+    """Write what is `told` of an export, and the name and SHA-256 of each of its files."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    files = [{"name": name, "sha256": file_hash(folder / name)} for name in names]
+    write_atomic(folder / RECORD, json.dumps(told | {"files": files}, indent=1).encode(), PUBLIC)
+
+
+def check_destination(folder: Path, force: bool) -> None:
+    """Raise ConfigError unless `folder` is new, empty, or an unchanged earlier export that is to be replaced."""
+    if not folder.exists() and not folder.is_symlink():
+        return
+    if not folder.is_dir() or folder.is_symlink():
+        raise ConfigError(f"--output {shown(folder)}: is there and is no folder; choose another name")
+    if not any(folder.iterdir()):
+        return
+    _check_record(folder)
+    if not force:
+        raise ConfigError(f"--output {shown(folder)}: is there; choose another folder, or replace it with --force")
+
+
+def _check_record(folder: Path) -> None:
+    """Raise ConfigError for a folder that holds anything but what its record lists."""
+    listed = _listed(folder)
+    if listed is None:
+        raise ConfigError(f"--output {shown(folder)}: is there and is no earlier export; choose another folder")
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if name != RECORD and not _is_ours(path, name, listed):
+            what = f"{shown(name)!r} is not as the earlier export wrote it"
+            raise ConfigError(f"--output {shown(folder)}: {what}; move it away, or choose another folder")
+
+
+def _is_ours(path: Path, name: str, listed: dict[str, str]) -> bool:
+    if path.is_symlink():
+        return False
+    if path.is_dir():
+        return any(one.startswith(f"{name}/") for one in listed)
+    return path.is_file() and name in listed and file_hash(path) == listed[name]
+
+
+def _listed(folder: Path) -> dict[str, str] | None:
+    """Return the SHA-256 of every file that an export's record lists, None where there is no such record."""
+    path = folder / RECORD
+    try:
+        found = json.loads(path.read_bytes()) if path.is_file() and not path.is_symlink() else None
+        if not isinstance(found, dict) or found.keys() != KEYS:
+            return None
+        return {str(one["name"]): str(one["sha256"]) for one in found["files"]}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+@contextmanager
+def new_folder(folder: Path, force: bool) -> Iterator[Path]:
+    """Give the block an empty folder, which takes the name `folder` if the block comes to its end.
+
+    Raises ConfigError, leaving what is there, where `folder` is no longer what `check_destination` allows.
+    """
+    folder = folder.absolute()
+    made = folder.with_name(f".{folder.name}.{os.getpid()}")
+    for left in [made, *_left(folder)]:
+        shutil.rmtree(left, ignore_errors=True)
+    made.mkdir(parents=True)
+    try:
+        yield made
+        _swap(made, folder, force)
+    except SafetensorError as error:  # a full disk, which is no OSError there
+        raise CheckpointError(f"--output {folder}: cannot be written ({error}); check the disk") from None
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _left(folder: Path) -> list[Path]:
+    """Return the half-written folders of exports to `folder` whose process is gone."""
+    found = [(path, path.name.rpartition(".")[2]) for path in folder.parent.glob(f".{glob.escape(folder.name)}.*")]
+    ours = [(path, number) for path, number in found if path.name == f".{folder.name}.{number}" and path.is_dir()]
+    return [p for p, n in ours if n.isdecimal() and n.isascii() and not p.is_symlink() and not psutil.pid_exists(int(n))]
+
+
+def _swap(made: Path, folder: Path, force: bool) -> None:
+    """Put `made` in the place of `folder`; an earlier export steps aside first and is removed last."""
+    check_destination(folder, force)
+    if not (folder / RECORD).exists():
+        _take_name(made, folder)
+        return
+    aside = made.with_name(f"{made.name}.old")
+    folder.rename(aside)
+    try:
+        _take_name(made, folder)
+    except BaseException:
+        aside.rename(folder)
+        raise
+    _remove(aside)
+
+
+def _take_name(made: Path, folder: Path) -> None:
+    try:
+        made.rename(folder)  # which fails where a folder with something in it has come
+    except OSError as error:
+        what = f"something came there meanwhile ({error.strerror})"
+        raise ConfigError(f"--output {shown(folder)}: {what}; choose another folder") from None
+
+
+def _remove(aside: Path) -> None:
+    """Remove an earlier export's files and the folders that they leave empty. Raises ConfigError where more is there."""
+    try:
+        _check_record(aside)
+        folders = sorted((path for path in aside.rglob("*") if path.is_dir()), reverse=True)
+        for name in [*(_listed(aside) or ()), RECORD]:
+            (aside / name).unlink(missing_ok=True)
+        for path in [*folders, aside]:
+            path.rmdir()
+    except (OSError, ConfigError):
+        what = f"the earlier export was changed meanwhile and now lies in {shown(aside)}"
+        raise ConfigError(f"--output {shown(aside.parent)}: {what}; look at it and remove it") from None

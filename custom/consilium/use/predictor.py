@@ -1,0 +1,204 @@
+"""Asking a model about pictures, planes and tiles, read as training read them."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from consilium.core.errors import ConfigError, DataError
+from consilium.core.sanitize import shown
+from consilium.data.datalist import DataList, Item
+from consilium.data.images import inner, read_image, shrink
+from consilium.data.slices import expand
+from consilium.tasks.segmentation import PROMPTS
+from consilium.training.device import autocast
+from consilium.use.inputs import Input, Prompts
+from consilium.use.model import TrainedModel
+
+MOST_NUMBERS = 2**29
+"""Logits of one input that are held at once, 2 GiB."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A plane, a tile or a picture (H, W, 3) of 8 bits; `prompts` (C, 4 or 2) in the model's pixels, None without."""
+
+    item: Item
+    image: np.ndarray
+    prompts: Tensor | None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A plane, a tile or a picture: `image` (H, W, 3) of 8 bits, and the model's raw answer on its own pixels or for all."""
+
+    item: Item
+    image: np.ndarray
+    answer: Tensor
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A model and how to ask it. `prompts` by input, plane and class, where the task is prompted with boxes or points."""
+
+    opened: TrainedModel
+    batch_size: int
+    prompts: Prompts | None = None
+
+    @property
+    def task(self) -> Any:
+        """The job's task section."""
+        return self.opened.config.task
+
+    def parts(self, one: Input) -> list[Item]:
+        """Return the planes or tiles of an input, or the picture itself. Raises DataError, for prompts that miss it too."""
+        nothing: dict[str, tuple[Item, ...]] = {"training": (), "validation": ()}
+        found = expand(DataList(one.path, nothing | {"test": (Item(one.path, None),)}), self.task)
+        parts = list(found.splits["test"])
+        self._check_prompted(one)
+        self._check_met(one, parts)
+        return parts
+
+    def loaded(self, one: Input, items: Sequence[Item]) -> Iterator[Loaded]:
+        """Yield the parts of an input with their pixels. Raises DataError."""
+        for item in items:
+            image = read_image(item, self.task)
+            self._check_part(one, image)
+            yield Loaded(item, image, self._given(one, item, image.shape))
+
+    @torch.no_grad()
+    def ask(self, parts: Sequence[Loaded]) -> list[Asked]:
+        """Return the model's raw answers, in float32 on the CPU, of one call for all; the parts may be of several inputs.
+
+        Raises ConfigError where the device has no memory for as many.
+        """
+        config, model = self.opened.config, self.opened.model
+        device, side = next(model.parameters()).device, config.model.image_side
+        small = [shrink(part.image, side, self.task, config.model.padding) for part in parts]
+        batch = torch.from_numpy(np.stack(small).transpose(0, 3, 1, 2).copy()).float().to(device)
+        prompts = [part.prompts.to(device) for part in parts if part.prompts is not None]
+        try:
+            with autocast(device, config.training.precision):
+                found = model(batch, torch.stack(prompts)) if prompts else model(batch)
+        except torch.OutOfMemoryError:
+            remedy = "give a smaller number, or --device cpu"
+            raise ConfigError(f"--batch: {len(parts)}: do not fit into the memory of {device}; {remedy}") from None
+        return [Asked(part.item, part.image, raw) for part, raw in zip(parts, found.float().cpu(), strict=True)]
+
+    def segmented(self, one: Input, raw: Iterable[Asked]) -> Iterator[Asked]:
+        """Yield logits (C, H, W) on each part's own pixels, of the raw answers. Raises DataError where they are no numbers."""
+        for part in raw:
+            _check_finite(one, part)
+            shape = part.image.shape
+            rows, columns = inner(shape, self.opened.config.model.image_side, self.task)
+            logits = part.answer[None, :, :rows, :columns]
+            found = F.interpolate(logits, shape[:2], mode="bilinear", align_corners=False)[0]
+            yield replace(part, answer=self._only_asked(one, part.item, found))
+
+    def classified(self, one: Input, raw: Iterable[Asked]) -> Iterator[Asked]:
+        """Yield the probabilities (C,) of each part, of the raw answers. Raises DataError where they are no numbers."""
+        for part in raw:
+            _check_finite(one, part)
+            yield replace(part, answer=part.answer.softmax(0))
+
+    def _check_prompted(self, one: Input) -> None:
+        """Raise DataError for an input that no prompt names: a mask without anything would look like an answer."""
+        if self.prompts is not None and not any(name == one.name for name, _, _ in self.prompts):
+            many = PROMPTS[self.task.prompt].many
+            raise DataError(f"{one.path}: the {many} name no image {shown(one.name, 200)!r}; add one, or leave the picture out")
+
+    def _check_met(self, one: Input, parts: Sequence[Item]) -> None:
+        """Raise DataError for a prompt of a plane that is not there, or beyond all tiles: it would be silently left out."""
+        for name, plane, label in self.prompts or {}:
+            met = (plane in (None, part.slice) and self._prompt(one, part, label) is not None for part in parts)
+            if name == one.name and not any(met):
+                where = "lies outside of it" if plane is None else f"is on slice {plane}, which it has not"
+                remedy = "count slices from 0, leave slice out for a single picture, and pixels from the left and the top"
+                raise DataError(f"{one.path}: the {self.task.prompt} of {label!r} {where}; {remedy}")
+
+    def _check_part(self, one: Input, image: np.ndarray) -> None:
+        """Raise DataError for a picture of which training would have seen a part only: the model knows another scale."""
+        crop, (rows, columns) = getattr(self.task, "crop", None), image.shape[:2]
+        if crop is not None and max(rows, columns) > crop:
+            what = f"has {columns}x{rows} pixels, and the model was trained on parts of {crop} pixels (task.crop)"
+            raise DataError(f"{one.path}: {what}; cut it into such parts first")
+
+    def _given(self, one: Input, item: Item, shape: tuple[int, ...]) -> Tensor | None:
+        """Return prompts (C, 4 or 2) in the model's pixels, NaN where a class has none; None for a task without."""
+        if self.prompts is None:
+            return None
+        numbers = len(PROMPTS[self.task.prompt].numbers)
+        found = torch.full((len(self.task.classes), numbers), float("nan"))
+        rows, columns = inner(shape, self.opened.config.model.image_side, self.task)
+        ratio = torch.tensor([columns / shape[1], rows / shape[0]]).repeat(numbers // 2)
+        for index, name in enumerate(self.task.classes):
+            if (prompt := self._prompt(one, item, name)) is not None:
+                _check_inside(one, prompt, shape)
+                found[index] = torch.tensor(prompt) * ratio
+        return found
+
+    def _prompt(self, one: Input, item: Item, name: str) -> tuple[float, ...] | None:
+        """Return a class's box or point in a part's own pixels; of a tile what lies within it, None where nothing does."""
+        known = self.prompts or {}
+        prompt = known.get((one.name, item.slice, name), known.get((one.name, None, name)))
+        return prompt if prompt is None or item.tile is None else _within(prompt, item.tile)
+
+    def _only_asked(self, one: Input, item: Item, logits: Tensor) -> Tensor:
+        """Return logits, far below 0 for a class without a prompt: it was not asked for."""
+        if self.prompts is None:
+            return logits
+        missing = torch.tensor([self._prompt(one, item, name) is None for name in self.task.classes])
+        return logits.masked_fill(missing[:, None, None], -1e4)
+
+
+def _check_finite(one: Input, part: Asked) -> None:
+    if not torch.isfinite(part.answer).all():
+        raise DataError(f"{one.path}: the model answers with NaN or Inf; look at the picture's values")
+
+
+def _check_inside(one: Input, prompt: tuple[float, ...], shape: tuple[int, ...]) -> None:
+    """Raise DataError for a point, or a box, that lies beyond a picture of this shape: a model takes any number."""
+    if prompt[0] >= shape[1] or prompt[1] >= shape[0] or min(prompt[-2:]) < 0:
+        told = ", ".join(f"{number:g}" for number in prompt)
+        what = f"{told} lies outside its {shape[1]}x{shape[0]} pixels"
+        raise DataError(f"{one.path}: {what}; write pixels from the left and the top")
+
+
+def _within(prompt: tuple[float, ...], tile: tuple[int, int, int, int]) -> tuple[float, ...] | None:
+    """Return what of a box, or of a point, lies in a tile (x, y, width, height), from its corner; None where nothing does."""
+    x, y, width, height = tile
+    if len(prompt) == 2:
+        point = prompt[0] - x, prompt[1] - y
+        return point if 0 <= point[0] < width and 0 <= point[1] < height else None
+    left, top, right, bottom = prompt
+    cut = (max(left - x, 0.0), max(top - y, 0.0), min(right - x, width), min(bottom - y, height))
+    return cut if cut[0] < cut[2] and cut[1] < cut[3] else None
+
+
+def joined(parts: Iterator[Asked], path: str) -> Iterator[Asked]:
+    """Yield planes as they come, and the tiles of a picture as one: where tiles overlap, the mean of their logits."""
+    first = next(parts, None)
+    if first is None or first.item.tile is None:
+        yield from () if first is None else (first, *parts)
+        return
+    tiles = [first, *parts]
+    rows = max(one.item.tile[1] + one.item.tile[3] for one in tiles if one.item.tile)
+    columns = max(one.item.tile[0] + one.item.tile[2] for one in tiles if one.item.tile)
+    if len(first.answer) * rows * columns > MOST_NUMBERS:
+        raise DataError(f"{path}: {columns}x{rows} pixels are too many to hold; cut the picture into smaller ones")
+    yield _stitched(tiles, rows, columns)
+
+
+def _stitched(tiles: list[Asked], rows: int, columns: int) -> Asked:
+    total, count = torch.zeros(len(tiles[0].answer), rows, columns), torch.zeros(rows, columns)
+    image = np.zeros((rows, columns, 3), np.uint8)
+    for one in tiles:
+        left, top, width, height = one.item.tile or (0, 0, columns, rows)
+        total[:, top : top + height, left : left + width] += one.answer
+        count[top : top + height, left : left + width] += 1
+        image[top : top + height, left : left + width] = one.image
+    return Asked(tiles[0].item, image, total / count.clamp(min=1))
