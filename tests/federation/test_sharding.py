@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from consilium.adapters import layers
-from consilium.client import sharding
 from consilium.client.build import build_site
 from consilium.client.ddp_checks import ranks_of
 from consilium.config.job import JobConfig
@@ -18,6 +17,7 @@ from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.data.datalist import DataList
 from consilium.estimates.memory import memory_of
 from consilium.federation.job import laid_out
+from consilium.training import sharding
 from consilium.training.sharding import backend, kept_whole, spared, stacks
 from tests.conftest import assembled, run, small_cells, small_config, small_text
 

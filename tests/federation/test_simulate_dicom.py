@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError
 from consilium.data import volumes
 from consilium.data.check import check_datalist
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.federation.job import assemble_job, site_data
+from consilium.federation.job import assemble_job
 from consilium.runtime.engine import simulate
 from tests.conftest import small_config
 from tests.data.marked import MARK, holding, hospitals

@@ -17,12 +17,12 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 from consilium.core.errors import ConfigError
+from consilium.privacy.accounting import accountant as accounting
 from consilium.privacy.accounting.accountant import (
     GRID,
     SLACK,
     Accountant,
     GaussianEvent,
-    accountant,
     epsilon_of,
     gaussian_delta,
     gaussian_epsilon,
@@ -149,7 +149,7 @@ def test_rdp_reaches_a_tenth_by_orders_over_opacus_own() -> None:
 
 def forget() -> None:
     """Clear all answers that the accountants keep."""
-    for one in vars(accountant).values():
+    for one in vars(accounting).values():
         if hasattr(one, "cache_clear"):
             one.cache_clear()
 
@@ -293,6 +293,6 @@ def test_opacus_series_at_fractional_orders_is_short_where_it_is_used() -> None:
         binom = rdp.special.binom
         patch.setattr(rdp.special, "binom", lambda *args: calls.append(args) or binom(*args))
         forget()
-        epsilon_of([GaussianEvent(accountant.FRACTIONS, 0.5, 10)], 1e-5, "rdp")
+        epsilon_of([GaussianEvent(accounting.FRACTIONS, 0.5, 10)], 1e-5, "rdp")
         forget()
     assert len(calls) < 60_000  # 99 + 63 + 9 orders

@@ -37,7 +37,7 @@ SHORTEST = 16
 
 
 class Joined:
-    """A rank on another machine: what ranks.py needs of a Child."""
+    """A rank on another machine: what ddp.py needs of a Child."""
 
     process = None
 

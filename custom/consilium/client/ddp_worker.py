@@ -1,4 +1,4 @@
-"""Another rank of a site with several devices: a process that takes its share of every batch; ranks.py is the site's side."""
+"""Another rank of a site with several devices: a process that takes its share of every batch; ddp.py is the site's side."""
 
 import logging
 from collections.abc import Sequence, Set

@@ -253,7 +253,7 @@ def load_job(
 
     `overrides` maps dotted fields, such as "training.lr", to values that replace the file's before validation. `plugins`: the
     packages whose strategies, models, tasks and adapters the job may name, see core/registry.py. `author`: the file is its
-    user's own, so that it may name a model's config.json by path, see embed.py.
+    user's own, so that it may name a model's config.json by path, see inline_model_config.py.
     """
     path = job_file(path)
     return make_job(read_yaml(path), path, overrides, plugins, author)

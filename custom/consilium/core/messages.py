@@ -70,7 +70,7 @@ class Hello:
 class SiteInfo:
     """What the server knows of a site. `joined`: the site already keeps its own adapter tensors.
 
-    `capacity`: see strategies/unequal/ranks.py. `num_samples` is 0 of a site that is there to test only.
+    `capacity`: see strategies/heterogeneous_ranks/ranks.py. `num_samples` is 0 of a site that is there to test only.
     """
 
     name: str

@@ -84,7 +84,7 @@ class DataList:
 
 
 def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = None) -> DataList:
-    """Read a data list or a folder per class; relative paths start at its folder, and may lead out of it: see opening.py.
+    """Read a data list or a folder per class; relative paths start at its folder, and may lead out of it: see safe_open.py.
 
     `classes`: text labels are class names, not masks; None decides it by label: a text without a suffix is a name.
     `bad`: told of every entry that cannot be used, which is then left out; without it the first one is an error.

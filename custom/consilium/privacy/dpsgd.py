@@ -3,7 +3,7 @@
 Per-sample gradients are ours, because Opacus' hooks take a layer's first dimension for the sample, and SAM's windowed attention
 (and one decoding per class) hands layers several rows a sample. Here the rows of a sample stay together, so a layer's input
 (N k, ..., in) is read as (N, k ..., in), and a sample's gradient is one product. Clipping, sum and noise are in integers, see
-shares.py; all that is drawn comes from randomness.py.
+distributed_noise.py; all that is drawn comes from randomness.py.
 
 Noise is made for a sum that one record moves by the clip at most, so nothing may tie a batch's records together. Dropout would
 (one generator, of a seed that the server knows, draws all masks: a record more changes everybody's), and so would batch
@@ -206,7 +206,7 @@ def _states(trained: Mapping[str, nn.Parameter]) -> list[Tensor]:
 class PrivateSteps:
     """Poisson batches and private optimizer steps over the `trained` parameters of `model`. Use as a context manager.
 
-    Each unit's gradient is clipped and rounded to the grid of shares.py on its own, and the sum gets one exact discrete
+    Each unit's gradient is clipped and rounded on its own to the grid of distributed_noise.py. The sum gets one exact discrete
     Gaussian, made on the CPU whatever the device. One thread makes the next step's noise while the model computes gradients.
     """
 

@@ -1,8 +1,8 @@
 """What is done to one update before it may leave: joint clipping and Gaussian noise, plain or in the space of the product.
 
-Everything is one Gaussian mechanism in *whitened* coordinates. They are rounded to the grid of shares.py, where the noise is
-exact. To map them back to an update is floating point again, and depends on no data beside them. A tensor without a peer is
-its own coordinates. A LoRA factor with a public peer (DEeR, IEEE TMI 2025, Theorem 2, corrected) is seen through the
+Everything is one Gaussian mechanism in *whitened* coordinates. They are rounded to the grid of distributed_noise.py, where the
+noise is exact. To map them back to an update is floating point again, and depends on no data beside them. A tensor without a
+peer is its own coordinates. A LoRA factor with a public peer (DEeR, IEEE TMI 2025, Theorem 2, corrected) is seen through the
 effective update s dB A:
 
     coordinates  V = s dB Q L^(1/2),   A A^T = Q L Q^T,   ||V||_F = ||s dB A||_F   (and  L^(1/2) Q^T dA s  for dA with peer B)
@@ -101,8 +101,8 @@ def privatize(
 ) -> tuple[Tensors, Outcome]:
     """Return the coordinates of an update, clipped jointly (or `each` tensor on its own) to `clip` and with noise; int64.
 
-    They are whole units of the grid, and `deviation` is the noise's in units (0: none): see shares.py. Tensors without an
-    entry in `geometries` are their own coordinates. Raises RefusedError for values that are not finite.
+    They are whole units of the grid, and `deviation` is the noise's in units (0: none): see distributed_noise.py. Tensors
+    without an entry in `geometries` are their own coordinates. Raises RefusedError for values that are not finite.
     """
     clean = whitened(geometries, update)
     groups = [{name: tensor} for name, tensor in clean.items()] if each else [clean]

@@ -3,7 +3,7 @@
 Site level: each phase of each round is one release, composed exactly; a site accounts the releases it really makes. Asking
 some sites only (federation.fraction_train) makes nothing cheaper: amplification needs cohorts that nobody but the server ever
 learns, and logs show who took part. Record and patient level: the rounds' DP-SGD steps on Poisson batches, which stay inside
-the site; with trust distributed a step a round over all sites, see shares.py.
+the site; with trust distributed a step a round over all sites, see distributed_noise.py.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""The last seal of each site's privacy ledger that the server has received, over all runs; see Coordinator and recovery.py.
+"""The last seal of each site's privacy ledger that the server has received, over all runs.
 
 A site cannot detect that its ledger and records were restored together from an older state. The server sends the seal with its
-next hello, and the site looks for it in its ledger.
+next hello (Coordinator), and the site looks for it in its ledger (ledger_recovery.py).
 """
 
 import json

@@ -2,7 +2,7 @@
 
 A layer's W (out, in) is stacked factors left (out, k) @ right (k, in) while that is cheaper, one dense matrix beyond (`COSTS`).
 It is never truncated. Singular triplets come from QR of the stacked factors and a small SVD (float64), or, of a dense W, from
-block Lanczos that stops by a certificate (certified.py); where that cannot be given, from the full SVD.
+block Lanczos that stops by a certificate (lanczos.py); where that cannot be given, from the full SVD.
 """
 
 import math

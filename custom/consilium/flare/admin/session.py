@@ -98,7 +98,7 @@ class Admin:
         return {client.name for client in self.session.get_system_info().client_info}
 
     def attendance(self) -> dict[str, Any]:
-        """Return what the server knows of its sites, see attendance.py. Raises ConsiliumError where its kit is too old."""
+        """Return the server's facts on its sites (heartbeat_server.py). Raises ConsiliumError if its kit is too old."""
         said = self.session._do_command("check_status server")["meta"].get(KEY)
         if said is None:
             raise ConsiliumError(

@@ -1,6 +1,6 @@
 """Which sites are here: what the server keeps of what each tells of itself at a heartbeat, and what an admin is told.
 
-FLARE's heartbeats carry what attendance_report.py puts into them, and an admin may ask the server for its status. Neither needs
+FLARE's heartbeats carry what heartbeat_client.py puts into them, and an admin may ask the server for its status. Neither needs
 a job.
 """
 

@@ -2,7 +2,7 @@
 
 The root keeps its key and its name, and gets a new certificate. So what the old root signed is valid under the new one, and the
 other way round: hospitals change one after the other, each before the root in its own kit ends, and nobody waits for anybody.
-The server keeps its key too. Where the root gets another key, see roots.py.
+The server keeps its key too. Where the root gets another key, see root_keys.py.
 """
 
 import json

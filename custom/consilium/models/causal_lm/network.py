@@ -18,7 +18,7 @@ from consilium.core.errors import ConfigError
 from consilium.models import folder
 
 TINY_FOLDER = Path(__file__).parent.parent / "weights" / "tiny_lm"
-"""config.json, model.safetensors (half precision) and tokenizer files; made by pretrain_lm.py."""
+"""config.json, model.safetensors (half precision) and tokenizer files; made by tests/pretraining/lm.py."""
 TURNED = "turned"
 """Marks a linear layer whose weight the model's own architecture has the other way round."""
 Variant = Literal["tiny", "folder"]

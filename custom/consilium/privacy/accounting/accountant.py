@@ -29,7 +29,7 @@ LARGEST = 1e4
 """Noise multipliers and epsilons beyond this mean nothing to anybody."""
 
 SLACK = 1e-12
-"""What a release's discrete noise is charged in epsilon for not being a continuous Gaussian, see shares.py."""
+"""What a release's discrete noise is charged in epsilon for not being a continuous Gaussian, see distributed_noise.py."""
 GRID = 2**18
 """Points of prv's grid at most: 30 MB, a quarter of a second a row. Its discretization error grows to keep it."""
 MOST_ROWS = 32
@@ -47,7 +47,7 @@ FRACTIONS = 4.0
 class GaussianEvent:
     """`count` equal releases with one noise multiplier, each on a Poisson sample with rate `sample_rate` (1: everyone).
 
-    `slack`: what each costs beside: as far as it is from a continuous Gaussian, as a log ratio both ways together; shares.py.
+    `slack`: added epsilon of each release, because its noise is not a continuous Gaussian (distributed_noise.py); a log ratio.
     """
 
     noise_multiplier: float

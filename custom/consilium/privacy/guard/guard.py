@@ -2,7 +2,7 @@
 
 It authorizes one task at a time, and the object it authorizes is the one that runs. Of the answer it checks names, roles and
 values, clips, adds noise, keeps what it releases, writes the ledger, and only then returns it. A replayed task gets the same
-answer again and spends nothing, see answers.py. On any doubt nothing is sent.
+answer again and spends nothing, see replay.py. On any doubt nothing is sent.
 """
 
 from collections.abc import Callable, Collection, Mapping, Set
@@ -31,7 +31,7 @@ from consilium.privacy.secagg.terms import Terms
 from consilium.strategies.strategy import Strategy
 
 CAPACITY = frozenset({"download", "time", "memory"})
-"""What a site may say of its machine, see strategies/unequal/ranks.py."""
+"""What a site may say of its machine, see strategies/heterogeneous_ranks/ranks.py."""
 
 
 @dataclass

@@ -91,7 +91,7 @@ class Attempt:
     # prepare -----------------------------------------------------------------------------------------------------------
 
     def prepare_question(self, past: Message | None = None) -> Message:
-        """Return what all are asked first; `past`: a site's proof of an earlier phase, see past.py."""
+        """Return what all are asked first; `past`: a site's proof of an earlier phase, see former_attempts.py."""
         asks = {"roster": self.roster, "cohort": self.cohort, "cancelled": self.cancelled}
         return self._question("prepare", past=past or {}, **asks)
 

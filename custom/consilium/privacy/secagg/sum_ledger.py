@@ -5,7 +5,7 @@ flushed to disk before the masked update of a new set leaves, in one step with t
 Whether the sum was opened later does not matter: a server may have opened it.
 
 Lines are chained by SHA-256, as those of audit.jsonl are, and every update's line there names one of them. A file that is lost,
-cut or edited stops all jobs with masks and without noise until the administrator has accepted that, see recovery.py. Which
+cut or edited stops all jobs with masks and without noise until the administrator has accepted that (ledger_recovery.py). Which
 hospitals lost lines named is then taken from the records of what left. So are sums that a former version made, which kept no
 ledger of them. Of both the data and the layers are not known: they count for all.
 

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Test(StrEnum):
-    """How two methods are compared, see paired.py."""
+    """How two methods are compared, see significance.py."""
 
     WILCOXON = "wilcoxon"
     PERMUTATION = "permutation"
