@@ -16,7 +16,7 @@ from consilium.core.errors import ConsiliumError, DataError, Reason
 from consilium.core.messages import Tensors
 from consilium.core.seeding import seed_for
 from consilium.data.loading import AHEAD, NOTHING_LEFT, ahead
-from consilium.privacy.dpsgd import ALONE, DpSgd, PrivateSteps
+from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.strategies.strategy import LocalStep
 from consilium.tasks.base import Batch, GroupsRecords, Task
 from consilium.training.compiled import compiled
@@ -183,19 +183,16 @@ def _private_step(
 ) -> bool:
     """Take one step on a Poisson batch, one record or one patient at a time; an empty one is noise only.
 
-    One at a time, because float32 kernels round a record's gradient by who is beside it, and a server can choose weights that
-    make this rounding larger than the clip.
-
     A record that cannot be read and is left out adds nothing to the sum, as if its gradient were 0: the clip still bounds what
     it can change, it was drawn like any other, and the divisor is the batch's expected size, so noise and accounting hold.
     What augments is of the step, see `DpSgd`. Were it the batch's, one record or patient more would change the augmentation of
     all behind it, and with it more of the clipped sum than the clip, which is what the noise is made for.
     """
-    penalty, trained = regularizer(step), private.gradients.trained
-    parts = private.parts(private.draw(), ALONE)
+    penalty, trained = regularizer(step), private.sum.trained
+    parts = private.samples(private.draw())
     whole = sum(map(len, parts))
     for count, batch in read(model, task, parts, private.seed()):
-        with private.gradients.collect(count):
+        with private.sum.unit():
             losses.add(_backward(model, task, batch, config, 1.0), count / whole)
     known = losses.look(last)
     penalty_gradients = _gradients(penalty, trained) if penalty is not None and penalty.requires_grad else {}
