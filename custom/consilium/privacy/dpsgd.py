@@ -9,10 +9,15 @@ The gradient of a patient is that of the mean loss over some of the samples.
 Noise is made for a sum that one unit moves by the clip at most, so nothing may tie units together. Dropout would: one
 generator, with a seed that the server knows, draws all masks, so one record more changes those of all others. Batch statistics
 and rounding to bf16 do so within a patient's samples, where nothing is gained by allowing them. They are refused. Dropout as a
-function and DropPath are no modules of a known class, so any draw during a pass ends the training.
+function and DropPath are no modules of a known class, so any draw during a pass is found by the states of the generators.
+
+A unit whose reading, loss or gradient fails, for whatever reason, counts as zero: an error instead would tell, without noise,
+what the unit holds. It is logged at the site alone. What fails for all data alike (a model that draws, a step too large for
+the device) is refused before any data are read, see `rehearse`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,11 +27,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from consilium.core.errors import ConfigError
+from consilium.core.errors import ConfigError, ConsiliumError, Reason
 from consilium.privacy.discrete_gaussian import discrete_gaussian
 from consilium.privacy.distributed_noise import clipped_sum, rounding, share_deviation
 from consilium.privacy.randomness import Randomness
 from consilium.privacy.secagg.arithmetic import UNIT
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,9 +91,16 @@ class ClippedSum:
 
     @contextmanager
     def unit(self) -> Iterator[None]:
-        """Add the gradient that the block's backward pass of one unit's mean loss leaves, clipped."""
-        with _without_draws(self.trained, self._dp.unit):
-            yield
+        """Add the clipped gradient that the block's backward pass of one unit's mean loss leaves; zero if the block fails."""
+        try:
+            with _without_draws(self.trained, self._dp.unit):
+                yield
+        except Exception as error:
+            if isinstance(error, ConsiliumError) and error.reason is Reason.STOPPED:
+                raise
+            log_failure(self._dp.unit, error)
+            for parameter in self.trained.values():
+                parameter.grad = None
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.trained.items()}
         alone = {name: gradient.detach().float().unsqueeze(0) for name, gradient in gradients.items()}
         self._sum = clipped_sum(alone, self._dp.clip, self._sum)
@@ -98,6 +112,34 @@ class ClippedSum:
         found, self._sum = self._sum, None
         numbers = sum(parameter.numel() for parameter in self.trained.values())
         return torch.zeros(numbers, dtype=torch.int64) if found is None else found
+
+
+def log_failure(unit: str, error: Exception) -> None:
+    """Log, at the site alone, why a unit counts as zero."""
+    _log.warning(f"a {unit} counts as zero: {type(error).__name__}: {error}")
+
+
+def rehearse(model: nn.Module, trained: Mapping[str, nn.Parameter], unit: str, loss: Callable[[], Tensor]) -> None:
+    """Take the `loss` of one unit of zeros, of full size, back through the model, and forget it.
+
+    Raises ConfigError for a model that ties units together, and ConsiliumError for a step that this machine cannot take.
+    """
+    _refuse_ties(model, unit)
+    gpus = sorted({parameter.device.index for parameter in trained.values() if parameter.is_cuda})
+    was, training = {name: parameter.requires_grad for name, parameter in trained.items()}, model.training
+    model.train()
+    try:
+        with torch.random.fork_rng(devices=gpus), _without_draws(trained, unit):
+            for parameter in trained.values():
+                parameter.requires_grad_(True)
+            loss().backward()
+    except (MemoryError, RuntimeError) as error:
+        what = f"a step on one {unit} of full size fails here ({type(error).__name__}: {error})"
+        raise ConsiliumError(f"training: {what}; lower model.image_size or task.max_length", Reason.TRAINING) from error
+    finally:
+        model.train(training)
+        for name, parameter in trained.items():
+            parameter.requires_grad_(was[name]).grad = None
 
 
 def _refuse_ties(model: nn.Module, unit: str) -> None:

@@ -16,7 +16,7 @@ from consilium.core.errors import ConsiliumError, DataError, Reason
 from consilium.core.messages import Tensors
 from consilium.core.seeding import seed_for
 from consilium.data.loading import AHEAD, NOTHING_LEFT, ahead
-from consilium.privacy.dpsgd import DpSgd, PrivateSteps
+from consilium.privacy.dpsgd import DpSgd, PrivateSteps, log_failure
 from consilium.strategies.strategy import LocalStep
 from consilium.tasks.base import Batch, GroupsRecords, Task
 from consilium.training.compiled import compiled
@@ -27,6 +27,8 @@ from consilium.training.optimizer import learning_rate, make_optimizer, restore_
 
 class Stopped(ConsiliumError):
     """Training was asked to stop (job aborted); nothing was uploaded or saved."""
+
+    reason = Reason.STOPPED
 
 
 @dataclass(frozen=True)
@@ -201,10 +203,18 @@ def _private_step(
 
 
 def read(model: nn.Module, task: Task, parts: Sequence[list[int]], seed: int) -> Iterator[tuple[int, Batch]]:
-    """Yield (size, batch) for each part; a part with no readable sample is left out."""
-    calls = (partial(_batch, task, _device(model), part, seed) for part in parts)
+    """Yield (size, batch) for each unit's samples; a unit that cannot be read is left out. Nothing that it raises is told."""
+    calls = (partial(_unit, task, _device(model), part, seed) for part in parts)
     with closing(ahead(calls, _ahead(task))) as made:
         yield from ((len(next(iter(batch.values()))), batch) for batch in made if batch)
+
+
+def _unit(task: Task, device: torch.device, samples: list[int], seed: int) -> Batch:
+    try:
+        return _batch(task, device, samples, seed)
+    except Exception as error:
+        log_failure("unit", error)
+        return {}
 
 
 def _gradients(value: Tensor, of: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -28,6 +28,8 @@ JOBS = {
     "segmentation by boxes": lambda: changed(small_config("fedit"), task={"prompt": "box"}),
     "segmentation by points": lambda: changed(small_config("fedit"), task={"prompt": "point"}),
     "segmentation, bottlenecks": lambda: small_config("fedsca"),
+    "segmentation, DoRA": lambda: changed(small_config("fedit"), adapter={"dora": True}),
+    "segmentation, a decoder": lambda: changed(small_config("fedit"), adapter={"decoder": "share", "targets": "encoder-qkv"}),
     "classification": lambda: small_cells("fedit"),
     "language": lambda: small_text("fedit"),
 }
