@@ -213,6 +213,7 @@ def test_results_page_and_record_of_a_seeded_run_say_that_it_is_not_private(priv
     assert {site: numbers["privacy/not_private"] for site, numbers in results.items()} == {"site-1": 1.0, "site-2": 1.0}
     told = "NOT PRIVATE: the noise of site-1, site-2 came from a seed"
     assert told in " ".join(statement(read_run(folder))[0])
+    assert told in (folder / "adapters/global/README.md").read_text()
     assert "NOT PRIVATE" in markdown(read(next((folder / "sites/site-1").rglob(FILE))))
     assert (
         told in make_plan(private_config(noise_multiplier=1.0), FedIT(), 8).with_seeded(["site-2", "site-1"]).summary()["claim"]
