@@ -46,7 +46,7 @@ def job_of(**sections: Any) -> Job:
     raw["federation"]["min_sites"] = 3
     raw["secure_aggregation"] = {}
     for name, values in sections.items():
-        raw[name] = raw[name] | values if isinstance(raw[name], dict) else values
+        raw[name] = raw[name] | values if isinstance(raw[name], dict) and "kind" not in values else values
     return assembled(JobConfig.model_validate(raw))
 
 
