@@ -1,10 +1,11 @@
 """Scores of written answers against one or more references each: ROUGE-L, BLEU, METEOR, NIST and CIDEr-D.
 
 ROUGE-L as rouge-score has it, BLEU by sacrebleu (its own tokenization, scaled to 0..1), METEOR by nltk. METEOR matches exact
-words and stems only: its synonyms need WordNet's data, which nothing here downloads, so it lies below published values. NIST and CIDEr-D
-are our own: NIST is mteval-v13a's, as E2E's evaluation has it, CIDEr-D on equal words the COCO caption evaluation's. BLEU and
-NIST split words as mteval-v13a does, METEOR and CIDEr-D lower-case text at words and punctuation. ROUGE-L drops punctuation; of
-ASCII texts its words are rouge-score's own, which knows no other letters. A letter and its mark are the same as both in one.
+words and stems only: its synonyms need WordNet's data, which nothing here downloads, so it lies below published values. NIST
+and CIDEr-D are our own: NIST is mteval-v13a's, as E2E's evaluation has it, CIDEr-D on equal words the COCO caption
+evaluation's. BLEU and NIST split words as mteval-v13a does, METEOR and CIDEr-D lower-case text at words and punctuation.
+ROUGE-L drops punctuation; of ASCII texts its words are rouge-score's own, which knows no other letters. A letter and its mark
+are the same as both in one.
 
 No score knows where a word ends in a script without spaces (Chinese, Japanese, Thai): all up to the next mark is one word.
 """
