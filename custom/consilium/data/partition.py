@@ -23,6 +23,7 @@ from numpy.random import Generator
 
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
+from consilium.core.storage import PUBLIC, write_atomic, write_figure
 from consilium.data.datalist import SPLITS, Item, own_names, read_datalist
 from consilium.data.patients import item_patient, together
 
@@ -94,8 +95,8 @@ def write_summary(source: Path, folder: Path, asked: dict[str, Any], classes: li
     """Write partition.json and partition.png; returns what the first says: counts by split, site and class."""
     summary = {"source": str(source.resolve()), **asked, "classes": classes}
     summary |= {split: {name: _counts(mine[split], classes) for name, mine in found.items()} for split in SPLITS}
-    (folder / "partition.json").write_text(json.dumps(summary, indent=1))
-    plot(summary).savefig(folder / "partition.png", dpi=120)
+    write_atomic(folder / "partition.json", json.dumps(summary, indent=1).encode(), PUBLIC)
+    write_figure(folder / "partition.png", plot(summary), dpi=120, mode=PUBLIC)
     return summary
 
 
@@ -211,7 +212,7 @@ def _read(source: Path, exclude: Sequence[str]) -> tuple[dict[str, list[Item]], 
 def _write_list(path: Path, name: str, classes: list[str], splits: dict[str, list[Item]], patients: dict[str, str]) -> None:
     path.parent.mkdir(parents=True)
     entries = {split: [_entry(item, patients) for item in items] for split, items in splits.items()}
-    path.write_text(json.dumps({"name": name, "labels": dict(enumerate(classes)), **entries}, indent=1))
+    write_atomic(path, json.dumps({"name": name, "labels": dict(enumerate(classes)), **entries}, indent=1).encode(), PUBLIC)
 
 
 def _entry(item: Item, patients: dict[str, str]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class RunLog:
         for event in read_lines(self.folder / "metrics.jsonl")[0]:
             if event["event"] == "joined":
                 self._marked(event)
-            if event["event"] == "figure" and event["round"] < state.round:
+            if event["event"] == "figure" and event["round"] < state.round and Path(event["title"]).name == event["title"]:
                 self._figures.setdefault(event["title"], []).append(event)
             if event["event"] == "diagnostics" and place_of(event) < (state.round, state.phase):
                 self._curves.append(event["values"])

@@ -5,8 +5,11 @@ import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
 
-_DECIMAL = r"(?:(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
-"""Behind a word "." begins no number: "Fig.5" ends with 5."""
+MOST = 2**15
+"""Characters of an answer or a reference that are looked at. A record may have a million, and some patterns read one often."""
+_DECIMAL = r"(?:(?:\d{1,3}(?:,\d{2,3}){0,133},\d{3}(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
+"""Behind a word "." begins no number: "Fig.5" ends with 5. So many groups have over _LONGEST characters; without a bound,
+"1,23,23,23" is read to its end from each of its groups."""
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}])[-+]\\?[$€£]?)?(?<![0-9A-Za-z\u00c0-\u04ff_])"
     r"(?:(?<![/.])(?:(?P<whole>\d{1,18})\s+)?(?P<top>\d{1,18})\s*/\s*(?P<bottom>\d{1,18})(?![\d/]|\.\d)"
@@ -46,8 +49,9 @@ def first_label(text: str, labels: Sequence[str]) -> str | None:
 
     That is the one behind the last "answer", "answer is" or "answer:", or in \\boxed{}, a single letter in another case only
     where nothing but a mark follows; else the first as whole words, in its own case for a single letter ("a question" does not
-    say A), in any case for longer ones; of two at one place the longer.
+    say A), in any case for longer ones; of two at one place the longer. Of a longer text the first and last MOST characters.
     """
+    text = text if len(text) <= 2 * MOST else f"{text[:MOST]}\n{text[-MOST:]}"
     said = [found for label in labels for found in _said(text, label)]
     if said:
         return min(said, key=lambda place: (-place[0], place[1]))[2]
@@ -78,8 +82,9 @@ def _is_letter(label: str) -> bool:
 def final_answer(text: str) -> str | None:
     """Return the final answer of a text in its plain form: behind the last "####", in the last \\boxed{}, or its last number.
 
-    None where there is nothing.
+    None where there is nothing. Of a longer text the last MOST characters.
     """
+    text = text[-MOST:]
     if marked := text.rpartition("####")[2].strip() if "####" in text else "":
         return settled(marked)
     if (boxed := _boxed(text)) is not None:
@@ -92,8 +97,9 @@ def settled(answer: str) -> str | None:
     """Return an answer that stands alone in its plain form, so that equal ones are equal texts; None for an empty one.
 
     That is the number it begins with in lowest terms, 0.50 as 1/2, if nothing but words follow; else all of its first line, so
-    that "2x + 3" is no 2. A name before a sign, "x = 7", is left out.
+    that "2x + 3" is no 2. A name before a sign, "x = 7", is left out. Of a longer answer the first MOST characters.
     """
+    answer = answer[:MOST]
     boxed = _boxed(answer)
     first = next(iter(_spelt(answer if boxed is None else boxed).strip().splitlines()), "")
     bare = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 ", _LOOKS.sub("", first))
