@@ -22,7 +22,6 @@ from consilium.core.messages import Hello, Payload, SiteInfo
 from consilium.federation.job import Job, assemble_job
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.aggregator import StrategyAggregator
-from consilium.flare.job.executor import Answer
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter, ResultCheckFilter
 from consilium.flare.job.recipe import export
 from consilium.flare.kit.class_allow_list import allow_classes
@@ -75,7 +74,7 @@ def asked(job: Job) -> Shareable:
 
 def answered(job: Job, result: Payload) -> Shareable:
     """Return what the executor leaves to the guard."""
-    return wire.hold(Answer(wire.take(asked(job)), result))
+    return wire.hold(wire.Answer(wire.take(asked(job)), result))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -118,7 +117,7 @@ def test_what_no_guard_takes_up_never_becomes_a_message(job: Job, guard: Guard) 
 
 def test_a_hello_tells_the_number_the_guard_shows(job: Job, guard: Guard) -> None:
     task = wire.take(passed(GuardTaskFilter, job, wire.encode_dict(wire.HELLO, {"run": "r"}), wire.HELLO))
-    answer = Answer(task, Hello("site-1", 999, False, "1").to_dict() | {"patients": 3})
+    answer = wire.Answer(task, Hello("site-1", 999, False, "1").to_dict() | {"patients": 3})
     hello = passed(GuardResultFilter, job, wire.hold(answer), wire.HELLO)[wire.HELLO]
     assert hello["num_samples"] == guard.num_samples
     assert hello.keys() == Hello.__dataclass_fields__.keys()

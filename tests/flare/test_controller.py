@@ -23,7 +23,7 @@ def test_sites_are_known_by_their_certificates_name_and_say_no_other(tmp_path: P
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b")})
     liar = Hello("a", 4, False, __version__).to_dict()
     federation.answers["c"] = lambda message: wire.encode_dict(wire.HELLO, liar)
-    federation.invitations.send(federation.coordinator, context(["a", "b", "c"]))
+    federation.register(context(["a", "b", "c"]))
     assert federation.coordinator.sites.keys() == {"a", "b"}
     assert "it says it is 'a', its certificate says 'c'" in (tmp_path / "metrics.jsonl").read_text()
 
@@ -31,7 +31,7 @@ def test_sites_are_known_by_their_certificates_name_and_say_no_other(tmp_path: P
 def test_a_silent_site_costs_the_grace_and_no_more(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {"a": trained(1.0), "b": trained(3.0), "c": trained(9.0)})
     fl_ctx = context(["a", "b", "c"])
-    federation.invitations.send(federation.coordinator, fl_ctx)
+    federation.register(fl_ctx)
     federation.answers["c"] = lambda message: None
     began = time.monotonic()
     federation.play_round(fl_ctx)
@@ -45,7 +45,7 @@ def test_a_silent_site_costs_the_grace_and_no_more(tmp_path: Path) -> None:
 def test_a_site_flare_holds_for_dead_is_not_waited_for_and_may_come_back(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {n: trained(1.0) for n in ("a", "b", "c")})
     fl_ctx = context(["a", "b", "c"])
-    federation.invitations.send(federation.coordinator, fl_ctx)
+    federation.register(fl_ctx)
     federation.dead["c"] = 1.0
     federation.sent.clear()
     federation.play_round(fl_ctx)
@@ -59,7 +59,7 @@ def test_a_site_flare_holds_for_dead_is_not_waited_for_and_may_come_back(tmp_pat
 def test_the_closing_evaluation_waits_for_a_silent_site_no_longer_than_the_grace(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b", "c")})
     fl_ctx = context(["a", "b", "c"])
-    federation.invitations.send(federation.coordinator, fl_ctx)
+    federation.register(fl_ctx)
 
     def scored(message: Shareable) -> Shareable:
         asked, run = wire.decode(message)
@@ -76,7 +76,7 @@ def test_the_closing_evaluation_waits_for_a_silent_site_no_longer_than_the_grace
 def test_every_site_gets_a_task_of_its_own(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b")})
     fl_ctx = context(["a", "b"])
-    federation.invitations.send(federation.coordinator, fl_ctx)
+    federation.register(fl_ctx)
     federation.sent.clear()
     federation.play_round(fl_ctx)
     (_, first), (_, second) = federation.sent[:2]
@@ -87,7 +87,7 @@ def test_every_site_gets_a_task_of_its_own(tmp_path: Path) -> None:
 def test_failures_under_the_quorum_end_with_the_reason(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b")})
     fl_ctx = context(["a", "b"])
-    federation.invitations.send(federation.coordinator, fl_ctx)
+    federation.register(fl_ctx)
     federation.answers["b"] = lambda message: wire.refusal(Reason.DATA)
     with pytest.raises(ConsiliumError, match="1 of 2 results"):
         federation.play_round(fl_ctx)
@@ -113,7 +113,7 @@ def test_a_full_disk_ends_the_run_with_a_line_that_says_so(tmp_path: Path, monke
 def test_a_late_comer_is_invited_after_the_round_and_another_version_is_not_admitted(tmp_path: Path) -> None:
     old = wire.encode_dict(wire.HELLO, Hello("old", 4, False, "0.0.0").to_dict())
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b", "late")} | {"old": lambda message: old})
-    federation.invitations.send(federation.coordinator, context(["a", "b", "old"]))
+    federation.register(context(["a", "b", "old"]))
     federation.play_round(context(["a", "b", "old", "late"]))
     assert federation.coordinator.sites.keys() == {"a", "b", "late"}
     assert "consilium 0.0.0, the server has" in (tmp_path / "metrics.jsonl").read_text()

@@ -18,7 +18,7 @@ import pytest
 from nvflare.private.fed.app.simulator import simulator_runner
 
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.flare.job import simulator, simulator_process
+from consilium.flare.job import simulation, simulator, simulator_process
 
 ROOT = Path(__file__).parents[2]
 JOB = "name: x"
@@ -80,7 +80,7 @@ GIVEN_UP = "Aborting current RUN due to FATAL_SYSTEM_ERROR received: round 3: 1 
 def test_why_a_simulation_failed_is_why_its_server_gave_up_else_the_first_error(
     log: str, why: str, job: Path, instead: Any
 ) -> None:
-    path = job.parent / simulator.LOG
+    path = job.parent / simulation.LOG
     instead(f"{WAITS}Path({str(path)!r}).write_text({log!r})\nraise SystemExit(3)")
     with pytest.raises(ConsiliumError, match=f"did not complete: .*{why}.*{path}"):
         ran(job)
@@ -104,7 +104,7 @@ def test_sites_share_the_cores_unless_the_user_has_said_how(
 
 
 def test_a_simulation_that_fails_names_lost_sites_and_leaves_what_sites_were_given(job: Path, instead: Any) -> None:
-    told, path = list[Any](), job.parent / simulator.LOG
+    told, path = list[Any](), job.parent / simulation.LOG
     lines = ["no memory", "Communication error with client a: [Errno 104] Connection reset by peer"]
     log = "".join(f"1 - x - ERROR - {line}\n" for line in lines)
     instead(f"{WAITS}Path({str(path)!r}).write_text({log!r})\nraise SystemExit(3)")
@@ -112,7 +112,7 @@ def test_a_simulation_that_fails_names_lost_sites_and_leaves_what_sites_were_giv
         ran(job, told.append)
     assert [one["text"][:2] for one in told if one["event"] == "warning"] == ["a:"]
     given = {"tracking": None, "data": None, "checkpoints": None}
-    assert json.loads((job.parent / simulator.SIMULATION).read_text()) == given | {"sites": {"a": None}, "content": {"a": ""}}
+    assert json.loads((job.parent / simulation.SIMULATION).read_text()) == given | {"sites": {"a": None}, "content": {"a": ""}}
 
 
 def test_a_simulator_that_does_not_start_says_why(job: Path, instead: Any) -> None:
@@ -151,13 +151,13 @@ GIVEN += ["--decomposer_module", "d"]
 @pytest.fixture
 def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None]], simulator_process.SiteProcess]:
     """Start a site's process as FLARE does, which does this in the place of FLARE's own work."""
-    (tmp_path / simulator.LOG).parent.mkdir()
+    (tmp_path / simulation.LOG).parent.mkdir()
 
     def start(work: Callable[..., None]) -> simulator_process.SiteProcess:
         monkeypatch.setattr("nvflare.fuel.f3.mpm.MainProcessMonitor.run", work)
         monkeypatch.setattr(simulator_process.SiteProcess, "context", multiprocessing.get_context("fork"))
         command = [sys.executable, "-m", simulator_process.WORKER, *GIVEN]
-        return simulator_process.SiteProcess(command, env={simulator.OUTPUT: str(tmp_path)})
+        return simulator_process.SiteProcess(command, env={simulation.OUTPUT: str(tmp_path)})
 
     return start
 

@@ -1,6 +1,5 @@
 """The site's FLARE executor: one Site behind its tasks. It runs what the guard has authorized and holds the answer."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from nvflare.apis.event_type import EventType
@@ -15,17 +14,9 @@ from consilium.core.messages import Kind, Payload
 from consilium.flare.job import job_context, site_registry, wire
 from consilium.flare.job.gc import tidy
 from consilium.flare.job.private_log import keep_apart, log_failure
-from consilium.flare.job.timers import share_timers
+from consilium.flare.patches import share_timers
 from consilium.privacy.guard.task import Task
 from consilium.training.loop import Stopped
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A result and the task it answers. It becomes a message by the guard's result filter only."""
-
-    task: Task
-    result: Any
 
 
 class SiteExecutor(Executor):
@@ -50,7 +41,7 @@ class SiteExecutor(Executor):
             task = wire.take(shareable)
             if not isinstance(task, Task) or task.kind != task_name:
                 raise RefusedError(f"task {task_name}: not as the guard has authorized it; nothing was done", Reason.TASK)
-            return wire.hold(Answer(task, self._result(task, fl_ctx, abort_signal)))
+            return wire.hold(wire.Answer(task, self._result(task, fl_ctx, abort_signal)))
         except Exception as error:  # whatever it was, the round goes on without this site
             log_failure(self, fl_ctx, error)
             return wire.refusal(error.reason if isinstance(error, ConsiliumError) else Reason.ERROR)

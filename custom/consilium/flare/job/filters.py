@@ -17,7 +17,6 @@ from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload
 from consilium.federation.job import Job
 from consilium.flare.job import job_context, site_registry, wire
-from consilium.flare.job.executor import Answer
 from consilium.flare.job.private_log import log_failure
 from consilium.privacy.guard.guard import Guard
 from consilium.privacy.guard.task import Task
@@ -151,9 +150,9 @@ def _authorize(guard: Guard, shareable: Shareable, name: str) -> Task:
     return guard.authorize(Kind(name), run, payload)
 
 
-def _message(guard: Guard, answer: Answer) -> Shareable:
+def _message(guard: Guard, answer: wire.Answer) -> Shareable:
     """Return the message of what the guard lets out of an answer."""
-    if not isinstance(answer, Answer):
+    if not isinstance(answer, wire.Answer):
         raise RefusedError(f"{guard.name}: no answer to a task; nothing was sent", Reason.TASK)
     if answer.task.kind is Kind.HELLO:
         return wire.encode_dict(wire.HELLO, guard.greet(answer.task, answer.result))

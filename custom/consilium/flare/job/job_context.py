@@ -27,11 +27,10 @@ from consilium.core.storage import private_folder, sweep, write_atomic
 from consilium.federation.job import Job, assemble_job
 from consilium.federation.run_folders import OWNER, RUNS, STATE, check_name, default_name, known_run, run_folder
 from consilium.flare.job.late_join import Arrivals
-from consilium.flare.job.simulator import OUTPUT, told
+from consilium.flare.job.simulation import IDENTITIES, OUTPUT, read_settings, simulated
 from consilium.flare.kit.revocation import read as read_revoked
 from consilium.flare.kit.revocation import since
 from consilium.privacy.secagg.certificates import Identity, read_identity
-from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identity
 from consilium.report.predictions import PREDICTIONS
 from consilium.report.private_logging import places
@@ -132,7 +131,7 @@ def _given() -> Given:
     """Return what a simulation of ours gives its sites; nothing elsewhere."""
     if not simulated():
         return Given()
-    return told(Path(os.environ[OUTPUT]))
+    return read_settings(Path(os.environ[OUTPUT]))
 
 
 def server_folder(fl_ctx: FLContext, job: Job, resume: bool = False) -> Path:
@@ -261,11 +260,6 @@ def site_root(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
     if simulated():
         return site_folder(fl_ctx, job, name, site)
     return site.state or state_folder(fl_ctx)
-
-
-def simulated() -> bool:
-    """Tell whether this is a simulation of ours."""
-    return OUTPUT in os.environ
 
 
 def observer(component: FLComponent, fl_ctx: FLContext, name: str, private: bool = False) -> Observer:

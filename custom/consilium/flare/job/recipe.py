@@ -3,25 +3,30 @@
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
+import yaml
 from nvflare.job_config.api import FedJob
 from nvflare.job_config.defs import FilterType
 from nvflare.recipe.sim_env import SimEnv
 from nvflare.recipe.spec import ExecEnv, Recipe
 
 from consilium.config.inline_model_config import job_text
-from consilium.config.job import job_file
+from consilium.config.job import JobConfig, job_file
 from consilium.core.errors import ConfigError
 from consilium.core.registry import Plugins
+from consilium.core.storage import private_folder
 from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.flare.job.controller import RoundController
 from consilium.flare.job.executor import SiteExecutor
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter, ResultCheckFilter
 from consilium.flare.job.job_context import federated_job
+from consilium.flare.job.simulation import IDENTITIES
 from consilium.flare.job.wire import EVALUATE, HELLO, MASKS, MODEL, STATISTICS, TRAIN
 from consilium.flare.kit.class_allow_list import CLASSES, allow_classes
+from consilium.privacy.secagg.simulated import simulated_identities
 
 ASK = 0.2
 """Seconds after which a site that has answered asks for its next task; FLARE lets it wait 2, in every phase of every round.
@@ -80,6 +85,19 @@ def export(job: Path, folder: Path, bundle: bool = False, plugins: Plugins = Non
         package = str(files("consilium"))
         shutil.copytree(package, target / "app" / "custom" / "consilium", ignore=shutil.ignore_patterns("__pycache__"))
     return target
+
+
+def export_job(config: JobConfig, workspace: Path, sites: Sequence[str] = ()) -> Path:
+    """Write a job folder under `workspace`/flare/job for a simulation and return it.
+
+    A job with secure aggregation also gets throw-away keys for `sites`, which `Simulator.run` deletes.
+    """
+    source = workspace / "flare" / "source" / "job.yaml"
+    private_folder(source.parent)
+    source.write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
+    if config.secure_aggregation:
+        simulated_identities(workspace / IDENTITIES, list(sites))
+    return export(source, workspace / "flare" / "job")
 
 
 def _ask_soon(server: Path) -> None:

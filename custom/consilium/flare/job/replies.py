@@ -27,7 +27,7 @@ def hello(name: str, result: Shareable) -> Hello:
     return found
 
 
-def why_none(result: Shareable, fl_ctx: FLContext) -> str | None:
+def failure_reason(result: Shareable, fl_ctx: FLContext) -> str | None:
     """Return why a reply holds no result, None if it does: in our own words, whatever text a site sends.
 
     What the server's own check found comes in FLARE's context, which nobody else can write to.

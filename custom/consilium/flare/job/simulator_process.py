@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +21,15 @@ from typing import Any
 import numpy as np
 
 from consilium.core.child_process import SPAWN, Context, elsewhere, receive, send
-from consilium.core.errors import ConsiliumError
-from consilium.flare.job.simulator import LOG, OUTPUT
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.flare import patches
+from consilium.flare.job.simulation import LOG, OUTPUT
 
 WORKER = "nvflare.private.fed.app.simulator.simulator_worker"
 LOADED = [WORKER, "consilium.flare.job.executor", "peft"]
-"""What a site's process needs: FLARE's part, ours, and what takes longest."""
+"""The modules of a site's process: FLARE's, ours, and the one that takes longest."""
+SERVER = ["consilium.flare.job.aggregator", "consilium.flare.job.controller"]
+"""The modules of a server's job, loaded while the job is checked."""
 GPUS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 
@@ -83,27 +87,29 @@ def _work(command: list[str], env: dict[str, str]) -> None:
 
 def sites_by_fork() -> None:
     """Begin to load what sites need, and let FLARE start them as forks; a GPU and other systems get whole processes."""
-    from nvflare.private.fed.app.simulator import simulator_runner
-
     if sys.platform == "linux" and not any(path.exists() for path in GPUS):  # CUDA does not outlive a fork
         SiteProcess.context = multiprocessing.get_context("forkserver")
         SiteProcess.context.set_forkserver_preload(LOADED)
         forkserver.ensure_running()
-    simulator_runner.subprocess = SimpleNamespace(Popen=SiteProcess, TimeoutExpired=subprocess.TimeoutExpired)
+    patches.SITE_PROCESSES.replace(SimpleNamespace(Popen=SiteProcess, TimeoutExpired=subprocess.TimeoutExpired))
 
 
 def main() -> int:
     """Load all that takes time, do what is asked, and run what is told; return how that ended, 0 for well."""
     pipe = connection.Connection(int(sys.argv[1]))
     threading.Thread(target=_follow, args=(pipe,), daemon=True).start()
-    sites_by_fork()
+    try:
+        patches.check("simulation")
+        sites_by_fork()
+    except ConfigError as error:
+        print(error)  # `Simulator` repeats it
+        return 2
     from nvflare.fuel.f3.mpm import MainProcessMonitor
     from nvflare.fuel.utils.log_utils import FL_LOG_LEVEL, LogMode
     from nvflare.private.fed.app.simulator.simulator_runner import SimulatorRunner
 
-    import consilium.flare.job.aggregator
-    import consilium.flare.job.controller  # noqa: F401 - what a server's job loads
-
+    for name in SERVER:
+        import_module(name)
     try:
         while isinstance(told := receive(pipe), tuple):
             send(pipe, _answer(*told))

@@ -6,6 +6,7 @@ name that nobody else can know. So what the guard authorized is what runs, and w
 
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
@@ -18,6 +19,7 @@ from nvflare.fuel.utils import fobs
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import Kind, Payload, Tensors, is_hash
 from consilium.flare.job import tensor_packing
+from consilium.privacy.guard.task import Task
 
 HELLO, TRAIN, EVALUATE = Kind.HELLO.value, Kind.TRAIN.value, Kind.EVALUATE.value
 STATISTICS, MODEL, MASKS = Kind.STATISTICS.value, Kind.MODEL.value, Kind.MASKS.value
@@ -30,6 +32,14 @@ REFUSED = ReturnCode.EXECUTION_EXCEPTION
 """The one return code of every refusal: a choice of codes would tell more than the reason does."""
 
 _held: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A result and the task it answers. It becomes a message by the guard's result filter only."""
+
+    task: Task
+    result: Any
 
 
 def register() -> None:

@@ -23,7 +23,7 @@ from nvflare.private.fed.client.fed_client_base import FederatedClientBase
 from consilium import __version__
 from consilium.core.messages import PROTOCOL
 from consilium.federation.compatibility import libraries
-from consilium.flare.method_wrapper import wrap
+from consilium.flare import patches
 
 KEY = "consilium_attendance"
 """In a heartbeat's context, and in the server's answer to an admin."""
@@ -85,7 +85,7 @@ class AttendanceReport(FLComponent):
         super().__init__()
         if Path(sys.argv[0]).stem != JOB:  # a site that is connected gets jobs, whose processes make this component too
             await_certificate(Path.cwd())  # FLARE is in the kit when it makes its components, before it connects
-            wrap(FederatedClientBase, "run_heartbeat", await_engine)
+            patches.CLIENT_HEARTBEAT.wrap(await_engine)
         self._ends: float | None = None
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:

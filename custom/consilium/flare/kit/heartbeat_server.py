@@ -23,8 +23,8 @@ from consilium.core.errors import ConfigError
 from consilium.core.storage import private_folder, write_atomic
 from consilium.federation.compatibility import are_libraries, is_version
 from consilium.federation.run_folders import ATTENDANCE, STATE
+from consilium.flare import patches
 from consilium.flare.kit.heartbeat_client import KEY, Facts, own_facts
-from consilium.flare.method_wrapper import wrap
 
 MOST_SITES = 10_000
 """Sites that are kept; each has shown a certificate of the project."""
@@ -46,8 +46,8 @@ class Attendance(FLComponent):
         self._engine: ServerEngine | None = None
         self._sites: dict[str, Facts] = {}
         self._written = 0.0
-        wrap(ClientManager, "heartbeat", self._heartbeat)
-        wrap(TrainingCommandModule, "check_status", self._status)
+        patches.SERVER_HEARTBEAT.wrap(self._heartbeat)
+        patches.STATUS.wrap(self._status)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Learn where the kit is, and what it knows from before a restart."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
@@ -16,14 +17,11 @@ from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.fuel.hci.server.sess import Session, SessionManager
 from nvflare.private.fed.server.client_manager import ClientManager
-from nvflare.private.fed.utils.identity_utils import IdentityVerifier, InvalidAsserterCert, get_cn_from_cert
+from nvflare.private.fed.utils.identity_utils import InvalidAsserterCert, get_cn_from_cert
 
 from consilium.core.errors import ConfigError
+from consilium.flare import patches
 from consilium.flare.kit.revocation import REFUSED, read
-from consilium.flare.method_wrapper import wrap
-
-SINCE = "consilium_revocation"
-"""In a session of FLARE's: until when its person's credentials were revoked at the login, None where they were not."""
 
 
 class RevocationCheck(FLComponent):
@@ -33,11 +31,13 @@ class RevocationCheck(FLComponent):
         super().__init__()
         self._local: Path | None = None
         self._verified: dict[str, float | None] = {}
-        wrap(IdentityVerifier, "verify_common_name", self._certificate)
-        wrap(ClientManager, "heartbeat", self._heartbeat)
-        wrap(SessionManager, "create_session", self._new_session)
-        wrap(SessionManager, "get_session", self._session)
-        wrap(SessionManager, "recreate_session", self._old_session)
+        self._logins = WeakKeyDictionary[Session, float | None]()
+        """Until when a person's credentials were revoked at the login, None where they were not."""
+        patches.CERTIFICATE.wrap(self._certificate)
+        patches.SERVER_HEARTBEAT.wrap(self._heartbeat)
+        patches.NEW_SESSION.wrap(self._new_session)
+        patches.SESSION.wrap(self._session)
+        patches.OLD_SESSION.wrap(self._old_session)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Learn where the kit is. FLARE's server takes nobody in before this event."""
@@ -92,7 +92,7 @@ class RevocationCheck(FLComponent):
         """Note the revocation in force at a login. With a list that cannot be read no certificate has passed before."""
         found = create(*args, **given)
         with suppress(ConfigError):
-            setattr(found, SINCE, self.until(found.user_name))
+            self._logins[found] = self.until(found.user_name)
         return found
 
     def _session(self, get: Callable[..., Session | None], *args: Any) -> Session | None:
@@ -105,7 +105,7 @@ class RevocationCheck(FLComponent):
             until = self.until(session.user_name)
         except ConfigError:
             return False
-        return until is None or getattr(session, SINCE, None) == until
+        return until is None or self._logins.get(session) == until
 
     def _old_session(self, again: Callable[..., Session], manager: SessionManager, *args: Any) -> Session:
         """Have a revoked person log in anew: a session's token says nothing of the certificate that it came from."""
