@@ -23,8 +23,9 @@ from nvflare.lighter.utils import load_crt, load_private_key_file, sign_content
 from consilium.config.privacy import BudgetConfig
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.federation.run_folders import STATE
-from consilium.flare.admin.evidence import ACCEPTED, LEDGER, MANIFEST, SIGNATURE, chains, fingerprints, verify
+from consilium.flare.admin.evidence import ACCEPTED, LEDGER, MANIFEST, SIGNATURE, chains, verify
 from consilium.flare.kit.provision import provision
+from consilium.flare.kit.root_keys import fingerprints
 from consilium.privacy.accounting.composition import DISCRETE
 from consilium.privacy.ledger.audit import FILE, Record
 from consilium.privacy.ledger.ledger import Entry, Ledger
@@ -73,7 +74,7 @@ def made(clinic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def root(hub: Path) -> str:
     """Return the fingerprint of the project's root, as the hub tells it."""
-    return next(iter(fingerprints(load_crt(hub / "other/startup/rootCA.pem"))))
+    return fingerprints(load_crt(hub / "other/startup/rootCA.pem"))[0]
 
 
 def content(archive: Path) -> dict[str, bytes]:

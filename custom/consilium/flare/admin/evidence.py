@@ -21,12 +21,9 @@ from typing import Any
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import rsa
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
 from nvflare.lighter.utils import (
-    load_crt,
     load_crt_bytes,
     load_private_key_file,
     sign_content,
@@ -35,9 +32,10 @@ from nvflare.lighter.utils import (
 )
 
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.core.schema import Section, read_fingerprint, validate
+from consilium.core.schema import Section, validate
 from consilium.core.storage import write_atomic
 from consilium.flare.kit.local_folder import certificate, kit_name
+from consilium.flare.kit.root_keys import fingerprints, named_root
 from consilium.privacy.ledger import audit
 from consilium.privacy.ledger.ledger import Ledger
 
@@ -146,8 +144,7 @@ def verify(path: Path, fingerprint: str) -> dict[str, Any]:
     manifest = _manifest(path, files)
     own, root = _certificates(path, files)
     if wanted not in fingerprints(root):
-        told = root.fingerprint(hashes.SHA256()).hex()
-        raise ConsiliumError(f"{path}: its root is another one ({told}); it is of another project, or forged")
+        raise ConsiliumError(f"{path}: its root is another one ({fingerprints(root)[0]}); it is of another project, or forged")
     _check_signature(path, manifest, files, own, root)
     content = {name: body for name, body in files.items() if name not in (MANIFEST, SIGNATURE)}
     if extra := sorted(content.keys() ^ manifest.files.keys()):
@@ -159,29 +156,6 @@ def verify(path: Path, fingerprint: str) -> dict[str, Any]:
     found = chains(content)
     made = datetime.fromtimestamp(manifest.made, UTC).isoformat(timespec="seconds")
     return {"site": manifest.site, "experiment": manifest.experiment, "made": made, "files": sorted(content), **found}
-
-
-def fingerprints(root: x509.Certificate) -> set[str]:
-    """Return by what a root may be named: the SHA-256 of its certificate, or of its key, which a renewal keeps."""
-    key = root.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    return {root.fingerprint(hashes.SHA256()).hex(), hashlib.sha256(key).hexdigest()}
-
-
-def named_root(fingerprint: str) -> str:
-    """Return what `--fingerprint` names as 64 hex digits. Raises ConfigError for what is no fingerprint."""
-    try:
-        return read_fingerprint(fingerprint)
-    except ValueError as error:
-        raise ConfigError(f"--fingerprint: {error}") from None
-
-
-def root_fingerprint(kit: Path) -> str:
-    """Return the fingerprint of the root's key in any kit of the project. Raises ConfigError."""
-    path = kit / "startup" / ROOT
-    if not path.is_file():
-        raise ConfigError(f"--kit: {kit}: no startup kit (no startup/{ROOT}); give its folder")
-    root = load_crt(path)
-    return (fingerprints(root) - {root.fingerprint(hashes.SHA256()).hex()}).pop()
 
 
 def _bounded(archive: zipfile.ZipFile, one: zipfile.ZipInfo) -> bytes:

@@ -6,9 +6,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nvflare.lighter.constants import ProvFileName
-from nvflare.lighter.utils import verify_folder_signature
-
 from consilium.client.approval import approvals
 from consilium.client.machine_check import (
     Finding,
@@ -25,7 +22,7 @@ from consilium.federation.run_folders import STATE
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
 from consilium.flare.kit.certificates import examine_own, examine_servers
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, is_ours
-from consilium.flare.kit.kit_hardening import COMM, is_pinned, leaves_callers_folder
+from consilium.flare.kit.kit_hardening import COMM, is_as_signed, is_pinned, is_signed, leaves_callers_folder
 from consilium.flare.kit.local_folder import certificate, kit_name, kit_role, lacking
 from consilium.flare.kit.revocation import is_checked
 from consilium.flare.kit.revocation import read as read_revoked
@@ -81,11 +78,11 @@ def _fingerprint(kit: Path) -> str:
 
 def _signature(kit: Path) -> Finding:
     startup = kit / "startup"
-    if not (startup / ProvFileName.SIGNATURE_JSON).is_file():
+    if not is_signed(startup):
         return Finding(
             "signature", "none, as in a kit made by `nvflare package`; certificates protect connections all the same"
         )
-    whole = verify_folder_signature(str(startup), str(startup / "rootCA.pem"), True, ProvFileName.SIGNATURE_JSON)
+    whole = is_as_signed(startup)
     return Finding(
         "signature", "startup/ is as it was made" if whole else "startup/ was altered", "" if whole else "restore it"
     )
