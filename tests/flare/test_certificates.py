@@ -115,7 +115,7 @@ def test_a_clock_behind_the_kit_is_told_as_such(kit: Path, monkeypatch: pytest.M
     """The hub's remedy, a later kit, would make it worse."""
     set_clock(monkeypatch, opened(kit).not_valid_before_utc - timedelta(hours=2))
     for found in examine_own(kit):
-        assert found.remedy == "set the clock: it is behind that of who made the certificate"
+        assert found.remedy.startswith("set the clock: it is behind")
 
 
 def test_a_person_whose_kit_has_ended_or_not_begun_is_told_before_anything_is_tried(

@@ -1,8 +1,8 @@
-"""An archive of what a site can prove of one run, signed with its kit's key, and checked anywhere without the site.
+"""Evidence of a run: an archive of a site's record and ledger, signed with its kit's key, that anybody can check elsewhere.
 
-A zip of plain files. manifest.json names every other file with its SHA-256; manifest.sig is FLARE's signature of its bytes by
-the kit's key; kit.crt and rootCA.pem are whose key that is. Who checks must know the root from elsewhere: by a kit of the same
-project, or by its fingerprint.
+A zip of plain files. manifest.json names every other file with its SHA-256; manifest.sig is FLARE's signature of manifest.json
+by the kit's key; kit.crt and rootCA.pem are the certificates of that key. The reader must know the root from another source:
+a kit of the same project, or the root's fingerprint.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,15 +42,15 @@ from consilium.privacy.ledger.ledger import Ledger
 MANIFEST, SIGNATURE, CERTIFICATE, ROOT = "manifest.json", "manifest.sig", "kit.crt", "rootCA.pem"
 LEDGER, ACCEPTED = "ledger.sqlite", "accepted.json"
 FORMAT = 1
-MOST_FILES, MOST_BYTES = 200, 2**30
-"""Of an archive that is checked: a stranger may have made it."""
+MAX_FILES, MAX_BYTES = 200, 2**30
+"""Bounds of an archive that is checked: its author is not known."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _RECORD = re.compile(r"audit-\d+\.jsonl")
 _SUM = re.compile(r"[0-9a-f]{64}")
 
 
 class Manifest(Section):
-    """What an archive says it is. `made`: seconds since 1970; `intact`: what the site found of record and ledger."""
+    """The signed description. `made`: seconds since 1970; `intact`: whether the site found record and ledger unaltered."""
 
     format: int
     site: str
@@ -61,7 +61,7 @@ class Manifest(Section):
 
 
 def copy_ledger(path: Path) -> bytes:
-    """Return a whole copy of a ledger that other processes may be writing; b"" where there is none."""
+    """Return a consistent copy of a ledger that other processes may be writing; b"" if there is none."""
     if not path.is_file():
         return b""
     with tempfile.TemporaryDirectory() as place:
@@ -72,22 +72,24 @@ def copy_ledger(path: Path) -> bytes:
 
 
 def chains(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return how many messages and rows there are, and the first line or row that is not as it was written, if any."""
+    """Return the number of messages and rows, and for record and ledger the first alteration found, None if there is none."""
     with tempfile.TemporaryDirectory() as place:
         found: dict[str, Any] = {"messages": 0, "record": None, "rows": 0, "ledger": None}
-        named, known = set[str](), {"", *_accepted(files)}
+        named, known = set[str](), {""}
         for name in filter(_RECORD.fullmatch, sorted(files)):
             path = Path(place) / name
             path.write_bytes(files[name])
             try:
                 read = audit.verified(path)
-            except Exception as error:  # whatever a site signs ends in a line
+            except Exception as error:  # a site may sign anything
                 found["record"] = f"{name} cannot be read ({error})"
                 continue
             found["messages"] += len(read["messages"])
             named |= {str(one.get("ledger", "")) for one in read["messages"]}
             if read["broken_line"]:
                 found["record"] = f"{name}, line {read['broken_line']}"
+        with suppress(ValueError, TypeError, RecursionError):  # rows whose loss the site's administrator has put on record
+            known |= {str(one) for one in json.loads(files.get(ACCEPTED, b"[]"))}
         if LEDGER in files:
             (Path(place) / LEDGER).write_bytes(files[LEDGER])
             try:
@@ -95,26 +97,17 @@ def chains(files: Mapping[str, bytes]) -> dict[str, Any]:
             except Exception as error:
                 return found | {"ledger": str(error).replace(place, "")}
             found["rows"], known = len(seals), known | {*seals}
-        if lost := sorted(named - known):  # a chain that was cut at its end is a whole one, and so is none at all
+        if lost := sorted(named - known):  # a chain that lost its last rows is valid in itself, and so is an empty one
             found["ledger"] = f"lacks rows: a record names the seal {lost[0][:16]}"
         return found
 
 
-def _accepted(files: Mapping[str, bytes]) -> set[str]:
-    """Return the seals of rows whose loss the site's administrator has put on record."""
-    try:
-        return {str(one) for one in json.loads(files.get(ACCEPTED, b"[]"))}
-    except (ValueError, TypeError, RecursionError):
-        return set()
-
-
 def pack(kit: Path, experiment: str, files: Mapping[str, bytes], output: Path) -> Manifest:
-    """Write the signed archive of these files, of a site's kit. Raises ConfigError for a file that exists."""
+    """Write the signed archive of these files, of a site's kit. Raises ConfigError if `output` exists."""
     if output.exists():
         raise ConfigError(f"--output: {output}: exists; give another name, evidence is never replaced")
-    own = certificate(kit)
+    own, found = certificate(kit), chains(files)
     every = {**files, CERTIFICATE: own.read_bytes(), ROOT: (kit / "startup" / ROOT).read_bytes()}
-    found = chains(files)
     manifest = Manifest(
         format=FORMAT,
         site=kit_name(kit),
@@ -123,60 +116,61 @@ def pack(kit: Path, experiment: str, files: Mapping[str, bytes], output: Path) -
         intact=not found["record"] and not found["ledger"],
         files={name: hashlib.sha256(content).hexdigest() for name, content in sorted(every.items())},
     )
-    said = json.dumps(manifest.model_dump(), indent=1).encode()
-    signature = sign_content(said, load_private_key_file(str(own.with_suffix(".key"))), return_str=False)
-    place = io.BytesIO()
-    with zipfile.ZipFile(place, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in {**every, MANIFEST: said, SIGNATURE: signature}.items():
+    text = json.dumps(manifest.model_dump(), indent=1).encode()
+    signature = sign_content(text, load_private_key_file(str(own.with_suffix(".key"))), return_str=False)
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in {**every, MANIFEST: text, SIGNATURE: signature}.items():
             archive.writestr(name, content)
-    write_atomic(output, place.getvalue())
+    write_atomic(output, packed.getvalue())
     return manifest
 
 
 def verify(path: Path, fingerprint: str) -> dict[str, Any]:
     """Check an archive against the root whose certificate or key has this `fingerprint` (see `root_fingerprint`).
 
-    Returns plain JSON values: site, experiment, when it was made, and of record and ledger what is intact. Raises
-    ConsiliumError for anything that is not as it was signed, and ConfigError for what is no archive. Nothing is unpacked.
+    Returns plain JSON values: site, experiment, time, files, and what `chains` returns. Raises ConsiliumError for an archive
+    that is not as it was signed, ConfigError for another file. Nothing is unpacked.
     """
-    wanted = named_root(fingerprint)
-    files = _read(path)
+    wanted, files = named_root(fingerprint), _read(path)
     manifest = _manifest(path, files)
     own, root = _certificates(path, files)
     if wanted not in fingerprints(root):
         raise ConsiliumError(f"{path}: its root is another one ({fingerprints(root)[0]}); it is of another project, or forged")
     _check_signature(path, manifest, files, own, root)
     content = {name: body for name, body in files.items() if name not in (MANIFEST, SIGNATURE)}
-    if extra := sorted(content.keys() ^ manifest.files.keys()):
-        what = "is not in the manifest" if extra[0] in content else "is missing"
-        raise ConsiliumError(f"{path}: {extra[0]}: {what}; the archive was changed")
-    for name, body in content.items():
-        if hashlib.sha256(body).hexdigest() != manifest.files[name]:
-            raise ConsiliumError(f"{path}: {name}: is not as it was signed; the archive was changed")
-    found = chains(content)
+    for name in sorted(content.keys() | manifest.files.keys()):
+        if name not in manifest.files:
+            problem = "is not in the manifest"
+        elif name not in content:
+            problem = "is missing"
+        elif hashlib.sha256(content[name]).hexdigest() != manifest.files[name]:
+            problem = "is not as it was signed"
+        else:
+            continue
+        raise ConsiliumError(f"{path}: {name}: {problem}; the archive was changed")
     made = datetime.fromtimestamp(manifest.made, UTC).isoformat(timespec="seconds")
-    return {"site": manifest.site, "experiment": manifest.experiment, "made": made, "files": sorted(content), **found}
-
-
-def _bounded(archive: zipfile.ZipFile, one: zipfile.ZipInfo) -> bytes:
-    """Return a file of as many bytes as the archive says, however many are packed in it."""
-    with archive.open(one) as file:
-        return file.read(one.file_size)
+    about = {"site": manifest.site, "experiment": manifest.experiment, "made": made, "files": sorted(content)}
+    return about | chains(content)
 
 
 def _read(path: Path) -> dict[str, bytes]:
-    """Return all files of an archive: none twice, none with a path, not too many or too large."""
+    """Return all files of an archive. Raises ConfigError for two of one name, a path in a name, too many or too large files."""
     try:
         with zipfile.ZipFile(path) as archive:
             listed = archive.infolist()
             names = [one.filename for one in listed]
-            if len(names) > MOST_FILES or sum(one.file_size for one in listed) > MOST_BYTES:
-                raise ConfigError(f"{path}: over {MOST_FILES} files or {MOST_BYTES:,} bytes; it is none of ours")
+            if len(names) > MAX_FILES or sum(one.file_size for one in listed) > MAX_BYTES:
+                raise ConfigError(f"{path}: over {MAX_FILES} files or {MAX_BYTES:,} bytes; it is none of ours")
             if [one for one in listed if one.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)]:
                 raise ConfigError(f"{path}: a file is packed in another way; it is none of ours")
             if wrong := [name for name in names if not _NAME.fullmatch(name) or names.count(name) > 1]:
                 raise ConfigError(f"{path}: {wrong[0][:80]!r}: a file twice, or one with a path; it is none of ours")
-            return {one.filename: _bounded(archive, one) for one in listed}
+            found = {}
+            for one in listed:
+                with archive.open(one) as file:
+                    found[one.filename] = file.read(one.file_size)  # no more than counted above, whatever is packed in it
+            return found
     except (zipfile.BadZipFile, zlib.error, OSError, RuntimeError, EOFError, ValueError) as error:
         raise ConfigError(f"{path}: is no readable archive ({error}); give what `consilium evidence` wrote") from None
 
@@ -206,7 +200,7 @@ def _certificates(path: Path, files: Mapping[str, bytes]) -> tuple[x509.Certific
 def _check_signature(
     path: Path, manifest: Manifest, files: Mapping[str, bytes], own: x509.Certificate, root: x509.Certificate
 ) -> None:
-    """Raise ConsiliumError unless the site that the manifest names has signed it, within its certificate's time."""
+    """Raise ConsiliumError unless the site that the manifest names has signed it while its certificate was valid."""
     try:
         verify_cert(own, root.public_key())
     except InvalidSignature:
