@@ -74,7 +74,7 @@ def asked(job: Job) -> Shareable:
 
 def answered(job: Job, result: Payload) -> Shareable:
     """Return what the executor leaves to the guard."""
-    return wire.hold(wire.Answer(wire.take(asked(job)), result))
+    return wire.put(wire.Answer(wire.pop(asked(job)), result))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -103,22 +103,22 @@ def test_a_proper_update_passes_all_filters_with_its_bytes(job: Job, guard: Guar
 def test_the_second_pair_hands_on_the_very_task_of_the_first(job: Job, guard: Guard) -> None:
     first = asked(job)
     assert passed(GuardTaskFilter, job, first) is first
-    assert wire.take(first).payload.tensors.keys() == broadcast(job).tensors.keys()
+    assert wire.pop(first).payload.tensors.keys() == broadcast(job).tensors.keys()
 
 
 def test_what_no_guard_takes_up_never_becomes_a_message(job: Job, guard: Guard) -> None:
     held = answered(job, update(job))
     assert dict(held).keys() <= {wire.HELD, "__headers__"}
     assert wire.reason_of(passed(ResultCheckFilter, job, held))
-    wire.take(held)
+    wire.pop(held)
     with pytest.raises(RefusedError, match="the guard has seen"):
-        wire.take(held)
+        wire.pop(held)
 
 
 def test_a_hello_tells_the_number_the_guard_shows(job: Job, guard: Guard) -> None:
-    task = wire.take(passed(GuardTaskFilter, job, wire.encode_dict(wire.HELLO, {"run": "r"}), wire.HELLO))
+    task = wire.pop(passed(GuardTaskFilter, job, wire.encode_dict(wire.HELLO, {"run": "r"}), wire.HELLO))
     answer = wire.Answer(task, Hello("site-1", 999, False, "1").to_dict() | {"patients": 3})
-    hello = passed(GuardResultFilter, job, wire.hold(answer), wire.HELLO)[wire.HELLO]
+    hello = passed(GuardResultFilter, job, wire.put(answer), wire.HELLO)[wire.HELLO]
     assert hello["num_samples"] == guard.num_samples
     assert hello.keys() == Hello.__dataclass_fields__.keys()
 

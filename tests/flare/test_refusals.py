@@ -23,7 +23,7 @@ from consilium.client.ddp_failures import failure, why
 from consilium.config.server import ServerConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, DataError, Reason, RefusedError
-from consilium.core.messages import SiteInfo, Tensors
+from consilium.core.messages import Kind, Payload, SiteInfo, Tensors
 from consilium.federation.job import Job, assemble_job
 from consilium.flare.admin.evidence import chains, copy_ledger
 from consilium.flare.admin.session import Admin
@@ -113,7 +113,7 @@ def test_an_unexpected_error_at_a_site_leaves_as_a_word(monkeypatch: pytest.Monk
         raise ZeroDivisionError("/data/ward/John Doe.dcm")
 
     executor = SiteExecutor()
-    monkeypatch.setattr(wire, "take", take)
+    monkeypatch.setattr(wire, "pop", take)
     answer = executor.execute(wire.TRAIN, Shareable(), FLContext(), Signal())
     assert wire.reason_of(answer) is Reason.ERROR
     assert "Doe" not in str(dict(answer))
@@ -143,7 +143,7 @@ def test_flares_logs_name_no_file_of_the_data_and_a_private_file_does(
         monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(job_context, "state_folder", lambda fl_ctx: tmp_path / "state")
     monkeypatch.setattr(job_context, "leave_to_quorum", lambda fl_ctx: None)
-    monkeypatch.setattr(wire, "take", take)
+    monkeypatch.setattr(wire, "pop", take)
     executor.handle_event(EventType.START_RUN, fl_ctx)
     executor.execute(wire.TRAIN, Shareable(), fl_ctx, Signal())
     assert told in caplog.text
@@ -220,10 +220,10 @@ def test_a_text_that_could_not_be_written_is_not_said_to_be_there(
 @pytest.mark.parametrize("other", [wire.HELLO, wire.STATISTICS, wire.MODEL, "DXO"])
 def test_a_question_of_secure_aggregation_is_nothing_else_too(other: str) -> None:
     asked = wire.encode_dict(wire.MASKS, {"run": "r", "question": {}})
-    assert wire.decode_masks(asked) == ({}, "r")
+    assert wire.decode_task(Kind.MASKS, asked) == ("r", Payload(-1, -1, {}), "")
     asked[other] = {"run": "r"}
     with pytest.raises(RefusedError):
-        wire.decode_masks(asked)
+        wire.decode_task(Kind.MASKS, asked)
 
 
 def test_a_header_that_is_not_packed_as_ours_is_refused() -> None:
