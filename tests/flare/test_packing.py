@@ -58,7 +58,7 @@ def said(names: Any, rest: Any = {}) -> bytes:  # noqa: B006
 FOUR = ["a", "float32", [1]]
 HOSTILE = {
     "no text": b"\x00",
-    "a bomb": zlib.compress(b"[" + b" " * 2 * tensor_packing.LONGEST),
+    "a bomb": zlib.compress(b"[" + b" " * 2 * tensor_packing.MAX_TEXT),
     "nested": zlib.compress(b"[" * 100_000),
     "cut": said([FOUR])[:-3],
     "two texts": said([FOUR]) + said([FOUR]),
@@ -77,7 +77,7 @@ HOSTILE = {
     "long numbers": zlib.compress(b'[[["a","float32",[' + b",".join([b"9" * 4000] * 400) + b"]]],{}]"),
     "many axes": said([["a", "float32", [1] * 9]]),
     "a shape that is none": said([["a", "float32", "4"]]),
-    "more names than an adapter has": said([[str(i), "float32", [0]] for i in range(tensor_packing.MOST + 1)]),
+    "more names than an adapter has": said([[str(i), "float32", [0]] for i in range(tensor_packing.MAX_TENSORS + 1)]),
 }
 
 

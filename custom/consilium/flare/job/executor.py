@@ -13,7 +13,7 @@ from consilium.client.client import Site
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload
 from consilium.flare.job import job_context, site_registry, wire
-from consilium.flare.job.gc import tidy
+from consilium.flare.job.gc import collect_garbage
 from consilium.flare.job.private_log import keep_apart, log_failure
 from consilium.flare.patches import share_timers
 from consilium.privacy.guard.task import Task
@@ -37,7 +37,7 @@ class SiteExecutor(Executor):
         """Run the authorized task. After a failure the reply has a reason only; the rest is in the site's own log."""
         if (reason := wire.reason_of(shareable)) is not None:  # the guard refused the task
             return wire.refusal(reason)
-        tidy()
+        collect_garbage()
         try:
             task = wire.pop(shareable)
             if not isinstance(task, Task) or task.kind != task_name:

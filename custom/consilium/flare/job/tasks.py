@@ -12,7 +12,7 @@ from nvflare.apis.signal import Signal
 
 from consilium.core.errors import RefusedError
 from consilium.flare.job import replies, wire
-from consilium.flare.job.gc import tidy
+from consilium.flare.job.gc import collect_garbage
 from consilium.flare.kit.revocation import REFUSED
 from consilium.server.coordinator import Coordinator
 
@@ -65,7 +65,7 @@ class TaskSender:
             if not self.aborted:
                 self._refuse(name, "no answer in time; the round goes on without it")
                 self.cancel(tasks[name])
-        tidy()
+        collect_garbage()
 
     def send(
         self, task_name: str, messages: Mapping[str, Shareable], on_result: OnResult, replied: set[str] | None = None
