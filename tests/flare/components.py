@@ -18,7 +18,7 @@ from consilium.adapters import layers
 from consilium.config.job import load_job
 from consilium.core.storage import save_state
 from consilium.federation.job import assemble_job
-from consilium.flare.job import tensor_packing, wire
+from consilium.flare.job import site_registry, tensor_packing, wire
 from consilium.flare.job.executor import SiteExecutor
 
 
@@ -87,7 +87,7 @@ class Thief(SiteExecutor):
         if task_name != wire.TRAIN or fl_ctx.get_identity_name() != "site-3":
             return result
         answer = wire.pop(result)
-        everything = {n: p.detach().clone() for n, p in layers.tensors(self._ready(fl_ctx, abort_signal).model).items()}
+        everything = {n: p.detach().clone() for n, p in layers.tensors(site_registry.ready(self, fl_ctx).model).items()}
         return wire.put(replace(answer, result=replace(answer.result, tensors=everything)))
 
 

@@ -44,6 +44,14 @@ def state_of(path: Path) -> dict[str, torch.Tensor]:
     return load_state(path)[0]
 
 
+def check_equal(workspace: Path, reference: Path) -> dict[str, torch.Tensor]:
+    """Check that two runs' server states are equal to the bit, and return the first."""
+    ours, theirs = (state_of(one / "server/state.safetensors") for one in (workspace, reference))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    return ours
+
+
 def tensor_names(folder: Path) -> set[str]:
     """Return the names of all tensors in the messages that a listener kept."""
     for one in (flare_decomposers, common_decomposers, wire):

@@ -77,7 +77,7 @@ def test_another_series_of_flare_is_refused(version: str, monkeypatch: pytest.Mo
     assert "pip install nvflare==2.9.0" in str(told.value)
 
 
-def test_a_simulation_over_another_flare_ends_in_one_line_before_anything_starts(tmp_path: Path) -> None:
+def test_simulation_over_another_flare_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "lib/nvflare").mkdir(parents=True)
     (tmp_path / "lib/nvflare/__init__.py").write_text("__version__ = '2.8.1'\n")
     root = Path(__file__).parents[2]

@@ -44,12 +44,15 @@ class SiteExecutor(Executor):
                 raise RefusedError(f"task {task_name}: not as the guard has authorized it; nothing was done", Reason.TASK)
             if task.answered:  # the guard repeats its reply, whatever the site's state is by now
                 return wire.put(wire.Answer(task, Payload(*task.place, {})))
-            site = site_registry.ready(self, fl_ctx)
-            site.should_stop = partial(_stop_if, abort_signal)
-            return wire.put(wire.Answer(task, self._do(task, site)))
+            return wire.put(wire.Answer(task, self._do(task, self._ready(fl_ctx, abort_signal))))
         except Exception as error:  # of any kind: the round goes on without this site
             log_failure(self, fl_ctx, error)
             return wire.refusal(error.reason if isinstance(error, ConsiliumError) else Reason.ERROR)
+
+    def _ready(self, fl_ctx: FLContext, abort_signal: Signal) -> Site:
+        site = site_registry.ready(self, fl_ctx)
+        site.should_stop = partial(_stop_if, abort_signal)
+        return site
 
     @staticmethod
     def _do(task: Task, site: Site) -> Any:
