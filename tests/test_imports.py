@@ -40,7 +40,7 @@ Coordinator(assemble_job(config), Path({folder!r}), print).close()
 WAITS = """
 from typer.testing import CliRunner
 from consilium.cli.main import app
-from consilium.flare import simulator
+from consilium.flare.job import simulator
 called = []
 def started(self, job, *rest):
     called.append(job)

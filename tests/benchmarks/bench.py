@@ -24,7 +24,8 @@ from consilium.core.linalg.simplex import mixture_weights
 from consilium.core.messages import SiteInfo
 from consilium.federation.job import assemble_job
 from consilium.flare.job import wire
-from consilium.flare.job.simulator import Simulator, export_job
+from consilium.flare.job.recipe import export_job
+from consilium.flare.job.simulator import Simulator
 from consilium.models.sam import SAM
 from consilium.models.sam.attention import FusedImageAttention, use_fused
 from consilium.models.sam.network import build_sam

@@ -44,7 +44,7 @@ from nvflare.lighter.utils import sign_folders
 
 from consilium.config.job import JobConfig
 from consilium.federation.run_folders import STATE
-from consilium.flare.job.simulator import export_job
+from consilium.flare.job.recipe import export_job
 from consilium.flare.kit.provision import provision
 
 ROOT = Path(__file__).parents[2]

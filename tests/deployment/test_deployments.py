@@ -26,7 +26,7 @@ SAYS_WHERE = '\nprint("bundled package in use:", __file__, flush=True)\n'
 
 
 @pytest.mark.slow
-def test_a_bundle_runs_without_the_package_where_it_is_allowed_and_only_there(tmp_path: Path) -> None:
+def test_bundle_runs_only_where_allowed(tmp_path: Path) -> None:
     sites = {"site-1": {}, "site-2": {}, "site-3": {}}
     with Federation(tmp_path, sites, bundles=["server", "site-1", "site-2"], installed=False) as federation:
         federation.variables["site-3"] = Federation.scratch_environment(tmp_path)  # its kit counts on the package
@@ -82,7 +82,7 @@ def careless(server: Path) -> None:
         (unsigned, careless, "site-1: unsigned job rejected"),
     ],
 )
-def test_a_job_altered_after_signing_is_refused(
+def test_altered_job_is_refused(
     change: Callable[[Path], None], prepare: Callable[[Path], None], refusal: str, tmp_path: Path
 ) -> None:
     with Federation(tmp_path, {"site-1": {}, "site-2": {}}) as federation:
@@ -97,7 +97,7 @@ def test_a_job_altered_after_signing_is_refused(
 
 
 @pytest.mark.slow
-def test_a_job_that_names_another_class_is_refused_by_the_sites(tmp_path: Path) -> None:
+def test_other_class_is_refused_by_sites(tmp_path: Path) -> None:
     with Federation(tmp_path, {"site-1": {}, "site-2": {}}) as federation:
         federation.start()
         job, proof = federation.export(small_config("fedit", rounds=1)), tmp_path / "proof"
@@ -180,7 +180,7 @@ def check_pins(federation: Federation) -> None:
 
 
 @pytest.mark.slow
-def test_kits_with_the_hospitals_own_keys_train_and_pins_hold(tmp_path: Path) -> None:
+def test_kits_with_own_keys_train(tmp_path: Path) -> None:
     sites = {"site-1": {}, "site-2": {}, "site-3": {}}
     with Federation(tmp_path, sites, make=hospitals_own_keys, admin=LEAD) as federation:
         federation.start()
@@ -188,7 +188,7 @@ def test_kits_with_the_hospitals_own_keys_train_and_pins_hold(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_the_quickstart_on_kits_with_the_hospitals_own_keys(tmp_path: Path) -> None:
+def test_quickstart_on_kits_with_own_keys(tmp_path: Path) -> None:
     sites = {"site-1": {}, "site-2": {}, "site-3": {}}
     with Federation(tmp_path, sites, make=hospitals_own_keys, admin=LEAD) as federation:
         federation.start()

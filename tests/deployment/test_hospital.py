@@ -22,9 +22,7 @@ SEGMENTATION = "1.2.840.10008.5.1.4.1.1.66.4"
 SMALL = {"data": {}, "federation.min_sites": 2, "training.rounds": 1, "model.image_size": 64, "training.batch_size": 2}
 
 
-def test_a_hospital_reads_predicts_and_keeps_what_is_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hospital_keeps_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     lists = hospitals(tmp_path / "pacs")
     sites = {name: {"datalist": str(path), "share_personalized": name == "site-1"} for name, path in lists.items()}
     with Federation(tmp_path / "hub", sites, closed=["site-1"] if _may_close() else []) as federation:

@@ -33,7 +33,7 @@ def masked_files(federation: Federation, round: int) -> list[Path]:
     return list((federation.kit("server") / STATE).rglob(f"masks/{round}-0-0/masked-*"))
 
 
-def test_kits_sum_shares_of_noise_under_masks_whoever_is_killed(tmp_path: Path) -> None:
+def test_masked_noise_survives_killed_sites(tmp_path: Path) -> None:
     """Noise is of seeds here, so the run must equal one in a single process, in which nobody is killed, to the last bit."""
     raw = training_only(small_config("fedit", rounds=2, local_steps=8), test=1).model_dump()
     raw["federation"] |= {"min_sites": 3, "straggler_grace_seconds": 20.0}

@@ -65,9 +65,7 @@ def deployed(kits: Federation, name: str, job: Path, user: str) -> str:
 
 @pytest.mark.parametrize("user", [ADMIN, LEAD])
 @pytest.mark.parametrize("name", ["server", "site-1"])
-def test_who_brings_code_or_chooses_a_scope_is_refused_and_nobody_else(
-    name: str, user: str, kits: Federation, tmp_path: Path
-) -> None:
+def test_byoc_and_scopes_are_refused(name: str, user: str, kits: Federation, tmp_path: Path) -> None:
     bundle = export(job_yaml(tmp_path), tmp_path / "bundle", bundle=True)
     assert deployed(kits, name, bundle, user) == "BYOC not permitted"
     if name != "server":  # the server has no privacy.json: data and their filters are the sites'
@@ -77,7 +75,7 @@ def test_who_brings_code_or_chooses_a_scope_is_refused_and_nobody_else(
 
 
 @pytest.mark.parametrize("name", ["server", "site-1"])
-def test_nobody_lists_files_of_another(name: str, kits: Federation) -> None:
+def test_files_of_others_are_not_listed(name: str, kits: Federation) -> None:
     with policies(kits.kit(name), name):
         for user, role in ROLES.items():
             asked = AuthzContext(AdminCommandNames.SHELL_LS, Person(user, "hub", role))
@@ -86,7 +84,7 @@ def test_nobody_lists_files_of_another(name: str, kits: Federation) -> None:
         assert AuthorizationService.authorize(seen)[0] is True
 
 
-def test_a_private_job_without_a_guard_meets_the_kits_own(kits: Federation, tmp_path: Path) -> None:
+def test_kit_guard_covers_jobs_without_one(kits: Federation, tmp_path: Path) -> None:
     places = {name: kits.kit(name) for name in ("server", *kits.sites)}
     with own_process():
         Together(without_guard(kits.export(private_job())), kits.sites, tmp_path / "none", places).run()

@@ -44,7 +44,7 @@ def releases(federation: Federation, site: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-def test_a_server_killed_in_round_two_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_killed_server_resumes_bit_for_bit(tmp_path: Path) -> None:
     config = private_job(steps=16)
     reference = tmp_path / "reference"
     sites = {n: SiteConfig(privacy=HospitalPrivacyPolicy(dataset=n, noise_seed=1)) for n in SITES}
@@ -109,7 +109,7 @@ def _check_a_second_run(federation: Federation, job: Path, former: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_site_killed_in_round_two_costs_that_round_and_no_budget_twice(tmp_path: Path) -> None:
+def test_killed_site_pays_no_budget_twice(tmp_path: Path) -> None:
     with Federation(tmp_path, {n: policy(n) for n in SITES}) as federation:
         federation.start()
         job = federation.export(private_job(steps=4, straggler_grace_seconds=10.0))

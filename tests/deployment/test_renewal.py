@@ -35,7 +35,7 @@ def age(kit: Path, state: Path, days: float) -> None:
 
 
 @pytest.mark.long
-def test_a_hospital_whose_kit_has_ended_joins_with_a_renewed_one_while_others_keep_theirs(tmp_path: Path) -> None:
+def test_renewed_kit_joins_beside_old_ones(tmp_path: Path) -> None:
     with Federation(tmp_path, {"site-1": {}, "site-2": {}}) as federation:
         kits = federation.kits
         age(federation.kit("site-2"), kits.parent / "state/cert.json", 361)
@@ -60,7 +60,7 @@ def test_a_hospital_whose_kit_has_ended_joins_with_a_renewed_one_while_others_ke
 
 
 @pytest.mark.slow
-def test_a_revoked_hospital_is_out_of_its_job_and_stays_out_until_its_kit_is_a_later_one(tmp_path: Path) -> None:
+def test_revoked_hospital_needs_a_later_kit(tmp_path: Path) -> None:
     with Federation(tmp_path, {"site-1": {}, "site-2": {}, "site-3": {}}) as federation:
         federation.start()
         job = federation.submit(federation.export(small_config("fedit", rounds=40)))

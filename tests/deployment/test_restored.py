@@ -17,7 +17,7 @@ SITES = ["site-1", "site-2"]
 
 
 @pytest.mark.slow
-def test_a_restored_site_is_kept_out_until_its_administrator_accepts_what_is_lost(tmp_path: Path) -> None:
+def test_restored_site_needs_acceptance(tmp_path: Path) -> None:
     """Its ledger and record fit each other, so the next job was charged as if the second had never been."""
     sites = {name: {"privacy": {"dataset": "ward", "budgets": {"site": {"epsilon": 50}}}} for name in SITES}
     with Federation(tmp_path / "federation", sites) as federation:

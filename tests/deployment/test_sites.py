@@ -50,7 +50,7 @@ def mine(federation: Federation, kind: str) -> list[dict]:
 
 
 @pytest.mark.long
-def test_slow_and_broken_lines_change_no_bit_and_sites_come_and_go_while_a_job_runs(tmp_path: Path) -> None:
+def test_broken_lines_and_late_sites_change_no_bit(tmp_path: Path) -> None:
     reference = tmp_path / "reference"
     simulate(assemble_job(job(3, 60.0)), {n: SiteConfig() for n in ("site-1", "site-2")}, reference, lambda event: None)
     with (
@@ -111,7 +111,7 @@ def release(folder: Path, version: str, protocol: int = PROTOCOL) -> dict[str, s
 
 
 @pytest.mark.long
-def test_a_patch_release_may_be_at_the_server_or_at_a_site_and_another_protocol_is_refused(tmp_path: Path) -> None:
+def test_patch_releases_mix_and_protocols_do_not(tmp_path: Path) -> None:
     minor = __version__.rpartition(".")[0]
     with Federation(tmp_path / "kits", {"site-1": {}, "site-2": {}, "site-3": {}}) as federation:
         federation.variables |= {
@@ -131,7 +131,7 @@ def test_a_patch_release_may_be_at_the_server_or_at_a_site_and_another_protocol_
 
 
 @pytest.mark.long
-def test_a_line_that_was_forgotten_on_the_way_is_found_and_the_site_is_back_in_its_job(tmp_path: Path) -> None:
+def test_dead_connection_is_found(tmp_path: Path) -> None:
     """As by a router whose table was full: no end is told. Without keep-alives a site was not back after five minutes."""
     raw = job(1000, 1.0).model_dump()
     raw["federation"]["min_sites"] = 1
@@ -149,7 +149,7 @@ def test_a_line_that_was_forgotten_on_the_way_is_found_and_the_site_is_back_in_i
 
 
 @pytest.mark.long
-def test_sites_behind_a_relay_reach_the_server_by_it_alone(tmp_path: Path) -> None:
+def test_relayed_sites_use_the_relay_only(tmp_path: Path) -> None:
     with Federation(tmp_path, {"site-1": {}, "site-2": {}, "site-3": {}}, make=provision_relayed) as federation:
         federation.start("server", RELAY, wait=0)
         federation.start("site-1", "site-2", "site-3")

@@ -50,7 +50,7 @@ def test_flares_controller_holds_no_result_and_sends_all_sites_one_content(
 ) -> None:
     names = ["a", "b", "c", "d"]
     federation, fl_ctx = Federation(tmp_path, {name: trained(1.0) for name in names}), context(names)
-    federation.invitations.send(federation.coordinator, fl_ctx)
+    federation.register(fl_ctx)
     federation.sent.clear()
     living = watched(federation.coordinator, monkeypatch)
     federation.play_round(fl_ctx)

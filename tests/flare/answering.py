@@ -14,7 +14,9 @@ from consilium import __version__
 from consilium.core.messages import Hello, Payload
 from consilium.federation.job import assemble_job
 from consilium.flare.job import wire
-from consilium.flare.job.controller import RoundController
+from consilium.flare.job.controller import RoundController, evaluate_finally, train_round
+from consilium.flare.job.registration import Registration
+from consilium.flare.job.tasks import TaskSender
 from consilium.server.coordinator import Coordinator
 from tests.conftest import small_config
 
@@ -45,13 +47,21 @@ class Federation(RoundController):
             task.result_received_cb(client_task=client_task, fl_ctx=fl_ctx)
             task.completion_status = TaskCompletionStatus.OK
 
+    def tasks(self, fl_ctx: FLContext) -> TaskSender:
+        return TaskSender(self, self.coordinator, Signal(), fl_ctx, set, 0.01)
+
+    def register(self, fl_ctx: FLContext) -> None:
+        """Send the sites a hello."""
+        Registration(self.tasks(fl_ctx)).send()
+
     def play_round(self, fl_ctx: FLContext) -> None:
-        """Do the next round, as `control_flow` does between its start and its end."""
-        self._round(self.coordinator, Signal(), fl_ctx)
+        """Do the next round, as `control_flow` does."""
+        train_round(self.tasks(fl_ctx))
+        self.register(fl_ctx)
 
     def play_final(self, fl_ctx: FLContext) -> None:
-        """Do the closing evaluation."""
-        self._final(self.coordinator, Signal(), fl_ctx)
+        """Do the final evaluation."""
+        evaluate_finally(self.tasks(fl_ctx))
 
     def get_client_disconnect_time(self, client_name: str) -> float | None:
         return self.dead.get(client_name)

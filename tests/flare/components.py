@@ -18,7 +18,7 @@ from consilium.adapters import layers
 from consilium.config.job import load_job
 from consilium.core.storage import save_state
 from consilium.federation.job import assemble_job
-from consilium.flare.job import tensor_packing, wire
+from consilium.flare.job import site_registry, tensor_packing, wire
 from consilium.flare.job.executor import SiteExecutor
 
 
@@ -86,14 +86,14 @@ class Thief(SiteExecutor):
         result = super().execute(task_name, shareable, fl_ctx, abort_signal)
         if task_name != wire.TRAIN or fl_ctx.get_identity_name() != "site-3":
             return result
-        answer = wire.take(result)
-        everything = {n: p.detach().clone() for n, p in layers.tensors(self._ready(fl_ctx, abort_signal).model).items()}
-        return wire.hold(replace(answer, result=replace(answer.result, tensors=everything)))
+        answer = wire.pop(result)
+        everything = {n: p.detach().clone() for n, p in layers.tensors(site_registry.ready(self, fl_ctx).model).items()}
+        return wire.put(replace(answer, result=replace(answer.result, tensors=everything)))
 
 
 class Smuggler(SiteExecutor):
     """An executor gone wrong: it makes a message itself instead of leaving that to the guard."""
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
-        answer = wire.take(super().execute(task_name, shareable, fl_ctx, abort_signal))
-        return wire.encode(answer.result, "", update=True) if task_name == wire.TRAIN else wire.hold(answer)
+        answer = wire.pop(super().execute(task_name, shareable, fl_ctx, abort_signal))
+        return wire.encode(answer.result, "", update=True) if task_name == wire.TRAIN else wire.put(answer)

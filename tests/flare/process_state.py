@@ -1,17 +1,17 @@
-"""What our components keep in a process: emptied, filled and looked at. No other test knows the tables by their names."""
+"""The state that our components keep in a process. No other test knows the tables by their names."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 from nvflare.apis.fl_context import FLContext
 
 from consilium.client.client import Site
-from consilium.flare.job import filters, job_context, site_registry, wire
+from consilium.flare.job import job_context, site_registry, wire
 from consilium.privacy.guard.guard import Guard
 
-OF_FILTERS = (filters._guards, filters._sent, filters._refused)
-TABLES = (*OF_FILTERS, site_registry._sites, site_registry._read, wire._held, job_context._opened)
+TABLES = (site_registry.jobs, wire._held, job_context._opened)
 
 
 @contextmanager
@@ -20,41 +20,38 @@ def emptied() -> Iterator[None]:
     with ExitStack() as stack:
         for table in TABLES:
             stack.enter_context(patch.dict(table, clear=True))
-        stack.enter_context(patch.object(site_registry, "_useless", set()))
         yield
 
 
 @contextmanager
 def filters_put_back() -> Iterator[None]:
-    """Leave what filters keep as it was."""
-    with ExitStack() as stack:
-        for table in OF_FILTERS:
-            stack.enter_context(patch.dict(table))
+    """Leave the state of filters as it was."""
+    with patch.dict(site_registry.jobs, {key: replace(one) for key, one in site_registry.jobs.items()}):
         yield
 
 
 def put(guard: Guard) -> None:
     """Let the filters of a context without a job meet this guard."""
-    fl_ctx = FLContext()
-    filters._guards[fl_ctx.get_job_id(), fl_ctx.get_identity_name()] = guard
+    site_registry.of(FLContext()).guard = guard
 
 
 def forget_guards() -> None:
     """Forget the guards, as a process that ends does."""
-    filters._guards.clear()
+    for one in site_registry.jobs.values():
+        one.guard = None
 
 
 def forget_messages() -> None:
     """Forget what filters have sent and refused."""
-    filters._sent.clear()
-    filters._refused.clear()
+    for one in site_registry.jobs.values():
+        one.sent = one.refused = None
 
 
 def guards() -> list[Guard]:
     """Return the guards of this process."""
-    return list(filters._guards.values())
+    return [one.guard for one in site_registry.jobs.values() if one.guard]
 
 
 def sites_here() -> list[Site]:
     """Return the sites of this process."""
-    return list(site_registry._sites.values())
+    return [one.site for one in site_registry.jobs.values() if one.site]

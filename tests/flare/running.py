@@ -17,9 +17,9 @@ from consilium.config.job import JobConfig
 from consilium.config.site import Given
 from consilium.core.storage import load_state
 from consilium.flare.job import wire
-from consilium.flare.job.simulator import OUTPUT, Simulator, export_job, tell
-from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
-from consilium.privacy.secagg.simulated import simulated_identities
+from consilium.flare.job.recipe import export_job
+from consilium.flare.job.simulation import OUTPUT, write_settings
+from consilium.flare.job.simulator import Simulator
 from tests.flare import process_state
 from tests.flare.together import Together
 
@@ -42,6 +42,14 @@ HERE = pytest.mark.parametrize("flare", ["one-process", pytest.param("simulator"
 def state_of(path: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a state file."""
     return load_state(path)[0]
+
+
+def check_equal(workspace: Path, reference: Path) -> dict[str, torch.Tensor]:
+    """Check that two runs' server states are equal to the bit, and return the first."""
+    ours, theirs = (state_of(one / "server/state.safetensors") for one in (workspace, reference))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    return ours
 
 
 def tensor_names(folder: Path) -> set[str]:
@@ -82,14 +90,14 @@ def listen(client: dict[str, Any]) -> None:
 
 
 @contextmanager
-def exported(config: JobConfig, workspace: Path, edit: Edit, data: Path | None) -> Iterator[Path]:
+def exported(config: JobConfig, workspace: Path, edit: Edit, data: Path | None, sites: list[str]) -> Iterator[Path]:
     """Yield the job folder, under the environment of a simulation over `data`, the hospitals' folders."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", f"{ROOT / 'custom'}{os.pathsep}{ROOT}")
         environment.setenv("CONSILIUM_JOB", str(workspace / "flare/source/job.yaml"))
         environment.setenv(OUTPUT, str(workspace.resolve()))
-        tell(Given(data), workspace, [])
-        job = export_job(config, workspace)
+        write_settings(Given(data), workspace, [])
+        job = export_job(config, workspace, sites)
         edit(job / "app" / "config")
         yield job
 
@@ -103,7 +111,7 @@ def in_simulator(
     threads: int | None = None,
 ) -> Path:
     """Run a job in FLARE's simulator: a process for the server and one for each site."""
-    with exported(config, workspace, edit, data) as job:
+    with exported(config, workspace, edit, data, sites or SITES) as job:
         resources = workspace / "flare/workspace/local/resources.json"
         resources.parent.mkdir(parents=True)
         resources.write_text(json.dumps({"format_version": 2, "class_allow_list": ["nvflare.", "tests."]}))
@@ -116,9 +124,7 @@ def in_this_process(
     workspace: Path, config: JobConfig, edit: Edit = untouched, sites: list[str] | None = None, data: Path | None = None
 ) -> Path:
     """Run a job's components in this process, see tests.flare.together."""
-    if config.secure_aggregation:
-        simulated_identities(workspace / IDENTITIES, sites or SITES)
-    with exported(config, workspace, edit, data) as job, own_process():
+    with exported(config, workspace, edit, data, sites or SITES) as job, own_process():
         Together(job, sites or SITES, workspace / "flare" / "kits").run()
     return workspace
 

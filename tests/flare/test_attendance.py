@@ -40,7 +40,7 @@ def facts(**changed: Any) -> dict[str, Any]:
     return own_facts(NOW + 90 * 86400) | {"clock": NOW} | changed
 
 
-def test_what_an_honest_site_says_is_kept() -> None:
+def test_valid_facts_are_kept() -> None:
     kept = heartbeat_server.checked_facts(facts(clock=NOW + 12.34), NOW)
     assert kept["version"] == __version__
     assert kept["protocol"] == PROTOCOL
@@ -54,11 +54,11 @@ def test_what_an_honest_site_says_is_kept() -> None:
     [None, 7, [], {}, {"version": "\x1b[31m"}, {"version": "1" * 41}, {"protocol": True}, {"protocol": -1}, {"clock": "now"},
      {"clock": float("nan")}, {"clock": 10**400}, {"libraries": {"torch": "a b"}}, {"certificate_ends": float("inf")}],
 )  # fmt: skip
-def test_of_what_is_none_of_its_kind_nothing_is_kept(said: Any) -> None:
+def test_invalid_facts_are_dropped(said: Any) -> None:
     assert heartbeat_server.checked_facts(said, NOW) == {"last_seen": NOW}
 
 
-def test_a_row_says_what_somebody_should_look_at() -> None:
+def test_rows_note_problems() -> None:
     one = heartbeat_server.checked_facts(facts(clock=NOW - 300, certificate_ends=NOW + 5 * 86400), NOW) | {"jobs": ["j1"]}
     old = {"last_seen": NOW - 86400.0, "here": False, "jobs": []}
     other = heartbeat_server.checked_facts(facts(protocol=PROTOCOL + 1), NOW - 100) | {"here": True, "jobs": []}
@@ -77,7 +77,7 @@ def test_a_row_says_what_somebody_should_look_at() -> None:
     assert fourth["notes"] == ["speaks protocol (none told): jobs refuse it"]
 
 
-def test_at_the_server_a_table_of_80_columns_and_json(
+def test_sites_at_the_server_as_table_and_json(
     kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kit = Path(shutil.copytree(kits / "localhost", tmp_path / "kit", symlinks=True))
@@ -120,9 +120,7 @@ def beat(kit: Path) -> None:
         component.handle_event(event, fl_ctx)
 
 
-def test_a_full_disk_costs_the_server_a_line_and_no_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_full_disk_logs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     unwrapped(monkeypatch)
     (tmp_path / STATE).write_text("in the way")
     beat(tmp_path)
@@ -139,7 +137,7 @@ SITES = [[], {"a": 1}, {"a": {"here": True, "jobs": []}}, *({"a": ROW | wrong} f
     ["", "[]", "{}", '{"server": 1', '{"server": {}, "sites": {}}']
     + [json.dumps({"server": {"version": "0.3.0", "protocol": 3}, "sites": sites}) for sites in SITES],
 )
-def test_a_damaged_file_is_one_line(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_file_is_one_line(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / STATE).mkdir()
     (tmp_path / STATE / ATTENDANCE).write_text(text)
     with pytest.raises(ConfigError, match="the server writes it anew"):
@@ -150,7 +148,7 @@ def test_a_damaged_file_is_one_line(text: str, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("name", "role"), [("localhost", "server"), ("clinic", "site")])
-def test_a_kit_of_an_earlier_version_gets_our_components_by_allow(name: str, role: str, kits: Path, tmp_path: Path) -> None:
+def test_allow_adds_missing_components(name: str, role: str, kits: Path, tmp_path: Path) -> None:
     kit = Path(shutil.copytree(kits / name, tmp_path / name, symlinks=True))
     assert lacking(kit, role) == []
     path, ours = kit / "local/resources.json", [one["path"] for one in COMPONENTS[role]]
@@ -162,6 +160,6 @@ def test_a_kit_of_an_earlier_version_gets_our_components_by_allow(name: str, rol
     assert len(json.loads(path.read_text())["components"]) == len(raw["components"])
 
 
-def test_a_sites_own_process_does_not_load_torch() -> None:
+def test_heartbeats_load_no_torch() -> None:
     code = "import sys, consilium.flare.kit.heartbeat_client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -100,7 +100,7 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, now: datetime, where: str = "cert
         (-1, "set the clock, or ask the hub for a renewed kit", ""),
     ],
 )
-def test_a_kits_end_is_told_from_60_days_before(
+def test_expiry_warnings_start_at_60_days(
     before: int, remedy: str, advice: str, kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_clock(monkeypatch, opened(kit).not_valid_after_utc - timedelta(days=before, minutes=1))
@@ -111,16 +111,14 @@ def test_a_kits_end_is_told_from_60_days_before(
         assert bool(found.advice) == bool(advice)
 
 
-def test_a_clock_behind_the_kit_is_told_as_such(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_behind_the_kit(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub's remedy, a later kit, would make it worse."""
     set_clock(monkeypatch, opened(kit).not_valid_before_utc - timedelta(hours=2))
     for found in examine_own(kit):
-        assert found.remedy == "set the clock: it is behind that of who made the certificate"
+        assert found.remedy.startswith("set the clock: it is behind")
 
 
-def test_a_person_whose_kit_has_ended_or_not_begun_is_told_before_anything_is_tried(
-    hub: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_login_checks_the_kits_validity(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kit = hub / "kits/test/prod_00/a@hub.example"
     for now, says in (
         (opened(kit).not_valid_before_utc - timedelta(minutes=5), "set the clock: it is behind"),
@@ -131,9 +129,7 @@ def test_a_person_whose_kit_has_ended_or_not_begun_is_told_before_anything_is_tr
             pass
 
 
-def test_a_server_whose_certificate_is_not_valid_by_this_clock_is_told_as_such(
-    kit: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_server_certificate_names_the_clock(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as a firewall that opens TLS."""
     aged = ssl.SSLCertVerificationError("certificate verify failed: certificate is not yet valid")
     aged.verify_code = 9
@@ -143,7 +139,7 @@ def test_a_server_whose_certificate_is_not_valid_by_this_clock_is_told_as_such(
     assert found.remedy.startswith("set the clock, or at the hub: `consilium renew")
 
 
-def test_a_site_waits_for_its_certificates_time_and_says_so(
+def test_site_waits_until_its_certificate_is_valid(
     kit: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """FLARE's client alone would wait for ever. After the end it waits too, for a renewed kit."""
@@ -170,9 +166,7 @@ def test_a_site_waits_for_its_certificates_time_and_says_so(
     assert len(told) == 4
 
 
-def test_a_persons_kit_warns_in_status_and_a_server_that_is_away_is_left_to_the_session(
-    hub: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_warns_of_expiry(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kit = hub / "kits/test/prod_00/a@hub.example"
     assert warnings(kit) == []
     set_clock(monkeypatch, opened(kit).not_valid_after_utc - timedelta(days=20, minutes=-1))
@@ -201,9 +195,7 @@ def answering(hub: Path) -> Iterator[int]:
         server.shutdown()
 
 
-def test_the_doctor_goes_through_the_proxy_that_the_site_would_go_through(
-    kit: Path, answering: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_uses_the_sites_proxy(kit: Path, answering: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As gRPC does; else it would find a problem behind every such firewall. A wrong password is told, and not shown."""
     for name in (*PROXIES, *NO_PROXIES):
         monkeypatch.delenv(name, raising=False)
@@ -230,7 +222,7 @@ def test_the_doctor_goes_through_the_proxy_that_the_site_would_go_through(
             assert ("407" in found.found) is ("ward%203" in wrong)
 
 
-def test_a_renewal_has_a_new_key_under_the_roots_old_one(hub: Path) -> None:
+def test_renewal_keeps_the_roots_key(hub: Path) -> None:
     old, new = hub / "kits/test/prod_00", hub / "kits/test/prod_01"
     assert opened(old / "clinic").public_key() != opened(new / "clinic").public_key()
     before, after = opened(old / "localhost"), opened(new / "localhost")
@@ -246,7 +238,7 @@ def test_a_renewal_has_a_new_key_under_the_roots_old_one(hub: Path) -> None:
             opened(leaf).verify_directly_issued_by(one)
 
 
-def test_an_updated_kit_keeps_what_is_the_hospitals(kit: Path, new: Path) -> None:
+def test_update_kit_keeps_local_files(kit: Path, new: Path) -> None:
     (kit / "local/site.yaml").write_text("device: cpu\n")
     (kit / "_consilium").mkdir()
     (new / "startup/client.key").chmod(0o666)  # as it comes off a stick
@@ -305,7 +297,7 @@ def unsigned(new: Path, hub: Path, stranger: Path) -> None:
         (unsigned, "its startup/ is not as the hub signed it"),
     ],
 )
-def test_what_is_no_renewal_of_this_kit_changes_nothing(
+def test_update_kit_refuses_other_kits(
     change: Callable[..., None], says: str, kit: Path, new: Path, hub: Path, stranger: Path
 ) -> None:
     change(new, hub, stranger)
@@ -315,7 +307,7 @@ def test_what_is_no_renewal_of_this_kit_changes_nothing(
     assert {p: p.read_bytes() for p in kit.rglob("*") if p.is_file()} == before
 
 
-def test_a_root_with_a_new_key_is_taken_by_its_fingerprint_only(kit: Path, stranger: Path) -> None:
+def test_new_root_key_needs_its_fingerprint(kit: Path, stranger: Path) -> None:
     fingerprint = opened(stranger / "clinic", "rootCA.pem").fingerprint(hashes.SHA256()).hex(":").upper()
     with pytest.raises(ConfigError, match="another key"):
         update_kit(kit, stranger / "clinic", fingerprint[:-2] + "00")
@@ -325,7 +317,7 @@ def test_a_root_with_a_new_key_is_taken_by_its_fingerprint_only(kit: Path, stran
     assert opened(kit) == opened(stranger / "clinic")
 
 
-def test_only_what_is_there_can_be_renewed(hub: Path, tmp_path: Path) -> None:
+def test_renew_refuses_unknown_names_and_folders(hub: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'clinc'; give one of a@hub"):
         renew(hub / "sites.yml", hub / "kits", ["clinc"])
     with pytest.raises(ConfigError, match="give the folder"):
@@ -362,7 +354,7 @@ def shows(server: Path, kit: Path) -> bool:
     )
 
 
-def test_a_revoked_certificate_is_refused_and_a_later_one_is_not(server: Path, kit: Path, new: Path) -> None:
+def test_revocation_refuses_earlier_certificates_only(server: Path, kit: Path, new: Path) -> None:
     started(server)
     assert shows(server, kit)
     cut = opened(kit).not_valid_before_utc.timestamp()
@@ -377,7 +369,7 @@ def test_a_revoked_certificate_is_refused_and_a_later_one_is_not(server: Path, k
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"clinic": {}}', '{"clinic": {"until": "x"}}'])
-def test_with_a_broken_list_nobody_comes_in_and_who_is_there_stays(text: str, server: Path, kit: Path) -> None:
+def test_broken_revocation_list_admits_no_new_site(text: str, server: Path, kit: Path) -> None:
     check = started(server)
     (server / "local" / revocation.FILE).write_text(text)
     with pytest.raises(InvalidAsserterCert, match="nobody is let in"):
@@ -387,13 +379,13 @@ def test_with_a_broken_list_nobody_comes_in_and_who_is_there_stays(text: str, se
         revoke("clinic", server)
 
 
-def test_before_the_server_knows_its_kit_it_takes_nobody(server: Path, kit: Path) -> None:
+def test_no_site_is_admitted_before_bootstrap(server: Path, kit: Path) -> None:
     RevocationCheck()
     with pytest.raises(InvalidAsserterCert, match="not ready"):
         shows(server, kit)
 
 
-def test_a_token_from_before_is_refused_although_flare_signed_it(server: Path, kit: Path, new: Path) -> None:
+def test_revocation_refuses_earlier_tokens(server: Path, kit: Path, new: Path) -> None:
     started(server)
     manager, context = ClientManager(), FLContext()
     shows(server, kit)
@@ -408,7 +400,7 @@ def test_a_token_from_before_is_refused_although_flare_signed_it(server: Path, k
     assert not manager.clients
 
 
-def test_sites_that_are_there_by_a_revoked_credential_are_taken_out(server: Path, kit: Path) -> None:
+def test_revoked_sites_are_logged_out(server: Path, kit: Path) -> None:
     check, manager, out = started(server), ClientManager(), []
     shows(server, kit)
     for name in ("clinic", "other"):
@@ -422,7 +414,7 @@ def test_sites_that_are_there_by_a_revoked_credential_are_taken_out(server: Path
     assert out == ["token of clinic"]
 
 
-def test_a_revoked_person_logs_in_anew(server: Path) -> None:
+def test_revocation_ends_sessions(server: Path) -> None:
     started(server)
     key = load_pem_private_key((server / "startup/server.key").read_bytes(), None)
     asserter = SimpleNamespace(
@@ -439,7 +431,7 @@ def test_a_revoked_person_logs_in_anew(server: Path) -> None:
     manager.shutdown()
 
 
-def test_revoke_is_for_the_servers_kit_and_needs_its_check(server: Path, kit: Path) -> None:
+def test_revoke_needs_a_server_kit_with_the_check(server: Path, kit: Path) -> None:
     with pytest.raises(ConfigError, match="not the server's startup kit"):
         revoke("clinic", kit)
     for name in ("", " clinic", "server"):

@@ -22,7 +22,6 @@ from consilium.core.messages import Hello, Payload, SiteInfo
 from consilium.federation.job import Job, assemble_job
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.aggregator import StrategyAggregator
-from consilium.flare.job.executor import Answer
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter, ResultCheckFilter
 from consilium.flare.job.recipe import export
 from consilium.flare.kit.class_allow_list import allow_classes
@@ -75,11 +74,11 @@ def asked(job: Job) -> Shareable:
 
 def answered(job: Job, result: Payload) -> Shareable:
     """Return what the executor leaves to the guard."""
-    return wire.hold(Answer(wire.take(asked(job)), result))
+    return wire.put(wire.Answer(wire.pop(asked(job)), result))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_messages_survive_flares_serializer_exactly(dtype: torch.dtype) -> None:
+def test_messages_survive_flares_serializer(dtype: torch.dtype) -> None:
     wire.register()
     sent = Payload(7, 1, {"a.lora_A": torch.randn(3, 4).to(dtype), "empty": torch.zeros(0)}, {"gate": 0.5}, {"train/loss": 1.5})
     heard, run = wire.decode(fobs.loads(fobs.dumps(wire.encode(sent, "run-1", update=True))))
@@ -87,12 +86,12 @@ def test_messages_survive_flares_serializer_exactly(dtype: torch.dtype) -> None:
     assert all(torch.equal(heard.tensors[n], t) and heard.tensors[n].dtype == t.dtype for n, t in sent.tensors.items())
 
 
-def test_what_is_no_message_is_refused_by_name() -> None:
+def test_malformed_messages_are_refused() -> None:
     with pytest.raises(RefusedError, match="not a consilium message"):
         wire.decode(Shareable())
 
 
-def test_a_proper_update_passes_all_filters_with_its_bytes(job: Job, guard: Guard) -> None:
+def test_valid_update_passes_all_filters(job: Job, guard: Guard) -> None:
     message = passed(GuardResultFilter, job, answered(job, update(job)))
     assert passed(GuardResultFilter, job, message) is message  # the job's own pair after the site's
     heard, run = wire.decode(passed(ResultCheckFilter, job, message))
@@ -101,30 +100,30 @@ def test_a_proper_update_passes_all_filters_with_its_bytes(job: Job, guard: Guar
     assert heard.metrics == {"train/loss": 0.5}
 
 
-def test_the_second_pair_hands_on_the_very_task_of_the_first(job: Job, guard: Guard) -> None:
+def test_second_filter_pair_passes_the_same_task(job: Job, guard: Guard) -> None:
     first = asked(job)
     assert passed(GuardTaskFilter, job, first) is first
-    assert wire.take(first).payload.tensors.keys() == broadcast(job).tensors.keys()
+    assert wire.pop(first).payload.tensors.keys() == broadcast(job).tensors.keys()
 
 
-def test_what_no_guard_takes_up_never_becomes_a_message(job: Job, guard: Guard) -> None:
+def test_nothing_leaves_without_the_guard(job: Job, guard: Guard) -> None:
     held = answered(job, update(job))
     assert dict(held).keys() <= {wire.HELD, "__headers__"}
     assert wire.reason_of(passed(ResultCheckFilter, job, held))
-    wire.take(held)
+    wire.pop(held)
     with pytest.raises(RefusedError, match="the guard has seen"):
-        wire.take(held)
+        wire.pop(held)
 
 
-def test_a_hello_tells_the_number_the_guard_shows(job: Job, guard: Guard) -> None:
-    task = wire.take(passed(GuardTaskFilter, job, wire.encode_dict(wire.HELLO, {"run": "r"}), wire.HELLO))
-    answer = Answer(task, Hello("site-1", 999, False, "1").to_dict() | {"patients": 3})
-    hello = passed(GuardResultFilter, job, wire.hold(answer), wire.HELLO)[wire.HELLO]
+def test_hello_has_the_guards_sample_count(job: Job, guard: Guard) -> None:
+    task = wire.pop(passed(GuardTaskFilter, job, wire.encode_dict(wire.HELLO, {"run": "r"}), wire.HELLO))
+    answer = wire.Answer(task, Hello("site-1", 999, False, "1").to_dict() | {"patients": 3})
+    hello = passed(GuardResultFilter, job, wire.put(answer), wire.HELLO)[wire.HELLO]
     assert hello["num_samples"] == guard.num_samples
     assert hello.keys() == Hello.__dataclass_fields__.keys()
 
 
-def test_a_task_the_guard_refuses_reaches_the_executor_as_a_word(job: Job, guard: Guard) -> None:
+def test_refused_task_reaches_the_executor_as_reason(job: Job, guard: Guard) -> None:
     refused = passed(GuardTaskFilter, job, wire.encode(Payload(-1, 0, {}), "r", update=False))
     assert wire.reason_of(refused) is Reason.TASK
     assert not set(refused) - {"__headers__"}
@@ -132,7 +131,7 @@ def test_a_task_the_guard_refuses_reaches_the_executor_as_a_word(job: Job, guard
     assert wire.reason_of(passed(GuardTaskFilter, job, wire.refusal(Reason.BUDGET))) is Reason.TASK  # a server's
 
 
-def test_a_kept_answer_has_the_time_to_upload_that_the_job_gives(job: Job, guard: Guard) -> None:
+def test_replayed_reply_has_the_jobs_upload_time(job: Job, guard: Guard) -> None:
     """It leaves before the site is built, so the guard sets it."""
     fl_ctx, runner = FLContext(), SimpleNamespace(submit_task_result_timeout=None)
     fl_ctx.set_prop(FLContextKey.RUNNER, runner, private=True)
@@ -155,7 +154,7 @@ def bad_results(job: Job) -> dict[str, Payload]:
 
 
 @pytest.mark.parametrize("name", ["local", "scalar", "nan"])
-def test_a_bad_result_passes_neither_side(name: str, job: Job, guard: Guard) -> None:
+def test_bad_result_passes_neither_side(name: str, job: Job, guard: Guard) -> None:
     bad = bad_results(job)[name]
     for answer in (
         passed(GuardResultFilter, job, answered(job, bad)),
@@ -166,7 +165,7 @@ def test_a_bad_result_passes_neither_side(name: str, job: Job, guard: Guard) -> 
 
 
 @pytest.mark.parametrize("kind", [GuardResultFilter, ResultCheckFilter])
-def test_what_is_no_answer_passes_neither_side(kind: type, job: Job, guard: Guard) -> None:
+def test_other_objects_pass_neither_side(kind: type, job: Job, guard: Guard) -> None:
     for message in (
         Shareable({"patients": [1, 2]}),
         DXO(DataKind.APP_DEFINED, object()).to_shareable(),
@@ -178,7 +177,7 @@ def test_what_is_no_answer_passes_neither_side(kind: type, job: Job, guard: Guar
         assert not set(answer) - {"__headers__"}
 
 
-def test_a_check_that_breaks_sends_nothing(job: Job, guard: Guard) -> None:
+def test_failing_check_sends_nothing(job: Job, guard: Guard) -> None:
     with patch("consilium.privacy.guard.guard.check_upload", side_effect=ZeroDivisionError):
         answer = passed(GuardResultFilter, job, answered(job, update(job)))
     assert wire.reason_of(answer) is Reason.ERROR
@@ -186,7 +185,7 @@ def test_a_check_that_breaks_sends_nothing(job: Job, guard: Guard) -> None:
 
 
 @pytest.mark.parametrize("said", ["disk full of John Doe", "", 7, None, ["data"]])
-def test_a_refusal_keeps_one_word_and_one_return_code(said: object, job: Job, guard: Guard) -> None:
+def test_refusal_keeps_reason_and_return_code_only(said: object, job: Job, guard: Guard) -> None:
     reply = make_reply(ReturnCode.TASK_ABORTED, {wire.REASON: said, "name": "John Doe"})
     reply["DXO"] = "secret"
     for answer in (
@@ -199,7 +198,7 @@ def test_a_refusal_keeps_one_word_and_one_return_code(said: object, job: Job, gu
         assert answer.get_return_code() == wire.REFUSED
 
 
-def test_the_aggregator_serves_scatter_and_gather(job: Job) -> None:
+def test_aggregator_serves_scatter_and_gather(job: Job) -> None:
     aggregator, context = StrategyAggregator(), FLContext()
     aggregator.use(job)
     for value, count in ((1.0, 3), (5.0, 1)):
@@ -209,7 +208,7 @@ def test_the_aggregator_serves_scatter_and_gather(job: Job) -> None:
     assert all(torch.equal(t, torch.full_like(t, 2.0)) and t.dtype == torch.float32 for t in model.params.values())
 
 
-def test_allow_keeps_what_is_there_and_replaces_what_is_ours(tmp_path: Path) -> None:
+def test_allow_replaces_our_entries_only(tmp_path: Path) -> None:
     local = tmp_path / "local"
     local.mkdir()
     (local / "resources.json.default").write_text(json.dumps({"class_allow_list": ["nvflare.x.Y", "consilium."], "keep": 1}))
@@ -228,7 +227,7 @@ def test_allow_keeps_what_is_there_and_replaces_what_is_ours(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "folder", sorted(p.parent.parent.parent for p in JOBS.glob("*/app/config/job.yaml")), ids=lambda p: p.name
 )
-def test_job_folders_are_what_the_recipe_exports(folder: Path, tmp_path: Path) -> None:
+def test_job_folders_equal_the_recipes_export(folder: Path, tmp_path: Path) -> None:
     """The folders lie ready in jobs/; a drift from the recipe, or code inside them (BYOC), would show here."""
     exported = export(folder, tmp_path)
     assert not (exported / "app" / "custom").exists()
@@ -252,7 +251,7 @@ def _classes(section: object) -> list[str]:
     return [p for v in section for p in _classes(v)] if isinstance(section, list) else []
 
 
-def test_what_a_server_publishes_has_no_state_and_no_picture_of_patients(tmp_path: Path) -> None:
+def test_published_files_have_no_state_and_no_pictures(tmp_path: Path) -> None:
     fl_ctx = FLContext()
     workspace = SimpleNamespace(get_run_dir=lambda job: tmp_path / "job")
     fl_ctx.get_engine = lambda: SimpleNamespace(get_workspace=lambda: workspace)
@@ -269,7 +268,7 @@ def test_what_a_server_publishes_has_no_state_and_no_picture_of_patients(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["frlora", "fedra", "flora", "deer", "dp_dylora", "scaffold", "fedheal"])
-def test_flare_s_own_workflows_refuse_strategies_whose_server_does_more_than_add_a_mean(name: str) -> None:
+def test_flares_workflows_refuse_other_server_halves(name: str) -> None:
     aggregator = StrategyAggregator()
     aggregator.use(assemble_job(small_config(name)))
     with pytest.raises(

@@ -19,19 +19,19 @@ from consilium.flare.job import wire
 from tests.flare.answering import Federation, context, trained
 
 
-def test_sites_are_known_by_their_certificates_name_and_say_no_other(tmp_path: Path) -> None:
+def test_hello_must_have_the_certificates_name(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b")})
     liar = Hello("a", 4, False, __version__).to_dict()
     federation.answers["c"] = lambda message: wire.encode_dict(wire.HELLO, liar)
-    federation.invitations.send(federation.coordinator, context(["a", "b", "c"]))
+    federation.register(context(["a", "b", "c"]))
     assert federation.coordinator.sites.keys() == {"a", "b"}
     assert "it says it is 'a', its certificate says 'c'" in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_a_silent_site_costs_the_grace_and_no_more(tmp_path: Path) -> None:
+def test_silent_site_costs_the_grace_only(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {"a": trained(1.0), "b": trained(3.0), "c": trained(9.0)})
     fl_ctx = context(["a", "b", "c"])
-    federation.invitations.send(federation.coordinator, fl_ctx)
+    federation.register(fl_ctx)
     federation.answers["c"] = lambda message: None
     began = time.monotonic()
     federation.play_round(fl_ctx)
@@ -42,10 +42,10 @@ def test_a_silent_site_costs_the_grace_and_no_more(tmp_path: Path) -> None:
     assert '"c", "round": 0, "reason": "no answer in time' in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_a_site_flare_holds_for_dead_is_not_waited_for_and_may_come_back(tmp_path: Path) -> None:
+def test_dead_site_is_skipped_until_it_returns(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {n: trained(1.0) for n in ("a", "b", "c")})
     fl_ctx = context(["a", "b", "c"])
-    federation.invitations.send(federation.coordinator, fl_ctx)
+    federation.register(fl_ctx)
     federation.dead["c"] = 1.0
     federation.sent.clear()
     federation.play_round(fl_ctx)
@@ -56,10 +56,10 @@ def test_a_site_flare_holds_for_dead_is_not_waited_for_and_may_come_back(tmp_pat
     assert '"round": 1, "phase": 0, "sites": ["a", "b", "c"]}' in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_the_closing_evaluation_waits_for_a_silent_site_no_longer_than_the_grace(tmp_path: Path) -> None:
+def test_final_evaluation_waits_the_grace_only(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b", "c")})
     fl_ctx = context(["a", "b", "c"])
-    federation.invitations.send(federation.coordinator, fl_ctx)
+    federation.register(fl_ctx)
 
     def scored(message: Shareable) -> Shareable:
         asked, run = wire.decode(message)
@@ -73,10 +73,10 @@ def test_the_closing_evaluation_waits_for_a_silent_site_no_longer_than_the_grace
     assert json.loads((tmp_path / "results.json").read_text()).keys() == {"a", "b"}
 
 
-def test_every_site_gets_a_task_of_its_own(tmp_path: Path) -> None:
+def test_one_task_per_site(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b")})
     fl_ctx = context(["a", "b"])
-    federation.invitations.send(federation.coordinator, fl_ctx)
+    federation.register(fl_ctx)
     federation.sent.clear()
     federation.play_round(fl_ctx)
     (_, first), (_, second) = federation.sent[:2]
@@ -84,17 +84,17 @@ def test_every_site_gets_a_task_of_its_own(tmp_path: Path) -> None:
     assert first.data is not second.data
 
 
-def test_failures_under_the_quorum_end_with_the_reason(tmp_path: Path) -> None:
+def test_missed_quorum_has_a_reason(tmp_path: Path) -> None:
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b")})
     fl_ctx = context(["a", "b"])
-    federation.invitations.send(federation.coordinator, fl_ctx)
+    federation.register(fl_ctx)
     federation.answers["b"] = lambda message: wire.refusal(Reason.DATA)
     with pytest.raises(ConsiliumError, match="1 of 2 results"):
         federation.play_round(fl_ctx)
     assert Reason.DATA.text in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_a_full_disk_ends_the_run_with_a_line_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_ends_the_run_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no file can say it, FLARE's own log does; what was saved last is whole."""
     federation, said = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b")}), []
     monkeypatch.setattr(federation, "system_panic", lambda reason, fl_ctx: said.append(reason))
@@ -110,10 +110,10 @@ def test_a_full_disk_ends_the_run_with_a_line_that_says_so(tmp_path: Path, monke
     assert (tmp_path / "server/state.safetensors").read_bytes() == saved
 
 
-def test_a_late_comer_is_invited_after_the_round_and_another_version_is_not_admitted(tmp_path: Path) -> None:
+def test_late_site_is_registered_after_the_round(tmp_path: Path) -> None:
     old = wire.encode_dict(wire.HELLO, Hello("old", 4, False, "0.0.0").to_dict())
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b", "late")} | {"old": lambda message: old})
-    federation.invitations.send(federation.coordinator, context(["a", "b", "old"]))
+    federation.register(context(["a", "b", "old"]))
     federation.play_round(context(["a", "b", "old", "late"]))
     assert federation.coordinator.sites.keys() == {"a", "b", "late"}
     assert "consilium 0.0.0, the server has" in (tmp_path / "metrics.jsonl").read_text()

@@ -79,7 +79,7 @@ def crossed(folder: Path, hospitals: Path, one: JobConfig, sites: list[str] = SI
 
 
 @pytest.mark.slow
-def test_the_matrix_is_the_same_over_flare_and_has_the_runs_own_scores(flare: Runner, hospitals: Path, beside: Path) -> None:
+def test_matrix_equals_in_process(flare: Runner, hospitals: Path, beside: Path) -> None:
     results = json.loads((beside / "first/results.json").read_text())
     workspace = flare(crossing(), edited(client=listen), SITES, hospitals)
     found = json.loads((workspace / "cross_sites.json").read_text())
@@ -116,7 +116,7 @@ def _record(site: Path) -> list[dict[str, Any]]:
     return [json.loads(x) for path in site.rglob("audit.jsonl") for x in path.read_text().splitlines()]
 
 
-def test_a_lent_model_scores_at_each_site_as_its_file_does(hospitals: Path, beside: Path) -> None:
+def test_shared_model_scores_as_its_file(hospitals: Path, beside: Path) -> None:
     results = json.loads((beside / "first/results.json").read_text())
     shared, gives = crossed(beside / "second", hospitals, crossing())["values"]
     assert shared[:2] == [results[name]["test/global/dice"] for name in TRAINED]
@@ -125,7 +125,7 @@ def test_a_lent_model_scores_at_each_site_as_its_file_does(hospitals: Path, besi
     assert gives != shared
 
 
-def test_the_matrix_has_the_scores_of_the_split_and_model_that_the_job_asks_for(tmp_path: Path) -> None:
+def test_matrix_of_the_jobs_split_and_model(tmp_path: Path) -> None:
     """A site that also tells what nobody asked for changes nothing: 0.5 and 0.25 stand among scores of 0.9."""
     job = assemble_job(crossing())
     server = Coordinator(job, tmp_path / "second", lambda event: None)
@@ -149,7 +149,7 @@ KINDS = ["fedit", "local_only", {"name": "feddpa", "weighting": "fixed"}, "fedal
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", KINDS, ids=lambda one: str(one)[:20])
-def test_whatever_the_algorithm_the_diagonal_is_the_closing_tables(strategy: Any, hospitals: Path, tmp_path: Path) -> None:
+def test_diagonal_equals_the_final_scores(strategy: Any, hospitals: Path, tmp_path: Path) -> None:
     results = json.loads((train(tmp_path / "first", hospitals, config(strategy)) / "results.json").read_text())
     job = config(strategy, cross_site={"run": "first", "personalized": True})
     found = crossed(tmp_path / "second", hospitals, job, TRAINED)
@@ -159,7 +159,7 @@ def test_whatever_the_algorithm_the_diagonal_is_the_closing_tables(strategy: Any
         assert values["gives"][0] == own
 
 
-def test_a_private_job_lends_no_model_and_its_scores_stay(hospitals: Path, tmp_path: Path) -> None:
+def test_private_job_shares_no_model(hospitals: Path, tmp_path: Path) -> None:
     privacy = {"unit": "site", "noise_multiplier": 1.0, "clip": 0.5, "trust": "local"}
     with pytest.raises(ValueError, match=r"cross_site\.personalized: true: .*no noise"):
         config(privacy=privacy, cross_site={"run": "first", "personalized": True})
@@ -176,7 +176,7 @@ def gate(hospitals: Path, folder: Path, name: str = "gives", **policy: Any) -> A
     return build_guard(assemble_job(crossing()), name, site, folder, folder, lambda event: None)
 
 
-def test_what_a_site_never_gives(hospitals: Path, tmp_path: Path) -> None:
+def test_sites_refuse_to_share_models(hospitals: Path, tmp_path: Path) -> None:
     """A server that asks for more: to train, for a second model at one place, for a model of who keeps it or of no adapter."""
     guard = gate(hospitals, tmp_path)
     for kind, place in ((Kind.TRAIN, (0, 0)), (Kind.EVALUATE, (0, -1)), (Kind.EVALUATE, (1, 257)), (Kind.STATISTICS, (-1, -1))):
@@ -201,7 +201,7 @@ def test_what_a_site_never_gives(hospitals: Path, tmp_path: Path) -> None:
             guard.release_model(guard.authorize(Kind.MODEL, "r"), Payload(-1, -1, tensors, scalars))
 
 
-def test_a_hospital_that_demands_privacy_lends_nothing(hospitals: Path, tmp_path: Path) -> None:
+def test_privacy_policy_forbids_sharing(hospitals: Path, tmp_path: Path) -> None:
     policy = HospitalPrivacyPolicy(trust=("local",))
     with pytest.raises(RefusedError, match="privacy"):
         gate(hospitals, tmp_path, privacy=policy).authorize(Kind.MODEL, "r")
@@ -215,12 +215,12 @@ def test_a_hospital_that_demands_privacy_lends_nothing(hospitals: Path, tmp_path
         ({"strategy": "fedit"}, "take that run's job.yaml and add cross_site"),
     ],
 )
-def test_a_run_that_cannot_be_scored_is_said_in_one_line(change: dict, said: str, hospitals: Path, beside: Path) -> None:
+def test_unscorable_run_is_one_line(change: dict, said: str, hospitals: Path, beside: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         crossed(beside / "cross", hospitals, JobConfig.model_validate(crossing().model_dump() | change))
 
 
-def test_another_submitters_run_is_nobodys_to_score(tmp_path: Path) -> None:
+def test_other_submitters_run_is_refused(tmp_path: Path) -> None:
     folder = run_folder(tmp_path, "first", "lead@hub")
     assert known_run(tmp_path, "first", "lead@hub") == folder
     assert known_run(tmp_path, "other", "lead@hub") is None
@@ -229,7 +229,7 @@ def test_another_submitters_run_is_nobodys_to_score(tmp_path: Path) -> None:
             known_run(tmp_path, name, who)
 
 
-def test_a_server_hands_on_nothing_but_an_adapter() -> None:
+def test_server_forwards_adapters_only() -> None:
     """A site's answer is relayed to all others: its names, shapes, types and numbers are those of the job's adapter."""
     job, numbers = assemble_job(crossing()), {"scaling": 1.0, "share": 0.0}
     good = Payload(-1, -1, {name: tensor.clone() for name, tensor in job.initial.items()}, numbers)
@@ -249,7 +249,7 @@ def test_a_server_hands_on_nothing_but_an_adapter() -> None:
             check_lent(job, replace(good, scalars=wrong))
 
 
-def test_no_model_leaves_a_job_with_masks_and_no_second_is_scored_whatever_the_run_is_called(tmp_path: Path) -> None:
+def test_masked_jobs_share_no_model(tmp_path: Path) -> None:
     """A lent model less what all were sent is an update; and a run's name is the server's word."""
     raw = crossing().model_dump() | {"secure_aggregation": {"colluders": 1}}
     with pytest.raises(ValueError, match="an update without its mask"):

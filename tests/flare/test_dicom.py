@@ -21,7 +21,7 @@ def config() -> JobConfig:
 
 
 @MOSTLY_HERE
-def test_dicom_hospitals_train_and_are_scored_by_patient(flare: Runner, tmp_path: Path) -> None:
+def test_dicom_is_scored_by_patient(flare: Runner, tmp_path: Path) -> None:
     hospitals(tmp_path / "data")
     sites = {name: find_site(name, Given(tmp_path / "data")) for name in SITES}
     simulate(assemble_job(config()), sites, tmp_path / "reference", lambda event: None)

@@ -86,7 +86,7 @@ def unsafe_start(kit: Path) -> None:
     path.write_text(path.read_text().replace('cd "$WORKSPACE/.empty"', "true"))
 
 
-def test_a_new_kit_lacks_only_data_and_reaches_its_server(kit: Path, server: None) -> None:
+def test_new_kit_lacks_only_data(kit: Path, server: None) -> None:
     found = {f.check: f for f in examine(kit)}
     assert [f.line() for f in found.values() if not f.ok] == [
         "PROBLEM  data list: none in site.yaml; set `datalist:`; without it only jobs with generated data run"
@@ -95,11 +95,11 @@ def test_a_new_kit_lacks_only_data_and_reaches_its_server(kit: Path, server: Non
     assert found["signature"].found == "startup/ is as it was made"
 
 
-def test_a_server_that_is_not_there_is_a_problem(kit: Path) -> None:
+def test_missing_server_is_a_problem(kit: Path) -> None:
     assert "Connection refused" in problems(kit)["server"]
 
 
-def test_a_stranger_in_the_servers_place_is_a_problem(kit: Path, made: Path, tmp_path: Path, server: None) -> None:
+def test_other_server_is_a_problem(kit: Path, made: Path, tmp_path: Path, server: None) -> None:
     stranger = provision(made.parents[1] / "sites.yml", tmp_path / "other")
     shutil.copy(stranger / "clinic/startup/rootCA.pem", kit / "startup/rootCA.pem")
     found = problems(kit)
@@ -146,12 +146,12 @@ def test_a_stranger_in_the_servers_place_is_a_problem(kit: Path, made: Path, tmp
         (lambda kit: (kit / "startup/client.crt").unlink(), "startup kit", "startup/client.crt is missing"),
     ],
 )
-def test_every_weakened_kit_is_seen(weaken: Callable[[Path], None], check: str, says: str, kit: Path) -> None:
+def test_weakened_kits_are_found(weaken: Callable[[Path], None], check: str, says: str, kit: Path) -> None:
     weaken(kit)
     assert says in problems(kit)[check]
 
 
-def test_settings_for_connections_without_grpcs_are_told_of_and_broken_ones_a_problem(kit: Path) -> None:
+def test_connection_settings_are_checked(kit: Path) -> None:
     found = {one.check: one for one in examine(kit)}["settings"]
     assert (found.ok, found.advice) == (True, "")
     (kit / "comm_config.json").write_text('{"max_message_size": 1}')
@@ -162,13 +162,13 @@ def test_settings_for_connections_without_grpcs_are_told_of_and_broken_ones_a_pr
     assert "not valid JSON" in problems(kit)["settings"]
 
 
-def test_an_unsigned_kit_is_as_nvflare_package_makes_it(kit: Path) -> None:
+def test_unsigned_kit_of_nvflare_package_passes(kit: Path) -> None:
     (kit / "startup/signature.json").unlink()
     assert "signature" not in problems(kit)
 
 
 @pytest.mark.parametrize(("days", "says"), [(-1, "set the clock"), (345, "days are left"), (400, "set the clock")])
-def test_the_clock_is_held_against_the_certificate(days: int, says: str, kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_is_compared_with_the_certificate(days: int, says: str, kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Clock(datetime):
         @classmethod
         def now(cls, tz: Any = None) -> datetime:
@@ -179,7 +179,7 @@ def test_the_clock_is_held_against_the_certificate(days: int, says: str, kit: Pa
 
 
 @pytest.mark.parametrize("weaken", [listing("consilium."), unsafe_start, lambda kit: (kit / "comm_config.json").unlink()])
-def test_allow_brings_an_older_kit_up_to_date(weaken: Callable[[Path], None], kit: Path) -> None:
+def test_allow_updates_an_older_kit(weaken: Callable[[Path], None], kit: Path) -> None:
     """But for a signed start script, which is the hub's."""
     (kit / "startup/signature.json").unlink()
     weaken(kit)
@@ -189,7 +189,7 @@ def test_allow_brings_an_older_kit_up_to_date(weaken: Callable[[Path], None], ki
     assert not {"allow-list", "settings", "start script"} & set(problems(kit))
 
 
-def test_classes_of_others_are_a_warning(kit: Path) -> None:
+def test_other_allowed_classes_are_a_warning(kit: Path) -> None:
     listing("nvflare.app_common.workflows.fedavg.FedAvg")(kit)
     (found,) = [f for f in examine(kit) if f.check == "allow-list"]
     assert found.ok
@@ -198,14 +198,14 @@ def test_classes_of_others_are_a_warning(kit: Path) -> None:
     )
 
 
-def test_approval_is_a_problem_where_jobs_bring_code(kit: Path) -> None:
+def test_approval_with_byoc_is_a_problem(kit: Path) -> None:
     (kit / "local/site.yaml").write_text("approve: digest\n")
     assert "approval" not in problems(kit)
     change("authorization.json", lambda a: a["permissions"]["lead"].update(byoc="any"))(kit)
     assert "a job's code runs before it is checked" in problems(kit)["approval"]
 
 
-def test_the_servers_kit_is_looked_at_too(made: Path, tmp_path: Path) -> None:
+def test_server_kit_is_checked(made: Path, tmp_path: Path) -> None:
     kit = Path(shutil.copytree(made / "localhost", tmp_path / "server", symlinks=True))
     assert problems(kit) == {}
     checks = {f.check for f in examine(kit)}
@@ -215,7 +215,7 @@ def test_the_servers_kit_is_looked_at_too(made: Path, tmp_path: Path) -> None:
     assert "is none that a server needs" in problems(kit)["allow-list"]
 
 
-def test_a_lost_ledger_is_a_problem(kit: Path) -> None:
+def test_lost_ledger_is_a_problem(kit: Path) -> None:
     """No job would run; the data protection officer is told to look here."""
     assert "privacy ledger" not in problems(kit)
     Record(kit / "_consilium" / "runs" / "r" / "audit.jsonl").add({"kind": "update", "ledger": "6a" * 32})
@@ -223,7 +223,7 @@ def test_a_lost_ledger_is_a_problem(kit: Path) -> None:
     assert "run `consilium privacy accept`" in line
 
 
-def test_rows_whose_noise_can_be_taken_off_are_named(kit: Path) -> None:
+def test_void_rows_are_named(kit: Path) -> None:
     (kit / "_consilium").mkdir(exist_ok=True)
     old_ledger(kit / "_consilium" / "ledger.sqlite", RECORD, replace(RECORD, job="fundus", round=1))
     (found,) = [one for one in examine(kit) if one.check == "privacy ledger"]

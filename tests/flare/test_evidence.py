@@ -23,8 +23,9 @@ from nvflare.lighter.utils import load_crt, load_private_key_file, sign_content
 from consilium.config.privacy import BudgetConfig
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.federation.run_folders import STATE
-from consilium.flare.admin.evidence import ACCEPTED, LEDGER, MANIFEST, SIGNATURE, chains, fingerprints, verify
+from consilium.flare.admin.evidence import ACCEPTED, LEDGER, MANIFEST, SIGNATURE, chains, verify
 from consilium.flare.kit.provision import provision
+from consilium.flare.kit.root_keys import fingerprints
 from consilium.privacy.accounting.composition import DISCRETE
 from consilium.privacy.ledger.audit import FILE, Record
 from consilium.privacy.ledger.ledger import Entry, Ledger
@@ -73,7 +74,7 @@ def made(clinic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def root(hub: Path) -> str:
     """Return the fingerprint of the project's root, as the hub tells it."""
-    return next(iter(fingerprints(load_crt(hub / "other/startup/rootCA.pem"))))
+    return fingerprints(load_crt(hub / "other/startup/rootCA.pem"))[0]
 
 
 def content(archive: Path) -> dict[str, bytes]:
@@ -88,7 +89,7 @@ def write(path: Path, files: dict[str, bytes]) -> Path:
     return path
 
 
-def test_the_archive_holds_what_the_board_asks_for_and_no_key(made: Path, clinic: Path, root: str) -> None:
+def test_archive_contents_have_no_key(made: Path, clinic: Path, root: str) -> None:
     files = content(made)
     assert files.keys() == {
         "README.md", "what-left.md", "audit-1.jsonl", "ledger.sqlite", "job.yaml", "versions.json", "packages.txt",
@@ -163,14 +164,16 @@ def old_signature(files: dict[str, bytes], hub: Path) -> None:
         (signed_by("a@hub.example"), "says it is clinic's, and a@hub.example has signed it"),
     ],
 )
-def test_every_change_is_seen(change: Callable[..., None], says: str, made: Path, hub: Path, root: str, tmp_path: Path) -> None:
+def test_every_change_is_detected(
+    change: Callable[..., None], says: str, made: Path, hub: Path, root: str, tmp_path: Path
+) -> None:
     files = content(made)
     change(files, hub)
     with pytest.raises(ConsiliumError, match=says):
         verify(write(tmp_path / "changed.zip", files), root)
 
 
-def test_a_project_of_the_same_names_is_another(made: Path, hub: Path, tmp_path: Path, root: str) -> None:
+def test_other_project_of_equal_names_is_refused(made: Path, hub: Path, tmp_path: Path, root: str) -> None:
     """A forger with a root of his own signs an archive that is right in itself; only the root tells."""
     forged = provision(hub.parents[2] / "sites.yml", tmp_path / "kits")
     files = content(made)
@@ -192,7 +195,7 @@ def test_a_project_of_the_same_names_is_another(made: Path, hub: Path, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["../evil", "/etc/evil", "a/b", "..", ".hidden", "a\\b", "x" * 200])
-def test_a_file_with_a_path_is_refused_and_nothing_is_unpacked(name: str, made: Path, root: str, tmp_path: Path) -> None:
+def test_paths_in_archives_are_refused(name: str, made: Path, root: str, tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
     archive = write(place / "bad.zip", {**content(made), name: b"evil"})
@@ -212,7 +215,7 @@ def told(root: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def test_a_fingerprint_is_read_in_the_forms_that_tools_print(
+def test_fingerprint_formats(
     made: Path, root: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for form, words in told(root).items():
@@ -223,7 +226,7 @@ def test_a_fingerprint_is_read_in_the_forms_that_tools_print(
 
 
 @pytest.mark.parametrize("words", ["", "SHA256:", "ab", "MD5:" + "ab:" * 15 + "ab", "ab" * 20, "zz" * 32, "SHA256:" + "A" * 42])
-def test_what_is_no_fingerprint_is_not_called_forged(
+def test_invalid_fingerprint_is_a_usage_error(
     words: str, made: Path, root: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "evidence", made, "--verify", "--fingerprint", words) == 2
@@ -233,7 +236,7 @@ def test_what_is_no_fingerprint_is_not_called_forged(
     assert len(said.strip().splitlines()) == 1
 
 
-def test_two_files_of_one_name_too_many_and_no_archive_are_refused(made: Path, root: str, tmp_path: Path) -> None:
+def test_malformed_archives_are_refused(made: Path, root: str, tmp_path: Path) -> None:
     twice = Path(shutil.copy(made, tmp_path / "twice.zip"))
     with zipfile.ZipFile(twice, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
         archive.writestr("job.yaml", "name: other")
@@ -249,12 +252,12 @@ def test_two_files_of_one_name_too_many_and_no_archive_are_refused(made: Path, r
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "null", "[" * 100_000, '{"format": 1}', '{"format": 1, "files": {"a": 1}}'])
-def test_a_manifest_of_whatever_content_ends_in_a_clear_line(text: str, made: Path, root: str, tmp_path: Path) -> None:
+def test_malformed_manifest_is_one_line(text: str, made: Path, root: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         verify(write(tmp_path / "odd.zip", content(made) | {MANIFEST: text.encode()}), root)
 
 
-def test_a_record_that_was_altered_at_the_site_is_signed_as_such(
+def test_altered_record_is_signed_as_altered(
     clinic: Path, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kit = Path(shutil.copytree(clinic, tmp_path / "clinic", symlinks=True))
@@ -268,7 +271,7 @@ def test_a_record_that_was_altered_at_the_site_is_signed_as_such(
     assert "evidence is never replaced" in capsys.readouterr().err
 
 
-def test_checking_needs_a_root_from_elsewhere_and_any_kit_has_it(
+def test_verify_needs_an_independent_root(
     made: Path, hub: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "evidence", made, "--verify") == 2
@@ -277,15 +280,13 @@ def test_checking_needs_a_root_from_elsewhere_and_any_kit_has_it(
     assert json.loads(capsys.readouterr().out)["intact"] is True
 
 
-def test_a_run_that_is_not_there_is_told(
-    clinic: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_run_is_one_line(clinic: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "evidence", "fundus-2", "--kit", clinic) == 2
     assert "no such run here; there: fundus-1" in capsys.readouterr().err
     assert run(monkeypatch, "evidence", "../fundus-1", "--kit", clinic) == 2
 
 
-def test_keys_and_packings_that_are_none_of_ours_are_refused(made: Path, root: str, tmp_path: Path) -> None:
+def test_other_keys_and_compressions_are_refused(made: Path, root: str, tmp_path: Path) -> None:
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "clinic")])
     builder = x509.CertificateBuilder(name, name, key.public_key(), 1).not_valid_before(now)
@@ -306,7 +307,7 @@ def test_keys_and_packings_that_are_none_of_ours_are_refused(made: Path, root: s
         verify(tmp_path / "torn.zip", root)
 
 
-def test_no_more_is_unpacked_than_the_archive_says(made: Path, root: str, tmp_path: Path) -> None:
+def test_unpacked_bytes_are_bounded(made: Path, root: str, tmp_path: Path) -> None:
     bomb = write(tmp_path / "bomb.zip", content(made) | {"job.yaml": b"\0" * 2**22})
     data, size = bytearray(bomb.read_bytes()), (2**22).to_bytes(4, "little")
     while (at := data.find(size)) >= 0:
@@ -320,7 +321,7 @@ def test_no_more_is_unpacked_than_the_archive_says(made: Path, root: str, tmp_pa
     assert peak < 2**21
 
 
-def test_what_an_attack_found_is_in_the_archive_and_another_runs_is_refused(
+def test_attack_results_of_this_run_only(
     clinic: Path, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, words = tmp_path / "attack.json", ("evidence", "fundus-1", "--kit", clinic, "-o", tmp_path / "a.zip", "--attack")
@@ -338,7 +339,7 @@ def test_what_an_attack_found_is_in_the_archive_and_another_runs_is_refused(
 
 
 @pytest.mark.parametrize("cut", [1, 0])
-def test_a_ledger_that_lacks_what_the_record_names_is_not_whole_unless_its_loss_is_on_record(cut: int, tmp_path: Path) -> None:
+def test_lost_rows_need_acceptance(cut: int, tmp_path: Path) -> None:
     """Rows cut off the end leave a chain that is right in itself, and so does a file that is gone."""
     ledger, record = Ledger(tmp_path / "ledger.sqlite"), Record(tmp_path / FILE)
     for round in range(2):
@@ -354,9 +355,7 @@ def test_a_ledger_that_lacks_what_the_record_names_is_not_whole_unless_its_loss_
     assert chains(found | {ACCEPTED: json.dumps(seals).encode()})["ledger"] is None
 
 
-def test_what_promises_nothing_stands_at_the_head_of_the_evidence(
-    clinic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_void_claims_come_first(clinic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and messages of versions whose noise can be taken off, and noise of a seed, which a record says of itself."""
     kit = Path(shutil.copytree(clinic, tmp_path / "clinic", symlinks=True))
     ledger = kit / STATE / "ledger.sqlite"

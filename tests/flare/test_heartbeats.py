@@ -10,7 +10,7 @@ from nvflare.private.fed.client.fed_client_base import FederatedClientBase
 from consilium.flare.kit.heartbeat_client import AttendanceReport
 
 
-def test_a_clock_that_is_set_forward_at_the_start_stops_no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_jump_at_start_keeps_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """FLARE makes a client's engine a moment after it has registered, and waits for it a minute by the wall clock."""
     monkeypatch.setattr(FederatedClientBase, "run_heartbeat", FederatedClientBase.run_heartbeat)  # put back at the end
     AttendanceReport()

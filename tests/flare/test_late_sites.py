@@ -83,7 +83,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_a_job_goes_to_the_sites_that_its_author_named_or_to_all() -> None:
+def test_app_by_site() -> None:
     first, late = client("site-1", "t1"), client("late", "t2")
     jobs = [
         job({"app": ["@ALL"]}, "for all"),
@@ -95,7 +95,7 @@ def test_a_job_goes_to_the_sites_that_its_author_named_or_to_all() -> None:
     assert found.heartbeat(LateSites()) == [("t2", "for all/app"), ("t2", "named/two")]
 
 
-def test_a_new_site_gets_the_job_at_once_and_one_that_comes_back_after_its_old_process_has_ended(clock: list[float]) -> None:
+def test_late_and_returning_sites_get_the_job(clock: list[float]) -> None:
     first, again, new = client("site-1", "t1"), client("site-2", "t2b"), client("site-3", "t3")
     runs = {"j": {"t1": first, "t2": client("site-2", "t2")}}
     found, ours = Server([first, again, new], runs, [job({"app": ["@ALL"]})]), LateSites()
@@ -107,7 +107,7 @@ def test_a_new_site_gets_the_job_at_once_and_one_that_comes_back_after_its_old_p
     assert found.heartbeat(ours) == []  # each is tried once
 
 
-def test_only_a_silent_site_and_only_an_ended_job_are_not_waited_for(clock: list[float]) -> None:
+def test_ended_jobs_skip_silent_sites(clock: list[float]) -> None:
     silent, here = client("silent", "t1"), client("here", "t2")
     pending = {"ended": {"silent", "here"}, "runs": {"silent", "here"}}
     found, ours = Server([silent, here], {"runs": {}}, pending=pending), LateSites()
@@ -121,7 +121,7 @@ def test_only_a_silent_site_and_only_an_ended_job_are_not_waited_for(clock: list
     assert pending == {"ended": {"here"}, "runs": {"silent", "here"}}
 
 
-def test_a_clock_that_is_set_forward_makes_no_site_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_jump_makes_no_site_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     pending, one = {"ended": {"site-1"}}, client("site-1", "t1")
     found, ours, wall = Server([one], {}, pending=pending), LateSites(), time.time
     found.heartbeat(ours)
@@ -130,7 +130,7 @@ def test_a_clock_that_is_set_forward_makes_no_site_silent(monkeypatch: pytest.Mo
     assert pending == {"ended": {"site-1"}}
 
 
-def test_a_jobs_process_asks_in_who_came_and_survives_a_look_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrivals_survive_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_join, "EVERY", 0.01)
     first, again, new = client("site-1", "t1"), client("site-2", "t2b"), client("site-3", "t3")
     answers = iter([ConnectionError("away"), None, {"t1": first}, {"t1": first, "t2b": again, "t3": new}])
@@ -158,7 +158,7 @@ def test_a_jobs_process_asks_in_who_came_and_survives_a_look_that_fails(monkeypa
 
 
 @pytest.mark.parametrize(("round_timeout", "upload"), [(60.0, 300.0), (3600.0, 300.0), (14400.0, 1200.0)])
-def test_an_upload_may_take_a_twelfth_of_the_rounds_time(round_timeout: float, upload: float) -> None:
+def test_upload_time_by_round_timeout(round_timeout: float, upload: float) -> None:
     fl_ctx, runner = FLContext(), SimpleNamespace(submit_task_result_timeout=None)
     fl_ctx.set_prop(FLContextKey.RUNNER, runner, private=True)
     config = SimpleNamespace(federation=SimpleNamespace(round_timeout=round_timeout))

@@ -63,7 +63,7 @@ def numbers(kit: Path) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"^([^#\s].*) (\S+)$", text, re.MULTILINE)}
 
 
-def test_a_servers_numbers_are_those_of_its_files(server: Path) -> None:
+def test_server_metrics(server: Path) -> None:
     found = numbers(server)
     run = '{run="fundus-1"}'
     assert found[f"consilium_run_round{run}"] == 2
@@ -78,13 +78,13 @@ def test_a_servers_numbers_are_those_of_its_files(server: Path) -> None:
     assert found["consilium_revoked_names"] == 0
 
 
-def test_a_run_in_which_nothing_happens_any_more_is_left_out(server: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_runs_are_left_out(server: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time() + 31 * 86400
     monkeypatch.setattr("consilium.flare.admin.metrics.time.time", lambda: now)
     assert not [name for name in numbers(server) if "fundus-1" in name]
 
 
-def test_a_sites_numbers_are_its_budget_and_its_record(site: Path) -> None:
+def test_site_metrics(site: Path) -> None:
     record = Record(site / STATE / "runs/fundus-1/sites/clinic" / FILE)
     record.add({"kind": "hello"})
     record.add({"kind": "train", "round": 0})
@@ -99,14 +99,14 @@ def test_a_sites_numbers_are_its_budget_and_its_record(site: Path) -> None:
     assert found['consilium_record_intact{run="fundus-1"}'] == found["consilium_ledger_intact"] == 0
 
 
-def test_labels_may_hold_any_text() -> None:
+def test_labels_are_escaped() -> None:
     """By the format's rules: backslash, line feed and double quote are escaped."""
     assert exposition([Sample("x", float("inf"), {"a": 'C:\\d "q"\nb'})], {"x": "what"}) == (
         "# HELP consilium_x what\n# TYPE consilium_x gauge\n" + r'consilium_x{a="C:\\d \"q\"\nb"} +Inf' + "\n"
     )
 
 
-def test_a_file_for_the_collector_is_whole_readable_and_named_so(
+def test_collector_file(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = os.umask(0o022)
@@ -120,7 +120,7 @@ def test_a_file_for_the_collector_is_whole_readable_and_named_so(
         collect(tmp_path)
 
 
-def test_every_alert_speaks_of_numbers_that_are_written(server: Path, site: Path) -> None:
+def test_alerts_use_written_metrics(server: Path, site: Path) -> None:
     Record(site / STATE / "runs/r/sites/clinic" / FILE).add({"kind": "hello"})
     written = {name.partition("{")[0] for kit in (server, site) for name in numbers(kit)}
     (group,) = yaml.safe_load(ALERTS.read_text())["groups"]

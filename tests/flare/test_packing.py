@@ -26,7 +26,7 @@ def through(payload: Payload, packed: bool = True) -> Payload:
     return wire.decode(fobs.loads(fobs.dumps(wire.encode(payload, "run-1", update=True, packed=packed))))[0]
 
 
-def test_tensors_keep_bits_types_shapes_and_order() -> None:
+def test_packing_keeps_tensors() -> None:
     turned = {"t.lora_A": torch.rand(3, 2).T}
     sent = Payload(3, 1, TENSORS | turned, {"gate": 0.5}, {"train/loss": float("inf")}, "seal")
     heard = through(sent)
@@ -38,7 +38,7 @@ def test_tensors_keep_bits_types_shapes_and_order() -> None:
     assert through(Payload(0, 0, {})).tensors == {}
 
 
-def test_an_adapter_of_30_small_tensors_adds_at_most_a_fiftieth() -> None:
+def test_overhead_is_at_most_a_fiftieth() -> None:
     """Llama of 64 dimensions, five blocks, rank 8 on q, k, v: 51,200 bytes, of which 30 x 260 more were 15 %."""
     sizes = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
     tensors = {}
@@ -58,7 +58,7 @@ def said(names: Any, rest: Any = {}) -> bytes:  # noqa: B006
 FOUR = ["a", "float32", [1]]
 HOSTILE = {
     "no text": b"\x00",
-    "a bomb": zlib.compress(b"[" + b" " * 2 * tensor_packing.LONGEST),
+    "a bomb": zlib.compress(b"[" + b" " * 2 * tensor_packing.MAX_TEXT),
     "nested": zlib.compress(b"[" * 100_000),
     "cut": said([FOUR])[:-3],
     "two texts": said([FOUR]) + said([FOUR]),
@@ -77,19 +77,19 @@ HOSTILE = {
     "long numbers": zlib.compress(b'[[["a","float32",[' + b",".join([b"9" * 4000] * 400) + b"]]],{}]"),
     "many axes": said([["a", "float32", [1] * 9]]),
     "a shape that is none": said([["a", "float32", "4"]]),
-    "more names than an adapter has": said([[str(i), "float32", [0]] for i in range(tensor_packing.MOST + 1)]),
+    "more names than an adapter has": said([[str(i), "float32", [0]] for i in range(tensor_packing.MAX_TENSORS + 1)]),
 }
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_what_pack_has_not_made_is_refused_in_one_line(kind: str) -> None:
+def test_malformed_packs_are_refused(kind: str) -> None:
     message = wire.encode(Payload(0, 0, {tensor_packing.BUFFER: torch.zeros(4, dtype=torch.uint8)}), "", update=True)
     message["DXO"]["meta"][wire.KEY] = HOSTILE[kind]
     with pytest.raises(RefusedError, match="not a consilium message"):
         wire.decode(message)
 
 
-def test_a_buffer_of_another_type_or_shape_is_refused() -> None:
+def test_other_buffers_are_refused() -> None:
     for buffer in (torch.zeros(1), torch.zeros(2, 2, dtype=torch.uint8), "text"):
         message = wire.encode(Payload(0, 0, {}), "", update=True)
         message["DXO"]["meta"][wire.KEY], message["DXO"]["data"] = said([FOUR]), {tensor_packing.BUFFER: buffer}

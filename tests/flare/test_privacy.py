@@ -43,7 +43,7 @@ def private_config() -> JobConfig:
 
 
 @HERE
-def test_private_rounds_through_flare(flare: Runner, hospitals: Path, tmp_path: Path) -> None:
+def test_private_rounds_over_flare(flare: Runner, hospitals: Path, tmp_path: Path) -> None:
     workspace = flare(private_config(), edited(client=second_pair_and_thief), [*SITES, "site-4"], hospitals)
     events = [json.loads(line) for line in (workspace / "metrics.jsonl").read_text().splitlines()]
     refused = {(e["site"], e["round"]): e["reason"] for e in events if e["event"] == "refused"}

@@ -33,7 +33,7 @@ def local(kit: Path, name: str) -> dict[str, Any]:
     return json.loads((kit / "local" / name).read_text())
 
 
-def test_every_participant_of_the_example_has_a_signed_kit(kits: Path) -> None:
+def test_example_kits_are_signed(kits: Path) -> None:
     assert {p.name for p in kits.iterdir()} == {entry.name for entry in load_deployment(EXAMPLE).entries()}
     for kit in kits.iterdir():
         startup = kit / "startup"
@@ -43,7 +43,7 @@ def test_every_participant_of_the_example_has_a_signed_kit(kits: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["hospital-a", "hospital-b", "hospital-c"])
-def test_a_site_forces_the_guard_and_lets_nobody_bring_code(kits: Path, name: str) -> None:
+def test_site_kit_forces_the_guard(kits: Path, name: str) -> None:
     privacy, resources = local(kits / name, "privacy.json"), local(kits / name, "resources.json")
     (scope,) = privacy["scopes"]
     assert privacy["default_scope"] == scope["name"]
@@ -54,7 +54,7 @@ def test_a_site_forces_the_guard_and_lets_nobody_bring_code(kits: Path, name: st
     assert resources["allow_log_streaming"] is False
 
 
-def test_no_role_may_bring_code_or_open_a_shell_anywhere(kits: Path) -> None:
+def test_no_role_has_byoc_or_shell(kits: Path) -> None:
     for name in ("fl.hub.example", "hospital-a", "hospital-b", "hospital-c"):
         permissions = local(kits / name, "authorization.json")["permissions"]
         assert permissions.keys() == {"project_admin", "org_admin", "lead", "member"}
@@ -62,12 +62,12 @@ def test_no_role_may_bring_code_or_open_a_shell_anywhere(kits: Path) -> None:
             assert rights["byoc"] == rights["shell_commands"] == rights["server-predeployed-flwr"] == "none"
 
 
-def test_the_server_lists_its_own_classes_only(kits: Path) -> None:
+def test_server_allow_list(kits: Path) -> None:
     assert local(kits / "fl.hub.example", "resources.json")["class_allow_list"] == list(CLASSES["server"])
     assert not set(CLASSES["server"]) & set(CLASSES["site"])
 
 
-def test_every_kit_is_closed_to_a_jobs_settings_and_to_the_callers_folder(kits: Path) -> None:
+def test_kits_are_closed(kits: Path) -> None:
     """Scripts leave the folder they are called from before Python runs; settings lie where FLARE looks first."""
     for name in ("fl.hub.example", "hospital-a"):
         assert is_pinned(kits / name)
@@ -78,7 +78,7 @@ def test_every_kit_is_closed_to_a_jobs_settings_and_to_the_callers_folder(kits: 
     assert "python3 -P -m" in (kits / "lead@hub.example/startup/fl_admin.sh").read_text()
 
 
-def test_unsigned_kits_are_closed_by_provision_local_and_signed_scripts_are_left_alone(kits: Path, tmp_path: Path) -> None:
+def test_provision_local_closes_unsigned_kits(kits: Path, tmp_path: Path) -> None:
     for signed in (True, False):
         kit = Path(shutil.copytree(kits / "hospital-a", tmp_path / str(signed), symlinks=True))
         script = kit / "startup/sub_start.sh"
@@ -92,13 +92,13 @@ def test_unsigned_kits_are_closed_by_provision_local_and_signed_scripts_are_left
         assert leaves_callers_folder(kit / "startup") is not signed
 
 
-def test_a_script_of_another_flare_is_not_guessed_at(tmp_path: Path) -> None:
+def test_unknown_start_script_is_refused(tmp_path: Path) -> None:
     (tmp_path / "sub_start.sh").write_text("python3 -m nvflare\n")
     with pytest.raises(ConsiliumError, match="script of FLARE"):
         leave_callers_folder(tmp_path)
 
 
-def test_values_of_each_site_and_of_the_server_arrive(kits: Path) -> None:
+def test_entries_reach_their_kits(kits: Path) -> None:
     first, third = load_site(kits / "hospital-a/local/site.yaml"), load_site(kits / "hospital-c/local/site.yaml")
     assert first == load_deployment(EXAMPLE).sites[0].site
     assert first.privacy.budgets["site"].epsilon == 5
@@ -112,7 +112,7 @@ def test_values_of_each_site_and_of_the_server_arrive(kits: Path) -> None:
     assert not (kits / "fl.hub.example/local/privacy.json").exists()
 
 
-def test_bundles_are_allowed_where_sites_yml_says_so_and_to_two_roles(tmp_path: Path) -> None:
+def test_bundles_by_site_and_role(tmp_path: Path) -> None:
     raw = yaml.safe_load(EXAMPLE.read_text())
     raw["sites"][1]["bundles"] = True
     path = tmp_path / "sites.yml"
@@ -123,7 +123,7 @@ def test_bundles_are_allowed_where_sites_yml_says_so_and_to_two_roles(tmp_path: 
     assert local(kits / "hospital-a", "authorization.json")["permissions"]["lead"]["byoc"] == "none"
 
 
-def test_a_second_run_keeps_the_authority_and_the_old_kits(tmp_path: Path) -> None:
+def test_second_provision_keeps_the_root(tmp_path: Path) -> None:
     first, second = provision(EXAMPLE, tmp_path), provision(EXAMPLE, tmp_path)
     assert (first.name, second.name) == ("prod_00", "prod_01")
     roots = [(kits / "hospital-a/startup/rootCA.pem").read_text() for kits in (first, second)]
@@ -131,7 +131,7 @@ def test_a_second_run_keeps_the_authority_and_the_old_kits(tmp_path: Path) -> No
 
 
 @pytest.mark.slow  # a process of seconds
-def test_flares_own_command_makes_the_same_policies(kits: Path, tmp_path: Path) -> None:
+def test_nvflare_provision_makes_equal_policies(kits: Path, tmp_path: Path) -> None:
     project = yaml.safe_load((ROOT / "provisioning/project.yml").read_text())
     assert project == project_of(load_deployment(EXAMPLE), Path("provisioning/sites.yml"))
     command = [
@@ -149,7 +149,7 @@ def test_flares_own_command_makes_the_same_policies(kits: Path, tmp_path: Path) 
         assert (made / "hospital-a/local" / name).read_text() == (kits / "hospital-a/local" / name).read_text()
 
 
-def test_policies_go_into_a_kit_by_the_name_in_its_certificate(kits: Path, tmp_path: Path) -> None:
+def test_local_policies_by_certificate_name(kits: Path, tmp_path: Path) -> None:
     (tmp_path / "renamed").mkdir()
     kit = (kits / "hospital-b").rename(tmp_path / "renamed" / "kit")
     try:
@@ -181,7 +181,7 @@ def edited(tmp_path: Path, **changes: Any) -> Path:
         ({"sites": [{"name": "a", "org": "x", "site": {"device": "gpu"}}]}, "sites.0.site.device: 'gpu'"),
     ],
 )
-def test_a_wrong_sites_yml_is_told_in_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_wrong_sites_yml_is_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as told:
         provision(edited(tmp_path, **changes), tmp_path / "kits")
     assert message in str(told.value)
@@ -189,16 +189,14 @@ def test_a_wrong_sites_yml_is_told_in_one_line(changes: dict[str, Any], message:
     assert not (tmp_path / "kits").exists()
 
 
-def test_a_changed_lifetime_of_an_old_authority_is_refused_with_flares_reason_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changed_root_lifetime_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     provision(EXAMPLE, tmp_path / "kits")
     with pytest.raises(ConsiliumError, match=r"root_valid_days=100"):
         provision(edited(tmp_path, valid_days=100), tmp_path / "kits")
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_kit_of_nobody_in_the_list_and_no_kit_at_all_are_told(kits: Path, tmp_path: Path) -> None:
+def test_unknown_kits_are_refused(kits: Path, tmp_path: Path) -> None:
     others = edited(tmp_path, sites=[{"name": "clinic", "org": "x"}])
     with pytest.raises(ConfigError, match="none is named 'hospital-a'"):
         apply_local(others, kits / "hospital-a")
@@ -206,7 +204,7 @@ def test_a_kit_of_nobody_in_the_list_and_no_kit_at_all_are_told(kits: Path, tmp_
         apply_local(EXAMPLE, tmp_path)
 
 
-def test_a_new_hospital_gets_a_kit_of_the_same_project_and_no_other_is_made(tmp_path: Path) -> None:
+def test_only_makes_one_kit(tmp_path: Path) -> None:
     raw = yaml.safe_load(EXAMPLE.read_text())
     sites, folder = tmp_path / "sites.yml", tmp_path / "kits"
     sites.write_text(yaml.safe_dump(raw))

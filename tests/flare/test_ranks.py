@@ -34,7 +34,7 @@ def kill_once(events: Path, mark: str, over: threading.Event, killed: list[int])
 
 
 @pytest.mark.slow
-def test_a_killed_rank_costs_its_site_a_round_and_leaves_no_process(tmp_path: Path) -> None:
+def test_killed_rank_costs_its_site_a_round(tmp_path: Path) -> None:
     """Two sites; at one two processes share batches and base through gloo. The other's result is enough for the round."""
     workspace, data = tmp_path / "run", tmp_path / "data"
     raw = small_config("fedit", local_steps=40, batch_size=4, validate={"stages": []}).model_dump()

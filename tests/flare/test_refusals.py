@@ -23,7 +23,7 @@ from consilium.client.ddp_failures import failure, why
 from consilium.config.server import ServerConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, DataError, Reason, RefusedError
-from consilium.core.messages import SiteInfo, Tensors
+from consilium.core.messages import Kind, Payload, SiteInfo, Tensors
 from consilium.federation.job import Job, assemble_job
 from consilium.flare.admin.evidence import chains, copy_ledger
 from consilium.flare.admin.session import Admin
@@ -60,7 +60,7 @@ def model(params: Any, count: Any = 1, name: str = "clinic") -> FLModel:
 
 
 @pytest.mark.parametrize("params", [7, [1, 2], {"x": "no tensor"}, {7: torch.zeros(1)}, {"x": None}])
-def test_a_model_of_another_kind_costs_its_sender_the_round_and_nobody_else(params: object, job: Job) -> None:
+def test_malformed_model_costs_its_sender_only(params: object, job: Job) -> None:
     aggregator = StrategyAggregator()
     aggregator.use(job)
     aggregator.accept_model(model(update(job, 3.0)))
@@ -69,7 +69,7 @@ def test_a_model_of_another_kind_costs_its_sender_the_round_and_nobody_else(para
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.0, "3", True, None, 10**12])
-def test_a_number_of_samples_that_cannot_be_weighs_nothing(count: object, job: Job) -> None:
+def test_invalid_sample_count_is_refused(count: object, job: Job) -> None:
     aggregator = StrategyAggregator()
     aggregator.use(job)
     aggregator.accept_model(model(update(job, 3.0)))
@@ -77,12 +77,12 @@ def test_a_number_of_samples_that_cannot_be_weighs_nothing(count: object, job: J
     assert all(torch.equal(t, torch.full_like(t, 3.0)) for t in aggregator.aggregate_model().params.values())
 
 
-def test_an_aggregator_without_a_run_says_so() -> None:
+def test_aggregator_without_a_run() -> None:
     with pytest.raises(ConfigError, match="no run has begun"):
         StrategyAggregator().aggregate_model()
 
 
-def test_a_server_optimizer_has_no_place_in_flares_own_workflows(job: Job) -> None:
+def test_flares_workflows_refuse_server_optimizers(job: Job) -> None:
     aggregator = StrategyAggregator()
     config = job.config.model_copy(update={"server": ServerConfig(optimizer="adam")})
     aggregator.use(replace(job, config=config))
@@ -93,7 +93,7 @@ def test_a_server_optimizer_has_no_place_in_flares_own_workflows(job: Job) -> No
 # Server and site in FLARE's processes
 
 
-def test_a_job_whose_aggregator_is_another_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
+def test_other_aggregator_ends_the_job(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
     controller, fl_ctx, said = RoundController(), FLContext(), list[str]()
     monkeypatch.setattr("consilium.flare.job.job_context.load", lambda fl_ctx: job)
     monkeypatch.setattr("consilium.flare.job.job_context.revocations", lambda fl_ctx: set)
@@ -108,12 +108,12 @@ def test_a_job_whose_aggregator_is_another_ends_with_the_reason(monkeypatch: pyt
     controller.stop_controller(fl_ctx)
 
 
-def test_an_unexpected_error_at_a_site_leaves_as_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_error_leaves_as_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def take(shareable: Shareable) -> object:
         raise ZeroDivisionError("/data/ward/John Doe.dcm")
 
     executor = SiteExecutor()
-    monkeypatch.setattr(wire, "take", take)
+    monkeypatch.setattr(wire, "pop", take)
     answer = executor.execute(wire.TRAIN, Shareable(), FLContext(), Signal())
     assert wire.reason_of(answer) is Reason.ERROR
     assert "Doe" not in str(dict(answer))
@@ -127,7 +127,7 @@ def test_an_unexpected_error_at_a_site_leaves_as_a_word(monkeypatch: pytest.Monk
         (CheckpointError("/srv/vit.pth: is damaged"), "/srv/vit.pth: is damaged"),
     ],
 )
-def test_flares_logs_name_no_file_of_the_data_and_a_private_file_does(
+def test_data_errors_go_to_the_private_log(
     error: Exception, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -143,7 +143,7 @@ def test_flares_logs_name_no_file_of_the_data_and_a_private_file_does(
         monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(job_context, "state_folder", lambda fl_ctx: tmp_path / "state")
     monkeypatch.setattr(job_context, "leave_to_quorum", lambda fl_ctx: None)
-    monkeypatch.setattr(wire, "take", take)
+    monkeypatch.setattr(wire, "pop", take)
     executor.handle_event(EventType.START_RUN, fl_ctx)
     executor.execute(wire.TRAIN, Shareable(), fl_ctx, Signal())
     assert told in caplog.text
@@ -157,7 +157,7 @@ def test_flares_logs_name_no_file_of_the_data_and_a_private_file_does(
     assert "Doe" not in caplog.text + "".join(capfd.readouterr())
 
 
-def test_a_picture_that_cannot_be_drawn_is_named_in_the_private_file_only(
+def test_picture_errors_go_to_the_private_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """TensorBoard's picture of a validation sample: the event went to FLARE's log with the error's text."""
@@ -182,9 +182,7 @@ def test_a_picture_that_cannot_be_drawn_is_named_in_the_private_file_only(
     assert "Muster_Erika_test_0.png" in kept
 
 
-def test_what_a_device_says_is_public_where_the_site_would_say_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_device_errors_are_public(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Another process of a site with several: an error of the system went public, with the path it names."""
     fl_ctx, who = FLContext(), "rank 1 on cuda:1: "
     fl_ctx.set_prop(ReservedKey.RUN_NUM, "job-1")
@@ -203,7 +201,7 @@ def test_what_a_device_says_is_public_where_the_site_would_say_it(
     assert "PermissionError: [Errno 13] denied: '/ward/Jane Doe/1.png'" in kept  # the traceback's last line
 
 
-def test_a_text_that_could_not_be_written_is_not_said_to_be_there(
+def test_lost_private_text_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fl_ctx, kept = FLContext(), tmp_path / "errors/job-1.log"
@@ -218,15 +216,15 @@ def test_a_text_that_could_not_be_written_is_not_said_to_be_there(
 
 
 @pytest.mark.parametrize("other", [wire.HELLO, wire.STATISTICS, wire.MODEL, "DXO"])
-def test_a_question_of_secure_aggregation_is_nothing_else_too(other: str) -> None:
+def test_secagg_task_is_of_one_kind(other: str) -> None:
     asked = wire.encode_dict(wire.MASKS, {"run": "r", "question": {}})
-    assert wire.decode_masks(asked) == ({}, "r")
+    assert wire.decode_task(Kind.MASKS, asked) == ("r", Payload(-1, -1, {}), "")
     asked[other] = {"run": "r"}
     with pytest.raises(RefusedError):
-        wire.decode_masks(asked)
+        wire.decode_task(Kind.MASKS, asked)
 
 
-def test_a_header_that_is_not_packed_as_ours_is_refused() -> None:
+def test_malformed_packed_header_is_refused() -> None:
     sent, rest = tensor_packing.pack({"x": torch.ones(3)}, {"phase": 0})
     for broken in (b"", b"none", rest[:-1], rest + b"x", rest[:4] + b"\xff" + rest[5:]):
         with pytest.raises(ValueError, match=r"."):
@@ -236,19 +234,19 @@ def test_a_header_that_is_not_packed_as_ours_is_refused() -> None:
 # Kits, evidence and sessions
 
 
-def test_no_kit_is_no_address(tmp_path: Path) -> None:
+def test_server_address_needs_a_kit(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no startup kit: none of"):
         certificates.server_address(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"components": 7}', '{"components": [7]}', "{}"])
-def test_a_servers_file_that_cannot_be_read_checks_no_revocation(text: str, tmp_path: Path) -> None:
+def test_unreadable_resources_check_no_revocation(text: str, tmp_path: Path) -> None:
     (tmp_path / "local").mkdir()
     (tmp_path / "local" / "resources.json").write_text(text)
     assert revocation.is_checked(tmp_path) is False
 
 
-def test_a_record_or_ledger_of_whatever_content_is_told_and_never_ends_the_check(tmp_path: Path) -> None:
+def test_malformed_records_are_reported(tmp_path: Path) -> None:
     for content in (b"", b"{", b"\xff\xfe", b"null\n", b'{"kind": 7}\n'):
         found = chains({FILE.replace(".jsonl", "-1.jsonl"): content, "ledger.sqlite": content or b"x" * 200})
         assert found["record"] or not content.strip()
@@ -256,7 +254,7 @@ def test_a_record_or_ledger_of_whatever_content_is_told_and_never_ends_the_check
         assert "/tmp" not in found["ledger"]
 
 
-def test_a_copy_of_a_ledger_is_whole_and_none_is_none(tmp_path: Path) -> None:
+def test_copy_of_a_ledger(tmp_path: Path) -> None:
     assert copy_ledger(tmp_path / "none.sqlite") == b""
     with sqlite3.connect(tmp_path / "one.sqlite") as opened:
         opened.execute("create table t (x)")
@@ -283,7 +281,7 @@ class Session:
 NOTES = {"job_id": "1-id", "name": "study", "experiment": "study-1", "submit_time": 1, "status": "RUNNING"}
 
 
-def test_an_experiment_that_still_runs_is_not_resumed_and_one_that_is_not_there_is_told() -> None:
+def test_running_experiment_is_not_resumed() -> None:
     admin = Admin(Session([NOTES], []))
     with pytest.raises(ConfigError, match="job 1-id is at it"):
         admin.former_sites("study-1")
@@ -291,7 +289,7 @@ def test_an_experiment_that_still_runs_is_not_resumed_and_one_that_is_not_there_
         admin.find("study-2")
 
 
-def test_sites_are_waited_for_and_those_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_await_sites_names_missing_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     assert Admin(Session([], ["a", "b"])).await_sites({"a", "b"}, 30) == set()
     assert Admin(Session([], ["a"])).await_sites({"a", "b"}, 0.01) == {"b"}

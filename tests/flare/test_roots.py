@@ -75,7 +75,7 @@ def meet(server: Path, other: Path) -> bool:
 
 
 @pytest.mark.parametrize("name", ["clinic", "a@hub.example"])
-def test_who_changes_after_the_server_is_never_out(kits: Path, name: str) -> None:
+def test_root_change_keeps_all_connected(kits: Path, name: str) -> None:
     former, both, only = (kits / f"prod_0{step}" for step in range(3))
     assert meet(former / "localhost", former / name)
     assert not meet(former / "localhost", both / name)  # so the server changes first
@@ -85,7 +85,7 @@ def test_who_changes_after_the_server_is_never_out(kits: Path, name: str) -> Non
     assert not meet(only / "localhost", former / name)  # who has not changed by then is out
 
 
-def test_the_kits_are_signed_and_are_put_in_by_a_fingerprint_alone(kits: Path, tmp_path: Path) -> None:
+def test_new_root_kits_need_a_fingerprint(kits: Path, tmp_path: Path) -> None:
     for kit in kits.glob("prod_01/*/startup"):
         assert verify_folder_signature(str(kit), str(kit / "rootCA.pem"), True, "signature.json")
     former, new = (x509.load_pem_x509_certificate((kits / f"prod_0{n}/clinic/startup/rootCA.pem").read_bytes()) for n in (0, 1))
@@ -102,7 +102,7 @@ def test_the_kits_are_signed_and_are_put_in_by_a_fingerprint_alone(kits: Path, t
     assert meet(tmp_path / "localhost", tmp_path / "clinic")
 
 
-def test_a_root_that_has_ended_is_followed_by_none(kits: Path) -> None:
+def test_expired_root_is_not_replaced(kits: Path) -> None:
     state = json.loads((kits / "state/cert.json").read_text())
     key, me, before = load_pem_private_key(state["root_pri_key"].encode(), None), Identity("test"), datetime.now(UTC)
     start, end = before - timedelta(days=9), before - timedelta(days=1)
@@ -111,7 +111,7 @@ def test_a_root_that_has_ended_is_followed_by_none(kits: Path) -> None:
         follow(state | {"root_cert": serialize_cert(ended).decode()}, 30)
 
 
-def test_a_new_root_is_for_everybody(kits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_root_makes_all_kits(kits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     before = (kits / "state/cert.json").read_bytes()
     sites, folder = kits.parents[1] / "sites.yml", kits.parent
     assert run(monkeypatch, "renew", sites, "-o", folder, "--root", "new", "--only", "clinic") != 0

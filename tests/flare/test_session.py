@@ -61,7 +61,7 @@ def submitted(folder: Path, job_id: str, experiment: str | None) -> None:
     path.write_text(yaml.safe_dump(raw | {"experiment": experiment}))
 
 
-def test_a_job_that_names_its_experiment_in_its_file_only_is_found_and_so_are_its_sites(tmp_path: Path) -> None:
+def test_job_is_found_by_its_file(tmp_path: Path) -> None:
     deployed = ["server: OK", "site-1: OK", "site-2: OK", "site-3: no GPU"]
     jobs = [job(0, job_deploy_detail=deployed), job(1), job(2, experiment="other")]
     submitted(tmp_path, "0-id", "same")
@@ -74,7 +74,7 @@ def test_a_job_that_names_its_experiment_in_its_file_only_is_found_and_so_are_it
         admin.find("neither")
 
 
-def test_a_name_is_an_experiments_before_it_is_the_beginning_of_an_id(tmp_path: Path) -> None:
+def test_experiment_comes_before_job_id(tmp_path: Path) -> None:
     admin = Admin(Session([job(0, experiment="1"), job(1, experiment="other")], tmp_path))
     assert admin.find("1")["job_id"] == "0-id"
     assert admin.find("1-id")["job_id"] == "1-id"
@@ -89,7 +89,7 @@ def left(folder: Path, stopped: str = "", log: str = "") -> Path:
     return folder / "consilium"
 
 
-def test_the_reason_is_ours_else_what_flare_raised_else_what_it_said(tmp_path: Path) -> None:
+def test_reason_is_ours_else_flares(tmp_path: Path) -> None:
     assert reason_left(left(tmp_path / "ours", "round 2: too few\n", REFUSED)) == "round 2: too few"
     refused = reason_left(left(tmp_path / "raised", log=REFUSED))
     assert refused.startswith("nvflare.fuel.common.excepts.ComponentNotAuthorized: component not authorized: Component 'subp")
@@ -97,7 +97,7 @@ def test_the_reason_is_ours_else_what_flare_raised_else_what_it_said(tmp_path: P
     assert reason_left(left(tmp_path / "none")) is None
 
 
-def test_half_a_result_of_a_server_whose_disk_was_full_still_has_its_reason(tmp_path: Path) -> None:
+def test_incomplete_result_has_a_reason(tmp_path: Path) -> None:
     """Its files were begun and are empty."""
     half = left(tmp_path / "0-id" / "workspace", log=REFUSED)
     for name in ("job.yaml", "metrics.jsonl", "stopped.txt"):
@@ -116,7 +116,7 @@ def registration_refused() -> Exception:
         return error
 
 
-def test_who_cannot_log_in_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_login_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a refused certificate what the server said, else what is wrong on the way."""
     kit = tmp_path / "kit"
     monkeypatch.setattr("consilium.flare.admin.session.why_no_connection", lambda kit: "hub:8002: connection refused; start it")
@@ -137,7 +137,7 @@ def test_who_cannot_log_in_is_told_why(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("status", ["FINISHED:ABNORMAL", "FINISHED:EXECUTION_EXCEPTION"])
-def test_a_job_that_failed_always_has_a_reason(status: str, tmp_path: Path) -> None:
+def test_failed_jobs_have_a_reason(status: str, tmp_path: Path) -> None:
     told = Admin(Session([job(0, status=status), job(1, status="FINISHED:COMPLETED")], tmp_path))
     assert told.status("0-id")["reason"] == "no reason was left; see the logs of the server and of the sites"
     assert "reason" not in told.status("1-id")
@@ -145,7 +145,7 @@ def test_a_job_that_failed_always_has_a_reason(status: str, tmp_path: Path) -> N
     assert "not in allow_list" in told.status("0-id")["reason"]
 
 
-def test_a_job_that_no_site_was_there_for_says_so_while_it_waits_and_when_it_has_waited_too_long(tmp_path: Path) -> None:
+def test_waiting_job_names_missing_sites(tmp_path: Path) -> None:
     """The lines are FLARE 2.9's own."""
     missing = [f"2026-11-22 20:3{n}:00: connected sites ({n}) < min_sites (3)" for n in (0, 2)]
     over = "2026-11-22 20:40:00: exceeded max schedule count 1000"
@@ -159,7 +159,7 @@ def test_a_job_that_no_site_was_there_for_says_so_while_it_waits_and_when_it_has
     assert told.status("3-id")["reason"] == "no reason was left; see the logs of the server and of the sites"
 
 
-def test_of_a_list_of_jobs_the_newest_that_failed_have_their_reason_in_one_line(tmp_path: Path) -> None:
+def test_newest_failed_jobs_have_reasons(tmp_path: Path) -> None:
     undeployed = job(1, status="FINISHED:FAILED_TO_RUN", job_deploy_detail=["server: OK", "site-1: no GPU"])
     jobs = [
         undeployed,
@@ -179,7 +179,7 @@ def test_of_a_list_of_jobs_the_newest_that_failed_have_their_reason_in_one_line(
     assert reasons[7] == "no reason was left; see the logs of the server and of the sites"
 
 
-def test_programs_are_told_a_jobs_end_by_a_number() -> None:
+def test_exit_codes() -> None:
     """As `consilium status --help` says it."""
     told = {"FINISHED:COMPLETED": 0, "FINISHED:ABNORMAL": 1, "FINISHED:ABORTED": 1, "RUNNING": 3, "SUBMITTED": 3, "LOST": 4}
     assert {status: exit_code(status) for status in told} == told

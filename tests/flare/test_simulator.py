@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import Reason
 from consilium.core.messages import Tensors
@@ -18,7 +19,18 @@ from consilium.runtime.engine import simulate
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState
 from tests.conftest import small_config, training_only
-from tests.flare.running import MOSTLY_HERE, SITES, Runner, add_filter, edited, in_simulator, in_this_process, listen, state_of
+from tests.flare.running import (
+    MOSTLY_HERE,
+    SITES,
+    Runner,
+    add_filter,
+    check_equal,
+    edited,
+    in_simulator,
+    in_this_process,
+    listen,
+    state_of,
+)
 
 DAMAGED, BROKEN = "site-4", "site-5"
 
@@ -77,7 +89,7 @@ def test_flare_equals_in_process(runs: Runs) -> None:
     assert ours.keys() == set(SITES)
 
 
-def test_no_local_factor_is_on_the_wire(runs: Runs) -> None:
+def test_local_factors_stay(runs: Runs) -> None:
     private = runs.job.strategy.names(runs.job.initial, Role.LOCAL, 0, 0)
     for site in SITES:
         _check_bytes(runs.job.initial, private, site_state(runs.flare, site), runs.flare, site)
@@ -108,7 +120,7 @@ def check_refused(workspace: Path, rounds: int) -> None:
 
 
 @MOSTLY_HERE
-def test_a_damaged_site_and_one_with_broken_data_are_left_out_and_the_job_goes_on(flare: Runner, hospitals: Path) -> None:
+def test_damaged_sites_are_left_out(flare: Runner, hospitals: Path) -> None:
     """The one whose data are broken says why, without a file's name."""
     edit = edited(client=partial(add_filter, "Corrupter"))
     workspace = flare(small_config("fediat"), edit, [*SITES[:2], DAMAGED, BROKEN], hospitals)
@@ -123,7 +135,7 @@ def test_a_damaged_site_and_one_with_broken_data_are_left_out_and_the_job_goes_o
 
 
 @pytest.mark.long  # two minutes: a process for every task
-def test_every_kind_of_damage_is_left_out_and_state_survives_a_process_per_task(tmp_path: Path) -> None:
+def test_state_survives_a_process_per_task(tmp_path: Path) -> None:
     config = small_config("fediat", rounds=5, local_steps=1)
     edit = edited(client=partial(add_filter, "Corrupter"))
     workspace = in_simulator(tmp_path / "flare", config, edit, [*SITES[:2], DAMAGED], threads=2)
@@ -142,7 +154,7 @@ class AsFlareAdds(FedIT):
         return replace(after, shared={n: t + results[n].to(t.dtype) for n, t in state.shared.items()})
 
 
-def test_flares_own_fedavg_uses_the_aggregator(flare: Runner, tmp_path: Path) -> None:
+def test_flares_fedavg_uses_the_aggregator(flare: Runner, tmp_path: Path) -> None:
     """To the bit: a reference that adds in another order drifts from it by as much as Adam makes of a last bit."""
     config = training_only(small_config("fedit", local_steps=1))
 
@@ -161,7 +173,7 @@ def test_flares_own_fedavg_uses_the_aggregator(flare: Runner, tmp_path: Path) ->
 
 
 @MOSTLY_HERE
-def test_a_job_that_ends_by_validation_ends_alike_over_flare(flare: Runner, tmp_path: Path) -> None:
+def test_early_stopping_equals_in_process(flare: Runner, tmp_path: Path) -> None:
     """Nothing moves at this rate, so that the second validation is no better than the first."""
     config = small_config("fedit", rounds=6, lr=1e-30, local_steps=1, validate={"patience": 1, "stages": ["global"]})
     workspace = flare(config, sites=SITES[:2])
@@ -171,3 +183,12 @@ def test_a_job_that_ends_by_validation_ends_alike_over_flare(flare: Runner, tmp_
         assert [ended.items() <= line.items() for line in events(folder, "ended")] == [True]
     over_flare, here = (json.loads((folder / "results.json").read_text()) for folder in (workspace, tmp_path / "here"))
     assert over_flare == here
+
+
+@MOSTLY_HERE
+@pytest.mark.parametrize("name", ["frlora", "fedra"])
+def test_server_halves_equal_in_process(name: str, flare: Runner, tmp_path: Path) -> None:
+    raw = training_only(small_config("fedit", local_steps=2, rounds=2)).model_dump() | {"strategy": name}
+    config = JobConfig.model_validate(raw)
+    simulate(assemble_job(config), {one: SiteConfig() for one in SITES}, tmp_path / "inprocess", lambda event: None)
+    check_equal(flare(config), tmp_path / "inprocess")

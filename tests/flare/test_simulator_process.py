@@ -18,7 +18,7 @@ import pytest
 from nvflare.private.fed.app.simulator import simulator_runner
 
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.flare.job import simulator, simulator_process
+from consilium.flare.job import simulation, simulator, simulator_process
 
 ROOT = Path(__file__).parents[2]
 JOB = "name: x"
@@ -54,7 +54,7 @@ def ran(job: Path, observer: Callable[[Any], None] = lambda event: None) -> None
         one.run(job, job.parent, observer)
 
 
-def test_events_are_read_line_by_line_and_a_half_written_one_waits(job: Path, instead: Any) -> None:
+def test_half_written_events_wait(job: Path, instead: Any) -> None:
     events, seen = job.parent / "events", list[Any]()
     events.mkdir()
     instead(f'{WAITS}Path({str(events / "server.jsonl")!r}).write_text(\'{{"event": "a"}}\\n{{"event": "b"}}\\n{{"eve\')')
@@ -77,17 +77,15 @@ GIVEN_UP = "Aborting current RUN due to FATAL_SYSTEM_ERROR received: round 3: 1 
         ("", ""),
     ],
 )
-def test_why_a_simulation_failed_is_why_its_server_gave_up_else_the_first_error(
-    log: str, why: str, job: Path, instead: Any
-) -> None:
-    path = job.parent / simulator.LOG
+def test_failed_simulation_has_a_reason(log: str, why: str, job: Path, instead: Any) -> None:
+    path = job.parent / simulation.LOG
     instead(f"{WAITS}Path({str(path)!r}).write_text({log!r})\nraise SystemExit(3)")
     with pytest.raises(ConsiliumError, match=f"did not complete: .*{why}.*{path}"):
         ran(job)
 
 
 @pytest.mark.parametrize(("sites", "said", "found"), [(3, None, "2"), (20, None, "1"), (3, "5", "5")])
-def test_sites_share_the_cores_unless_the_user_has_said_how(
+def test_sites_share_the_cores(
     sites: int, said: str | None, found: str, tmp_path: Path, instead: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 8)
@@ -103,8 +101,8 @@ def test_sites_share_the_cores_unless_the_user_has_said_how(
     assert (tmp_path / "threads").read_text() == found
 
 
-def test_a_simulation_that_fails_names_lost_sites_and_leaves_what_sites_were_given(job: Path, instead: Any) -> None:
-    told, path = list[Any](), job.parent / simulator.LOG
+def test_failed_simulation_names_lost_sites(job: Path, instead: Any) -> None:
+    told, path = list[Any](), job.parent / simulation.LOG
     lines = ["no memory", "Communication error with client a: [Errno 104] Connection reset by peer"]
     log = "".join(f"1 - x - ERROR - {line}\n" for line in lines)
     instead(f"{WAITS}Path({str(path)!r}).write_text({log!r})\nraise SystemExit(3)")
@@ -112,10 +110,10 @@ def test_a_simulation_that_fails_names_lost_sites_and_leaves_what_sites_were_giv
         ran(job, told.append)
     assert [one["text"][:2] for one in told if one["event"] == "warning"] == ["a:"]
     given = {"tracking": None, "data": None, "checkpoints": None}
-    assert json.loads((job.parent / simulator.SIMULATION).read_text()) == given | {"sites": {"a": None}, "content": {"a": ""}}
+    assert json.loads((job.parent / simulation.SIMULATION).read_text()) == given | {"sites": {"a": None}, "content": {"a": ""}}
 
 
-def test_a_simulator_that_does_not_start_says_why(job: Path, instead: Any) -> None:
+def test_simulator_that_does_not_start_has_a_reason(job: Path, instead: Any) -> None:
     instead("raise ImportError('no FLARE')")
     with simulator.Simulator(["a"]) as one:
         for ask in (partial(one.ask, print), partial(one.run, job, job.parent, lambda event: None)):
@@ -123,9 +121,7 @@ def test_a_simulator_that_does_not_start_says_why(job: Path, instead: Any) -> No
                 ask()
 
 
-def test_a_job_that_is_refused_leaves_no_simulator_though_the_clock_is_set_back(
-    tmp_path: Path, instead: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_job_leaves_no_process(tmp_path: Path, instead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     later, pid = itertools.count(2e9, -1.0), tmp_path / "pid"
     monkeypatch.setattr("psutil.Process.create_time", lambda self: next(later))
     os.mkfifo(pid)
@@ -151,18 +147,18 @@ GIVEN += ["--decomposer_module", "d"]
 @pytest.fixture
 def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None]], simulator_process.SiteProcess]:
     """Start a site's process as FLARE does, which does this in the place of FLARE's own work."""
-    (tmp_path / simulator.LOG).parent.mkdir()
+    (tmp_path / simulation.LOG).parent.mkdir()
 
     def start(work: Callable[..., None]) -> simulator_process.SiteProcess:
         monkeypatch.setattr("nvflare.fuel.f3.mpm.MainProcessMonitor.run", work)
         monkeypatch.setattr(simulator_process.SiteProcess, "context", multiprocessing.get_context("fork"))
         command = [sys.executable, "-m", simulator_process.WORKER, *GIVEN]
-        return simulator_process.SiteProcess(command, env={simulator.OUTPUT: str(tmp_path)})
+        return simulator_process.SiteProcess(command, env={simulation.OUTPUT: str(tmp_path)})
 
     return start
 
 
-def test_a_sites_process_is_what_flare_takes_it_for(forked: Any) -> None:
+def test_site_process_acts_as_popen(forked: Any) -> None:
     one = forked(lambda **_: time.sleep(600))
     assert (one.poll(), one.returncode) == (None, None)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -172,7 +168,7 @@ def test_a_sites_process_is_what_flare_takes_it_for(forked: Any) -> None:
 
 
 @pytest.mark.parametrize(("gpu", "method"), [(False, "forkserver"), (True, "spawn")])
-def test_sites_are_forks_where_there_is_no_gpu(gpu: bool, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sites_fork_without_a_gpu(gpu: bool, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gpu").touch()
     monkeypatch.setattr(simulator_process, "GPUS", (tmp_path / ("gpu" if gpu else "none"),))
     monkeypatch.setattr("multiprocessing.forkserver.ensure_running", lambda: None)
@@ -188,7 +184,7 @@ def mistaken() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_asked_meets_nothing_of_the_current_folder_and_leaves_nothing(
+def test_asked_work_ignores_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "random.py").write_text("raise SystemExit('the folder of the data was run')")
@@ -204,7 +200,7 @@ def test_what_is_asked_meets_nothing_of_the_current_folder_and_leaves_nothing(
     assert not temporary.exists()
 
 
-def test_two_sites_draw_their_own_from_numpy(forked: Any) -> None:
+def test_forked_sites_draw_different_numbers(forked: Any) -> None:
     found = []
     for _ in range(2):
         ours, theirs = multiprocessing.Pipe()

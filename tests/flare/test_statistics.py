@@ -58,7 +58,7 @@ def config(only: bool) -> JobConfig:
     ],
     indirect=["flare"],
 )
-def test_statistics_are_the_same_over_flare(only: bool, flare: Runner, hospitals: Path, tmp_path: Path) -> None:
+def test_statistics_equal_in_process(only: bool, flare: Runner, hospitals: Path, tmp_path: Path) -> None:
     workspace = flare(config(only), edited(client=listen), SITES, hospitals)
     reference = tmp_path / "inprocess"
     sites = {name: find_site(name, Given(hospitals)) for name in SITES}

@@ -15,7 +15,7 @@ from consilium.flare.job.recipe import export
 from tests.conftest import JOBS
 
 
-def test_a_submission_has_its_name_and_settings_and_the_source_stays_as_it_was(tmp_path: Path) -> None:
+def test_submission_copies_the_job(tmp_path: Path) -> None:
     before = (JOBS / "quickstart/app/config/job.yaml").read_text()
     folder = prepare(JOBS / "quickstart", {"training.rounds": 2, "federation.min_sites": 3}, "study-1", tmp_path)
     config = load_job(folder)
@@ -27,7 +27,7 @@ def test_a_submission_has_its_name_and_settings_and_the_source_stays_as_it_was(t
         prepare(JOBS / "quickstart", {}, "study-1", tmp_path)
 
 
-def test_a_bare_job_file_becomes_a_job_folder(tmp_path: Path) -> None:
+def test_job_file_becomes_a_job_folder(tmp_path: Path) -> None:
     shutil.copy(JOBS / "quickstart/app/config/job.yaml", tmp_path / "mine.yaml")
     folder = prepare(tmp_path / "mine.yaml", {}, "study-2", tmp_path)
     assert sorted(p.name for p in (folder / "app/config").iterdir()) == [
@@ -49,7 +49,7 @@ def test_a_bare_job_file_becomes_a_job_folder(tmp_path: Path) -> None:
         ({}, "s" * 65, "experiment"),
     ],
 )
-def test_what_cannot_run_is_refused_and_leaves_nothing(overrides: dict, name: str, reason: str, tmp_path: Path) -> None:
+def test_refused_submission_leaves_nothing(overrides: dict, name: str, reason: str, tmp_path: Path) -> None:
     uploads = tmp_path / "uploads"
     uploads.mkdir()
     with pytest.raises(ConfigError, match=reason):
@@ -57,7 +57,7 @@ def test_what_cannot_run_is_refused_and_leaves_nothing(overrides: dict, name: st
     assert not list(uploads.iterdir())
 
 
-def test_a_resumption_is_the_same_job_told_to_go_on(tmp_path: Path) -> None:
+def test_resume_sets_one_argument(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not submitted from this kit"):
         prepare_again("study", tmp_path, None)
     first = yaml.safe_load((prepare(JOBS / "quickstart", {}, "study", tmp_path) / "app/config/job.yaml").read_text())
@@ -68,7 +68,7 @@ def test_a_resumption_is_the_same_job_told_to_go_on(tmp_path: Path) -> None:
         assert yaml.safe_load((folder / "app/config/job.yaml").read_text()) == first
 
 
-def test_masks_asked_of_a_folder_that_was_made_without_are_refused_and_its_job_file_has_them(tmp_path: Path) -> None:
+def test_folder_without_masks_is_refused(tmp_path: Path) -> None:
     job, wanted = JOBS / "quickstart", {"secure_aggregation": {}}
     with pytest.raises(ConfigError, match=r"^secure_aggregation: .*quickstart: .*job\.yaml"):
         prepare(job, wanted, "study", tmp_path)
@@ -78,7 +78,7 @@ def test_masks_asked_of_a_folder_that_was_made_without_are_refused_and_its_job_f
 
 
 @pytest.mark.parametrize("failure", [ConsiliumError("no connection"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
-def test_what_was_not_submitted_leaves_its_name_free(failure: BaseException, tmp_path: Path) -> None:
+def test_failed_submission_frees_its_name(failure: BaseException, tmp_path: Path) -> None:
     for _ in range(2):
         folder = prepare(JOBS / "quickstart", {}, "study", tmp_path)
         with pytest.raises(type(failure)), submitting(folder):
@@ -89,7 +89,7 @@ def test_what_was_not_submitted_leaves_its_name_free(failure: BaseException, tmp
     assert [p.name for p in tmp_path.iterdir()] == ["study"]
 
 
-def test_a_broken_job_given_to_resume_leaves_the_submitted_one_as_it_was(tmp_path: Path) -> None:
+def test_broken_resume_keeps_the_submission(tmp_path: Path) -> None:
     folder = prepare(JOBS / "quickstart", {}, "study", tmp_path)
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     (tmp_path / "broken.yaml").write_text("name: broken\n")
@@ -98,19 +98,19 @@ def test_a_broken_job_given_to_resume_leaves_the_submitted_one_as_it_was(tmp_pat
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
 
 
-def test_an_exported_job_says_its_experiment_to_flare_too(tmp_path: Path) -> None:
+def test_export_names_the_experiment(tmp_path: Path) -> None:
     raw = yaml.safe_load((JOBS / "quickstart/app/config/job.yaml").read_text())
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(raw | {"experiment": "same"}))
     meta = json.loads((export(tmp_path / "mine.yaml", tmp_path / "out") / "meta.json").read_text())
     assert meta["experiment"] == "same"
 
 
-def test_a_folder_that_is_no_admins_kit(tmp_path: Path) -> None:
+def test_connect_needs_an_admin_kit(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not an admin's startup kit"), connect(tmp_path):
         pass
 
 
-def test_a_job_file_of_any_name_is_exported_as_the_one_that_sites_look_for(tmp_path: Path) -> None:
+def test_export_writes_job_yaml(tmp_path: Path) -> None:
     (tmp_path / "mine.yml").write_text((JOBS / "quickstart/app/config/job.yaml").read_text())
     folder = export(tmp_path / "mine.yml", tmp_path / "out")
     assert (folder / "app/config/job.yaml").read_text() == (tmp_path / "mine.yml").read_text()

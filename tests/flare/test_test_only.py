@@ -50,7 +50,7 @@ def config(strategy: str = "fedsa_lora", **sections: Any) -> JobConfig:
     ],
     indirect=["flare"],
 )
-def test_it_is_scored_and_moves_nothing(privacy: dict | None, flare: Runner, hospitals: Path, tmp_path: Path) -> None:
+def test_test_only_site_changes_nothing(privacy: dict | None, flare: Runner, hospitals: Path, tmp_path: Path) -> None:
     one = config(privacy=privacy, strategy={"name": "fedit"})
     workspace, found = flare(one, untouched, SITES, hospitals), {}
     for names in (SITES, SITES[:2]):
@@ -73,7 +73,7 @@ MORE = [pytest.param(name, marks=SLOW) for name in ("feddpa", "fedsca", "local_o
 
 
 @pytest.mark.parametrize("strategy", ["centralized", *MORE])
-def test_it_is_scored_whatever_the_algorithm(strategy: str, hospitals: Path, tmp_path: Path) -> None:
+def test_test_only_site_is_scored(strategy: str, hospitals: Path, tmp_path: Path) -> None:
     sites = {n: find_site(n, Given(hospitals)) for n in reversed(SITES)}
     one = config(strategy) if strategy != "fedsca" else config(strategy, adapter={"kind": "bottleneck"})
     simulate(assemble_job(one), sites, tmp_path / "run", lambda event: None)
@@ -82,7 +82,7 @@ def test_it_is_scored_whatever_the_algorithm(strategy: str, hospitals: Path, tmp
     assert "test/personalized/dice" not in scores["source"]
 
 
-def test_its_guard_tells_the_role_and_lets_nothing_train(hospitals: Path, tmp_path: Path) -> None:
+def test_test_only_guard_refuses_training(hospitals: Path, tmp_path: Path) -> None:
     """Under site-level DP too: the role is the site's own word, and no list, job or data set changes it."""
     job, own = assemble_job(config(privacy=PRIVACY)), find_site("source", Given(hospitals))
     guard = build_guard(job, "source", own, tmp_path, tmp_path, lambda event: None)

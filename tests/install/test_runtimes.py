@@ -54,7 +54,7 @@ def test_a_prepared_kit_keeps_its_policies(
     assert {path: path.read_bytes() for path in kit.rglob("*") if path.is_file()} == before
 
 
-def test_settings_that_flare_refuses_and_kits_that_are_none_are_one_line(
+def test_refused_settings_and_kits_are_one_line(
     kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad.yaml").write_text("runtime: vmware\n")
@@ -75,7 +75,7 @@ def test_settings_that_flare_refuses_and_kits_that_are_none_are_one_line(
 
 
 @pytest.mark.parametrize("settings", ["{}", "state: ../../state", "{state: /srv/x, privacy: {ledger: ../l.sqlite}}"])
-def test_a_site_whose_copy_would_have_another_ledger_is_refused(
+def test_second_ledger_is_refused(
     settings: str, kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kit = Path(shutil.copytree(kits / "hospital-a", tmp_path / "kit", symlinks=True))
@@ -85,7 +85,7 @@ def test_a_site_whose_copy_would_have_another_ledger_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_copy_into_the_kit_itself_is_refused(kits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_into_the_kit_is_refused(kits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = sorted(kits.rglob("*"))
     for inside in ("prepared", "local/prepared", "../hospital-a/prepared"):
         words = ("--runtime", CONTAINER / "slurm.yaml", "-o", kits / "hospital-a" / inside)
@@ -93,7 +93,7 @@ def test_a_copy_into_the_kit_itself_is_refused(kits: Path, monkeypatch: pytest.M
     assert sorted(kits.rglob("*")) == before
 
 
-def test_the_compose_file_shuts_every_service(tmp_path: Path) -> None:
+def test_compose_services_are_closed(tmp_path: Path) -> None:
     services = yaml.safe_load((CONTAINER / "compose.yaml").read_text())["services"]
     assert services.keys() == {"site", "site-gpu", "server"}
     for one in services.values():
@@ -122,7 +122,7 @@ def test_linters_find_nothing(words: list[str]) -> None:
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-def test_the_image_starts_what_every_deployment_test_starts() -> None:
+def test_image_starts_the_kits_script() -> None:
     """Without an engine: the entry point is the kit's script as tests/deployment runs it, and never as root."""
     lines = (CONTAINER / "Dockerfile").read_text().splitlines()
     (entry,) = [json.loads(line.removeprefix("ENTRYPOINT ")) for line in lines if line.startswith("ENTRYPOINT")]

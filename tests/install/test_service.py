@@ -54,7 +54,7 @@ def fields(text: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in text.splitlines() if "=" in line and line[0] != "#")
 
 
-def test_it_runs_the_kits_own_script_as_its_owner_and_writes_only_its_state(kits: Path) -> None:
+def test_unit_runs_as_owner_and_writes_its_state(kits: Path) -> None:
     """The words are those that tests/deployment starts every participant with, and a container."""
     kit, base = kits / "clinic", kits.parents[2]
     found = fields(unit(kit))
@@ -69,7 +69,7 @@ def test_it_runs_the_kits_own_script_as_its_owner_and_writes_only_its_state(kits
     assert found["CapabilityBoundingSet"] == ""
 
 
-def test_a_server_may_bind_its_low_port_and_a_gpu_is_there_only_for_who_may_use_one(kits: Path) -> None:
+def test_unit_has_low_port_and_gpu_by_need(kits: Path) -> None:
     server, gpu = fields(unit(kits / "localhost")), fields(unit(kits / "gpu"))
     assert server["AmbientCapabilities"] == server["CapabilityBoundingSet"] == "CAP_NET_BIND_SERVICE"
     assert str(kits.parents[2] / "server-state") in shlex.split(server["ReadWritePaths"])
@@ -82,7 +82,7 @@ ODD = ["with space", "per%cent %n", 'quote"d', "back\\slash", "$HOME ${USER}", "
 
 
 @pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is not installed")
-def test_systemd_takes_it_and_finds_it_closed_whatever_a_folder_is_called(kits: Path, tmp_path: Path) -> None:
+def test_systemd_accepts_odd_folders(kits: Path, tmp_path: Path) -> None:
     kit = tmp_path / " ".join(ODD)
     shutil.copytree(kits / "gpu", kit, symlinks=True)
     _give(kit)
@@ -97,9 +97,7 @@ def test_systemd_takes_it_and_finds_it_closed_whatever_a_folder_is_called(kits: 
 
 
 @pytest.mark.parametrize("name", ["../../cron.d/x", "a\nExecStartPre=/bin/true", "", "%n", "a b", "x" * 101])
-def test_a_name_that_a_hub_put_into_a_certificate_is_no_file_and_no_line(
-    name: str, kits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_certificate_names_cannot_inject(name: str, kits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "kit_name", lambda kit: name)
     for use in (unit, service.file_name):
         with pytest.raises(ConfigError, match="is no participant's name"):
@@ -107,19 +105,17 @@ def test_a_name_that_a_hub_put_into_a_certificate_is_no_file_and_no_line(
 
 
 @pytest.mark.parametrize("name", ["a\nExecStartPre=/bin/true", "a\rb", "tab\there", "nul\x00", "\x7f", "line\u2028end", ""])
-def test_a_name_that_would_be_another_line_is_refused(name: str) -> None:
+def test_control_characters_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="control characters"):
         quoted(name)
 
 
-def test_percent_and_quotes_are_what_systemds_manual_says() -> None:
+def test_quoting_by_systemds_manual() -> None:
     """systemd.syntax(7) and systemd.unit(5): \\ and " behind a backslash, %% for %."""
     assert quoted('/a b/%h/"c"\\') == '"/a b/%%h/\\"c\\"\\\\"'
 
 
-def test_root_missing_folders_other_owners_and_tmp_are_refused(
-    kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsafe_kits_are_refused(kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kit = Path(shutil.copytree(kits / "gpu", tmp_path / "kit", symlinks=True))
     if os.geteuid() == 0:
         with pytest.raises(ConfigError, match="belongs to root, and the service runs as its owner"):
@@ -138,7 +134,7 @@ def test_root_missing_folders_other_owners_and_tmp_are_refused(
         unit(kit)
 
 
-def test_it_is_written_once_and_starts_nothing(
+def test_unit_is_written_and_not_started(
     kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(service, "UNITS", tmp_path)

@@ -60,7 +60,7 @@ def refusal(folder: Path, target: Path, **environment: str) -> str:
     return said.removeprefix("install.sh: ").strip()
 
 
-def test_the_root_key_signs_the_hashes_of_all_files(made: Path, state: Path) -> None:
+def test_root_key_signs_all_hashes(made: Path, state: Path) -> None:
     assert signed(made, state)
     listed = {line.split("  ")[1] for line in (made / SUMS).read_text().splitlines()}
     present = {path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file()}
@@ -71,7 +71,7 @@ def test_the_root_key_signs_the_hashes_of_all_files(made: Path, state: Path) -> 
 
 
 @pytest.mark.parametrize("kept", ["[]", '{"root_pri_key": 7}', "EC"])
-def test_what_is_no_root_key_of_flare_is_one_line(kept: str, tmp_path: Path) -> None:
+def test_invalid_root_key_is_one_line(kept: str, tmp_path: Path) -> None:
     if kept == "EC":
         own = ec.generate_private_key(ec.SECP256R1())
         (tmp_path / "rootCA.key").write_bytes(own.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
@@ -81,7 +81,7 @@ def test_what_is_no_root_key_of_flare_is_one_line(kept: str, tmp_path: Path) -> 
         wheels.root_key(tmp_path)
 
 
-def test_a_wheel_whose_metadata_is_no_text_is_none_of_ours(tmp_path: Path) -> None:
+def test_wheel_with_binary_metadata_is_refused(tmp_path: Path) -> None:
     wheel = tmp_path / "consilium-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as file:
         file.writestr("consilium-1.0.dist-info/METADATA", b"\xff\xfe")
@@ -89,7 +89,7 @@ def test_a_wheel_whose_metadata_is_no_text_is_none_of_ours(tmp_path: Path) -> No
         make(wheel, tmp_path / "out", Target("linux-x86_64", "3.11"), (), (), None)
 
 
-def test_the_lock_pins_each_wheel_by_its_hash_and_the_bill_says_the_same(made: Path) -> None:
+def test_lock_and_bill_have_equal_hashes(made: Path) -> None:
     sums = {path.name.split("-")[0]: hashlib.sha256(path.read_bytes()).hexdigest() for path in (made / WHEELS).iterdir()}
     assert (made / LOCK).read_text().split() == [
         "consilium==9.9", f"--hash=sha256:{sums['consilium']}", "tinypart==1.0", f"--hash=sha256:{sums['tinypart']}"
@@ -102,7 +102,7 @@ def test_the_lock_pins_each_wheel_by_its_hash_and_the_bill_says_the_same(made: P
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str((made / SBOM).read_text()) is None  # by CycloneDX' own schema
 
 
-def test_a_changed_or_missing_file_and_another_machine_are_one_line_each(made: Path, tmp_path: Path) -> None:
+def test_install_refuses_changed_files_and_other_machines(made: Path, tmp_path: Path) -> None:
     target = tmp_path / "new"
     (wheel,) = (made / WHEELS).glob("tinypart*")
     kept = wheel.read_bytes()
@@ -126,7 +126,7 @@ def test_a_changed_or_missing_file_and_another_machine_are_one_line_each(made: P
     assert not target.exists()
 
 
-def test_the_script_is_plain_sh(made: Path) -> None:
+def test_install_script_is_plain_sh(made: Path) -> None:
     assert subprocess.run(["dash" if shutil.which("dash") else "sh", "-n", made / INSTALL], check=False).returncode == 0
     assert "@" not in (made / INSTALL).read_text()
 
@@ -139,12 +139,12 @@ def test_the_script_is_plain_sh(made: Path) -> None:
         (Target("linux-x86_64", "3.11", "cpu --pre"), "--accelerator: 'cpu --pre'"),
     ],
 )
-def test_a_target_that_is_none_is_refused(target: Target, field: str, tmp_path: Path) -> None:
+def test_unknown_targets_are_refused(target: Target, field: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(field)):
         make(tmp_path / "x.whl", tmp_path / "out", target, (), (), None)
 
 
-def test_what_is_no_wheel_no_extra_no_key_or_no_new_folder_is_refused(
+def test_wrong_arguments_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wheel, out = write_wheel(tmp_path, "consilium", "9.9"), tmp_path / "out"
@@ -168,7 +168,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow  # uv and pip
-def test_what_the_other_machine_needs_is_collected_and_not_what_this_one_needs(
+def test_wheels_are_for_the_target_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     offline(monkeypatch)
@@ -195,9 +195,7 @@ def test_what_the_other_machine_needs_is_collected_and_not_what_this_one_needs(
 
 
 @pytest.mark.slow  # virtual environments
-def test_it_is_made_and_installed_without_a_network_and_nothing_else_gets_in(
-    tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_install_takes_signed_files_only(tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offline(monkeypatch)
     (tmp_path / "links").mkdir()
     write_wheel(tmp_path / "links", "tinypart", "1.0")

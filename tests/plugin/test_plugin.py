@@ -21,7 +21,8 @@ from consilium.core.registry import Registry
 from consilium.core.schema import validate
 from consilium.core.storage import load_state
 from consilium.federation.job import assemble_job
-from consilium.flare.job.simulator import Simulator, export_job
+from consilium.flare.job.recipe import export_job
+from consilium.flare.job.simulator import Simulator
 from consilium.runtime.engine import simulate
 from consilium.server.coordinator import Coordinator
 from consilium.strategies.fedit import FedIT

@@ -67,8 +67,8 @@ def evidence(
 
 
 def _check(archive: Path, kit: Path | None, fingerprint: str) -> dict[str, Any]:
-    from consilium.flare.admin.evidence import root_fingerprint
     from consilium.flare.admin.evidence import verify as check
+    from consilium.flare.kit.root_keys import root_fingerprint
 
     if (kit is None) == (not fingerprint):
         raise ConfigError(
@@ -78,7 +78,8 @@ def _check(archive: Path, kit: Path | None, fingerprint: str) -> dict[str, Any]:
 
 
 def _make(experiment: str, kit: Path | None, output: Path | None, attacks: list[Path]) -> dict[str, Any]:
-    from consilium.flare.admin.evidence import pack, root_fingerprint, verify
+    from consilium.flare.admin.evidence import pack, verify
+    from consilium.flare.kit.root_keys import root_fingerprint
 
     if kit is None:
         raise ConfigError("--kit: give the site's startup kit, whose key signs")

@@ -171,12 +171,12 @@ def _over_flare(wanted: Wanted) -> tuple[Path, dict[str, float]]:
 def _exported(wanted: Wanted) -> tuple[Path, Ready]:
     """Return FLARE's folder of the job, and what else `_prepared` returns. Raises ConfigError."""
     from consilium.flare.job.job_context import check_federated
-    from consilium.flare.job.simulator import export_job
+    from consilium.flare.job.recipe import export_job
 
     job, ready = _prepared(wanted)
     with _removed_if_empty(ready.folder):
         check_federated(job, job_file(wanted.job))
-        return export_job(job.config, ready.folder), ready
+        return export_job(job.config, ready.folder, wanted.sites), ready
 
 
 def _prepared(wanted: Wanted) -> tuple["Job", Ready]:

@@ -49,7 +49,7 @@ def test_an_odd_answer_costs_its_site_the_round_and_is_told_in_our_words(kind: s
     answer, expected = REPLIES[kind]
     federation = Federation(tmp_path, {n: trained(1.0) for n in ("a", "b", "c")})
     fl_ctx = context(["a", "b", "c"])
-    federation.invitations.send(federation.coordinator, fl_ctx)
+    federation.register(fl_ctx)
     federation.answers["c"] = lambda message: answer
     federation.play_round(fl_ctx)
     assert federation.coordinator.state.round == 1
@@ -76,7 +76,7 @@ def test_an_odd_hello_keeps_its_site_out_and_nobody_else(kind: str, tmp_path: Pa
     federation = Federation(tmp_path, {n: trained(1.0) for n in ("a", "b")})
     federation.answers["c"] = lambda message: wire.encode_dict(wire.HELLO, HELLOS[kind])
     federation.send = lambda *a, **k: _send(federation, *a, **k)
-    federation.invitations.send(federation.coordinator, context(["a", "b", "c"]))
+    federation.register(context(["a", "b", "c"]))
     assert federation.coordinator.sites.keys() == {"a", "b"}
     (one,) = refused(tmp_path)
     assert (one["site"], one["joining"]) == ("c", True)
@@ -96,7 +96,7 @@ def test_an_odd_score_after_the_last_round_does_not_stop_the_results(tmp_path: P
     """A text among the scores used to raise after the result was counted."""
     federation = Federation(tmp_path, {n: trained(0.0) for n in ("a", "b", "c")})
     fl_ctx = context(["a", "b", "c"])
-    federation.invitations.send(federation.coordinator, fl_ctx)
+    federation.register(fl_ctx)
 
     def scored(value: Any) -> Any:
         def answer(message: Shareable) -> Shareable:

@@ -16,7 +16,7 @@ from consilium.core.errors import ConfigError
 from consilium.federation.job import Job, assemble_job
 from consilium.federation.run_folders import check_name, run_folder
 from consilium.flare.job import job_context
-from consilium.flare.job.simulator import OUTPUT
+from consilium.flare.job.simulation import OUTPUT
 from consilium.privacy.accounting.composition import Entry
 from consilium.privacy.ledger.audit import Record
 from consilium.privacy.ledger.ledger import Ledger

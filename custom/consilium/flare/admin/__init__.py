@@ -1,1 +1,1 @@
-"""Commands of administrators: sessions, submission, metrics, evidence."""
+"""Administrators' actions: sessions, submissions, metrics, evidence."""

@@ -1,6 +1,6 @@
-"""What a monitoring system is told of a kit: certificates, disk, runs at a server, budgets and messages at a site.
+"""A kit's numbers for a monitoring system: certificates, disk, runs at a server, budgets and messages at a site.
 
-All is read from files, so it works while FLARE does not.
+They are read from files, so FLARE need not run.
 """
 
 import shutil
@@ -26,7 +26,7 @@ from consilium.report.exposition import Sample
 from consilium.report.metrics_file import read_events
 
 RECENT = 30 * 86400.0
-"""Seconds: runs in which nothing happened for so long are left out."""
+"""Seconds without an event after which a run is left out."""
 HELP = {
     "info": "version of the package that wrote this",
     "written_timestamp_seconds": "when this was written",
@@ -49,7 +49,7 @@ HELP = {
 
 
 def collect(kit: Path) -> list[Sample]:
-    """Return all numbers of a site's or server's kit. Raises ConfigError if it is none."""
+    """Return all numbers of a site's or server's kit. Raises ConfigError for another folder."""
     role = kit_role(kit)
     own = load_crt(certificate(kit))
     found = [Sample("info", 1, {"version": __version__, "role": str(role)}), Sample("written_timestamp_seconds", time.time())]
@@ -74,7 +74,7 @@ def _server(kit: Path, state: Path) -> Iterator[Sample]:
 
 
 def _run(folder: Path, lines: list[dict[str, Any]], seen: dict[str, float]) -> Iterator[Sample]:
-    """Yield a run's numbers, and note in `seen` when each site was last heard of."""
+    """Yield a run's numbers, and put the time of each site's last message into `seen`."""
     of = {"run": folder.name}
     done = [x for x in lines if x["event"] == "concluded"]
     began = {(x["round"], x["phase"]): x["time"] for x in lines if x["event"] == "started"}
@@ -105,7 +105,7 @@ def _site(site: SiteConfig, state: Path) -> Iterator[Sample]:
 
 
 def _record(path: Path) -> tuple[int, bool]:
-    """Return how many messages a record holds, and whether it is as it was written."""
+    """Return the number of messages in a record, and whether it is unaltered."""
     try:
         found = audit.verified(path)
     except (OSError, ValueError, KeyError, TypeError):
@@ -114,7 +114,7 @@ def _record(path: Path) -> tuple[int, bool]:
 
 
 def _privacy(site: SiteConfig, ledger: Ledger) -> Iterator[Sample]:
-    """Yield what each data set has spent, and what its budgets leave; where the ledger is broken, no more than that."""
+    """Yield the spent and remaining budgets of each dataset, and whether the ledger is intact."""
     try:
         entries = ledger.entries()
         sets = {entry.dataset for entry in entries} or {site.privacy.dataset or ""}

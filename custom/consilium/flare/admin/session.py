@@ -1,4 +1,4 @@
-"""An admin's session with a running federation: submit, watch, abort, download. FLARE's errors become one line each."""
+"""An administrator's session with a running federation: submit, watch, abort, download. FLARE's errors become one line each."""
 
 import json
 import re
@@ -7,7 +7,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,20 @@ from consilium.report.progress import progress
 
 ENDED = "FINISHED"
 WAITING = "SUBMITTED"
-TIMED = len("2026-11-22 20:30:00: ")
-"""What FLARE's scheduler begins its lines with."""
+TIMESTAMP = len("2026-11-22 20:30:00: ")
+"""Characters before the text in a line of FLARE's scheduler."""
 LOST = "LOST"
-"""Our name for the status of a job whose server process is gone; `consilium resume` goes on with its run."""
+"""Our status of a job whose server process is gone; `consilium resume` continues its run."""
 NO_REASON = "no reason was left; see the logs of the server and of the sites"
 REJECTED = "error:client_registration "
-"""What FLARE's error begins with where the server has said why it refuses a certificate."""
-MOST_REASONS = 5
-"""Of a list of jobs: each reason is in a result that has to be fetched."""
-MOST_APPS = 64
-"""Of a stored job that are looked into: an author may have put any number there."""
+"""The beginning of FLARE's error with the server's reason for refusing a certificate."""
+MAX_REASONS = 5
+"""Reasons in a list of jobs: each is in a result that must be downloaded."""
+MAX_APPS = 64
+"""Apps of a stored job that are read: an author may put any number there."""
 _RAISED = r"^[A-Za-z_][\w.]*: \S.*$"
 """The last line of a traceback."""
-_SAID = r"^\d\S+ \S+ - \S+ - ERROR - (?:\[.*?\] - )?(?!Traceback)(.*)$"
+_LOGGED = r"^\d\S+ \S+ - \S+ - ERROR - (?:\[.*?\] - )?(?!Traceback)(.*)$"
 FLARE_ERRORS: tuple[type[Exception], ...] = tuple(
     kind for kind in vars(api_spec).values() if isinstance(kind, type) and issubclass(kind, Exception)
 )
@@ -48,7 +48,7 @@ Job = dict[str, Any]
 
 
 class Admin:
-    """What an admin may do. Jobs are named by FLARE's id, its beginning, or the experiment (then its last submission)."""
+    """An administrator's actions. A job is named by FLARE's id, its beginning, or the experiment (then its last submission)."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -59,14 +59,14 @@ class Admin:
         return Path(self.session.upload_dir)
 
     def jobs(self) -> list[Job]:
-        """Return FLARE's notes on all jobs, oldest first. FLARE lists a job that ended with its server as running for ever."""
+        """Return FLARE's metadata of all jobs, oldest first. Those whose server process died are LOST; FLARE says RUNNING."""
         running = {job.job_id for job in self.session.get_system_info().job_info}
         jobs = sorted(self.session.list_jobs(detailed=True), key=lambda job: job["submit_time"])
         lost = {job["job_id"] for job in jobs if job["status"] == "RUNNING"} - running
         return [job | {"status": LOST} if job["job_id"] in lost else job for job in jobs]
 
     def find(self, name: str) -> Job:
-        """Return FLARE's notes on one job. Raises ConfigError if there is none."""
+        """Return FLARE's metadata of one job. Raises ConfigError if there is none."""
         jobs = self.jobs()
         found = self._last_of(name, jobs) or next((job for job in reversed(jobs) if job["job_id"].startswith(name)), None)
         if found is None:
@@ -74,20 +74,18 @@ class Admin:
         return found
 
     def _last_of(self, experiment: str, jobs: list[Job]) -> Job | None:
-        """Return an experiment's last submission. Jobs that FLARE's own tools submitted say its name in their files only."""
-        by_notes = (job for job in reversed(jobs) if experiment_of(job) == experiment)
-        by_files = (job for job in reversed(jobs) if not job.get("experiment") and self._named(job["job_id"]) == experiment)
-        return next(by_notes, None) or next(by_files, None)
+        """Return an experiment's last submission. Of jobs that FLARE's own tools submitted, only job.yaml names it."""
 
-    def _named(self, job_id: str) -> str | None:
-        """Return the experiment that the job's own job.yaml names, None where it names none or cannot be had."""
-        with tempfile.TemporaryDirectory() as folder:
-            try:
+        def in_file(job_id: str) -> str | None:
+            with tempfile.TemporaryDirectory() as folder, suppress(*NO_JOB):
                 content = Path(self.session.download_job_result(job_id, folder)) / "job"
                 (file,) = content.glob("*/app/config/job.yaml")
                 return _experiment_in(file)
-            except NO_JOB:
-                return None
+            return None
+
+        by_metadata = (job for job in reversed(jobs) if experiment_of(job) == experiment)
+        by_files = (job for job in reversed(jobs) if not job.get("experiment") and in_file(job["job_id"]) == experiment)
+        return next(by_metadata, None) or next(by_files, None)
 
     def submit(self, folder: Path) -> str:
         """Submit a job folder; return FLARE's job id."""
@@ -98,23 +96,22 @@ class Admin:
         return {client.name for client in self.session.get_system_info().client_info}
 
     def attendance(self) -> dict[str, Any]:
-        """Return the server's facts on its sites (heartbeat_server.py). Raises ConsiliumError if its kit is too old."""
-        said = self.session._do_command("check_status server")["meta"].get(KEY)
-        if said is None:
-            raise ConsiliumError(
-                "the server's kit has nothing that counts its sites; run `consilium allow KIT` there, restart it"
-            )
-        return said
+        """Return the server's list of sites (heartbeat_server.py). Raises ConsiliumError if its kit is too old."""
+        found = self.session._do_command("check_status server")["meta"].get(KEY)
+        if found is None:
+            what = "the server's kit has nothing that counts its sites"
+            raise ConsiliumError(f"{what}; run `consilium allow KIT` there, restart it")
+        return found
 
     def await_sites(self, wanted: set[str], seconds: float) -> set[str]:
-        """Wait until these sites are connected; return those that are not when time is up."""
+        """Wait until these sites are connected, for at most so many seconds; return those that are not."""
         ends = time.monotonic() + seconds
         while (missing := wanted - self.sites()) and time.monotonic() < ends:
             time.sleep(1)
         return missing
 
     def former_sites(self, experiment: str) -> set[str]:
-        """Return the sites that an experiment's last job had. Raises ConfigError if that still runs, or waits to."""
+        """Return the sites of an experiment's last job. Raises ConfigError if it still runs or waits."""
         last = self._last_of(experiment, self.jobs())
         if last is None:
             return set()
@@ -123,7 +120,7 @@ class Admin:
         return {line.split(":")[0] for line in last.get("job_deploy_detail", []) if line.endswith(": OK")} - {"server"}
 
     def status(self, name: str) -> Job:
-        """Return one job's id, experiment and status with its progress, and why it ended early or could not be deployed."""
+        """Return one job's id, experiment, status and progress, and why it ended early or could not be deployed."""
         meta = self.find(name)
         found: Job = {"job_id": meta["job_id"], "experiment": experiment_of(meta), "status": meta["status"]}
         found["problems"] = [line for line in meta.get("job_deploy_detail", []) if not line.endswith(": OK")]
@@ -138,32 +135,31 @@ class Admin:
         return found
 
     def reasons(self, jobs: list[Job]) -> list[str]:
-        """Return, for each of these jobs, in one line why it failed; "" for others, and for all but the newest MOST_REASONS."""
-        failed = [job["job_id"] for job in jobs if job["status"] == LOST or _failed(job["status"])][-MOST_REASONS:]
+        """Return a line for each job that says why it failed; "" for other jobs and all but the newest MAX_REASONS."""
+        failed = [job["job_id"] for job in jobs if job["status"] == LOST or _failed(job["status"])][-MAX_REASONS:]
         return [self._why(job) if job["job_id"] in failed else "" for job in jobs]
 
     def _why(self, job: Job) -> str:
         if job["status"] == LOST:
             return "its server process is gone; `consilium resume` goes on from the last finished round"
         undeployed = [line for line in job.get("job_deploy_detail", []) if not line.endswith(": OK")]
-        said = self._outcome(job["job_id"]).get("reason") or "; ".join(undeployed)
-        return " ".join((said or self._unscheduled(job["job_id"]) or NO_REASON).split())
+        reason = self._outcome(job["job_id"]).get("reason") or "; ".join(undeployed)
+        return " ".join((reason or self._unscheduled(job["job_id"]) or NO_REASON).split())
 
     def _unscheduled(self, job_id: str) -> str:
-        """Return what FLARE's scheduler last said of a job that it has not started, "" where it said nothing."""
+        """Return the last lines of FLARE's scheduler about a job that it has not started, "" for none."""
         history = self.session.get_job_meta(job_id).get("schedule_history") or []
-        said = dict.fromkeys(line[TIMED:] for line in map(str, history[-2:]))
-        return "; ".join(one for one in said if one != "scheduled")
+        return "; ".join(text for text in dict.fromkeys(str(line)[TIMESTAMP:] for line in history[-2:]) if text != "scheduled")
 
     def _running(self, job_id: str) -> Job | None:
-        """Return a running job's progress; None before its controller has started and while it ends."""
+        """Return a running job's progress; None before its controller starts and while it ends."""
         try:
             return self.session.show_stats(job_id, api_spec.TargetType.SERVER).get("server", {}).get("consilium")
         except FLARE_ERRORS:
             return None
 
     def _outcome(self, job_id: str) -> Job:
-        """Return an ended job's progress and reason from its result, where this admin may have it."""
+        """Return an ended job's progress and reason from its result, if this administrator may download it."""
         with tempfile.TemporaryDirectory() as folder:
             try:
                 result = self.download(job_id, Path(folder))
@@ -176,7 +172,7 @@ class Admin:
             return {"progress": finished} | ({"reason": reason} if reason else {})
 
     def download(self, job_id: str, destination: Path) -> Path:
-        """Fetch an ended job's result; return the folder of ours in it, see RunLog."""
+        """Download an ended job's result; return our folder in it, see RunLog."""
         return Path(self.session.download_job_result(job_id, str(destination))) / "workspace" / "consilium"
 
     def abort(self, job_id: str) -> None:
@@ -189,15 +185,15 @@ def _failed(status: str) -> bool:
 
 
 def experiment_of(job: Job) -> str:
-    """Return the name a job's files go by at the server; see context.experiment."""
+    """Return the name of a job's run at the server; see job_context.experiment."""
     return job.get("experiment") or default_name(job["name"], job["job_id"])
 
 
 def stored_jobs(kit: Path, experiment: str) -> list[Path]:
-    """Return where FLARE keeps an experiment's jobs at the server, a folder each; of unreadable ones it cannot be said.
+    """Return FLARE's folders of an experiment's jobs at the server; unreadable ones are left out.
 
-    By FLARE's notes, or by the jobs' own files where FLARE's tools submitted them. Raises ConfigError for a kit that names no
-    such place.
+    They are found by FLARE's metadata, or by the jobs' own files if FLARE's tools submitted them. Raises ConfigError for a kit
+    that names no folder of jobs.
     """
     path = kit / "local" / "resources.json"
     try:
@@ -216,31 +212,23 @@ def _is_of(meta: Path, experiment: str) -> bool:
 
 
 def _names(stored: Path, experiment: str) -> bool:
-    """Tell whether a job.yaml in a job's archive names this experiment."""
-    try:
-        with zipfile.ZipFile(stored) as job:
-            files = [zipfile.Path(job, name) for name in job.namelist() if name.endswith("/config/job.yaml")]
-            return any(_is_in(file, experiment) for file in files[:MOST_APPS])
-    except Exception:  # whatever somebody submitted
-        return False
-
-
-def _is_in(file: zipfile.Path, experiment: str) -> bool:
-    """Tell whether a job.yaml names this experiment; one that cannot be read hides none that can."""
-    try:
-        return _experiment_in(file) == experiment
-    except Exception:  # whatever somebody submitted
-        return False
+    """Return whether a job.yaml in a job's archive names this experiment. Others there may be unreadable."""
+    with suppress(Exception), zipfile.ZipFile(stored) as job:  # an author may submit anything
+        for name in [name for name in job.namelist() if name.endswith("/config/job.yaml")][:MAX_APPS]:
+            with suppress(Exception):
+                if _experiment_in(zipfile.Path(job, name)) == experiment:
+                    return True
+    return False
 
 
 def _experiment_in(file: Path | zipfile.Path) -> str | None:
-    """Return the experiment that a job.yaml names, None where it names none. Raises ConfigError."""
+    """Return the experiment that a job.yaml names, None for none. Raises ConfigError."""
     raw = read_yaml(file)
     return str(raw["experiment"]) if isinstance(raw, dict) and raw.get("experiment") else None
 
 
 def _progress_left(result: Path) -> Job | None:
-    """Return an ended job's progress; None where its result holds none, or, from a full disk, half of it."""
+    """Return an ended job's progress; None if its result holds none, or an incomplete one of a full disk."""
     try:
         return progress(result) if (result / "metrics.jsonl").is_file() else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError):
@@ -248,42 +236,42 @@ def _progress_left(result: Path) -> Job | None:
 
 
 def reason_left(result: Path) -> str | None:
-    """Return why a job ended early, from the folder of ours in its result: our own line, else what FLARE's log there says."""
+    """Return why a job ended early: the line in our folder of its result, else the error in FLARE's log; None for neither."""
     stopped, log = result / "stopped.txt", result.parent / "error_log.txt"
     if stopped.is_file() and (ours := stopped.read_text(encoding="utf-8", errors="replace").strip()):
         return ours
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    raised, said = (re.findall(pattern, text, re.MULTILINE) for pattern in (_RAISED, _SAID))
-    return next((line.strip() for line in (*raised, *said)), None)
+    found = [line for pattern in (_RAISED, _LOGGED) for line in re.findall(pattern, text, re.MULTILINE)]
+    return found[0].strip() if found else None
 
 
 def _no_connection(kit: Path, error: Exception) -> str:
-    """Return why there is no session: what the server said of this kit, else what is wrong on the way to it."""
-    inner = error.__context__  # FLARE puts an error without a reason around that which has it
-    said = str(inner if isinstance(inner, FLCommunicationError) else error)
-    if said.startswith(REJECTED):
-        return f"the server refuses this kit ({said.removeprefix(REJECTED)}); ask the hub whether it was revoked"
-    return f"no connection to the server ({said}); {why_no_connection(kit) or 'see that it runs and can be reached'}"
+    """Return why there is no session: the server's reason for refusing this kit, else the fault of the connection."""
+    inner = error.__context__  # FLARE wraps an error with a reason in one without
+    text = str(inner if isinstance(inner, FLCommunicationError) else error)
+    if text.startswith(REJECTED):
+        return f"the server refuses this kit ({text.removeprefix(REJECTED)}); ask the hub whether it was revoked"
+    return f"no connection to the server ({text}); {why_no_connection(kit) or 'see that it runs and can be reached'}"
 
 
 def _connected(user: str, kit: Path, seconds: float) -> Session:
-    """Return FLARE's session. Raises ConsiliumError where the server answers before it has read its own certificate."""
+    """Return FLARE's session. Raises ConsiliumError if the server has not yet read its own certificate."""
     try:
         return new_secure_session(user, str(kit.resolve()), timeout=seconds)
-    except TypeError:  # FLARE's own: it reads the certificate that is not in the answer
+    except TypeError:  # FLARE's: the answer has no certificate
         raise ConsiliumError(f"{kit}: the server is only just starting; try again in a minute") from None
 
 
 @contextmanager
 def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
-    """Log in with an admin's startup kit. Raises ConfigError for no such kit, ConsiliumError for all that FLARE refuses."""
+    """Log in with an administrator's startup kit. Raises ConfigError for another kit, ConsiliumError for FLARE's errors."""
     config = kit / "startup" / "fed_admin.json"
     if not config.is_file():
         raise ConfigError(f"--kit: {kit}: not an admin's startup kit (no startup/fed_admin.json); give its folder")
     check_time(kit)
     user = json.loads(config.read_text(encoding="utf-8"))["admin"]["username"]
     try:
-        with redirect_stdout(sys.stderr):  # FLARE's own chatter; ours may be read by programs
+        with redirect_stdout(sys.stderr):  # FLARE prints; programs read our output
             session = _connected(user, kit, seconds)
         try:
             yield Admin(session)

@@ -1,4 +1,4 @@
-"""A job folder as it is submitted: one run of a job, with a name of its own, in the admin kit's upload folder."""
+"""The job folder of one submission: a run under its own experiment name, in the administrator kit's upload folder."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from consilium.config.job import JobConfig, job_file, load_job
+from consilium.config.job import job_file, load_job
 from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
 from consilium.federation.run_folders import check_name
@@ -22,9 +22,9 @@ CONTROLLER = "consilium.flare.job.controller.RoundController"
 
 
 def prepare(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: Path) -> Path:
-    """Return a new job folder UPLOADS/EXPERIMENT: a copy of `job`, or what a bare job.yaml comes to, with `overrides`.
+    """Return a new job folder UPLOADS/EXPERIMENT: a copy of `job`, or the export of a job.yaml, with `overrides`.
 
-    Raises ConfigError, before anything is submitted, for a job that cannot run or a name that was used from here before.
+    Raises ConfigError for a job that cannot run, and for a name that was submitted from this kit before.
     """
     folder = uploads / check_name(experiment)
     if folder.exists():
@@ -36,7 +36,7 @@ def prepare(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: P
 
 @contextmanager
 def submitting(folder: Path) -> Iterator[None]:
-    """Take the job folder away again if the block fails, or is interrupted: what was not submitted leaves its name free."""
+    """Delete the job folder if the block fails or is interrupted, so that the experiment's name is free again."""
     try:
         yield
     except BaseException:
@@ -45,9 +45,9 @@ def submitting(folder: Path) -> Iterator[None]:
 
 
 def prepare_again(experiment: str, uploads: Path, job: Path | None) -> Path:
-    """Return the folder of an experiment, set to go on from the server's checkpoint.
+    """Return the folder of an experiment, set to resume from the server's checkpoint.
 
-    `job` is what it was submitted with; not needed where that was from this kit. Raises ConfigError if it is not known.
+    `job`: the job that was submitted, if that was from another kit. Raises ConfigError for an unknown experiment.
     """
     folder = uploads / check_name(experiment)
     if job is not None:
@@ -66,32 +66,24 @@ def prepare_again(experiment: str, uploads: Path, job: Path | None) -> Path:
 
 @contextmanager
 def _built(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: Path) -> Iterator[Path]:
-    """Yield the finished job folder, in a hidden folder that goes when the block ends. Raises ConfigError."""
+    """Yield the finished job folder, in a hidden folder that is deleted when the block ends. Raises ConfigError."""
     config = load_job(job, {**overrides, "experiment": experiment}, plugins=None, author=True)
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).encode()
     uploads.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=uploads, prefix=".") as place:
         folder = Path(place) / "ready"
         if (job / "meta.json").is_file():
-            _check_tasks(job, config)
+            tasks = (job / "app/config/config_fed_client.json").read_text(encoding="utf-8")
+            if config.secure_aggregation is not None and f'"{MASKS}"' not in tasks:
+                what = f"{job}: is a ready job folder without secure aggregation, so its sites would not answer"
+                raise ConfigError(f"secure_aggregation: {what}; give its app/config/job.yaml instead")
             shutil.copytree(job, folder)
         else:
             write_atomic(Path(place) / "job.yaml", text)
             export(Path(place) / "job.yaml", Path(place) / "export").rename(folder)
         write_atomic(job_file(folder), text)
-        _edit(folder / "meta.json", {"min_clients": config.federation.min_sites, "experiment": experiment})
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta |= {"min_clients": config.federation.min_sites, "experiment": experiment}
+        write_atomic(folder / "meta.json", json.dumps(meta, indent=2).encode())
         federated_job(job_file(folder), None)
         yield folder
-
-
-def _check_tasks(job: Path, config: JobConfig) -> None:
-    """Raise ConfigError for a ready folder whose sites would not know secure aggregation's task."""
-    asked = (job / "app/config/config_fed_client.json").read_text(encoding="utf-8")
-    if config.secure_aggregation is not None and f'"{MASKS}"' not in asked:
-        what = f"{job}: is a ready job folder without secure aggregation, so its sites would not answer"
-        raise ConfigError(f"secure_aggregation: {what}; give its app/config/job.yaml instead")
-
-
-def _edit(path: Path, values: dict[str, Any]) -> None:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    write_atomic(path, json.dumps(found | values, indent=2).encode())

@@ -22,7 +22,7 @@ from consilium.strategies.strategy import Strategy
 
 @dataclass(frozen=True)
 class Ready:
-    """What a run needs: its job, its privacy plan, and the results of the round so far."""
+    """A run's job, its privacy plan, and the results of the round so far."""
 
     job: Job
     plan: Plan | None
@@ -32,9 +32,8 @@ class Ready:
 class StrategyAggregator(ModelAggregator):
     """Aggregates updates by the strategy of the job.yaml in the app's config folder.
 
-    Under FLARE's own workflows, which broadcast one payload, it fits strategies that share all they train (fedit, ffa_lora
-    after its start, centralized). Those with a server half of their own are refused there. Results that the server's check
-    refuses are left out with a warning.
+    FLARE's own workflows broadcast one payload. They fit strategies that share all trained parameters (fedit, ffa_lora after
+    its start, centralized); others are refused there. Results that the server's check refuses are left out with a warning.
     """
 
     def __init__(self) -> None:
@@ -42,7 +41,7 @@ class StrategyAggregator(ModelAggregator):
         self._ready: Ready | None = None
 
     def use(self, job: Job) -> RoundAggregate:
-        """Return the aggregate this component holds, made for `job`."""
+        """Make and return the aggregate for `job`."""
         aggregate = aggregate_for(job)
         self._ready = Ready(job, make_plan(job.config, job.strategy, names=job.initial), aggregate)
         return self._ready.aggregate
@@ -58,19 +57,19 @@ class StrategyAggregator(ModelAggregator):
     def accept_model(self, model: FLModel) -> None:
         """Add one site's difference, weighted by its NUM_STEPS_CURRENT_ROUND (its sample count) as the job allows."""
         try:
-            self._add(self._at_work(), model)
+            self._add(self._running(), model)
         except RefusedError as error:
             self.warning(f"{shown(model.meta.get('client_name', 'a site'))}: result refused: {error}")
-        except Exception as error:  # a model of another kind than ours costs its sender the round and nobody else
+        except Exception as error:  # a malformed model costs its sender the round, and no other site
             self.exception(f"{shown(model.meta.get('client_name', 'a site'))}: result refused ({type(error).__name__})")
 
-    def _at_work(self) -> "Ready":
-        """Return what the run has made. Raises ConfigError before it has begun."""
+    def _running(self) -> Ready:
+        """Return the run's state. Raises ConfigError before it has begun."""
         if self._ready is None:
             raise ConfigError("StrategyAggregator: no run has begun")
         return self._ready
 
-    def _add(self, ready: "Ready", model: FLModel) -> None:
+    def _add(self, ready: Ready, model: FLModel) -> None:
         """Check and add one result. Raises RefusedError."""
         rest = model.meta.get(wire.KEY, {})
         update = Payload(model.current_round or 0, rest.get("phase", 0), dict(model.params or {}), rest.get("scalars", {}))
@@ -83,8 +82,8 @@ class StrategyAggregator(ModelAggregator):
         ready.aggregate.add(site, update, ready.job.config.weight(count), sent)
 
     def aggregate_model(self) -> FLModel:
-        """Return the mean difference in the tensors' own type. Raises ConfigError where the server has more to do."""
-        ready = self._at_work()
+        """Return the mean difference in the tensors' own type. Raises ConfigError for jobs whose server does more than that."""
+        ready = self._running()
         _check_mean(ready.job.strategy)
         if ready.job.config.secure_aggregation is not None:
             raise ConfigError("secure_aggregation: only RoundController opens masked sums; use it, or remove the section")
@@ -102,7 +101,7 @@ class StrategyAggregator(ModelAggregator):
 
 
 def _check_mean(strategy: Strategy) -> None:
-    """Raise ConfigError for a strategy whose server does more than to add a mean and to send it to all alike."""
+    """Raise ConfigError for a strategy whose server does more than add a mean and broadcast the result."""
     own, base = type(strategy), Strategy
     if strategy.needs == "sites" or own.merge is not base.merge or own.broadcast is not base.broadcast:
         what = "FLARE's own workflows add the mean update to one model that they send to all, and its server does more"
@@ -110,6 +109,6 @@ def _check_mean(strategy: Strategy) -> None:
 
 
 def _sent(job: Job, update: Payload) -> Payload:
-    """Return names and shapes of what every site was sent."""
+    """Return the payload that every site was sent, for its names and shapes."""
     state = replace(job.strategy.init_state(job.initial), round=update.round, phase=update.phase)
     return job.strategy.broadcast(state, SiteInfo("", 1, joined=True))

@@ -1,15 +1,12 @@
-"""The server's FLARE controller: one Coordinator, one task per site and phase, quorum, grace and timeout."""
+"""The server's FLARE controller: it runs the rounds of one Coordinator by tasks to the sites."""
 
 import errno
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from nvflare.apis.client import Client
-from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
@@ -17,28 +14,24 @@ from nvflare.apis.signal import Signal
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 from pydantic import Field, StrictBool, StrictFloat
 
-from consilium.core.errors import ConsiliumError, RefusedError
+from consilium.core.errors import ConsiliumError
 from consilium.core.schema import Section, validate
-from consilium.flare.job import job_context, replies, wire
+from consilium.flare.job import job_context, wire
 from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.flare.job.cross_site_tasks import cross_sites
-from consilium.flare.job.gc import tidy
-from consilium.flare.job.registration import Invitations
+from consilium.flare.job.registration import Registration
 from consilium.flare.job.secagg_tasks import MaskedTasks
-from consilium.flare.job.timers import share_timers
-from consilium.flare.kit.revocation import REFUSED
+from consilium.flare.job.tasks import TaskSender
+from consilium.flare.patches import share_timers
 from consilium.report.progress import progress
 from consilium.server.coordinator import Coordinator
 from consilium.server.cross_site import CrossSites, former_state
 from consilium.server.initialization import keep_inside
 from consilium.server.masked_round import MaskedRounds
 
-OnResult = Callable[[str, Shareable], None]
-Messages = dict[str, Shareable]
-
 
 class Arguments(Section):
-    """What config_fed_server.json, which the job's author writes, may set. `task_check_period`: seconds between two looks."""
+    """The arguments that a job may set in config_fed_server.json. `task_check_period`: seconds between two looks at tasks."""
 
     aggregator_id: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")] = "aggregator"
     resume: StrictBool = False
@@ -46,10 +39,7 @@ class Arguments(Section):
 
 
 class RoundController(Controller):
-    """Sends every site its own payload as a task of its own: FLARE hands all receivers of one task the first one's data.
-
-    Raises ConfigError for an argument that is none of these, of another type or out of bounds.
-    """
+    """Runs a job's rounds. Raises ConfigError for an argument of another type or out of bounds."""
 
     def __init__(self, aggregator_id: str = "aggregator", resume: bool = False, task_check_period: float = 0.2) -> None:
         given = {"aggregator_id": aggregator_id, "resume": resume, "task_check_period": task_check_period}
@@ -59,12 +49,11 @@ class RoundController(Controller):
         self.coordinator: Coordinator | None = None
         self.crossing: CrossSites | None = None
         self.masked: MaskedTasks | None = None
-        self.invitations = Invitations(self)
-        self._heard: set[str] = set()
+        self.registration: Registration | None = None
         self._revoked: Callable[[], set[str]] = set
 
     def start_controller(self, fl_ctx: FLContext) -> None:
-        """Read the job; a job that cannot run stops here, with one line that says why."""
+        """Read the job. A job that cannot run ends here with one line that says why."""
         wire.register()
         share_timers()
         try:
@@ -82,18 +71,18 @@ class RoundController(Controller):
             if job.config.cross_site and saved:
                 self.crossing = CrossSites(self.coordinator, job.config.cross_site, saved)
             if job.config.secure_aggregation:
-                self.masked = MaskedTasks(self, MaskedRounds(self.coordinator, *job_context.federation_root(fl_ctx)))
+                self.masked = MaskedTasks(MaskedRounds(self.coordinator, *job_context.federation_root(fl_ctx)))
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
 
     def _give_up(self, error: ConsiliumError, fl_ctx: FLContext) -> None:
-        """End the job with one line that says why, also in what an admin may download."""
+        """End the job with one line that says why, also in the published files."""
         with suppress(OSError):  # a full disk
             job_context.publish_reason(fl_ctx, str(error))
         self.system_panic(str(error), fl_ctx)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Tell an admin who asks (`consilium status`, `nvflare job stats`) how far the run is."""
+        """Answer an administrator's `consilium status` or `nvflare job stats` with the run's progress."""
         super().handle_event(event_type, fl_ctx)
         collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
         asked = event_type == InfoCollector.EVENT_TYPE_GET_STATS and isinstance(collector, GroupInfoCollector)
@@ -101,33 +90,36 @@ class RoundController(Controller):
             collector.set_info("consilium", progress(self.coordinator.folder))
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
-        """Close the run's files and lay out what may be downloaded."""
-        self.invitations.close()
+        """Close the run's files and publish those that an administrator may download."""
+        if self.registration:
+            self.registration.close()
         if self.coordinator:
             self.coordinator.close()
             job_context.publish(fl_ctx, self.coordinator.folder)
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        """Run all rounds and the closing evaluation. Under the quorum the job ends with the reason; its checkpoint stays."""
+        """Run all rounds and the final evaluation. Under the quorum the job ends with the reason; its checkpoint stays."""
         if (c := self.coordinator) is None:
             return
-        self.invitations.watch(c, fl_ctx)
+        tasks = TaskSender(self, c, abort_signal, fl_ctx, self._revoked, self.task_check_period)
+        self.registration = Registration(tasks)
         try:
-            self.wait_for(c, self.invitations.send(c, fl_ctx), lambda: len(c.trainers) >= c.quorum, abort_signal)
-            if c.survey.wanted and not abort_signal.triggered:
-                self._survey(c, abort_signal, fl_ctx)
-            if self.crossing and not abort_signal.triggered:
-                cross_sites(self, self.crossing, abort_signal, fl_ctx)
-            while not c.done and not abort_signal.triggered:
+            tasks.wait_for(self.registration.send(), lambda: len(c.trainers) >= c.quorum)
+            if c.survey.wanted and not tasks.aborted:
+                collect_statistics(tasks)
+            if self.crossing and not tasks.aborted:
+                cross_sites(tasks, self.crossing)
+            while not c.done and not tasks.aborted:
                 if self.masked:
-                    self.masked.round(abort_signal, fl_ctx)
-                    self.invitations.send(c, fl_ctx)
+                    self.masked.round(tasks)
                 else:
-                    self._round(c, abort_signal, fl_ctx)
-            if not abort_signal.triggered:
-                self._final(c, abort_signal, fl_ctx)
-            if abort_signal.triggered:
-                job_context.publish_reason(fl_ctx, self._broken_off(c))
+                    train_round(tasks)
+                if not tasks.aborted:
+                    self.registration.send()  # a site that came late takes part as soon as it has replied
+            if not tasks.aborted:
+                evaluate_finally(tasks)
+            if tasks.aborted:
+                job_context.publish_reason(fl_ctx, self._abort_reason(tasks, self.registration))
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
         except OSError as error:
@@ -135,11 +127,13 @@ class RoundController(Controller):
             what = f"the server cannot use the run's files ({error.strerror or error}); {remedy}, then `consilium resume`"
             self._give_up(ConsiliumError(what), fl_ctx)
 
-    def _broken_off(self, coordinator: Coordinator) -> str:
-        """Return where the run was when FLARE ended it. For a class that a site's list lacks it tells no more than that."""
-        silent = self.invitations.sent.keys() - self._heard or coordinator.asked.keys() - coordinator.accepted
-        place = f"in round {coordinator.state.round + 1}" if coordinator.asked else "between rounds"
-        place = place if coordinator.sites else "before the first round"
+    @staticmethod
+    def _abort_reason(tasks: TaskSender, registration: Registration) -> str:
+        """Return in which round FLARE ended the job, and which sites were silent. FLARE says no more."""
+        c = tasks.coordinator
+        silent = registration.sent.keys() - tasks.replied or c.asked.keys() - c.accepted
+        place = f"in round {c.state.round + 1}" if c.asked else "between rounds"
+        place = place if c.sites else "before the first round"
         return f"FLARE ended the job {place}" + (f"; see the logs of {', '.join(sorted(silent))}" if silent else "")
 
     def process_result_of_unknown_task(
@@ -148,154 +142,46 @@ class RoundController(Controller):
         """Drop a result that comes after its phase has ended."""
         self.log_warning(fl_ctx, f"{client.name}: late result of task {task_name} dropped; its phase has ended")
 
-    def _survey(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        """Ask every site for its statistics; one that gives none is no reason to stop."""
-        survey = coordinator.survey
-        asks = {name: wire.encode_dict(wire.STATISTICS, {"run": coordinator.run}) for name in sorted(coordinator.sites)}
-        survey.begin(asks)
 
-        def record(name: str, result: Shareable) -> None:
-            survey.accept(name, result.get(wire.STATISTICS))
+def collect_statistics(tasks: TaskSender) -> None:
+    """Ask every site for its statistics; the job goes on without those that give none."""
+    c, survey = tasks.coordinator, tasks.coordinator.survey
+    messages = {name: wire.encode_dict(wire.STATISTICS, {"run": c.run}) for name in sorted(c.sites)}
+    survey.begin(messages)
 
-        self.exchange(
-            coordinator, wire.STATISTICS, asks, record, lambda: len(survey.found) >= coordinator.quorum, abort_signal, fl_ctx
-        )
-        if not abort_signal.triggered:
-            survey.finish()
+    def record(name: str, result: Shareable) -> None:
+        survey.accept(name, result.get(wire.STATISTICS))
 
-    def _round(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        payloads = wire.encode_each(coordinator.start(), coordinator.run)
-        held_out = self.evaluate_held_out(coordinator, fl_ctx)
+    tasks.exchange(wire.STATISTICS, messages, record, lambda: len(survey.found) >= c.quorum)
+    if not tasks.aborted:
+        survey.finish()
 
-        def accept(name: str, result: Shareable) -> None:
-            if reason := coordinator.accept(name, wire.decode(result)[0]):
-                self.log_warning(fl_ctx, f"{name}: result refused: {reason}")
 
-        self.exchange(coordinator, wire.TRAIN, payloads, accept, lambda: coordinator.has_quorum, abort_signal, fl_ctx)
-        self.end_held_out(coordinator, held_out, abort_signal, fl_ctx)
-        if not abort_signal.triggered:
-            coordinator.conclude()
-            self.invitations.send(coordinator, fl_ctx)  # a site that came late takes part as soon as it has answered
+def train_round(tasks: TaskSender) -> None:
+    """Run one phase of a round without masks."""
+    c = tasks.coordinator
+    payloads = wire.encode_each(c.start(), c.run)
+    held_out = tasks.send_held_out()
 
-    def evaluate_held_out(self, coordinator: Coordinator, fl_ctx: FLContext) -> dict[str, Task]:
-        """Let sites that do not train in this round evaluate, while the others train."""
-        payloads = wire.encode_each(coordinator.held_out(), coordinator.run)
+    def accept(name: str, result: Shareable) -> None:
+        if reason := c.accept(name, wire.decode(result)[0]):
+            tasks.controller.log_warning(tasks.fl_ctx, f"{name}: result refused: {reason}")
 
-        def record(name: str, result: Shareable) -> None:
-            coordinator.accept_held_out(name, wire.decode(result)[0])
+    tasks.exchange(wire.TRAIN, payloads, accept, lambda: c.has_quorum)
+    tasks.end_held_out(held_out)
+    if not tasks.aborted:
+        c.conclude()
 
-        return self.send_tasks(coordinator, wire.EVALUATE, payloads, record, set(), fl_ctx)
 
-    def end_held_out(self, coordinator: Coordinator, tasks: dict[str, Task], abort_signal: Signal, fl_ctx: FLContext) -> None:
-        """Wait for what `evaluate_held_out` has sent, at most for the job's grace, and cancel what is left."""
-        self.wait_for(coordinator, tasks, lambda: True, abort_signal)
-        for task in tasks.values():
-            self.cancel_task(task, TaskCompletionStatus.CANCELLED, fl_ctx)
+def evaluate_finally(tasks: TaskSender) -> None:
+    """Run the final evaluation and close the run."""
+    c, recorded = tasks.coordinator, set[str]()
 
-    def _final(self, coordinator: Coordinator, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        payloads = wire.encode_each(coordinator.final() if coordinator.job.config.trains else {}, coordinator.run)
-        recorded: set[str] = set()
+    def record(name: str, result: Shareable) -> None:
+        if c.accept_final(name, wire.decode(result)[0]) is None:
+            recorded.add(name)
 
-        def record(name: str, result: Shareable) -> None:
-            if coordinator.accept_final(name, wire.decode(result)[0]) is None:
-                recorded.add(name)
-
-        self.exchange(
-            coordinator, wire.EVALUATE, payloads, record, lambda: len(recorded) >= coordinator.quorum, abort_signal, fl_ctx
-        )
-        if not abort_signal.triggered:
-            coordinator.finish()
-
-    def exchange(
-        self,
-        coordinator: Coordinator,
-        task_name: str,
-        messages: Messages,
-        on_result: OnResult,
-        enough: Callable[[], bool],
-        abort_signal: Signal,
-        fl_ctx: FLContext,
-        grace: float | None = None,
-    ) -> None:
-        """Send each site its message and wait for all answers; once there are `enough`, at most `grace` seconds more.
-
-        A site whose process FLARE holds for dead is not waited for; should it come back, the next phase asks it again.
-        """
-        answered: set[str] = set()
-        gone = {name for name in messages if self.get_client_disconnect_time(name)}
-        for name in sorted(gone):
-            self.log_warning(fl_ctx, f"{name}: {coordinator.refuse(name, 'its process has ended; see its log')}")
-        for name in sorted(self._revoked() & messages.keys() - gone):
-            self.log_warning(fl_ctx, f"{name}: {coordinator.refuse(name, REFUSED)}")
-        present = {name: message for name, message in messages.items() if name not in gone}
-        tasks = self.send_tasks(coordinator, task_name, present, on_result, answered, fl_ctx)
-        self.wait_for(coordinator, tasks, enough, abort_signal, grace)
-        for name in sorted(tasks.keys() - answered):
-            if not abort_signal.triggered:
-                reason = coordinator.refuse(name, "no answer in time; the round goes on without it")
-                self.log_warning(fl_ctx, f"{name}: {reason}")
-                self.cancel_task(tasks[name], TaskCompletionStatus.CANCELLED, fl_ctx)
-        tidy()
-
-    def send_tasks(
-        self,
-        coordinator: Coordinator,
-        task_name: str,
-        messages: Messages,
-        on_result: OnResult,
-        answered: set[str],
-        fl_ctx: FLContext,
-    ) -> dict[str, Task]:
-        """Send a task of its own to every site; results and failures are noted in `answered` as they arrive."""
-        received = partial(self._received, coordinator, task_name, on_result, answered)
-        timeout = int(coordinator.job.config.federation.round_timeout)
-        wanted = {n: m for n, m in messages.items() if n not in self._revoked()}
-        tasks = {n: Task(task_name, m, timeout=timeout, result_received_cb=received) for n, m in wanted.items()}
-        for name, task in tasks.items():
-            self.send(task, fl_ctx, targets=[name])
-        return tasks
-
-    def _received(
-        self,
-        coordinator: Coordinator,
-        task_name: str,
-        on_result: OnResult,
-        answered: set[str],
-        client_task: ClientTask,
-        fl_ctx: FLContext,
-    ) -> None:
-        """Take a site's answer, or refuse the site."""
-        name, result = client_task.client.name, client_task.result
-        client_task.result = None  # FLARE keeps the task; the tensors must not stay with it
-        answered.add(name)
-        self._heard.add(name)
-        try:
-            reason = REFUSED if name in self._revoked() else replies.why_none(result, fl_ctx)
-            if reason is None:
-                on_result(name, result)
-        except RefusedError as error:
-            reason = str(error)
-        except Exception as error:  # whatever a site sends costs its own result, never the round
-            self.log_exception(fl_ctx, f"{name}: its answer cannot be used")
-            reason = f"its answer cannot be used ({type(error).__name__})"
-        if reason is not None:
-            joining = task_name in (wire.HELLO, wire.STATISTICS)
-            self.log_warning(fl_ctx, f"{name}: {coordinator.refuse(name, reason, joining)}")
-
-    def wait_for(
-        self,
-        coordinator: Coordinator,
-        tasks: dict[str, Task],
-        enough: Callable[[], bool],
-        abort_signal: Signal,
-        grace: float | None = None,
-    ) -> None:
-        """Return when all tasks have ended, or `grace` seconds (by default the job's) after `enough` became true."""
-        job, enough_since = coordinator.job.config.federation, None
-        grace = job.straggler_grace_seconds if grace is None else grace
-        while any(task.completion_status is None for task in tasks.values()) and not abort_signal.triggered:
-            if enough():
-                enough_since = enough_since or time.monotonic()
-                if time.monotonic() - enough_since >= grace:
-                    return
-            time.sleep(self.task_check_period)
+    payloads = wire.encode_each(c.final() if c.job.config.trains else {}, c.run)
+    tasks.exchange(wire.EVALUATE, payloads, record, lambda: len(recorded) >= c.quorum)
+    if not tasks.aborted:
+        c.finish()

@@ -1,6 +1,6 @@
-"""The site's FLARE executor: one Site behind its tasks. It runs what the guard has authorized and holds the answer."""
+"""The site's FLARE executor: it runs the tasks that the guard has authorized, and keeps the results for the guard."""
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from nvflare.apis.event_type import EventType
@@ -13,26 +13,18 @@ from consilium.client.client import Site
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload
 from consilium.flare.job import job_context, site_registry, wire
-from consilium.flare.job.gc import tidy
+from consilium.flare.job.gc import collect_garbage
 from consilium.flare.job.private_log import keep_apart, log_failure
-from consilium.flare.job.timers import share_timers
+from consilium.flare.patches import share_timers
 from consilium.privacy.guard.task import Task
 from consilium.training.loop import Stopped
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A result and the task it answers. It becomes a message by the guard's result filter only."""
-
-    task: Task
-    result: Any
-
-
 class SiteExecutor(Executor):
-    """Runs `hello`, `statistics`, `train`, `evaluate` and `model`; `masks` the guard does. FLARE's FedAvg may drive `train`."""
+    """Runs `hello`, `statistics`, `train`, `evaluate` and `model`; the guard does `masks`. FLARE's FedAvg may send `train`."""
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Prepare serialization, and for this process' sudden end, when the run starts; close the site at its end."""
+        """Prepare the process when the run starts: serialization, exit code, private log, timers. Close the site at the end."""
         if event_type == EventType.START_RUN:
             wire.register()
             job_context.leave_to_quorum(fl_ctx)
@@ -42,27 +34,24 @@ class SiteExecutor(Executor):
             site_registry.close(fl_ctx)
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
-        """Do the task that the guard has left for this executor. A failure is a word only; the site has the rest."""
+        """Run the authorized task. After a failure the reply has a reason only; the rest is in the site's own log."""
         if (reason := wire.reason_of(shareable)) is not None:  # the guard refused the task
             return wire.refusal(reason)
-        tidy()
+        collect_garbage()
         try:
-            task = wire.take(shareable)
+            task = wire.pop(shareable)
             if not isinstance(task, Task) or task.kind != task_name:
                 raise RefusedError(f"task {task_name}: not as the guard has authorized it; nothing was done", Reason.TASK)
-            return wire.hold(Answer(task, self._result(task, fl_ctx, abort_signal)))
-        except Exception as error:  # whatever it was, the round goes on without this site
+            if task.answered:  # the guard repeats its reply, whatever the site's state is by now
+                return wire.put(wire.Answer(task, Payload(*task.place, {})))
+            return wire.put(wire.Answer(task, self._do(task, self._ready(fl_ctx, abort_signal))))
+        except Exception as error:  # of any kind: the round goes on without this site
             log_failure(self, fl_ctx, error)
             return wire.refusal(error.reason if isinstance(error, ConsiliumError) else Reason.ERROR)
 
-    def _result(self, task: Task, fl_ctx: FLContext, abort_signal: Signal) -> Any:
-        if task.answered:
-            return Payload(*task.place, {})  # the guard has the answer, whatever has become of the site by now
-        return self._do(task, self._ready(fl_ctx, abort_signal))
-
     def _ready(self, fl_ctx: FLContext, abort_signal: Signal) -> Site:
         site = site_registry.ready(self, fl_ctx)
-        site.should_stop = lambda: _stop_if(abort_signal)
+        site.should_stop = partial(_stop_if, abort_signal)
         return site
 
     @staticmethod
@@ -70,7 +59,7 @@ class SiteExecutor(Executor):
         if task.kind is Kind.HELLO:
             return site.hello(task.run).to_dict()
         if task.kind is Kind.MASKS:
-            return None  # the guard's to answer
+            return None  # the guard replies
         if task.kind is Kind.STATISTICS:
             return site.statistics()
         if task.kind is Kind.MODEL:

@@ -1,22 +1,23 @@
-"""After every exchange the garbage of FLARE's messages goes: they lie in cycles, with all tensors that they hold.
+"""Garbage collection after each exchange: FLARE's messages are reference cycles that hold tensors.
 
-Python looks for old cycles when there are many objects, not many bytes: measured, after some 500 rounds. To look through all
-that is imported takes a third of a second, so what the first exchanges have loaded is set aside, and a look takes none.
+Python collects old cycles by the number of objects, not of bytes: measured, after some 500 rounds. A collection over all
+imported modules takes a third of a second. So the objects of the first exchanges are frozen, and later collections take no
+measurable time.
 """
 
 import gc
 
-FIRST = 2
-"""Exchanges behind which all is loaded: the hello and a first round."""
-_looks = 0
+LOADING = 2
+"""Exchanges after which all modules are loaded: the hello and a first round."""
+_collections = 0
 
 
-def tidy() -> None:
-    """Free what is no longer used. Not in a process where somebody else has set objects aside, and so takes care of it."""
-    global _looks
-    if _looks == 0 and gc.get_freeze_count():
+def collect_garbage() -> None:
+    """Free unreachable objects. Does nothing in a process where other code has frozen objects, and so collects itself."""
+    global _collections
+    if _collections == 0 and gc.get_freeze_count():
         return
     gc.collect()
-    if _looks < FIRST:
+    if _collections < LOADING:
         gc.freeze()
-    _looks += 1
+    _collections += 1

@@ -1,4 +1,4 @@
-"""What our components need of FLARE's context: the job, folders, and where progress events go."""
+"""A job's settings, folders and observers by FLARE's context."""
 
 import json
 import os
@@ -27,11 +27,10 @@ from consilium.core.storage import private_folder, sweep, write_atomic
 from consilium.federation.job import Job, assemble_job
 from consilium.federation.run_folders import OWNER, RUNS, STATE, check_name, default_name, known_run, run_folder
 from consilium.flare.job.late_join import Arrivals
-from consilium.flare.job.simulator import OUTPUT, told
+from consilium.flare.job.simulation import IDENTITIES, OUTPUT, read_settings, simulated
 from consilium.flare.kit.revocation import read as read_revoked
 from consilium.flare.kit.revocation import since
 from consilium.privacy.secagg.certificates import Identity, read_identity
-from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identity
 from consilium.report.predictions import PREDICTIONS
 from consilium.report.private_logging import places
@@ -40,21 +39,25 @@ from consilium.server.ledger_seals import FILE as SEALS
 from consilium.server.ledger_seals import Seals
 
 UPLOAD = 300.0
-"""Seconds, as FLARE has them for every message by default."""
+"""Seconds; FLARE's default for every message."""
 
 
 def load(fl_ctx: FLContext) -> Job:
     """Return this run's job from app/config/job.yaml. Raises ConfigError."""
-    folder = Path(_workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id()))  # kits of `nvflare package` name no config folder
-    plugins = kit_plugins(Path(_workspace(fl_ctx).get_site_config_dir()), simulated())  # a server's site.yaml says no more
+    folder = Path(
+        _workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id())
+    )  # in kits of `nvflare package` FLARE's get_app_config_dir is wrong
+    plugins = kit_plugins(
+        Path(_workspace(fl_ctx).get_site_config_dir()), simulated()
+    )  # of a server's site.yaml only `plugins` counts here
     return federated_job(folder / "config" / "job.yaml", plugins)
 
 
 def approved(fl_ctx: FLContext, name: str) -> tuple[Job, SiteConfig]:
-    """Return this run's job and the site's configuration, read once in a process: guard and executor work on the same.
+    """Return this run's job and the site's configuration, read once in a process, so that guard and executor use the same.
 
-    FLARE may write the job's folder anew while the job runs. Raises ConfigError, and RefusedError if the site runs only jobs
-    that its administrator has approved and this is none.
+    FLARE may rewrite the job's folder while the job runs. Raises ConfigError, and RefusedError if the site needs its
+    administrator's approval of this job.
     """
     key = (fl_ctx.get_job_id(), name)
     if key not in _opened:
@@ -68,19 +71,16 @@ def approved(fl_ctx: FLContext, name: str) -> tuple[Job, SiteConfig]:
 
 
 _opened: dict[tuple[str, str], tuple[Job, SiteConfig]] = {}
-"""This process' jobs by FLARE's id and site."""
+"""The jobs of this process by FLARE's id and site."""
 
 
 def federated_job(path: Path, plugins: Plugins = NO_PLUGINS, author: bool = False) -> Job:
-    """Return the job of a job.yaml; `author`: as for load_job.
-
-    Raises ConfigError if it is wrong, or pools data, which a federation never does.
-    """
+    """Return the job of a job.yaml; `author`: as for load_job. Raises ConfigError also for a job that pools data."""
     return check_federated(assemble_job(load_job(path, plugins=plugins, author=author), path), path)
 
 
 def check_federated(job: Job, path: Path) -> Job:
-    """Return the job of the file `path`. Raises ConfigError where it runs in one process only."""
+    """Return `job`, of the file `path`. Raises ConfigError for a job that runs in one process only."""
     if job.strategy.pools_data:
         raise ConfigError(f"{path}: strategy.name: {job.strategy.name!r} pools all sites' data; only --engine inprocess can")
     if job.config.diagnostics.looks_inside:
@@ -91,9 +91,9 @@ def check_federated(job: Job, path: Path) -> Job:
 
 
 def site_config(fl_ctx: FLContext, name: str) -> SiteConfig:
-    """Return the site's own configuration, from its kit's local/site.yaml in a deployment. Raises ConfigError.
+    """Return the site's own configuration, in a deployment from its kit's local/site.yaml. Raises ConfigError.
 
-    Also where a kit has none: FLARE deletes what a server names as a job's folder, and without the file there is no policy.
+    A missing file is an error too: FLARE deletes any folder that a server names as a job's, and the file has the policies.
     """
     local = Path(_workspace(fl_ctx).get_site_config_dir())
     if (local.parent / "startup" / "client.crt").is_file() and not (local / "site.yaml").is_file():
@@ -102,7 +102,7 @@ def site_config(fl_ctx: FLContext, name: str) -> SiteConfig:
 
 
 def identity(fl_ctx: FLContext, name: str, site: SiteConfig) -> Identity:
-    """Return the site's own key and certificates, of its kit or of a simulation. Raises ConfigError."""
+    """Return the site's key and certificates, of its kit or of a simulation. Raises ConfigError."""
     if simulated():
         return simulated_identity(Path(os.environ[OUTPUT]) / IDENTITIES, name, site.secure_aggregation)
     startup = Path(_workspace(fl_ctx).get_startup_kit_dir())
@@ -114,14 +114,14 @@ def identity(fl_ctx: FLContext, name: str, site: SiteConfig) -> Identity:
 
 
 def federation_root(fl_ctx: FLContext) -> tuple[Certificate, str]:
-    """Return the root certificate that the server's kit, or a simulation, has, and the server's name."""
+    """Return the root certificate of the server's kit or of a simulation, and the server's name."""
     if simulated():
         return read_root(Path(os.environ[OUTPUT]) / IDENTITIES / "rootCA.pem"), SERVER
     return read_root(Path(_workspace(fl_ctx).get_startup_kit_dir()) / "rootCA.pem"), fl_ctx.get_identity_name()
 
 
 def own_config(fl_ctx: FLContext) -> SiteConfig:
-    """Return the server's own configuration, of which checkpoint folder and tracking count here. Raises ConfigError."""
+    """Return the server's own configuration; its checkpoint folder and tracking are used. Raises ConfigError."""
     path = Path(_workspace(fl_ctx).get_site_config_dir()) / "site.yaml"
     if simulated() or not path.is_file():
         return SiteConfig(checkpoints=_given().checkpoints, tracking=_given().tracking)
@@ -129,29 +129,28 @@ def own_config(fl_ctx: FLContext) -> SiteConfig:
 
 
 def _given() -> Given:
-    """Return what a simulation of ours gives its sites; nothing elsewhere."""
-    if not simulated():
-        return Given()
-    return told(Path(os.environ[OUTPUT]))
+    """Return the settings of a simulation for its sites; in a deployment an empty Given."""
+    return read_settings(Path(os.environ[OUTPUT])) if simulated() else Given()
 
 
 def server_folder(fl_ctx: FLContext, job: Job, resume: bool = False) -> Path:
     """Return the folder of the server's files, outside FLARE's run folder, which FLARE clears. Raises ConfigError.
 
-    It belongs to who submitted the job. To `resume` there must be a run in it.
+    The folder belongs to the job's submitter. For `resume` it must hold a run.
     """
-    if resume and not (state_folder(fl_ctx) / RUNS / experiment(fl_ctx, job) / "metrics.jsonl").is_file() and not simulated():
-        raise ConfigError(f"experiment: there is no run {experiment(fl_ctx, job)!r} at this server to go on with; submit it")
-    return _run_folder(fl_ctx, job, state_folder(fl_ctx))
+    state, name = state_folder(fl_ctx), experiment(fl_ctx, job)
+    if resume and not (state / RUNS / name / "metrics.jsonl").is_file() and not simulated():
+        raise ConfigError(f"experiment: there is no run {name!r} at this server to go on with; submit it")
+    return _run_folder(fl_ctx, job, state)
 
 
 def experiment(fl_ctx: FLContext, job: Job) -> str:
-    """Return the name this run's files go by: what the submission says; otherwise every submission is a run of its own."""
+    """Return the name of this run's files: the submission's experiment, else a name for this submission alone."""
     return check_name(job.config.experiment or default_name(job.config.name, fl_ctx.get_job_id()))
 
 
 def revocations(fl_ctx: FLContext) -> Callable[[], set[str]]:
-    """Return a function that lists the names revoked at this server from now on; see revocation.py. Raises ConfigError."""
+    """Return a function that returns the names revoked at this server since now; see revocation.py. Raises ConfigError."""
     if simulated():
         return set
     local = Path(_workspace(fl_ctx).get_site_config_dir())
@@ -159,19 +158,19 @@ def revocations(fl_ctx: FLContext) -> Callable[[], set[str]]:
 
 
 def seals(fl_ctx: FLContext) -> Seals:
-    """Return the last seals of sites' privacy ledgers at this server; a simulation keeps none."""
+    """Return the last seals of sites' privacy ledgers at this server; a simulation has none."""
     return Seals(None if simulated() else state_folder(fl_ctx) / SEALS)
 
 
 def arrivals(fl_ctx: FLContext, arrived: Callable[[set[str]], None]) -> Arrivals | None:
-    """Have `arrived` told of sites that come while this job runs; None in a simulation, where all are there at its start."""
+    """Call `arrived` with the sites that connect while this job runs; None in a simulation, where all connect at its start."""
     engine = fl_ctx.get_engine()
     real = isinstance(engine, ServerEngine) and not simulated()
     return Arrivals(engine, fl_ctx.get_job_id(), arrived) if real else None
 
 
 def submitter(fl_ctx: FLContext) -> str:
-    """Return who submitted this job, as the server knows it by its certificate; "" in a simulation."""
+    """Return the submitter's name in the certificate by which the server knows it; "" in a simulation."""
     try:
         path = Path(_workspace(fl_ctx).get_job_meta_path(fl_ctx.get_job_id()))
         return str(json.loads(path.read_text(encoding="utf-8")).get(JobMetaKey.SUBMITTER_NAME.value, ""))
@@ -180,10 +179,10 @@ def submitter(fl_ctx: FLContext) -> str:
 
 
 def leave_to_quorum(fl_ctx: FLContext) -> None:
-    """Have this site's process counted as ended, not failed, should it be killed, so that the quorum decides what follows.
+    """Let FLARE take this site's process as ended, not failed, if it is killed; then the quorum decides about the job.
 
-    FLARE 2.9 fails the whole job for one site's dead process, whatever `min_clients` says. It believes the exit code that a
-    process leaves in its run folder; FLARE itself writes another there for errors it catches.
+    FLARE 2.9 fails the whole job for one site's dead process, whatever `min_clients` says. It reads a process's exit code from
+    a file in the run folder, which is written here; FLARE itself writes another code there for errors that it catches.
     """
     if not simulated():
         folder = Path(_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id()))
@@ -191,27 +190,27 @@ def leave_to_quorum(fl_ctx: FLContext) -> None:
 
 
 def allow_upload(fl_ctx: FLContext, job: Job) -> None:
-    """Let an answer take a twelfth of the round's time to reach the server, UPLOAD seconds at least.
+    """Give a reply a twelfth of the round's time, and at least UPLOAD seconds, to reach the server.
 
-    FLARE counts the server's download of the tensors in it. For all else a site waits for as long as its resources.json says.
+    FLARE counts the server's download of the tensors in it. Other timeouts are those of the site's resources.json.
     """
     if (runner := fl_ctx.get_prop(FLContextKey.RUNNER)) is not None:
         runner.submit_task_result_timeout = max(UPLOAD, job.config.federation.round_timeout / 12)
 
 
 def publish(fl_ctx: FLContext, folder: Path) -> None:
-    """Copy what an admin may download into FLARE's run folder: all but the server's state, and never a picture of patients."""
+    """Copy the run's files into FLARE's run folder for download, without the server's state and pictures of patients."""
     if not simulated():
         private = shutil.ignore_patterns("*.lock", ".*", OWNER, f"*{PREDICTIONS}*")
 
         def kept_back(place: str, names: list[str]) -> set[str]:
-            return private(place, names) | ({"server"} if Path(place) == folder else set())  # not tb_events/server
+            return private(place, names) | ({"server"} if Path(place) == folder else set())  # but not tb_events/server
 
         shutil.copytree(folder, _published(fl_ctx), ignore=kept_back, dirs_exist_ok=True)
 
 
 def publish_reason(fl_ctx: FLContext, reason: str) -> None:
-    """Write why a job ends early to where an admin may download it."""
+    """Write why a job ends early to the files for download."""
     write_atomic(_published(fl_ctx) / "stopped.txt", reason.encode())
 
 
@@ -220,9 +219,9 @@ def _published(fl_ctx: FLContext) -> Path:
 
 
 def site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
-    """Return the site's private folder for this run: where it wants its state, else beside FLARE's run folders.
+    """Return the site's private folder for this run: under the site's `state`, else beside FLARE's run folders.
 
-    Raises ConfigError for a name that cannot be, that is another submitter's, or another site's.
+    Raises ConfigError for an invalid name, and for a run of another submitter or another site.
     """
     if (own := _own_state(site)) is not None:
         return _run_folder(fl_ctx, job, own, name)
@@ -230,7 +229,7 @@ def site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Pat
 
 
 def former_site(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path | None:
-    """Return the site's folder of the run that a cross-site job scores; None where it took no part. Raises ConfigError."""
+    """Return the site's folder of the run that a cross-site job scores; None if it took no part. Raises ConfigError."""
     own = _own_state(site)
     former = _former(fl_ctx, job, own or state_folder(fl_ctx), name if own else "")
     found = former if former is None or own else former / "sites" / name
@@ -238,17 +237,17 @@ def former_site(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Pat
 
 
 def _own_state(site: SiteConfig) -> Path | None:
-    """Return the folder that a site wants for its state; a simulation, which writes into its workspace only, has none."""
+    """Return the site's own `state` folder; a simulation writes into its workspace only, and has none."""
     return None if simulated() else site.state
 
 
 def former_server(fl_ctx: FLContext, job: Job) -> Path | None:
-    """Return the server's folder of the run that a cross-site job scores; None where there is none. Raises ConfigError."""
+    """Return the server's folder of the run that a cross-site job scores; None if there is none. Raises ConfigError."""
     return _former(fl_ctx, job, state_folder(fl_ctx))
 
 
 def _former(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Path | None:
-    """Return a run of the same submitter under `state`; in a simulation the folder of that name beside its own."""
+    """Return the scored run's folder under `state`, of the same submitter; in a simulation it lies beside the workspace."""
     if job.config.cross_site is None:
         return None
     if simulated():
@@ -257,19 +256,14 @@ def _former(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Path | 
 
 
 def site_root(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path:
-    """Return where the site keeps what outlives jobs: ledger and records; a simulation has a place of its own."""
+    """Return the folder of the site's ledger and records, which outlive jobs; a simulation has its own."""
     if simulated():
         return site_folder(fl_ctx, job, name, site)
     return site.state or state_folder(fl_ctx)
 
 
-def simulated() -> bool:
-    """Tell whether this is a simulation of ours."""
-    return OUTPUT in os.environ
-
-
 def observer(component: FLComponent, fl_ctx: FLContext, name: str, private: bool = False) -> Observer:
-    """Return an observer that logs each event, a `private` one without its numbers, or hands it to a simulation's live view."""
+    """Return an observer that logs each event, without its numbers if `private`, and sends it to a simulation's live view."""
     output = os.environ.get(OUTPUT)
 
     def observe(event: Mapping[str, Any]) -> None:
@@ -285,19 +279,19 @@ def observer(component: FLComponent, fl_ctx: FLContext, name: str, private: bool
 
 
 def state_folder(fl_ctx: FLContext) -> Path:
-    """Return the folder of all our files in a kit, or those of a simulation."""
+    """Return the folder of all our files in a kit, or a simulation's workspace."""
     return Path(os.environ.get(OUTPUT) or Path(_workspace(fl_ctx).get_root_dir()) / STATE)
 
 
 def _run_folder(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Path:
-    """Return this run's folder under `state`, swept; what this process writes from now on is for its own user alone.
+    """Return this run's folder under `state` without leftovers; new files of this process are for its user alone.
 
-    `site`: whose it is, where `state` is a folder that two sites could name.
+    `site`: the folder's owner, if `state` is a folder that two sites could name.
     """
     os.umask(0o077)
     if simulated():
         return state
-    private_folder(state_folder(fl_ctx)).chmod(0o700)  # ours whatever `state` says; a former version left it open
+    private_folder(state_folder(fl_ctx)).chmod(0o700)  # also if `state` is another folder; a former version left it open
     found = run_folder(state, experiment(fl_ctx, job), submitter(fl_ctx), site)
     sweep(found)
     return found

@@ -1,9 +1,9 @@
-"""Sites that come and go while a job runs: FLARE 2.9 starts a job's processes once, at the sites that are there then.
+"""Sites that connect and leave while a job runs: FLARE 2.9 starts a job only at the sites that are connected at its start.
 
-`LateSites` in the server's own process sends a running job to a site that has come since, or come back, by the messages that
-FLARE starts every job with: signature, rights, privacy scope and approval hold there as ever. `Arrivals` in the job's process
-learns of it, so that the controller asks the site in. A site that went without a word no longer decides how a job ended: FLARE
-would wait for it for ten minutes, and then call a job that is complete ABNORMAL.
+`LateSites` in the server's own process sends a running job to a site that has connected since, by the messages with which
+FLARE starts every job: signature, rights, privacy scope and approval are checked there as always. `Arrivals` in the job's
+process finds such sites, and the controller registers them. `LateSites` also ends FLARE's wait for a silent site at the end of
+a job: FLARE would wait ten minutes, and then call a complete job ABNORMAL.
 """
 
 import math
@@ -30,27 +30,27 @@ from consilium.core.sanitize import shown
 COMPONENT = {"id": "late_sites", "path": "consilium.flare.job.late_join.LateSites"}
 """In the server kit's local/resources.json."""
 AGAIN = 30.0
-"""Seconds before a job goes to a site that had it under an earlier login: what is left of its old process ends by itself."""
+"""Seconds before a job is sent to a site that had it under an earlier login: the old process ends in that time."""
 SILENT = 60.0
-"""Seconds without a heartbeat after which nobody waits for a site to say how its part of an ended job was."""
+"""Seconds without a heartbeat after which an ended job does not wait for a site's outcome."""
 EVERY = 3.0
-"""Seconds between two looks of a job's process at who is there."""
+"""Seconds between two looks of a job's process at the connected sites."""
 _DETAIL = JobMetaKey.JOB_DEPLOY_DETAIL.value
 
 
 class LateSites(FLComponent):
-    """A component of the server's own kit. One thread at a time sends jobs, so that no heartbeat waits for it."""
+    """A component of the server's own kit. One thread at a time sends jobs, so heartbeats do not wait for it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._busy = threading.Lock()
         self._seen: dict[str, float] = {}
         self._beats: dict[str, tuple[float, float]] = {}
-        """By token: FLARE's time of the last heartbeat, and when we saw that time first, by the monotonic clock."""
+        """By token: FLARE's time of the last heartbeat, and the monotonic time at which it was first seen here."""
         self._tried: set[tuple[str, str]] = set()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Look, at every site's heartbeat, whether a site lacks a job."""
+        """At every heartbeat, look for sites that lack a job."""
         if event_type == EventType.CLIENT_HEARTBEAT_PROCESSED and self._busy.acquire(blocking=False):
             threading.Thread(target=self._look, args=(fl_ctx.get_engine(),), daemon=True).start()
 
@@ -59,7 +59,10 @@ class LateSites(FLComponent):
             here = {client.token: client for client in engine.get_clients()}
             now = time.monotonic()
             self._seen = {token: self._seen.get(token, now) for token in here}
-            self._beats = {token: self._beat(token, client, now) for token, client in here.items()}
+            for token, client in here.items():  # FLARE's own time is the wall clock's, which may be set meanwhile
+                if self._beats.get(token, (None,))[0] != client.last_connect_time:
+                    self._beats[token] = client.last_connect_time, now
+            self._beats = {token: beat for token, beat in self._beats.items() if token in here}
             self._tried = {(job, token) for job, token in self._tried if job in engine.run_processes}
             self._release(engine)
             for job_id, job in list(engine.job_runner.running_jobs.items()):
@@ -70,21 +73,16 @@ class LateSites(FLComponent):
         finally:
             self._busy.release()
 
-    def _beat(self, token: str, client: Client, now: float) -> tuple[float, float]:
-        """Return a client's entry in `_beats`. FLARE's own time is the wall clock's, which may be set meanwhile."""
-        former = self._beats.get(token)
-        return former if former and former[0] == client.last_connect_time else (client.last_connect_time, now)
-
     def _release(self, engine: ServerEngine) -> None:
-        """Let jobs end whose server process has ended well, and that wait for a silent site's word alone."""
+        """End the wait for silent sites' outcomes of jobs whose server process has ended."""
         for client in engine.get_clients():
             if time.monotonic() - self._beats.get(client.token, (0.0, math.inf))[1] > SILENT:
                 for job_id in engine.job_runner.get_client_outcome_jobs(client.name) - engine.run_processes.keys():
                     engine.job_runner.resolve_client_outcome(job_id, client.name)
-                    self.logger.info(f"{client.name}: silent; job {job_id} ends without its word")
+                    self.logger.info(f"{client.name}: silent; job {job_id} ends without its outcome")
 
     def _lacks(self, engine: ServerEngine, job: Job, client: Client) -> bool:
-        """Tell whether a job is for a site that has none of it under its present login."""
+        """Return whether a job is for a site that has not got it under its present login."""
         process = engine.run_processes.get(job.job_id)
         if process is None or client.token in process[RunProcessKey.PARTICIPANTS] or _app(job, client.name) is None:
             return False
@@ -92,7 +90,7 @@ class LateSites(FLComponent):
         return not came_back or time.monotonic() - self._seen[client.token] >= AGAIN
 
     def _send(self, engine: ServerEngine, job: Job, client: Client) -> None:
-        """Deploy and start a job at a site. What keeps it from that is a line in the server's log, and no reason to stop."""
+        """Deploy and start a job at a site. A failure is a line in the server's log."""
         with engine.new_context() as fl_ctx:
             try:
                 _deploy(engine, job, client, fl_ctx)
@@ -105,24 +103,24 @@ class LateSites(FLComponent):
 
 
 def _app(job: Job, name: str) -> str | None:
-    """Return which app of a job a site is to have; None if it is for other sites only."""
+    """Return the app of a job for a site; None if the job is for other sites only."""
     deployed = {app: extract_participants(sites) for app, sites in job.get_deployment().items()}
     return next((app for app, sites in deployed.items() if name in sites or [s.upper() for s in sites] == [ALL_SITES]), None)
 
 
 def _deploy(engine: ServerEngine, job: Job, client: Client, fl_ctx: FLContext) -> None:
-    """Send the job's folder. Raises ConsiliumError with the site's reason if it does not take the job."""
+    """Send the job's folder. Raises ConsiliumError with the site's reason if it refuses the job."""
     app = _app(job, client.name) or ""
     admin = engine.server.admin_server
     message = engine.job_runner._make_deploy_message(job, job.get_application(app, fl_ctx), app, fl_ctx)
     reply = admin.send_requests_and_get_reply_dict({client.token: message}, timeout_secs=admin.timeout).get(client.token)
     if reply is None or reply.get_header(MsgHeader.RETURN_CODE, ReturnCode.OK) != ReturnCode.OK:
-        said = "no answer" if reply is None else shown(reply.body, 200)
-        raise ConsiliumError(f"{client.name}: did not take job {job.job_id}, which runs: {said}")
+        reason = "no answer" if reply is None else shown(reply.body, 200)
+        raise ConsiliumError(f"{client.name}: did not take job {job.job_id}, which runs: {reason}")
 
 
 def _start(engine: ServerEngine, job: Job, client: Client, fl_ctx: FLContext) -> None:
-    """Start the job's process at the site, which counts as one of the job's from now on. Raises ConsiliumError."""
+    """Start the job's process at the site, and add the site to the job's participants. Raises ConsiliumError."""
     wanted = job.resource_spec.get(client.name, {}) if job.resource_spec else {}
     enough, token = engine.check_client_resources(job, {client.name: wanted}, fl_ctx).get(client.name, (False, "no answer"))
     if not enough:
@@ -132,19 +130,14 @@ def _start(engine: ServerEngine, job: Job, client: Client, fl_ctx: FLContext) ->
     process[RunProcessKey.PARTICIPANTS] = others | {client.token: client}
     job.meta[JobMetaKey.JOB_CLIENTS] = [one.to_dict() for one in process[RunProcessKey.PARTICIPANTS].values()]
     engine.start_client_job(job, {client.name: DispatchInfo(_app(job, client.name) or "", wanted, token)}, fl_ctx)
-    _note(engine, job, client.name, fl_ctx)
-
-
-def _note(engine: ServerEngine, job: Job, name: str, fl_ctx: FLContext) -> None:
-    """Let FLARE's notes on the job name the site among those that have it, as `resume` wants to know."""
-    manager = engine.get_component(SystemComponents.JOB_MANAGER)
+    manager = engine.get_component(SystemComponents.JOB_MANAGER)  # its metadata name the job's sites for `consilium resume`
     detail = list(manager.get_job(job.job_id, fl_ctx).meta.get(_DETAIL) or [])
-    others = [line for line in detail if not line.startswith(f"{name}: ")]
-    manager.update_meta(job.job_id, {_DETAIL: [*others, f"{name}: OK"]}, fl_ctx)
+    kept = [line for line in detail if not line.startswith(f"{client.name}: ")]
+    manager.update_meta(job.job_id, {_DETAIL: [*kept, f"{client.name}: OK"]}, fl_ctx)
 
 
 class Arrivals:
-    """Looks every few seconds, until it is stopped, who has the job by now. Calls `arrived` with the names of new logins."""
+    """Looks every few seconds for new participants of a job, until it is stopped, and calls `arrived` with their names."""
 
     def __init__(self, engine: ServerEngine, job_id: str, arrived: Callable[[set[str]], None]) -> None:
         self._engine, self._job_id, self._arrived = engine, job_id, arrived
@@ -160,7 +153,7 @@ class Arrivals:
             try:
                 self._look()
             except Exception as error:  # FLARE's, such as a connection that ends with the job; the next look is soon
-                self._logger.info(f"who is there could not be learnt now ({type(error).__name__})")
+                self._logger.info(f"the connected sites could not be read now ({type(error).__name__})")
 
     def _look(self) -> None:
         found: Mapping[str, Any] | None = self._engine._retrieve_clients_data(self._job_id)

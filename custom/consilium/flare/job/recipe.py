@@ -3,30 +3,35 @@
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
+import yaml
 from nvflare.job_config.api import FedJob
 from nvflare.job_config.defs import FilterType
 from nvflare.recipe.sim_env import SimEnv
 from nvflare.recipe.spec import ExecEnv, Recipe
 
 from consilium.config.inline_model_config import job_text
-from consilium.config.job import job_file
+from consilium.config.job import JobConfig, job_file
 from consilium.core.errors import ConfigError
 from consilium.core.registry import Plugins
+from consilium.core.storage import private_folder, write_atomic
 from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.flare.job.controller import RoundController
 from consilium.flare.job.executor import SiteExecutor
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter, ResultCheckFilter
 from consilium.flare.job.job_context import federated_job
+from consilium.flare.job.simulation import IDENTITIES
 from consilium.flare.job.wire import EVALUATE, HELLO, MASKS, MODEL, STATISTICS, TRAIN
 from consilium.flare.kit.class_allow_list import CLASSES, allow_classes
+from consilium.privacy.secagg.simulated import simulated_identities
 
-ASK = 0.2
-"""Seconds after which a site that has answered asks for its next task; FLARE lets it wait 2, in every phase of every round.
+TASK_REQUEST_INTERVAL = 0.2
+"""Seconds between a site's reply and its request for the next task; FLARE's default is 2, in each phase of each round.
 
-A site that finds no task asks again after half a second, so idle sites ask no more often for it.
+A site that finds no task asks again after half a second, so idle sites ask no more often.
 """
 TASKS = [HELLO, STATISTICS, TRAIN, EVALUATE, MODEL]
 
@@ -34,14 +39,14 @@ TASKS = [HELLO, STATISTICS, TRAIN, EVALUATE, MODEL]
 class ConsiliumRecipe(Recipe):
     """`ConsiliumRecipe("jobs/quickstart").execute(SimEnv(num_clients=3))`. Raises ConfigError before anything starts.
 
-    `plugins`: the packages whose kinds the job may name; all of them, on a researcher's own machine.
+    `plugins`: the packages whose kinds the job may name; by default all of them, for a researcher's own machine.
     """
 
     def __init__(self, job: Path | str, plugins: Plugins = None) -> None:
         path = job_file(Path(job))
         own = plugins is None
         config, text = federated_job(path, plugins, author=own).config, job_text(path) if own else path.read_bytes()
-        self._place = tempfile.TemporaryDirectory()  # sites look for job.yaml, whatever its name was here
+        self._place = tempfile.TemporaryDirectory()  # sites read job.yaml, whatever the file's name was
         path = Path(self._place.name) / "job.yaml"
         path.write_bytes(text)
         named = {"experiment": config.experiment} if config.experiment else None
@@ -59,29 +64,39 @@ class ConsiliumRecipe(Recipe):
         super().__init__(fed_job)
 
     def process_env(self, env: ExecEnv) -> None:
-        """Let a simulation's workspace run our classes; a real site decides for itself."""
+        """Put our classes on the allow-list of a simulation's workspace; a real site has its own list."""
         if isinstance(env, SimEnv):
             allow_classes(Path(env.workspace_root) / self.name, *CLASSES)
 
 
 def export(job: Path, folder: Path, bundle: bool = False, plugins: Plugins = None) -> Path:
-    """Write a job as a FLARE job folder FOLDER/NAME and return it: configuration only, or with this package in app/custom.
+    """Write a job as a FLARE job folder FOLDER/NAME and return it. `bundle`: with this package in app/custom.
 
-    FLARE calls a job with code BYOC: sites run it only where their authorization.json allows that. Raises ConfigError
-    before anything is written. `plugins`: as for ConsiliumRecipe.
+    FLARE calls a job with code BYOC: a site runs it only if its authorization.json allows that. Raises ConfigError before
+    anything is written. `plugins`: as for ConsiliumRecipe.
     """
     recipe = ConsiliumRecipe(job, plugins)
     target = folder / recipe.name
     if target.exists():
         raise ConfigError(f"{target}: exists; remove it or give another folder: old files in a job folder would be sent too")
     recipe.export(str(folder))
-    _ask_soon(target / "app" / "config" / "config_fed_server.json")
+    server = target / "app" / "config" / "config_fed_server.json"
+    settings = json.loads(server.read_text(encoding="utf-8")) | {"server": {"task_request_interval": TASK_REQUEST_INTERVAL}}
+    server.write_text(json.dumps(settings, indent=2), encoding="utf-8")
     if bundle:
         package = str(files("consilium"))
         shutil.copytree(package, target / "app" / "custom" / "consilium", ignore=shutil.ignore_patterns("__pycache__"))
     return target
 
 
-def _ask_soon(server: Path) -> None:
-    settings = json.loads(server.read_text(encoding="utf-8"))
-    server.write_text(json.dumps(settings | {"server": {"task_request_interval": ASK}}, indent=2), encoding="utf-8")
+def export_job(config: JobConfig, workspace: Path, sites: Sequence[str] = ()) -> Path:
+    """Write a job folder under `workspace`/flare/job for a simulation and return it.
+
+    A job with secure aggregation also gets throw-away keys for `sites`, which `Simulator.run` deletes.
+    """
+    source = workspace / "flare" / "source" / "job.yaml"
+    private_folder(source.parent)
+    write_atomic(source, yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
+    if config.secure_aggregation:
+        simulated_identities(workspace / IDENTITIES, list(sites))
+    return export(source, workspace / "flare" / "job")

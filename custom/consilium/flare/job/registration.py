@@ -1,62 +1,54 @@
-"""Who takes part in a job: sites are asked who they are at its start, after each round, and when they come while it runs."""
+"""Which sites take part in a job: the server sends each a hello at the job's start, after each round, and when it connects."""
 
 import threading
-from functools import partial
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from nvflare.apis.controller_spec import Task
-from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
 from consilium.core.errors import RefusedError
 from consilium.federation.compatibility import warnings
 from consilium.flare.job import job_context, replies, wire
-from consilium.flare.job.late_join import Arrivals
-from consilium.server.coordinator import Coordinator
-
-if TYPE_CHECKING:
-    from consilium.flare.job.controller import RoundController
+from consilium.flare.job.tasks import TaskSender
 
 
-class Invitations:
-    """Asks sites in, on behalf of a controller. `sent`: the last tasks that did so, by site."""
+class Registration:
+    """Sends hellos, and registers the sites that reply. `sent`: the last hello's task, by site."""
 
-    def __init__(self, controller: "RoundController") -> None:
+    def __init__(self, tasks: TaskSender) -> None:
         self.sent: dict[str, Task] = {}
-        self._controller, self._lock = controller, threading.Lock()
-        self._arrivals: Arrivals | None = None
-
-    def watch(self, coordinator: Coordinator, fl_ctx: FLContext) -> None:
-        """Ask sites in as they come, until closed."""
-        self._arrivals = job_context.arrivals(fl_ctx, partial(self._arrived, coordinator, fl_ctx))
+        self._tasks, self._lock = tasks, threading.Lock()
+        self._arrivals = job_context.arrivals(tasks.fl_ctx, self._arrived)
 
     def close(self) -> None:
-        """Ask nobody in any more."""
+        """Send no more hellos to sites that connect."""
         if self._arrivals:
             self._arrivals.stop()
 
-    def send(self, coordinator: Coordinator, fl_ctx: FLContext) -> dict[str, Task]:
-        """Ask every client that is neither member nor already asked who it is; return the tasks. Answers register sites."""
+    def send(self, tasks: TaskSender | None = None) -> dict[str, Task]:
+        """Send a hello to every client that is neither registered nor has one; return the tasks. Replies register sites."""
+        tasks = tasks or self._tasks
+        coordinator = tasks.coordinator
+
+        def register(name: str, result: Shareable) -> None:
+            try:
+                hello = replies.hello(name, result)
+                coordinator.welcome(hello)
+            except RefusedError as error:
+                raise RefusedError(f"not admitted: {error}") from None
+            for text in warnings(hello):
+                coordinator.observer({"event": "warning", "text": text})
+
         with self._lock:
             waiting = {name: task for name, task in self.sent.items() if task.completion_status is None}
-            names = [c.name for c in fl_ctx.get_engine().get_clients() if c.name not in {*coordinator.sites, *waiting}]
-            asks = {name: wire.encode_hello(coordinator.run, coordinator.seals.of(name)) for name in names}
-
-            def answer(name: str, result: Shareable) -> None:
-                try:
-                    hello = replies.hello(name, result)
-                    coordinator.welcome(hello)
-                    for text in warnings(hello):
-                        coordinator.observer({"event": "warning", "text": text})
-                except RefusedError as error:
-                    refused = coordinator.refuse(name, f"not admitted: {error}", joining=True)
-                    self._controller.log_warning(fl_ctx, refused)
-
-            self.sent = waiting | self._controller.send_tasks(coordinator, wire.HELLO, asks, answer, set(), fl_ctx)
+            names = [c.name for c in tasks.fl_ctx.get_engine().get_clients() if c.name not in {*coordinator.sites, *waiting}]
+            hellos = {name: wire.encode_hello(coordinator.run, coordinator.seals.of(name)) for name in names}
+            self.sent = waiting | tasks.send(wire.HELLO, hellos, register)
             return self.sent
 
-    def _arrived(self, coordinator: Coordinator, fl_ctx: FLContext, names: set[str]) -> None:
-        """Ask those in that came, or came back: a site that was away may have another version, or other data, by now."""
-        coordinator.sites = {n: one for n, one in list(coordinator.sites.items()) if n not in names}  # others may be reading it
-        with fl_ctx.get_engine().new_context() as own:
-            self.send(coordinator, own)
+    def _arrived(self, names: set[str]) -> None:
+        """Send a hello to sites that connected, or did so again: by now such a site may have another version or other data."""
+        coordinator = self._tasks.coordinator
+        coordinator.sites = {n: one for n, one in list(coordinator.sites.items()) if n not in names}  # read by other threads
+        with self._tasks.fl_ctx.get_engine().new_context() as fl_ctx:
+            self.send(replace(self._tasks, fl_ctx=fl_ctx))

@@ -1,4 +1,4 @@
-"""What a site's answer is: its hello, or why there is no result in it. Nothing in it is believed unchecked."""
+"""Checks of sites' replies: a hello, or the reason for no result. No text of a site is repeated."""
 
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
@@ -14,10 +14,10 @@ CODES = frozenset(value for key, value in vars(ReturnCode).items() if not key.st
 
 
 def hello(name: str, result: Shareable) -> Hello:
-    """Return a site's hello. Raises RefusedError unless it is one, under the name of the site's certificate."""
+    """Return a site's hello. Raises RefusedError unless it has the name of the site's certificate."""
     try:
         raw = result[wire.HELLO]
-        if type(raw) is dict and raw.get("protocol", 1) != PROTOCOL:  # of another number nothing else is known
+        if type(raw) is dict and raw.get("protocol", 1) != PROTOCOL:  # another protocol's other fields are not known
             check_versions(Hello(name, 0, False, raw.get("version", ""), protocol=raw.get("protocol", 1)))
         found = Hello(**raw)
     except (TypeError, KeyError):
@@ -27,19 +27,19 @@ def hello(name: str, result: Shareable) -> Hello:
     return found
 
 
-def why_none(result: Shareable, fl_ctx: FLContext) -> str | None:
-    """Return why a reply holds no result, None if it does: in our own words, whatever text a site sends.
+def failure_reason(result: Shareable, fl_ctx: FLContext) -> str | None:
+    """Return why a reply has no result, None if it has one: one of our own texts, never a site's.
 
-    What the server's own check found comes in FLARE's context, which nobody else can write to.
+    The reason of the server's own check comes in FLARE's context, to which no site can write.
     """
     code = result.get_return_code()
     if code == ReturnCode.OK:
         return None
     if found := fl_ctx.get_prop(wire.REASON):
         return found
-    if (said := result.get_header(wire.REASON)) is None and code in CODES:
+    if (reason := result.get_header(wire.REASON)) is None and code in CODES:
         return f"FLARE return code {code}; see the site's log"
     try:
-        return Reason(said).text
+        return Reason(reason).text
     except ValueError:
         return "no reason that this version knows; see the site's log"

@@ -1,8 +1,8 @@
-"""The process of FLARE's simulator, and how it starts a site: `simulator.Simulator` starts the one, FLARE the other.
+"""The process of FLARE's simulator, which `simulator.Simulator` starts, and the processes of sites, which FLARE starts.
 
-FLARE 2.9 starts a Python for every site, and each loads PyTorch, PEFT and transformers for itself: five seconds of a core and
-400 MB a site. Here a site's process is a fork of one that has loaded them (Python's fork server), and so is the one
-that checks the job. Everything else is FLARE's: the same modules run, with the same arguments, environment and connections.
+A site's process is a fork of Python's fork server, which has loaded PyTorch, PEFT and transformers (patches.SITE_PROCESSES says
+why), and so is the process that checks the job. The same modules of FLARE run as in its own processes, with the same arguments,
+environment and connections.
 """
 
 import multiprocessing
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,33 +21,36 @@ from typing import Any
 import numpy as np
 
 from consilium.core.child_process import SPAWN, Context, elsewhere, receive, send
-from consilium.core.errors import ConsiliumError
-from consilium.flare.job.simulator import LOG, OUTPUT
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.flare import patches
+from consilium.flare.job.simulation import LOG, OUTPUT
 
 WORKER = "nvflare.private.fed.app.simulator.simulator_worker"
 LOADED = [WORKER, "consilium.flare.job.executor", "peft"]
-"""What a site's process needs: FLARE's part, ours, and what takes longest."""
+"""The modules of a site's process: FLARE's, ours, and the one that takes longest."""
+SERVER = ["consilium.flare.job.aggregator", "consilium.flare.job.controller"]
+"""The modules of a server's job, loaded while the job is checked."""
 GPUS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 
 class SiteProcess:
-    """What FLARE's simulator takes for a site's `subprocess.Popen`. `context` makes the process."""
+    """The interface of `subprocess.Popen` that FLARE's simulator uses for a site's process. `context` makes the process."""
 
     context: Context = SPAWN
     _starting = threading.Lock()
 
     def __init__(self, command: list[str], env: dict[str, str], **_: object) -> None:
-        self._process = self.context.Process(target=_work, args=(command[2:], env))  # behind "python -m"
+        self._process = self.context.Process(target=_work, args=(command[2:], env))  # without "python -m"
         with self._starting:  # FLARE starts each site from a thread
             self._process.start()
 
     @property
     def returncode(self) -> int | None:
-        """How the process ended; None while it lives."""
+        """The exit code; None while the process lives."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """Return how the process ended; None while it lives."""
+        """Return the exit code; None while the process lives."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int | None:
@@ -66,12 +70,12 @@ class SiteProcess:
 
 
 def _work(command: list[str], env: dict[str, str]) -> None:
-    """Do what `python -m COMMAND` does in the environment `env`, in a session of its own as FLARE wants it."""
+    """Run `python -m COMMAND` in the environment `env`, in a session of its own, as FLARE's Popen does."""
     from nvflare.fuel.f3.mpm import MainProcessMonitor
     from nvflare.private.fed.app.simulator import simulator_worker
 
     os.setsid()
-    np.random.seed()  # libraries may draw from it; a fork has its parent's state, where a process of its own has a new one
+    np.random.seed()  # libraries may draw from it, and forks would all have the parent's state
     os.environ.clear()
     os.environ.update(env)
     _write_log()
@@ -82,49 +86,51 @@ def _work(command: list[str], env: dict[str, str]) -> None:
 
 
 def sites_by_fork() -> None:
-    """Begin to load what sites need, and let FLARE start them as forks; a GPU and other systems get whole processes."""
-    from nvflare.private.fed.app.simulator import simulator_runner
-
-    if sys.platform == "linux" and not any(path.exists() for path in GPUS):  # CUDA does not outlive a fork
+    """Start the fork server, and let FLARE start sites as forks of it; with a GPU, and not on Linux, as new processes."""
+    if sys.platform == "linux" and not any(path.exists() for path in GPUS):  # CUDA does not survive a fork
         SiteProcess.context = multiprocessing.get_context("forkserver")
         SiteProcess.context.set_forkserver_preload(LOADED)
         forkserver.ensure_running()
-    simulator_runner.subprocess = SimpleNamespace(Popen=SiteProcess, TimeoutExpired=subprocess.TimeoutExpired)
+    patches.SITE_PROCESSES.replace(SimpleNamespace(Popen=SiteProcess, TimeoutExpired=subprocess.TimeoutExpired))
 
 
 def main() -> int:
-    """Load all that takes time, do what is asked, and run what is told; return how that ended, 0 for well."""
+    """Load the modules, answer `Simulator.ask`, then run the simulation; return its exit code."""
     pipe = connection.Connection(int(sys.argv[1]))
     threading.Thread(target=_follow, args=(pipe,), daemon=True).start()
-    sites_by_fork()
+    try:
+        patches.check("simulation")
+        sites_by_fork()
+    except ConfigError as error:
+        print(error)  # `Simulator` repeats it
+        return 2
     from nvflare.fuel.f3.mpm import MainProcessMonitor
     from nvflare.fuel.utils.log_utils import FL_LOG_LEVEL, LogMode
     from nvflare.private.fed.app.simulator.simulator_runner import SimulatorRunner
 
-    import consilium.flare.job.aggregator
-    import consilium.flare.job.controller  # noqa: F401 - what a server's job loads
-
+    for name in SERVER:
+        import_module(name)
     try:
-        while isinstance(told := receive(pipe), tuple):
-            send(pipe, _answer(*told))
+        while isinstance(request := receive(pipe), tuple):
+            send(pipe, _answer(*request))
     except (EOFError, OSError):  # the job was refused
         return 0
-    os.environ.update(told["environment"])
+    os.environ.update(request["environment"])
     _write_log()
-    runner = SimulatorRunner(**told["run"], log_config=os.environ.get(FL_LOG_LEVEL, LogMode.CONCISE))
-    where = told["run"]["workspace"]  # all has ended when it returns, so that there is nothing to give time to
-    return MainProcessMonitor.run(main_func=runner.simulator_run_main, run_dir=where, shutdown_grace_time=0)
+    runner = SimulatorRunner(**request["run"], log_config=os.environ.get(FL_LOG_LEVEL, LogMode.CONCISE))
+    run_dir = request["run"]["workspace"]  # no grace time: all processes have ended when the function returns
+    return MainProcessMonitor.run(main_func=runner.simulator_run_main, run_dir=run_dir, shutdown_grace_time=0)
 
 
 def _write_log() -> None:
-    """Send what this process prints from here on to the log of its simulation."""
+    """Send this process' further output to the log of its simulation."""
     with open(Path(os.environ[OUTPUT]) / LOG, "ab") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
 
 
 def _answer(work: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-    """Return `work(*given)` of a process of its own, or the error that it raises."""
+    """Return `work(*given)` of a child process, or the error that it raises."""
     try:
         return elsewhere(SiteProcess.context, work, *given)
     except (ConsiliumError, OSError) as error:
@@ -132,9 +138,9 @@ def _answer(work: Callable[..., Any], given: tuple[Any, ...]) -> Any:
 
 
 def _follow(pipe: connection.Connection) -> None:
-    """End this process, whose sites end with it, when its pipe is closed: who started it is gone."""
+    """End this process, and its sites with it, when its parent has closed the pipe or is gone."""
     hung_up = select.poll()
-    hung_up.register(pipe, 0)  # what it is told is for others to read
+    hung_up.register(pipe, 0)  # messages are left for `main` to read
     hung_up.poll()
     os._exit(1)
 

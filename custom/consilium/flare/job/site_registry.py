@@ -1,52 +1,73 @@
-"""This process' sites by job: the guard's filter and the executor of a job share one, made when either first needs it.
+"""The state of each site's job in this process, which the guard's filters and the executor share.
 
-The list is read once for guard and site: a ledger that charged another plan than the one that ran would be wrong. Where no site
-can be made of what was read, the next task has it read anew, for both.
+Guard and site use one reading of the data list: a ledger that charged another plan than the one that ran would be wrong. If no
+site can be made of the list, the next task reads it again, for both.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
 
-from consilium.client.build import build_site
+from consilium.client.build import build_guard, build_site
 from consilium.client.client import Site
 from consilium.client.site_data import site_data
 from consilium.core.errors import ConsiliumError, DataError
 from consilium.data.datalist import DataList
 from consilium.flare.job import job_context
-
-_sites: dict[tuple[str, str], Site] = {}
-_read: dict[tuple[str, str], DataList] = {}
-_useless: set[tuple[str, str]] = set()
-"""Those whose list was read, and no site can be made of it."""
+from consilium.privacy.guard.guard import Guard
 
 
-def key(fl_ctx: FLContext) -> tuple[str, str]:
-    """Return what things of a job in this process go by: FLARE's id of it, and the site."""
-    return fl_ctx.get_job_id(), fl_ctx.get_identity_name()
+@dataclass
+class SiteJob:
+    """A job at a site. `unusable`: its data list was read, and no site can be made of it.
+
+    `sent`: the last message that the guard made; `refused`: the refusal in the place of the last task that it refused. The
+    second pair of filters lets exactly these objects pass.
+    """
+
+    data: DataList | None = None
+    unusable: bool = False
+    site: Site | None = None
+    guard: Guard | None = None
+    sent: Shareable | None = None
+    refused: Shareable | None = None
 
 
-def read_anew(fl_ctx: FLContext) -> bool:
-    """Tell, as a task comes, whether the list was read anew, because no site could be made of it before; if it can be read."""
-    if (place := key(fl_ctx)) not in _useless:
-        return False
-    before = _read.pop(place)
-    try:
-        data(fl_ctx)
-    except ConsiliumError:  # then who counts by what was read before can still repeat what has left
-        _read[place] = before
-        return False
-    _useless.remove(place)
-    return True
+jobs: dict[tuple[str, str], SiteJob] = {}
+"""By FLARE's id of the job, and the site."""
+
+
+def of(fl_ctx: FLContext) -> SiteJob:
+    """Return the state of the context's job and site."""
+    return jobs.setdefault((fl_ctx.get_job_id(), fl_ctx.get_identity_name()), SiteJob())
+
+
+def reload_data(fl_ctx: FLContext) -> None:
+    """As a task comes, read the data list again if no site could be made of it; then the guard is made anew too.
+
+    If the list cannot be read now, the former stays: a guard that counted by it can still repeat a reply.
+    """
+    state = of(fl_ctx)
+    if state.unusable:
+        former, state.data = state.data, None
+        try:
+            data(fl_ctx)
+        except ConsiliumError:
+            state.data = former
+        else:
+            state.unusable, state.guard = False, None
 
 
 def data(fl_ctx: FLContext) -> DataList:
     """Return the site's samples. Raises ConsiliumError."""
-    if (place := key(fl_ctx)) not in _read:
+    state = of(fl_ctx)
+    if state.data is None:
         job, site = job_context.approved(fl_ctx, name := fl_ctx.get_identity_name())
-        _read[place] = site_data(job.config, name, site, _folder(fl_ctx), job_context.site_root(fl_ctx, job, name, site))
-    return _read[place]
+        state.data = site_data(job.config, name, site, _folder(fl_ctx), job_context.site_root(fl_ctx, job, name, site))
+    return state.data
 
 
 def _folder(fl_ctx: FLContext) -> Path:
@@ -55,23 +76,40 @@ def _folder(fl_ctx: FLContext) -> Path:
 
 
 def ready(component: FLComponent, fl_ctx: FLContext) -> Site:
-    """Return the site, its data and weights read. Raises ConsiliumError where it cannot be made; `component` logs meanwhile."""
-    if (place := key(fl_ctx)) not in _sites:
+    """Return the site with its data and weights; `component` logs its events. Raises ConsiliumError if it cannot be made."""
+    state = of(fl_ctx)
+    if state.site is None:
         job, site = job_context.approved(fl_ctx, name := fl_ctx.get_identity_name())
         observer = job_context.observer(component, fl_ctx, name, job.config.privacy is not None)
-        root = job_context.site_root(fl_ctx, job, name, site)
-        read = data(fl_ctx)
+        root, samples = job_context.site_root(fl_ctx, job, name, site), data(fl_ctx)
         try:
-            _sites[place] = build_site(job, name, site, _folder(fl_ctx), observer, root=root, data=read)
+            state.site = build_site(job, name, site, _folder(fl_ctx), observer, root=root, data=samples)
         except DataError:
-            _useless.add(place)
+            state.unusable = True
             raise
-    return _sites[place]
+    return state.site
+
+
+def guard(component: FLComponent, fl_ctx: FLContext) -> Guard:
+    """Return the site's guard; `component` logs its events. Raises ConsiliumError if it cannot be made."""
+    state = of(fl_ctx)
+    if state.guard is None:
+        name = fl_ctx.get_identity_name()
+        job, site = job_context.approved(fl_ctx, name)
+        job_context.allow_upload(fl_ctx, job)
+        folder, root = job_context.site_folder(fl_ctx, job, name, site), job_context.site_root(fl_ctx, job, name, site)
+        observe = job_context.observer(component, fl_ctx, f"{name}-guard", job.config.privacy is not None)
+        job_id, samples = fl_ctx.get_job_id() or "", data(fl_ctx)
+        made = build_guard(job, name, site, folder, root, observe, job_context.simulated(), job_id, samples)
+        made.identity = job_context.identity(fl_ctx, name, site) if made.masks else None
+        made.ready = lambda: ready(component, fl_ctx).begin()
+        state.guard = made
+    return state.guard
 
 
 def close(fl_ctx: FLContext) -> None:
-    """End the site's other processes, and forget it."""
-    _read.pop(key(fl_ctx), None)
-    _useless.discard(key(fl_ctx))
-    if (site := _sites.pop(key(fl_ctx), None)) is not None:
+    """End the site's other processes, and forget site and data."""
+    state = of(fl_ctx)
+    site, state.site, state.data, state.unusable = state.site, None, None, False
+    if site is not None:
         site.close()

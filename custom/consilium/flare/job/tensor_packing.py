@@ -1,6 +1,6 @@
-"""Small tensors in one buffer: FLARE's serializer adds some 260 bytes to every one, and an adapter has hundreds.
+"""Small tensors in one buffer: FLARE's serializer adds about 260 bytes to each tensor, and an adapter has hundreds.
 
-Large ones travel as they are: FLARE streams them one by one, and the 260 bytes are nothing there.
+Large tensors are sent as they are: FLARE streams each, and 260 bytes do not matter there.
 """
 
 import json
@@ -15,31 +15,20 @@ from torch import Tensor
 from consilium.core.messages import Tensors
 
 BUFFER = "consilium_buffer"
-"""The name that the buffer, (bytes,) uint8, has among the tensors of a message."""
+"""The name of the buffer, (bytes,) uint8, among the tensors of a message."""
 SMALL = 2**16
-"""Bytes of a tensor from which on it is none of the buffer's."""
-LONGEST = 2**24
-"""Bytes of what is said beside the tensors, at most: a few kilobytes unpack to gigabytes otherwise."""
-MOST, MOST_AXES = 2**16, 8
-"""Tensors of a message, and axes of one."""
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.int32,
-        torch.int64,
-        torch.uint8,
-        torch.bool,
-    )
-}
+"""Tensors of fewer bytes go into the buffer."""
+MAX_TEXT = 2**24
+"""Most bytes of the unzipped text: a few kilobytes could unpack to gigabytes."""
+MAX_TENSORS, MAX_AXES = 2**16, 8
+"""Most tensors of a message, and axes of a tensor."""
+_NAMES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint8", "bool")
+DTYPES = {name: getattr(torch, name) for name in _NAMES}
 Listed = list[Any]
 
 
 def pack(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> tuple[Tensors, bytes]:
-    """Return the tensors to send, and all that is said beside them: what they are called, in their order, and `rest`."""
+    """Return the tensors to send, and a zipped text: all tensors' names, types and shapes in their order, and `rest`."""
     small, sent, names = list[Tensor](), Tensors(), list[Listed]()
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -55,9 +44,9 @@ def pack(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> tuple[Tensor
 
 
 def unpack(sent: Mapping[str, Tensor], said: bytes) -> tuple[Tensors, dict[str, Any]]:
-    """Return what `pack` was given. Raises ValueError, TypeError or KeyError for anything that it has not made."""
+    """Return the arguments of `pack`. Raises ValueError, TypeError or KeyError for values that `pack` has not made."""
     names, rest = json.loads(_unzipped(said))
-    if not isinstance(names, list) or len(names) > MOST:
+    if not isinstance(names, list) or len(names) > MAX_TENSORS:
         raise ValueError("no names, or too many")
     buffer, tensors, place = sent.get(BUFFER, torch.empty(0, dtype=torch.uint8)), Tensors(), 0
     for name, *kind in names:
@@ -74,10 +63,10 @@ def unpack(sent: Mapping[str, Tensor], said: bytes) -> tuple[Tensors, dict[str, 
 
 
 def _tensor(rest: Tensor, dtype: str, shape: list[int]) -> Tensor:
-    """Return the first tensor of what is left of a buffer, as one of its own."""
-    if rest.dtype != torch.uint8 or rest.ndim != 1 or not isinstance(shape, list) or len(shape) > MOST_AXES:
+    """Return a copy of the first tensor in the rest of a buffer."""
+    if rest.dtype != torch.uint8 or rest.ndim != 1 or not isinstance(shape, list) or len(shape) > MAX_AXES:
         raise ValueError("no buffer, or no shape")
-    if any(type(size) is not int or not 0 <= size <= SMALL for size in shape):  # a product of long numbers takes minutes
+    if any(type(size) is not int or not 0 <= size <= SMALL for size in shape):  # the product of very long numbers takes minutes
         raise ValueError("no shape of a small tensor")
     size = math.prod(shape) * DTYPES[dtype].itemsize
     if not size <= min(len(rest), SMALL):
@@ -86,10 +75,10 @@ def _tensor(rest: Tensor, dtype: str, shape: list[int]) -> Tensor:
 
 
 def _unzipped(said: bytes) -> bytes:
-    """Return the text, bounded before it takes memory. Raises ValueError."""
+    """Return the text; it takes at most MAX_TEXT bytes of memory. Raises ValueError."""
     opened = zlib.decompressobj()
     try:
-        text = opened.decompress(said, LONGEST)
+        text = opened.decompress(said, MAX_TEXT)
     except zlib.error as error:
         raise ValueError(str(error)) from None
     if not opened.eof or opened.unused_data:

@@ -1,11 +1,12 @@
 """Our messages as FLARE shareables: tensors in a DXO, everything else in its meta under one key.
 
-Inside a site, tasks and results go from filter to executor and back by `hold` and `take`: as objects of this process, under a
-name that nobody else can know. So what the guard authorized is what runs, and what no guard takes up cannot leave.
+Inside a site, filters and executor pass tasks and results by `put` and `pop`: as objects of this process, under a random name.
+So exactly the authorized task runs, and a result leaves only by the guard.
 """
 
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
@@ -18,29 +19,38 @@ from nvflare.fuel.utils import fobs
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import Kind, Payload, Tensors, is_hash
 from consilium.flare.job import tensor_packing
+from consilium.privacy.guard.task import Task
 
 HELLO, TRAIN, EVALUATE = Kind.HELLO.value, Kind.TRAIN.value, Kind.EVALUATE.value
 STATISTICS, MODEL, MASKS = Kind.STATISTICS.value, Kind.MODEL.value, Kind.MASKS.value
 KEY = "consilium"
 REASON = "consilium_reason"
 SEAL = "consilium_seal"
-"""The header of a hello with the last seal of the site's ledger."""
+"""The header of a hello with the last seal of the site's ledger that the server has."""
 HELD = "consilium_held"
 REFUSED = ReturnCode.EXECUTION_EXCEPTION
-"""The one return code of every refusal: a choice of codes would tell more than the reason does."""
+"""The return code of every refusal: different codes would say more than the reason."""
 
 _held: dict[str, Any] = {}
 
 
+@dataclass(frozen=True)
+class Answer:
+    """A result and the task it answers. It becomes a message by the guard's result filter only."""
+
+    task: Task
+    result: Any
+
+
 def register() -> None:
-    """Teach FLARE's serializer tensors. Both sides must, or the receiver retries for ever."""
+    """Register tensors with FLARE's serializer. Server and sites must, or the receiver retries for ever."""
     fobs.register(TensorDecomposer)
 
 
 def encode(payload: Payload, run: str, update: bool, num_samples: int = 1, packed: bool = False) -> Shareable:
     """Return a payload as a shareable: values (down) or, with `update`, a difference (up) with its weight.
 
-    `packed`: for one of ours, see packing.py; FLARE's own controllers want tensors under their names.
+    `packed`: see tensor_packing.py. FLARE's own controllers need the tensors under their names.
     """
     tensors, rest = _contents(payload, run)
     if packed and not payload.masking:  # keys and signatures are bytes
@@ -49,9 +59,9 @@ def encode(payload: Payload, run: str, update: bool, num_samples: int = 1, packe
 
 
 def encode_each(payloads: Mapping[str, Payload], run: str) -> dict[str, Shareable]:
-    """Return every site's payload (values) as a packed shareable. Those of the same tensors and words have one content.
+    """Return each site's payload (values) as a packed shareable. Equal payloads of the same tensors share their content.
 
-    So where all sites are sent the same, it is packed once, and the server's memory does not grow with their number.
+    So a payload for all sites is packed once, and the server's memory does not grow with their number.
     """
     made: dict[object, tuple[Tensors, Any]] = {}
     found = {}
@@ -65,7 +75,7 @@ def encode_each(payloads: Mapping[str, Payload], run: str) -> dict[str, Shareabl
 
 
 def _contents(payload: Payload, run: str) -> tuple[Tensors, Any]:
-    """Return a payload's tensors and all that is said beside them."""
+    """Return a payload's tensors and its other values."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in payload.tensors.items()}
     rest = {"run": run, "phase": payload.phase, "scalars": payload.scalars, "metrics": payload.metrics}
     return tensors, rest | {"ledger": payload.ledger} | ({"masking": payload.masking} if payload.masking else {})
@@ -82,9 +92,9 @@ def _message(payload: Payload, tensors: Tensors, rest: Any, update: bool, num_sa
 
 
 def decode(shareable: Shareable) -> tuple[Payload, str]:
-    """Return (payload, run). A message of FLARE's own controllers has no phase, scalars or run: 0, none and "".
+    """Return (payload, run). A message of FLARE's own controllers has no phase, scalars or run: then 0, none and "".
 
-    Raises RefusedError for anything that is no such message.
+    Raises RefusedError for any other message.
     """
     try:
         dxo = from_shareable(shareable)
@@ -107,9 +117,9 @@ def decode(shareable: Shareable) -> tuple[Payload, str]:
 
 
 def encode_hello(run: str, seal: str) -> Shareable:
-    """Return the question who a site is; `seal`: the last of its privacy ledger that the server has, "" for none.
+    """Return a hello to a site; `seal`: the last seal of its privacy ledger that the server has, "" for none.
 
-    The seal is a header, which sites of former versions do not read.
+    The seal is a header, which sites of former versions ignore.
     """
     asked = encode_dict(HELLO, {"run": run})
     if seal:
@@ -117,32 +127,26 @@ def encode_hello(run: str, seal: str) -> Shareable:
     return asked
 
 
-def decode_seal(shareable: Shareable) -> str:
-    """Return the seal that came with a hello, "" for none. Raises RefusedError for what is none."""
-    if not is_hash(seal := shareable.get_header(SEAL, "")):
-        raise RefusedError(f"not a task {HELLO} of consilium: its seal is none", Reason.TASK)
-    return str(seal)
+def decode_task(kind: Kind, shareable: Shareable) -> tuple[str, Payload | None, str]:
+    """Return (run, payload, seal) of a server's message: no payload where the kind has none, "" for no seal.
 
-
-def decode_ask(shareable: Shareable, key: str = HELLO) -> str:
-    """Return the run that a server's hello names, or its request for statistics or a model by that key.
-
-    Raises RefusedError for anything that is no such message, or more than one.
+    Raises RefusedError for any message that is not of this kind, or of another kind too.
     """
-    asked, others = shareable.get(key), {HELLO, STATISTICS, MODEL, MASKS, "DXO"} - {key}
-    if not isinstance(asked, dict) or asked.keys() != {"run"} or any(other in shareable for other in others):
-        raise RefusedError(f"not a task {key} of consilium", Reason.TASK)
-    return _text(asked["run"])
-
-
-def decode_masks(shareable: Shareable) -> tuple[dict[str, Any], str]:
-    """Return (question, run) of secure aggregation. Raises RefusedError for anything that is no such message."""
-    asked, others = shareable.get(MASKS), {HELLO, STATISTICS, MODEL, "DXO"}
-    if not isinstance(asked, dict) or asked.keys() != {"run", "question"} or any(other in shareable for other in others):
-        raise RefusedError(f"not a task {MASKS} of consilium", Reason.TASK)
-    if not isinstance(asked["question"], dict):
-        raise RefusedError(f"not a task {MASKS} of consilium", Reason.TASK)
-    return asked["question"], _text(asked["run"])
+    problem = RefusedError(f"not a task {kind.value} of consilium", Reason.TASK)
+    own = "DXO" if kind in (Kind.TRAIN, Kind.EVALUATE) else kind.value
+    if any(other in shareable for other in {HELLO, STATISTICS, MODEL, MASKS, "DXO"} - {own}):
+        raise problem
+    if own == "DXO":
+        payload, run = decode(shareable)
+        return run, payload, ""
+    asked = shareable.get(own)
+    if not isinstance(asked, dict) or asked.keys() != ({"run", "question"} if kind is Kind.MASKS else {"run"}):
+        raise problem
+    seal = shareable.get_header(SEAL, "") if kind is Kind.HELLO else ""
+    if not is_hash(seal) or not isinstance(asked.get("question", {}), dict):
+        raise problem
+    question = Payload(-1, -1, {}, masking=asked["question"]) if kind is Kind.MASKS else None
+    return _text(asked["run"]), question, str(seal)
 
 
 def _whole(value: Any) -> int:
@@ -157,41 +161,41 @@ def _text(value: Any) -> str:
     return value
 
 
-def hold(item: Any) -> Shareable:
-    """Keep a task or a result in this process and return a shareable that only names it."""
+def put(item: Any) -> Shareable:
+    """Keep a task or a result in this process, and return a shareable that only names it."""
     name = secrets.token_hex(16)
     _held[name] = item
     return Shareable({HELD: name})
 
 
-def held(shareable: Shareable) -> Any:
-    """Return what a shareable names and this process keeps, or None."""
+def peek(shareable: Shareable) -> Any:
+    """Return the object that a shareable names, None if this process keeps none."""
     name = shareable.get(HELD)
     return _held.get(name) if isinstance(name, str) else None
 
 
-def take(shareable: Shareable) -> Any:
-    """Return what a shareable names, which is then kept no longer. Raises RefusedError where there is nothing of that name."""
-    found = held(shareable)
+def pop(shareable: Shareable) -> Any:
+    """Return the object that a shareable names, and forget it. Raises RefusedError if there is none."""
+    found = peek(shareable)
     if found is None:
         raise RefusedError("nothing that the guard has seen; nothing was sent", Reason.TASK)
     return _held.pop(shareable[HELD])
 
 
 def encode_dict(key: str, values: dict[str, Any]) -> Shareable:
-    """Return a shareable that holds only plain values."""
+    """Return a shareable with plain values only."""
     shareable = Shareable()
     shareable[key] = values
     return shareable
 
 
 def refusal(reason: Reason) -> Shareable:
-    """Return a reply that carries nothing but the word for why there is no result."""
+    """Return a reply with nothing but the reason why there is no result."""
     return make_reply(REFUSED, {REASON: reason.value})
 
 
 def reason_of(shareable: Shareable) -> Reason | None:
-    """Return the word for why a reply holds no result, None if it does. Whatever else it says is not repeated."""
+    """Return the reason why a reply has no result, None if it has one. No other text of the reply is used."""
     if shareable.get_return_code() == ReturnCode.OK:
         return None
     try:
@@ -200,7 +204,8 @@ def reason_of(shareable: Shareable) -> Reason | None:
         return Reason.ERROR
 
 
-def bare(shareable: Shareable) -> Shareable:
-    """Return a reply that holds no result without anything but its word, or its return code where it has no word."""
-    said = shareable.get_header(REASON)
-    return refusal(reason_of(shareable) or Reason.ERROR) if said is not None else make_reply(shareable.get_return_code())
+def strip_reply(shareable: Shareable) -> Shareable:
+    """Return a reply without a result as its reason only, or its return code if it has no reason."""
+    if shareable.get_header(REASON) is None:
+        return make_reply(shareable.get_return_code())
+    return refusal(reason_of(shareable) or Reason.ERROR)

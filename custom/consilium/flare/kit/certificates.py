@@ -1,4 +1,4 @@
-"""How long certificates last: a kit's own, the project's root in it, and the one that the server shows."""
+"""Checks of certificates' validity: a kit's own, the project's root in it, and the server's, read over a connection."""
 
 import json
 import os
@@ -21,16 +21,16 @@ from consilium.core.errors import ConfigError
 from consilium.flare.kit.local_folder import certificate
 
 WARN_DAYS, URGENT_DAYS = 60, 30
-"""Days before the end from which there is a warning, and from which it is a problem."""
+"""Days before the end from which there is a warning, and from which there is a problem."""
 RENEW = "ask the hub for a renewed kit, then `consilium update-kit KIT --from NEW_KIT`"
 RENEW_SERVER = "at the hub: `consilium renew SITES_YML -o kits`, then `consilium update-kit` at the server"
 CONFIGS = ("fed_client.json", "fed_admin.json", "fed_server.json")
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 NO_PROXIES = ("no_grpc_proxy", "no_proxy")
-"""Environment variables in the order in which gRPC looks at them, lower case only."""
+"""Environment variables in the order in which gRPC reads them, lower case only."""
 OUT_OF_DATE = (9, 10)
 """OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
-PATIENCE = 5.0
+TIMEOUT = 5.0
 """Seconds to wait for the server."""
 
 
@@ -40,11 +40,11 @@ def days_left(found: x509.Certificate, now: datetime | None = None) -> int:
 
 
 def examine_expiry(check: str, whose: str, found: x509.Certificate, remedy: str) -> Finding:
-    """Return whether now lies in a certificate's time: it does not where the clock is wrong or the certificate old."""
+    """Return whether a certificate is valid now, and for how long. It is not where the clock is wrong."""
     start, end, now = found.not_valid_before_utc, found.not_valid_after_utc, datetime.now(UTC)
     span = f"{whose}: now {now:%Y-%m-%d %H:%M} UTC, certificate {start:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M}"
     if not start <= now <= end:
-        behind = "set the clock: it is behind that of who made the certificate"
+        behind = "set the clock: it is behind the clock that the certificate was made by"
         return Finding(check, span, behind if now < start else f"set the clock, or {remedy}")
     days = days_left(found, now)
     if days < URGENT_DAYS:
@@ -53,16 +53,16 @@ def examine_expiry(check: str, whose: str, found: x509.Certificate, remedy: str)
 
 
 def examine_own(kit: Path) -> Iterator[Finding]:
-    """Yield findings about the two certificates in a kit: the participant's and the root's. Raises ConfigError."""
+    """Yield a finding for each of the two certificates in a kit: the participant's and the root's. Raises ConfigError."""
     own = load_crt(certificate(kit))
     yield examine_expiry("clock", get_cert_common_name(own) or "?", own, RENEW)
     yield examine_expiry("root", "the project's root in this kit", load_crt(kit / "startup" / "rootCA.pem"), RENEW)
 
 
 def examine_servers(kit: Path) -> Finding:
-    """Return whether the server answers as one of this project, and how long its certificate lasts.
+    """Return whether the server answers and is of this project, and how long its certificate is valid.
 
-    Connects with the kit's certificates, as FLARE does: a firewall that opens TLS, or a wrong server, shows here.
+    It connects with the kit's certificates, as FLARE does, and so finds a firewall that opens TLS, or a wrong server.
     """
     found = _shown(kit)
     if isinstance(found, Finding):
@@ -74,14 +74,14 @@ def examine_servers(kit: Path) -> Finding:
 
 
 def _shown(kit: Path) -> x509.Certificate | Finding:
-    """Return the certificate that the server shows, or what is wrong with it or the way to it. Raises ConfigError."""
+    """Return the server's certificate, or what is wrong with it or with the connection. Raises ConfigError."""
     target = server_address(kit)
     try:
         return server_certificate(kit)
     except ssl.SSLError as error:
         if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in OUT_OF_DATE:
-            said = f"{target}: its certificate is not valid now, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by this machine's clock"
-            return Finding("server", said, f"set the clock, or {RENEW_SERVER}")
+            now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC by this machine's clock"
+            return Finding("server", f"{target}: its certificate is not valid now, {now}", f"set the clock, or {RENEW_SERVER}")
         remedy = "ask the hub whether the root has changed (then for a new kit), the network's people not to open TLS"
         return Finding("server", f"{target}: {error}", remedy)
     except OSError as error:
@@ -94,7 +94,7 @@ def server_address(kit: Path) -> str:
 
 
 def _service(kit: Path) -> tuple[str, str]:
-    """Return host:port of the server that a kit is for, and FLARE's transport. Raises ConfigError."""
+    """Return host:port of the server that a kit is for, and the scheme of FLARE's transport. Raises ConfigError."""
     for path in (kit / "startup" / name for name in CONFIGS):
         if path.is_file():
             raw = json.loads(path.read_text(encoding="utf-8"))
@@ -105,7 +105,7 @@ def _service(kit: Path) -> tuple[str, str]:
 
 
 def server_certificate(kit: Path) -> x509.Certificate:
-    """Return the certificate that the server shows. Raises OSError, of which ssl.SSLError is one."""
+    """Return the server's certificate. Raises OSError, of which ssl.SSLError is one."""
     (target, scheme), own = _service(kit), certificate(kit)
     host, _, port = target.rpartition(":")
     context = ssl.create_default_context(cafile=kit / "startup" / "rootCA.pem")
@@ -116,20 +116,20 @@ def server_certificate(kit: Path) -> x509.Certificate:
 
 
 def proxy_of(host: str) -> str:
-    """Return the proxy that gRPC takes from the environment for a host, "" for none."""
+    """Return the proxy that gRPC uses for a host, by the environment; "" for none."""
     without, proxy = (next((os.environ[n] for n in names if os.environ.get(n)), "") for names in (NO_PROXIES, PROXIES))
     ends = [end for one in without.split(",") if (end := one.strip())]
     return "" if host.endswith(tuple(ends)) else proxy
 
 
 def _reached(host: str, port: int, proxy: str) -> socket.socket:
-    """Return a connection to the server, where there is a proxy by its CONNECT. Raises OSError."""
+    """Return a connection to the server, through a proxy by CONNECT if there is one. Raises OSError."""
     if not proxy:
-        return socket.create_connection((host, port), timeout=PATIENCE)
+        return socket.create_connection((host, port), timeout=TIMEOUT)
     try:
         place = urlsplit(proxy)
-        (place.hostname or "").encode("idna")  # else the connection fails at it with an error of its own
-        link = HTTPConnection(place.hostname or "", place.port, timeout=PATIENCE)
+        (place.hostname or "").encode("idna")  # else http.client raises another error than OSError
+        link = HTTPConnection(place.hostname or "", place.port, timeout=TIMEOUT)
     except (ValueError, InvalidURL):
         raise OSError("https_proxy: not http://HOST:PORT or http://USER:PASSWORD@HOST:PORT") from None
     login = f"{unquote(place.username or '')}:{unquote(place.password or '')}".encode()
@@ -142,7 +142,7 @@ def _reached(host: str, port: int, proxy: str) -> socket.socket:
 
 
 def check_time(kit: Path) -> None:
-    """Raise ConfigError where now is not in the time of a kit's certificate, of which FLARE has only OpenSSL's words."""
+    """Raise ConfigError if a kit's certificate is not valid now; FLARE would show only OpenSSL's message."""
     try:
         own = load_crt(certificate(kit))
     except ValueError:
@@ -153,14 +153,14 @@ def check_time(kit: Path) -> None:
 
 
 def why_no_connection(kit: Path) -> str:
-    """Return what keeps a kit from the server's address, with a remedy; "" where nothing does. Raises ConfigError."""
+    """Return why a kit cannot connect to its server, with a remedy; "" if it can. Raises ConfigError."""
     found = _shown(kit)
     return f"{found.found}; {found.remedy}" if isinstance(found, Finding) else ""
 
 
 def warnings(kit: Path) -> list[str]:
-    """Return a line for each certificate that ends within WARN_DAYS, of a person's kit and of the server it leads to."""
+    """Return a line for each certificate that ends within WARN_DAYS: a person's, the root's, the server's."""
     found = [*examine_own(kit)]
-    with suppress(OSError):  # of no server the session says it better
+    with suppress(OSError):  # the session has a better message for a missing server
         found.append(examine_expiry("server", server_address(kit), server_certificate(kit), RENEW_SERVER))
     return [f"{one.check}: {one.found}; {one.remedy or one.advice}" for one in found if one.remedy or one.advice]

@@ -1,8 +1,8 @@
-"""Which of our classes a job may name, by role, and how they get onto the list of a startup kit or a simulator's workspace.
+"""The allow-list of classes that a job may name, by role, and its file in a startup kit or simulator workspace.
 
-FLARE 2.9 builds every `path` of a job's configuration that the site's `class_allow_list` permits, by calling
-getattr(module, name)(**args): any function and any imported name will do. An entry that ends in a dot is a prefix, and so is a
-module's name without one. So the list names classes, one by one, and nothing else of ours is ever on it.
+FLARE 2.9 builds every `path` of a job's configuration that the site's `class_allow_list` permits by calling
+getattr(module, name)(**args). So any function and any imported name counts. An entry that ends in a dot is a prefix, and so is
+a module's name. Therefore the list names single classes, and no other name of ours.
 """
 
 import json
@@ -26,21 +26,21 @@ CLASSES = {
         "consilium.flare.job.filters.GuardResultFilter",
     ),
 }
-"""By role, all that a job may name of this package. A new component goes in here, and into every existing kit by `allow`."""
+"""By role, all names of this package that a job may use. Existing kits get a new one by `consilium allow`."""
 KEY = "class_allow_list"
 OURS = __name__.partition(".")[0]
 
 
 def is_ours(entry: str) -> bool:
-    """Tell whether an entry of an allow-list speaks of this package."""
+    """Return whether an entry of an allow-list belongs to this package."""
     return entry.partition(".")[0] == OURS
 
 
 def allow_classes(folder: Path, *roles: str) -> Path:
     """Put the classes of `roles`, and no other of ours, on the list in FOLDER/local/resources.json; return that file.
 
-    Entries of others stay. FLARE takes resources.json instead of resources.json.default, so the default is its start. Raises
-    ConfigError if the file there is not readable.
+    Entries of others stay. Without the file its start is resources.json.default, which FLARE would read instead. Raises
+    ConfigError if the file cannot be read.
     """
     path = folder / "local" / "resources.json"
     source = next((p for p in (path, path.with_name("resources.json.default")) if p.is_file()), None)

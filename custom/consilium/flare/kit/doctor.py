@@ -1,13 +1,10 @@
-"""Is this startup kit fit to join? Its signature, policies, certificate and server, after doctor.py's look at the machine."""
+"""`consilium doctor`: checks of a startup kit (signature, policies, certificates, server, data) and of the machine."""
 
 import json
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-from nvflare.lighter.constants import ProvFileName
-from nvflare.lighter.utils import verify_folder_signature
 
 from consilium.client.approval import approvals
 from consilium.client.machine_check import (
@@ -19,13 +16,15 @@ from consilium.client.machine_check import (
     examine_disk,
     examine_versions,
 )
+from consilium.client.memory_check import examine_memory
 from consilium.config.site import SiteConfig, load_site
 from consilium.core.errors import ConfigError
 from consilium.federation.run_folders import STATE
+from consilium.flare import patches
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
 from consilium.flare.kit.certificates import examine_own, examine_servers
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, is_ours
-from consilium.flare.kit.kit_hardening import COMM, is_pinned, leaves_callers_folder
+from consilium.flare.kit.kit_hardening import COMM, is_as_signed, is_pinned, is_signed, leaves_callers_folder
 from consilium.flare.kit.local_folder import certificate, kit_name, kit_role, lacking
 from consilium.flare.kit.revocation import is_checked
 from consilium.flare.kit.revocation import read as read_revoked
@@ -40,19 +39,14 @@ GUARD = {"task_data_filters": GuardTaskFilter, "task_result_filters": GuardResul
 
 
 def examine(kit: Path, job: Path | None = None) -> list[Finding]:
-    """Return all findings about this machine and the startup kit `kit` of a site, or the server's, which has no data.
+    """Return the findings about this machine and a site's startup kit, or the server's, which has no data.
 
-    With a `job` also whether a step of it fits into the site's memory.
+    With a `job` also whether a training step fits into the site's memory.
     """
-    memory = [] if job is None else [checked("memory", lambda: _memory(kit, job))]
-    return [*examine_versions(), *_examine_kit(kit), *memory]
-
-
-def _memory(kit: Path, job: Path) -> Finding | str:
-    from consilium.client.memory_check import examine_memory
-
-    file = kit / "local" / "site.yaml"
-    return examine_memory(job, load_site(file) if file.is_file() else SiteConfig())
+    findings, file = [*examine_versions(), *_examine_kit(kit)], kit / "local" / "site.yaml"
+    if job is not None:
+        findings.append(checked("memory", lambda: examine_memory(job, load_site(file) if file.is_file() else SiteConfig())))
+    return findings
 
 
 def _examine_kit(kit: Path) -> Iterator[Finding]:
@@ -63,32 +57,27 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
     yield _signature(kit)
     yield _start_script(kit)
     yield checked("settings", lambda: _settings(kit))
-    if (role := kit_role(kit)) is not None:
-        yield from _policies(kit, role)
-        yield checked("components", lambda: _components(kit, role))
+    role = kit_role(kit) or "site"  # `kit_name` has found one
+    yield checked("FLARE's code", lambda: patches.check(role))
+    yield from _policies(kit, role)
+    yield checked("components", lambda: _components(kit, role))
     yield from examine_own(kit)
-    if kit_role(kit) == "server":
+    if role == "server":
         yield checked("revocation", lambda: _revocation(kit))
-    if kit_role(kit) == "site":
-        yield checked("fingerprint", lambda: f"{_fingerprint(kit)} (for others' secure_aggregation.partners)")
+    else:
+        own = certificate(kit).read_text(encoding="utf-8")
+        yield checked("fingerprint", lambda: f"{fingerprint(public_key(own))} (for others' secure_aggregation.partners)")
         yield from _site(kit)
         yield checked("server", lambda: examine_servers(kit))
 
 
-def _fingerprint(kit: Path) -> str:
-    return fingerprint(public_key(certificate(kit).read_text(encoding="utf-8")))
-
-
 def _signature(kit: Path) -> Finding:
-    startup = kit / "startup"
-    if not (startup / ProvFileName.SIGNATURE_JSON).is_file():
-        return Finding(
-            "signature", "none, as in a kit made by `nvflare package`; certificates protect connections all the same"
-        )
-    whole = verify_folder_signature(str(startup), str(startup / "rootCA.pem"), True, ProvFileName.SIGNATURE_JSON)
-    return Finding(
-        "signature", "startup/ is as it was made" if whole else "startup/ was altered", "" if whole else "restore it"
-    )
+    if not is_signed(kit / "startup"):
+        found = "none, as in a kit made by `nvflare package`; certificates protect connections all the same"
+        return Finding("signature", found)
+    if is_as_signed(kit / "startup"):
+        return Finding("signature", "startup/ is as it was made")
+    return Finding("signature", "startup/ was altered", "restore it")
 
 
 def _start_script(kit: Path) -> Finding:
@@ -109,7 +98,7 @@ def _settings(kit: Path) -> Finding:
 
 
 def _policies(kit: Path, role: str) -> Iterator[Finding]:
-    """Yield what the policy files allow. A file that is missing is FLARE's default, which allows too much."""
+    """Yield findings about the policy files. For a missing file FLARE's default counts, which allows too much."""
     local = kit / "local"
     yield checked("allow-list", lambda: _allow_list(_json(local / "resources.json"), role))
     yield checked("rights", lambda: _rights(_json(local / "authorization.json")))
@@ -119,7 +108,7 @@ def _policies(kit: Path, role: str) -> Iterator[Finding]:
 
 
 def _allow_list(resources: dict[str, Any], role: str) -> Finding | str:
-    """Return whether exactly the role's classes of ours are listed; every name on the list is any job's to call."""
+    """Return whether exactly the role's classes of ours are listed; any job can call every name on the list."""
     listed, mode = resources.get(KEY, []), resources.get("class_list_enforcement_mode", "enforce")
     if not isinstance(listed, list) or not all(isinstance(entry, str) for entry in listed):
         return Finding("allow-list", f"{KEY} is no list of names", "restore it from local/resources.json.default")
@@ -147,12 +136,12 @@ def _needs(role: str) -> str:
 
 
 def _is_prefix(entry: str) -> bool:
-    """Tell whether an entry lets a job call more than itself: FLARE takes a module's name for all that is in it."""
+    """Return whether an entry lets a job call more than one name: FLARE takes a module's name for all names in it."""
     if entry == "*" or entry.endswith("."):
         return True
     try:
         return find_spec(entry) is not None
-    except (ImportError, ValueError, AttributeError):  # no module of that name: a class in one
+    except (ImportError, ValueError, AttributeError):  # a class, not a module
         return False
 
 
@@ -202,7 +191,7 @@ def _site(kit: Path) -> Iterator[Finding]:
 
 
 def _ledger(site: SiteConfig, kit: Path) -> Finding | str:
-    """Return what the ledger holds, and how much of it is void. Raises RefusedError where rows are lost: no job would run."""
+    """Return how many rows the ledger has, and how many are void. Raises RefusedError for lost rows: no job would run."""
     root = site.state or kit / STATE
     ledger = Ledger(site.privacy.ledger_in(root))
     ledger_recovery.check(root, ledger)
@@ -216,7 +205,7 @@ def _ledger(site: SiteConfig, kit: Path) -> Finding | str:
 
 
 def _sums(site: SiteConfig, kit: Path) -> str:
-    """Return what the ledger of sums holds. Raises RefusedError where lines are lost: no job without noise would run masked."""
+    """Return the number of lines in the ledger of sums. Lost lines raise RefusedError: masked jobs without noise would fail."""
     return f"{check_whole(site.state or kit / STATE)} lines, all that the records of what left know of"
 
 
@@ -226,7 +215,7 @@ def _describe(site: SiteConfig) -> str:
 
 
 def _approval(site: SiteConfig, local: Path) -> Finding | str:
-    """Return whether jobs need the administrator's approval, which code in a job (BYOC) could go round."""
+    """Return whether jobs need the administrator's approval, which code in a job (BYOC) could bypass."""
     if site.approve is None:
         return "not needed: any job of a person who may submit runs, within these policies"
     if not (rights := checked("rights", lambda: _rights(_json(local / "authorization.json")))).ok:
@@ -243,16 +232,16 @@ def _promised_gpus(kit: Path) -> int:
 
 
 def _revocation(kit: Path) -> Finding | str:
-    """Return whether the server looks at revoked credentials, and whose there are."""
+    """Return whether the server checks revocations, and how many names are revoked."""
     if not is_checked(kit):
         return Finding("revocation", "the server takes revoked credentials", "run `consilium allow KIT`, then restart it")
     return f"{len(read_revoked(kit / 'local'))} names have had their credentials revoked"
 
 
 def _components(kit: Path, role: str) -> Finding | str:
-    """Return whether all of ours run in the kit's own process that a kit of this version has."""
+    """Return whether the kit has all components of this version."""
     missing = lacking(kit, role)
-    if not missing or (role == "server" and not is_checked(kit)):  # the revocation's line says it then
+    if not missing or (role == "server" and not is_checked(kit)):  # the finding about revocation says it
         return "all of this version"
     return Finding("components", f"without {', '.join(missing)}", advice="run `consilium allow KIT`, then restart it")
 

@@ -1,4 +1,4 @@
-"""What closes a startup kit: FLARE's settings that a job's files could stand in for, and the folder Python is started in."""
+"""How a startup kit is closed to jobs: FLARE's settings that a job could replace, and the folder in which Python starts."""
 
 import json
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nvflare.lighter.constants import ProvFileName
+from nvflare.lighter.utils import verify_folder_signature
 
 from consilium.core.errors import ConsiliumError
 from consilium.core.storage import write_atomic
@@ -14,7 +15,7 @@ from consilium.core.storage import write_atomic
 COMM, RESOURCES = "comm_config.json", "resources.json"
 START, CONSOLE = "sub_start.sh", "fl_admin.sh"
 ARGUMENTS = "while [[ $# -gt 0 ]]\n"
-"""Where FLARE's script reads its arguments: by then $WORKSPACE is known, and Python has not run yet."""
+"""The line where FLARE's script reads its arguments: $WORKSPACE is set before it, and Python runs after it."""
 # The folder's name begins with a dot because no job's folder can: a server chooses those, and FLARE clears them.
 ELSEWHERE = """# Python looks for modules where it is started, so start where nobody puts any.
 mkdir -p "$WORKSPACE/.empty" && cd "$WORKSPACE/.empty" || exit 1
@@ -24,14 +25,14 @@ PYTHON, SAFE_PYTHON = "python3 -m", "python3 -P -m"
 
 
 def pin_settings(kit: Path, more: Mapping[str, Any] | None = None) -> None:
-    """Put into the kit's own folder the two files that FLARE looks for there first, and then anywhere below, jobs included.
+    """Put two files into the kit's own folder, where FLARE looks for them first; else it takes them from a job's folder.
 
-    With a comm_config.json a job would name a folder of Python modules for the site to load. A site's own settings for
-    connections belong into that file; what is there stays, but for the empty one of kits of earlier versions.
+    A job's comm_config.json could name a folder of Python modules for the site to load. A site's own settings for connections
+    belong into that file. An existing file stays, unless it is the empty one of kits of earlier versions.
 
-    Ours (policies/comm_config.json): FLARE's server talks to 100 connections, of which a site with a job needs two, and lets
-    the next wait for ever; and without keep-alives an end that was forgotten on the way is found after a quarter of an hour.
-    `more` are settings beside these.
+    Our file (policies/comm_config.json) has two settings, and `more` beside them. FLARE's server serves 100 connections, of
+    which a site with a job needs two; the next waits for ever. Without keep-alives a broken connection is found after 15
+    minutes.
     """
     if not (kit / COMM).exists() or (kit / COMM).read_text(encoding="utf-8").strip() == "{}":
         ours = json.loads(files("consilium.flare.kit").joinpath("policies", COMM).read_text(encoding="utf-8"))
@@ -42,14 +43,14 @@ def pin_settings(kit: Path, more: Mapping[str, Any] | None = None) -> None:
 
 
 def is_pinned(kit: Path) -> bool:
-    """Tell whether no job's file can stand in for the kit's own settings."""
+    """Return whether no job can replace the kit's own settings."""
     return (kit / COMM).is_file() and (kit / RESOURCES).resolve() == (kit / "local" / RESOURCES).resolve()
 
 
 def leave_callers_folder(startup: Path) -> None:
-    """Have the scripts in startup/ run Python elsewhere than in the folder they are called from, whose modules it would load.
+    """Let the scripts in startup/ run Python in an empty folder: in the caller's, Python would import the modules there.
 
-    Do it before startup/ is signed. Raises ConsiliumError if FLARE's script is none that we know.
+    Call it before startup/ is signed. Raises ConsiliumError if FLARE's script is not the one of FLARE 2.9.
     """
     for path in _unsafe(startup):
         script = path.read_text(encoding="utf-8")
@@ -61,13 +62,19 @@ def leave_callers_folder(startup: Path) -> None:
 
 
 def leaves_callers_folder(startup: Path) -> bool:
-    """Tell whether the scripts in startup/ may be called from any folder."""
+    """Return whether the scripts in startup/ may be called from any folder."""
     return not _unsafe(startup)
 
 
 def is_signed(startup: Path) -> bool:
-    """Tell whether the hub has signed startup/, so that no one else may change it."""
+    """Return whether the hub has signed startup/, so that no other may change it."""
     return (startup / ProvFileName.SIGNATURE_JSON).is_file()
+
+
+def is_as_signed(startup: Path) -> bool:
+    """Return whether startup/ is signed, and no file of it was changed since."""
+    root = str(startup / "rootCA.pem")
+    return is_signed(startup) and verify_folder_signature(str(startup), root, True, ProvFileName.SIGNATURE_JSON)
 
 
 def _unsafe(startup: Path) -> list[Path]:

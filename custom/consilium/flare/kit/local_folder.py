@@ -1,4 +1,4 @@
-"""A startup kit's local/ folder: what a site or server allows, from the templates in policies/ and one entry of sites.yml."""
+"""A startup kit's local/ folder: a participant's policies, from the templates in policies/ and its entry in sites.yml."""
 
 import json
 from importlib.resources import files
@@ -24,28 +24,41 @@ COMPONENTS = {
     "server": (revocation.COMPONENT, late_join.COMPONENT, heartbeat_server.COMPONENT),
     "site": (heartbeat_client.COMPONENT,),
 }
-"""What runs of ours in a kit's own process, by role: parts of its local/resources.json."""
+"""Our components in a kit's own process, by role: entries of its local/resources.json."""
 ROLES = {"client.crt": "site", "server.crt": "server"}
 """A kit's role by the certificate it holds."""
 
 
 def write_local(folder: Path, entry: SiteEntry | ServerEntry) -> None:
-    """Write the policy files of one participant into its kit's local/ folder, replacing those that are there.
+    """Write the policy files of one participant into its kit's local/ folder, replacing existing ones.
 
-    A site gets privacy.json, authorization.json, resources.json and site.yaml; the server has no data, so the middle two.
+    A site gets privacy.json, authorization.json, resources.json and site.yaml; the server, without data, the middle two.
     """
-    _write_json(folder / "authorization.json", _authorization(entry.bundles))
+    policy = _template("authorization.json")
+    for role in MAY_BRING_CODE if entry.bundles else ():
+        policy["permissions"][role]["byoc"] = "any"
+    _write_json(folder / "authorization.json", policy)
+    role = "server" if isinstance(entry, ServerEntry) else "site"
+    resources = _template(f"resources_{role}.json") | {KEY: list(CLASSES[role])}
+    if entry.bundles:  # the package may be in jobs only, so a kit's own process cannot load its components
+        resources["components"] = [one for one in resources["components"] if one not in COMPONENTS[role]]
+    components = {one["id"]: one for one in resources["components"]}
     if isinstance(entry, ServerEntry):
-        _write_json(folder / "resources.json", _server_resources(entry))
+        components["job_manager"]["args"]["uri_root"] = str(entry.state / "jobs")
+        resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(entry.state / "snapshots")
+    else:
+        gpus = {"num_of_gpus": entry.gpus, "mem_per_gpu_in_GiB": entry.gpu_memory}
+        components["resource_manager"]["args"] |= gpus
+    _write_json(folder / "resources.json", resources)
+    if isinstance(entry, ServerEntry):
         return
     _write_json(folder / "privacy.json", _template("privacy.json"))
-    _write_json(folder / "resources.json", _site_resources(entry))
     values = entry.site.model_dump(mode="json", exclude_unset=True)
     write_atomic(folder / "site.yaml", (SITE_HEADER + (yaml.safe_dump(values) if values else "{}\n")).encode())
 
 
 def apply_local(sites: Path, kit: Path) -> Path:
-    """Write local/ of one startup kit from its entry in a sites.yml, close the kit to jobs, and return that folder.
+    """Write local/ of a startup kit from its entry in a sites.yml, close the kit to jobs, and return local/.
 
     For kits that a hospital made with its own key. Raises ConfigError if the kit or its entry is missing.
     """
@@ -56,20 +69,24 @@ def apply_local(sites: Path, kit: Path) -> Path:
 
 
 def update(folder: Path) -> Path:
-    """Let a startup kit, or a workspace of FLARE's simulator, run our classes and no other name of ours; return their list.
+    """Put our classes, and no other name of ours, on the allow-list of a startup kit or simulator workspace; return its file.
 
-    A kit gets the classes and components of its role and is closed to all else of a job; a workspace has no role and gets all
-    classes. Raises ConfigError if the list is not readable.
+    A kit gets the classes and components of its role, and is closed to jobs. A workspace has no role and gets all classes.
+    Raises ConfigError if the list cannot be read.
     """
     if (role := kit_role(folder)) is None:
         return allow_classes(folder, *CLASSES)
     close(folder)
-    _add_components(folder, role)
+    path = folder / "local" / "resources.json"
+    if path.is_file() and (missing := lacking(folder, role)):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        added = [one for one in COMPONENTS[role] if one["id"] in missing]
+        _write_json(path, found | {"components": [*found.get("components", []), *added]})
     return allow_classes(folder, role)
 
 
 def lacking(kit: Path, role: str) -> list[str]:
-    """Return the ids of the components of ours that a kit has not, as one of an earlier version. Raises ConfigError."""
+    """Return the ids of our components that a kit lacks, such as one of an earlier version. Raises ConfigError."""
     path = kit / "local" / "resources.json"
     try:
         listed = json.loads(path.read_text(encoding="utf-8")).get("components", [])
@@ -79,29 +96,20 @@ def lacking(kit: Path, role: str) -> list[str]:
     return [one["id"] for one in COMPONENTS[role] if one["path"] not in there]
 
 
-def _add_components(kit: Path, role: str) -> None:
-    """Put the components of ours into a kit of an earlier version."""
-    path = kit / "local" / "resources.json"
-    if path.is_file() and (missing := lacking(kit, role)):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        added = [one for one in COMPONENTS[role] if one["id"] in missing]
-        _write_json(path, found | {"components": [*found.get("components", []), *added]})
-
-
 def close(kit: Path) -> None:
-    """Keep a job's files and the caller's folder out of the kit's processes. A signed start script only the hub can change."""
+    """Keep jobs' settings and the caller's folder out of the kit's processes. A signed start script stays as it is."""
     pin_settings(kit)
     if not is_signed(kit / "startup"):
         leave_callers_folder(kit / "startup")
 
 
 def kit_role(kit: Path) -> str | None:
-    """Return whether a kit is a "site"'s or the "server"'s, as its certificate says; None where there is none."""
+    """Return "site" or "server" by a kit's certificate; None if it has none."""
     return next((role for name, role in ROLES.items() if (kit / "startup" / name).is_file()), None)
 
 
 def kit_name(kit: Path) -> str:
-    """Return the participant a site's or server's kit is for, as its certificate says. Raises ConfigError."""
+    """Return the participant's name in a kit's certificate. Raises ConfigError."""
     return get_cert_common_name(load_crt(certificate(kit)))
 
 
@@ -120,39 +128,6 @@ def find_entry(deployment: DeploymentConfig, name: str, source: Path) -> SiteEnt
     if name not in entries:
         raise ConfigError(f"{source}: sites: none is named {name!r}, which a startup kit is for; add it")
     return entries[name]
-
-
-def _authorization(bundles: bool) -> dict[str, Any]:
-    policy = _template("authorization.json")
-    for role in MAY_BRING_CODE if bundles else ():
-        policy["permissions"][role]["byoc"] = "any"
-    return policy
-
-
-def _site_resources(entry: SiteEntry) -> dict[str, Any]:
-    resources = _template("resources_site.json") | {KEY: list(CLASSES["site"])}
-    if entry.bundles:
-        _without_ours(resources, "site")
-    _component(resources, "resource_manager")["args"] |= {"num_of_gpus": entry.gpus, "mem_per_gpu_in_GiB": entry.gpu_memory}
-    return resources
-
-
-def _server_resources(entry: ServerEntry) -> dict[str, Any]:
-    resources = _template("resources_server.json") | {KEY: list(CLASSES["server"])}
-    if entry.bundles:
-        _without_ours(resources, "server")
-    _component(resources, "job_manager")["args"]["uri_root"] = str(entry.state / "jobs")
-    resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(entry.state / "snapshots")
-    return resources
-
-
-def _without_ours(resources: dict[str, Any], role: str) -> None:
-    """Leave our components out: the package may be in jobs only, and a kit's own process cannot count on it."""
-    resources["components"] = [one for one in resources["components"] if one not in COMPONENTS[role]]
-
-
-def _component(resources: dict[str, Any], id: str) -> dict[str, Any]:
-    return next(one for one in resources["components"] if one["id"] == id)
 
 
 def _template(name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Startup kits: FLARE's provisioning with a builder of ours that writes every kit's local/ and signs its startup/."""
+"""Startup kits: FLARE's provisioning with our builder, which writes each kit's local/ and signs its startup/."""
 
 import io
 import shutil
@@ -26,17 +26,17 @@ from consilium.flare.kit.root_keys import add_bridge, former_root
 
 
 class KitBuilder(Builder):
-    """Put it after FLARE's CertBuilder. `sites`: the sites.yml, from the working directory where its path is relative.
+    """A builder of FLARE's, to run after CertBuilder. `sites`: the sites.yml, absolute or relative to the working directory.
 
-    FLARE 2.9 signs no ordinary kit; with the signatures written here a server or site refuses to start once its
-    certificates or connection settings were altered. local/ is not signed: it belongs to the hospital.
+    FLARE 2.9 signs no ordinary kit. With these signatures a server or site refuses to start once its certificates or connection
+    settings were altered. local/ is not signed: it belongs to the hospital.
     """
 
     def __init__(self, sites: str) -> None:
         self.sites = Path(sites)
 
     def build(self, project: Project, ctx: ProvisionContext) -> None:
-        """Write local/ of the server and every site and close their kits to jobs, then sign startup/ of all."""
+        """Write local/ of the server and every site, close their kits to jobs, then sign startup/ of all kits."""
         deployment = load_deployment(self.sites)
         for participant in (project.get_server(), *project.get_clients()):
             local = Path(ctx.get_local_dir(participant))
@@ -52,13 +52,13 @@ class KitBuilder(Builder):
 
 
 def _behind_a_relay(participant: Participant) -> dict[str, int]:
-    """Return what FLARE's own comm_config.json says of a site that a project.yml puts behind a relay: no line past it."""
+    """Return the setting of FLARE's own comm_config.json for a site behind a relay: it must not connect past the relay."""
     generation = participant.get_prop(PropKey.COMM_CONFIG_ARGS, {}).get(CommConfigArg.CONN_GEN)
     return {VarName.BACKBONE_CONN_GEN: generation} if generation else {}
 
 
 def project_of(deployment: DeploymentConfig, sites: Path) -> dict[str, Any]:
-    """Return FLARE's project.yml of a deployment, as a plain map; `sites` is what the builder will read."""
+    """Return FLARE's project.yml of a deployment as a map. `sites`: the sites.yml that the builder will read."""
     server = deployment.server
     people = [{"name": a.name, "type": "admin", "org": a.org, "role": a.role} for a in deployment.admins]
     hosts = {"default_host": server.name, "host_names": list(server.hosts)}
@@ -78,11 +78,11 @@ def project_of(deployment: DeploymentConfig, sites: Path) -> dict[str, Any]:
 
 
 def provision(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
-    """Make the startup kits of `names`, all of a sites.yml by default, under `folder`; return the folder that holds them.
+    """Make the startup kits of `names`, by default of all participants of a sites.yml, under `folder`; return their folder.
 
-    `folder`/NAME/state has the project's root key: whoever has it can make certificates. A second run keeps it and
-    makes new kits beside the old. Raises ConfigError, also for `names` without a project there, to which they would not
-    belong; or ConsiliumError with FLARE's reason.
+    `folder`/NAME/state has the project's root key, with which certificates can be made. A second call keeps the key and makes
+    new kits beside the old. Raises ConfigError, also for `names` if `folder` holds no project yet, or ConsiliumError with
+    FLARE's reason.
     """
     deployment = load_deployment(sites)
     check_names(deployment, names, sites)
@@ -100,7 +100,7 @@ def provision(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
         project = prepare_project(raw)
     except ValueError as error:
         raise ConfigError(f"{sites}: {error}") from None
-    with redirect_stderr(io.StringIO()):  # FLARE prints a traceback of what it also logs
+    with redirect_stderr(io.StringIO()):  # FLARE prints the traceback of an error that it also logs
         context = Provisioner(str(folder.resolve()), prepare_builders(raw)).provision(project, logger=log)
     if context.get(CtxKey.BUILD_ERROR):
         raise ConsiliumError(f"{sites}: no kits were made: {' '.join(log.errors)}")
@@ -112,14 +112,14 @@ def provision(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
 
 
 def check_names(deployment: DeploymentConfig, names: Collection[str], sites: Path) -> None:
-    """Raise ConfigError for a name that is no participant's in the sites.yml."""
+    """Raise ConfigError for a name that is not in the sites.yml."""
     known = {entry.name for entry in deployment.entries()}
     if unknown := sorted(set(names) - known):
         raise ConfigError(f"--only: {sites}: none is named {unknown[0]!r}; give one of {', '.join(sorted(known))}")
 
 
 class _Log:
-    """Keeps FLARE's errors instead of printing everything."""
+    """A logger that keeps FLARE's errors and prints nothing."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []

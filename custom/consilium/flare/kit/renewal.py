@@ -1,8 +1,8 @@
-"""New certificates before the old ones end: the hub makes kits anew, whose startup/ replaces the old one at a participant.
+"""Renewed certificates: the hub makes new kits, and each participant replaces its kit's startup/ by the new kit's.
 
-The root keeps its key and its name, and gets a new certificate. So what the old root signed is valid under the new one, and the
-other way round: hospitals change one after the other, each before the root in its own kit ends, and nobody waits for anybody.
-The server keeps its key too. Where the root gets another key, see root_keys.py.
+The root keeps its key and its name, and gets a new certificate. So certificates of the old root are valid under the new one,
+and the reverse: each hospital changes when it likes, before the root in its own kit expires. The server keeps its key too.
+For a root with another key see root_keys.py.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import rsa
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.verification import VerificationError
 from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
 from nvflare.lighter.impl.cert import DEFAULT_CERT_VALID_DAYS
@@ -27,30 +27,27 @@ from nvflare.lighter.utils import (
     load_crt_chain,
     serialize_cert,
     verify_cert_chain,
-    verify_folder_signature,
 )
 
 from consilium.config.deployment import load_deployment
 from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
-from consilium.flare.admin.evidence import fingerprints, named_root
-from consilium.flare.kit.kit_hardening import is_signed
+from consilium.flare.kit.kit_hardening import is_as_signed, is_signed
 from consilium.flare.kit.local_folder import certificate
 from consilium.flare.kit.provision import check_names, provision
-from consilium.flare.kit.root_keys import FORMER, ROOT, ROOT_KEY, follow
+from consilium.flare.kit.root_keys import FORMER, ROOT, ROOT_KEY, fingerprints, follow, named_root, public_bytes
 
 OLD, NEW = "startup.old", ".startup.new"
-"""Beside a kit's startup/: what it replaced, which still holds a valid key; and what is about to."""
+"""Folders beside a kit's startup/: the one that it replaced, whose key is still valid, and the one that is being copied."""
 KEEP, NEW_ROOT, ONLY_NEW = "keep", "new", "only-new"
-"""What becomes of the root: its key is kept; another follows it; what it followed is trusted no longer."""
+"""The choices for the root: keep its key; replace it by another root; no longer trust the root that was replaced."""
 
 
 def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KEEP) -> Path:
-    """Make kits as `provision` does, with new keys and certificates for `names` (all by default) and a new root certificate.
+    """Make kits with new keys and certificates for `names` (all by default) and a new root certificate; return their folder.
 
-    `folder` is where the kits were made; `root`: KEEP, NEW_ROOT (everybody's kit is made anew) or ONLY_NEW. Returns the folder
-    of the new kits. Raises ConfigError for a name that is not in the sites.yml, for a folder without the project's state, and
-    for a root that cannot be followed.
+    `folder`: the one of `provision`; `root`: KEEP, NEW_ROOT (then all kits are made) or ONLY_NEW. Raises ConfigError for a name
+    that is not in the sites.yml, for a folder without the project's state, and for a root that cannot be replaced.
     """
     deployment = load_deployment(sites)
     check_names(deployment, names, sites)
@@ -59,8 +56,11 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
     if not path.is_file():
         raise ConfigError(f"{path}: not there, so nothing can be renewed; give the folder that `consilium provision -o` made")
     state = json.loads(path.read_text(encoding="utf-8"))
+    signing = load_pem_private_key(state[ROOT_KEY].encode(), password=None)
     if root == KEEP:
-        state[ROOT] = _new_root(state[ROOT], state[ROOT_KEY], deployment.valid_days)
+        name = Identity(get_cert_common_name(x509.load_pem_x509_certificate(state[ROOT].encode())))
+        kept = generate_cert(name, name, signing, signing.public_key(), valid_days=deployment.valid_days, ca=True)
+        state[ROOT] = serialize_cert(kept).decode()
     elif root == NEW_ROOT:
         state, names = follow(state, deployment.valid_days), ()
     elif state.pop(FORMER, None) is None:
@@ -69,22 +69,15 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
         if name == deployment.server.name:
             state[name]["cert"] = _same_key(state[name]["cert"], state, deployment.valid_days)
         else:
-            del state[name]  # FLARE makes a new key and certificate for whom it does not know
+            del state[name]  # FLARE makes a key and certificate for each participant that is not in its state
     write_atomic(path, json.dumps(state).encode())
     return provision(sites, folder, names)
 
 
-def _new_root(root: str, key: str, days: int) -> str:
-    """Return a new certificate, valid from now, of a root's name and key."""
-    signing = load_pem_private_key(key.encode(), password=None)
-    name = Identity(get_cert_common_name(x509.load_pem_x509_certificate(root.encode())))
-    return serialize_cert(generate_cert(name, name, signing, signing.public_key(), valid_days=days, ca=True)).decode()
-
-
 def _same_key(certificate: str, state: dict[str, Any], days: int) -> str:
-    """Return a server's certificate as it is, of the same key, valid from now and signed by the root in `state`.
+    """Return a server's certificate with the same key and extensions, valid from now, signed by the root in `state`.
 
-    With another key of the server every site's session would end: the server signs them, and FLARE's sites do not log in again.
+    A new key of the server would end all sites' sessions: the server signs them, and FLARE's sites do not log in again.
     """
     old, now = x509.load_pem_x509_certificate(certificate.encode()), datetime.now(UTC)
     signing = load_pem_private_key(state[ROOT_KEY].encode(), password=None)
@@ -100,17 +93,17 @@ def _same_key(certificate: str, state: dict[str, Any], days: int) -> str:
 
 
 def update_kit(kit: Path, new: Path, fingerprint: str = "") -> list[str]:
-    """Put a renewed kit's startup/ in the place of a kit's own; local/ and all else stays. Return what changed, in words.
+    """Replace a kit's startup/ by that of a renewed kit, and return a line for each new certificate. All else stays.
 
-    A root with another key is taken only with the SHA-256 `fingerprint` of its certificate or key, told by another way than the
-    kit. Raises ConfigError, before anything is changed, for what is no renewal of this very kit.
+    A root with another key is accepted only with the SHA-256 `fingerprint` of its certificate or key, which must come by
+    another way than the kit. Raises ConfigError, before anything is changed, unless `new` is a renewal of this very kit.
     """
     if problem := next(_problems(kit, new, named_root(fingerprint) if fingerprint else ""), None):
         raise ConfigError(f"{new}: {problem}")
     startup, ready, old = kit / "startup", kit / NEW, kit / OLD
     shutil.rmtree(ready, ignore_errors=True)
     shutil.copytree(new / "startup", ready)
-    for path in (ready, *ready.rglob("*")):  # however open the copy that came is
+    for path in (ready, *ready.rglob("*")):  # whatever modes the copy came with
         path.chmod(0o700 if path.is_dir() or path.suffix == ".sh" else 0o600)
     shutil.rmtree(old, ignore_errors=True)
     os.replace(startup, old)
@@ -121,47 +114,30 @@ def update_kit(kit: Path, new: Path, fingerprint: str = "") -> list[str]:
 
 
 def _problems(kit: Path, new: Path, fingerprint: str) -> Iterator[str]:
-    """Yield why a kit is no renewal of another."""
+    """Yield each reason why a kit is no renewal of another."""
     before, after = load_crt(certificate(kit)), load_crt(certificate(new))
     root, next_root = (load_crt(one / "startup" / "rootCA.pem") for one in (kit, new))
     if before.subject != after.subject:
         yield f"is of {after.subject.rfc4514_string()}, the kit of {before.subject.rfc4514_string()}; ask the hub for yours"
     if certificate(kit).name != certificate(new).name:
         yield "is of another role; ask the hub for yours"
-    told = next_root.fingerprint(hashes.SHA256()).hex()
-    if not _same_public_key(root, next_root) and fingerprint not in fingerprints(next_root):
+    same_key = public_bytes(root.public_key()) == public_bytes(next_root.public_key())
+    if not same_key and fingerprint not in fingerprints(next_root):
         yield (
             f"its root has another key than yours. Ask the hub by telephone for the root's fingerprint, and give it with "
-            f"--fingerprint; this one's is {told}"
+            f"--fingerprint; this one's is {fingerprints(next_root)[0]}"
         )
     if not after.not_valid_before_utc <= datetime.now(UTC) <= after.not_valid_after_utc:
         yield f"its certificate is valid from {after.not_valid_before_utc} to {after.not_valid_after_utc}; look at the clock"
-    if not _signed_by(load_crt_chain(certificate(new)), next_root):
+    own, *chain = load_crt_chain(certificate(new))
+    try:
+        verify_cert_chain(own, chain, next_root)
+    except VerificationError:
         yield "its certificate is not signed by its root; ask the hub again"
     if after.not_valid_after_utc <= before.not_valid_after_utc:
         yield "its certificate ends no later than the one that is here; give the newest prod_NN that the hub made"
     key = load_pem_private_key(certificate(new).with_suffix(".key").read_bytes(), password=None)
-    if _public(key.public_key()) != _public(after.public_key()):
+    if public_bytes(key.public_key()) != public_bytes(after.public_key()):
         yield "its key is none of its certificate; ask the hub again"
-    if is_signed(kit / "startup") and not _whole(new / "startup"):
+    if is_signed(kit / "startup") and not is_as_signed(new / "startup"):
         yield "its startup/ is not as the hub signed it; ask the hub again"
-
-
-def _whole(startup: Path) -> bool:
-    return is_signed(startup) and verify_folder_signature(str(startup), str(startup / "rootCA.pem"), True, "signature.json")
-
-
-def _signed_by(chain: list[x509.Certificate], root: x509.Certificate) -> bool:
-    try:
-        verify_cert_chain(chain[0], chain[1:], root)
-    except VerificationError:
-        return False
-    return True
-
-
-def _same_public_key(one: x509.Certificate, other: x509.Certificate) -> bool:
-    return _public(one.public_key()) == _public(other.public_key())
-
-
-def _public(key: Any) -> bytes:
-    return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)

@@ -1,8 +1,8 @@
-"""Credentials that are valid and no longer wanted: names that the server refuses, with the time until which theirs were made.
+"""The list of revoked credentials in the server's kit: by name, the time until which made certificates are refused.
 
-FLARE 2.9 has no revocation list, and `disable-client` bars a name, so the same key comes back when the name does. Here it is
-the certificate that is refused: whichever of this name was made before the time. revocation_check.py asks in the server's
-process, `RoundController` in a job's, so that a running job goes on without the site.
+FLARE 2.9 has no revocation list. Its `disable-client` bars a name, and the same key is valid again with the name. Here all
+certificates of a name made before a time are refused. revocation_check.py reads the list in the server's process,
+`RoundController` in a job's, so that a running job goes on without the site.
 """
 
 import json
@@ -28,10 +28,10 @@ COMPONENT = {"id": "revocation", "path": "consilium.flare.kit.revocation_check.R
 
 
 def revoke(name: str, kit: Path) -> str:
-    """Refuse every credential of `name` made until now; return that time, in words. Raises ConfigError.
+    """Revoke every certificate of `name` made until now; return that time as text. Raises ConfigError.
 
-    Unknown names are revoked too: the server does not know all names of the project. Where this machine's clock is behind a
-    time that the kit has noted, that time counts: a certificate made before it would otherwise pass as a later one.
+    Unknown names are accepted: the server does not know all names of the project. If this machine's clock is behind a time in
+    the kit's files, the latter counts: else a certificate made in between would pass as a later one.
     """
     if not (kit / "startup" / "server.crt").is_file():
         raise ConfigError(f"--kit: {kit}: not the server's startup kit; give its folder, at the server")
@@ -60,7 +60,7 @@ def latest_heartbeat(path: Path) -> float:
 
 
 def read(local: Path) -> dict[str, float]:
-    """Return until when the credentials of which names were revoked, none where there is no list. Raises ConfigError."""
+    """Return by name until when made certificates are revoked; {} if there is no list. Raises ConfigError."""
     try:
         found = json.loads((local / FILE).read_text(encoding="utf-8"))
         return {name: float(entry["until"]) for name, entry in found.items()}
@@ -71,15 +71,15 @@ def read(local: Path) -> dict[str, float]:
 
 
 def since(local: Path, before: Mapping[str, float]) -> set[str]:
-    """Return the names whose revocation is another than in `before`, what `read` returned earlier. Raises ConfigError.
+    """Return the names whose revocation differs from `before`, an earlier value of `read`. Raises ConfigError.
 
-    No time is compared: the clock may have been set back in between.
+    Times are not compared: the clock may have been set back in between.
     """
     return {name for name, until in read(local).items() if before.get(name) != until}
 
 
 def is_checked(kit: Path) -> bool:
-    """Tell whether a server's kit has the component that looks at revocations."""
+    """Return whether a server's kit has the component that checks revocations."""
     try:
         listed = json.loads((kit / "local" / "resources.json").read_text(encoding="utf-8"))["components"]
         return any(one.get("path") == COMPONENT["path"] for one in listed)

@@ -1,14 +1,15 @@
-"""What FLARE's server asks before it takes a credential: a certificate at a registration or a login, a token at a heartbeat, a
-session's token. FLARE 2.9 has no event that could refuse these, so its methods are wrapped, in this process only.
+"""The server's check of revocations: of a certificate at registration or login, and of tokens at heartbeats and commands.
 
-A registration or session counts for the revocation that was in force when it was made. Times of this machine's clock are not
-compared: it may be set back between a registration and a revocation.
+A registration or session keeps the revocation that was in force when it was made, and is refused once another is. Times of
+this machine's clock are not compared: the clock may be set back between a registration and a revocation. patches.py says why
+FLARE's methods are wrapped.
 """
 
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
@@ -16,44 +17,47 @@ from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.fuel.hci.server.sess import Session, SessionManager
 from nvflare.private.fed.server.client_manager import ClientManager
-from nvflare.private.fed.utils.identity_utils import IdentityVerifier, InvalidAsserterCert, get_cn_from_cert
+from nvflare.private.fed.utils.identity_utils import InvalidAsserterCert, get_cn_from_cert
 
 from consilium.core.errors import ConfigError
+from consilium.flare import patches
 from consilium.flare.kit.revocation import REFUSED, read
-from consilium.flare.method_wrapper import wrap
-
-SINCE = "consilium_revocation"
-"""In a session of FLARE's: until when its person's credentials were revoked at the login, None where they were not."""
 
 
 class RevocationCheck(FLComponent):
-    """A component of the server's own kit. Raises ConsiliumError at the start where FLARE is none that it knows."""
+    """A component of the server's own kit. Raises ConfigError at the start for a FLARE other than patches.py knows."""
 
     def __init__(self) -> None:
         super().__init__()
         self._local: Path | None = None
         self._verified: dict[str, float | None] = {}
-        wrap(IdentityVerifier, "verify_common_name", self._certificate)
-        wrap(ClientManager, "heartbeat", self._heartbeat)
-        wrap(SessionManager, "create_session", self._new_session)
-        wrap(SessionManager, "get_session", self._session)
-        wrap(SessionManager, "recreate_session", self._old_session)
+        self._logins = WeakKeyDictionary[Session, float | None]()
+        """By session, until when its person's certificates were revoked at the login, None if they were not."""
+        patches.CERTIFICATE.wrap(self._certificate)
+        patches.SERVER_HEARTBEAT.wrap(self._heartbeat)
+        patches.NEW_SESSION.wrap(self._new_session)
+        patches.SESSION.wrap(self._session)
+        patches.OLD_SESSION.wrap(self._old_session)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Learn where the kit is. FLARE's server takes nobody in before this event."""
+        """Note the kit's folder, which is known before FLARE's server accepts clients; log revoked sites out at heartbeats."""
         if event_type == EventType.SYSTEM_BOOTSTRAP:
             self._local = Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT).get_site_config_dir())
         elif event_type == EventType.CLIENT_HEARTBEAT_RECEIVED:
-            self._drop(fl_ctx)
+            server = fl_ctx.get_engine().server
+            for token, client in list(server.client_manager.clients.items()):  # also those that are silent
+                if self._is_out(client.name, True):
+                    server.logout_client(token)
+                    self.log_warning(fl_ctx, f"{client.name}: {REFUSED}; it is out")
 
     def until(self, name: str) -> float | None:
-        """Return until when a name's credentials were revoked, None where they are not. Raises ConfigError: refuse then."""
+        """Return until when a name's certificates are revoked, None if they are not. On ConfigError the caller must refuse."""
         if self._local is None:
             raise ConfigError("the server is not ready")
         return read(self._local).get(name)
 
     def _certificate(self, verify: Callable[..., bool], *args: Any, **given: Any) -> bool:
-        """Check a certificate's signature as FLARE does, and then whether it was revoked."""
+        """Check a certificate as FLARE does, and then whether it is revoked."""
         verified, own = verify(*args, **given), given["asserter_cert"]
         name = get_cn_from_cert(own)
         try:
@@ -66,22 +70,14 @@ class RevocationCheck(FLComponent):
         return verified
 
     def _heartbeat(self, beat: Callable[..., bool], manager: ClientManager, token: str, name: str, *rest: Any) -> bool:
-        """Refuse a name that has not shown a later certificate; FLARE would take any token that it once signed."""
+        """Refuse a name that has not shown a later certificate; FLARE would accept any token that it once signed."""
         if not self._is_out(name, token in manager.clients):
             return beat(manager, token, name, *rest)
         rest[-1].set_prop(FLContextKey.UNAUTHENTICATED, f"{name}: {REFUSED}", sticky=False)
         return False
 
-    def _drop(self, fl_ctx: FLContext) -> None:
-        """Take the sites out that are there by a revoked credential, whether or not they are heard of again."""
-        server = fl_ctx.get_engine().server
-        for token, client in list(server.client_manager.clients.items()):
-            if self._is_out(client.name, True):
-                server.logout_client(token)
-                self.log_warning(fl_ctx, f"{client.name}: {REFUSED}; it is out")
-
     def _is_out(self, name: str, registered: bool) -> bool:
-        """Tell whether a name must show a certificate (again). With a list that cannot be read nobody new comes in."""
+        """Return whether a name must show a certificate again. If the list cannot be read, new sites are refused."""
         try:
             until = self.until(name)
         except ConfigError:
@@ -89,28 +85,28 @@ class RevocationCheck(FLComponent):
         return until is not None and not (registered and self._verified.get(name) == until)
 
     def _new_session(self, create: Callable[..., Session], *args: Any, **given: Any) -> Session:
-        """Note the revocation in force at a login. With a list that cannot be read no certificate has passed before."""
+        """Keep the revocation in force at a login. If the list cannot be read, no certificate was accepted before."""
         found = create(*args, **given)
         with suppress(ConfigError):
-            setattr(found, SINCE, self.until(found.user_name))
+            self._logins[found] = self.until(found.user_name)
         return found
 
     def _session(self, get: Callable[..., Session | None], *args: Any) -> Session | None:
-        """Return a person's session, none that was made before the revocation in force."""
+        """Return a person's session, None if it was made before the revocation in force."""
         found = get(*args)
-        return found if found and self._stands(found) else None
+        return found if found and self._is_valid(found) else None
 
-    def _stands(self, session: Session) -> bool:
+    def _is_valid(self, session: Session) -> bool:
         try:
             until = self.until(session.user_name)
         except ConfigError:
             return False
-        return until is None or getattr(session, SINCE, None) == until
+        return until is None or self._logins.get(session) == until
 
     def _old_session(self, again: Callable[..., Session], manager: SessionManager, *args: Any) -> Session:
-        """Have a revoked person log in anew: a session's token says nothing of the certificate that it came from."""
+        """Ask a revoked person to log in again: a session's token does not name the certificate of its login."""
         found = again(manager, *args)
-        if not self._stands(found):
+        if not self._is_valid(found):
             manager.end_session_by_id(found.sess_id)
             raise ValueError(f"{found.user_name}: log in again")
         return found

@@ -1,1 +1,1 @@
-"""How the package gets onto a hospital's machine and keeps running: wheelhouse, bill of materials, unit, runtimes."""
+"""Installation on a hospital's machine: wheelhouse, bill of materials, systemd unit, container and cluster runtimes."""

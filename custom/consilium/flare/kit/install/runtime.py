@@ -1,8 +1,8 @@
-"""A kit for Docker, Kubernetes or Slurm by FLARE's `nvflare deploy prepare`, with the policies it had.
+"""A kit for Docker, Kubernetes or Slurm by FLARE's `nvflare deploy prepare`, with the kit's own policies.
 
-FLARE 2.9 prepares local/resources.json.default, and removes the resources.json that our kits have beside it: a prepared kit
-would list FLARE's 88 classes instead of ours, and send its logs to the server. Its connections' settings it writes where the
-kit's own come first. Here both are put right.
+FLARE 2.9 prepares local/resources.json.default, and removes our kits' resources.json. So its prepared kit would allow FLARE's
+88 classes instead of ours, and send its logs to the server. It also writes settings for connections where the kit's own file
+takes precedence. Here both are corrected.
 """
 
 import io
@@ -13,7 +13,6 @@ import tempfile
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from nvflare.tool.deploy.deploy_commands import prepare_deployment
 
@@ -28,9 +27,9 @@ DEFAULT = f"{RESOURCES}.default"
 
 
 def prepare(kit: Path, settings: Path, output: Path) -> Path:
-    """Write a copy of a site's or server's kit for the runtime that FLARE's `settings` name, into the new folder `output`.
+    """Write a copy of a site's or server's kit for the runtime in FLARE's `settings` into the new folder `output`.
 
-    The kit itself stays as it is. Raises ConfigError for what is no such kit, ConsiliumError with FLARE's reason.
+    Raises ConfigError for another kit or an existing folder, ConsiliumError with FLARE's reason.
     """
     kit_name(kit)
     if kit_role(kit) is None or not is_pinned(kit):
@@ -44,9 +43,18 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".prepare-") as place:
         copy = Path(shutil.copytree(kit, Path(place) / kit.resolve().name, symlinks=True))
-        _offer(copy)
+        local = copy / "local"  # FLARE reads the kit's settings from there
+        os.replace(local / RESOURCES, local / DEFAULT)
+        (copy / RESOURCES).unlink()
+        if json.loads((copy / COMM).read_text(encoding="utf-8")):
+            os.replace(copy / COMM, local / COMM)
+        else:
+            (copy / COMM).unlink()
         _flare(copy, settings, output)
-    _close(output)
+    os.replace(output / "local" / DEFAULT, output / "local" / RESOURCES)
+    for name in (RESOURCES, COMM):  # as kit_hardening.pin_settings does
+        (output / name).symlink_to(Path("local") / name)
+        (output / "local" / name).chmod(0o600)
     return output
 
 
@@ -60,35 +68,14 @@ def _check_state(kit: Path) -> None:
         raise ConfigError(f"{path}: state: the copy would have a ledger and a budget of its own; {remedy}")
 
 
-def _offer(copy: Path) -> None:
-    """Put the kit's own settings where FLARE takes them from."""
-    local = copy / "local"
-    os.replace(local / RESOURCES, local / DEFAULT)
-    own: dict[str, Any] = json.loads((copy / COMM).read_text(encoding="utf-8"))
-    if own:
-        os.replace(copy / COMM, local / COMM)
-    else:
-        (copy / COMM).unlink()
-    (copy / RESOURCES).unlink()
-
-
 def _flare(copy: Path, settings: Path, output: Path) -> None:
-    said = io.StringIO()
+    output_text = io.StringIO()
     try:
-        with redirect_stderr(said), redirect_stdout(said):
+        with redirect_stderr(output_text), redirect_stdout(output_text):
             prepare_deployment(SimpleNamespace(kit=str(copy), output=str(output.absolute()), config=str(settings)))
     except SystemExit:
-        lines = [line for line in said.getvalue().splitlines() if line and not line.startswith(("Warning:", "Code:"))]
+        lines = [line for line in output_text.getvalue().splitlines() if line and not line.startswith(("Warning:", "Code:"))]
         raise ConsiliumError(f"{settings}: {' '.join(lines)}") from None
-    except (TypeError, ValueError, KeyError, AttributeError) as error:  # it checks not every value's kind
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # it does not check the type of every value
         what = f"FLARE cannot use it ({type(error).__name__}: {error})"
         raise ConsiliumError(f"{settings}: {what}; compare it with provisioning/container/slurm.yaml") from None
-
-
-def _close(output: Path) -> None:
-    """Put the settings back to where no others can come first, as hardening.pin_settings does it."""
-    local = output / "local"
-    os.replace(local / DEFAULT, local / RESOURCES)
-    for name in (RESOURCES, COMM):
-        (output / name).symlink_to(Path("local") / name)
-        (local / name).chmod(0o600)

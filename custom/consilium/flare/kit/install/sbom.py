@@ -1,4 +1,4 @@
-"""A bill of materials: all packages of an environment or a wheelhouse, as CycloneDX 1.6 JSON."""
+"""A bill of materials of an environment or a wheelhouse, as CycloneDX 1.6 JSON."""
 
 import re
 from collections.abc import Iterable
@@ -14,16 +14,16 @@ from packageurl import PackageURL
 
 
 def bill(found: Iterable[tuple[Distribution, str]], subject: str) -> str:
-    """Return the JSON of what is there: each package with its wheel's SHA-256, "" where that is not known.
+    """Return the bill of distributions with their wheels' SHA-256, "" if unknown, as JSON.
 
-    `subject` names the package among them that the bill is about. A package that is there twice counts once: the first, which
-    is what Python imports.
+    `subject` names the package among them that the bill is about. Of two distributions of one name the first counts, which
+    Python imports.
     """
     parts: dict[str, Component] = {}
     for one, digest in found:
-        said = one.metadata  # read anew at each look
-        if (name := _normal(_told(said, "Name"))) and name not in parts:
-            parts[name] = _component(said, name, digest)
+        metadata = one.metadata  # parsed at each access
+        if (name := re.sub(r"[-_.]+", "-", _field(metadata, "Name")).lower()) and name not in parts:  # as PEP 503 has it
+            parts[name] = _component(metadata, name, digest)
     about = parts.pop(subject, None)
     bom = Bom(components=parts.values())
     bom.metadata.component = about
@@ -34,35 +34,31 @@ def bill(found: Iterable[tuple[Distribution, str]], subject: str) -> str:
 
 
 def environment() -> str:
-    """Return the bill of all that is installed beside this process."""
+    """Return the bill of the environment of this process."""
     return bill(((one, "") for one in distributions()), "consilium")
 
 
-def _normal(name: str) -> str:
-    """Return a package's name as the index has it, by the specification of names (formerly PEP 503)."""
-    return re.sub(r"[-_.]+", "-", name).lower()
+def _field(metadata: PackageMetadata, name: str) -> str:
+    return metadata[name] if name in metadata else ""  # noqa: SIM401 - some have no `get`, others raise for a missing field
 
 
-def _told(said: PackageMetadata, what: str) -> str:
-    return said[what] if what in said else ""  # noqa: SIM401 - some metadata have no `get`, others raise for what is not there
-
-
-def _component(said: PackageMetadata, name: str, digest: str) -> Component:
-    told, url = _license(said), PackageURL("pypi", None, name, _told(said, "Version") or None)
+def _component(metadata: PackageMetadata, name: str, digest: str) -> Component:
+    version, license = _field(metadata, "Version") or None, _license(metadata)
+    url = PackageURL("pypi", None, name, version)
     return Component(
         type=ComponentType.LIBRARY,
-        name=_told(said, "Name"),
-        version=_told(said, "Version") or None,
+        name=_field(metadata, "Name"),
+        version=version,
         purl=url,
         bom_ref=str(url),
         hashes=[HashType(alg=HashAlgorithm.SHA_256, content=digest)] if digest else (),
-        licenses=[DisjunctiveLicense(name=told)] if told else (),
+        licenses=[DisjunctiveLicense(name=license)] if license else (),
     )
 
 
-def _license(said: PackageMetadata) -> str:
-    """Return what a package says in a line of its licence, "" where it says nothing; many give the whole text."""
-    listed = said.get_all("Classifier") or []
-    classified = [text.rpartition(" :: ")[2] for text in listed if text.startswith("License ::")]
-    told = [*(said.get_all("License-Expression") or []), *classified, *(said.get_all("License") or [])]
-    return next((text.strip().splitlines()[0][:200] for text in told if text.strip()), "")
+def _license(metadata: PackageMetadata) -> str:
+    """Return a package's licence in one line, "" for none. Many packages have the licence's whole text there."""
+    classifiers = [text for text in metadata.get_all("Classifier") or [] if text.startswith("License ::")]
+    listed = [*(metadata.get_all("License-Expression") or []), *(text.rpartition(" :: ")[2] for text in classifiers)]
+    listed += metadata.get_all("License") or []
+    return next((text.strip().splitlines()[0][:200] for text in listed if text.strip()), "")

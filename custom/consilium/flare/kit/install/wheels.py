@@ -1,11 +1,10 @@
-"""A wheelhouse: a folder from which one kind of machine installs the package without a network, every file by its hash.
+"""A wheelhouse: a folder from which one kind of machine installs the package without a network, each file by its hash.
 
-uv resolves what the released wheel needs, for the named platform; pip fetches it by uv's hashes. The lock then has the files
-that are there and no others. SHA256SUMS lists all, and the project's root key signs that: `openssl` and `sha256sum` check it
-on a machine that has nothing of ours yet.
+uv resolves the released wheel's dependencies for the named platform; pip fetches them by uv's hashes. The lock then lists the
+files of the folder and no others. SHA256SUMS lists all files, and the project's root key signs it. `openssl` and `sha256sum`
+check it on a machine without this package.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from nvflare.lighter.utils import sign_content
 
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.core.storage import PUBLIC, write_atomic
+from consilium.core.storage import PUBLIC, file_hash, write_atomic
 from consilium.flare.kit.install.sbom import bill
 
 SUMS, SIGNATURE, LOCK, SBOM, INSTALL, WHEELS = (
@@ -37,7 +36,7 @@ SUMS, SIGNATURE, LOCK, SBOM, INSTALL, WHEELS = (
 )
 OURS = "consilium"
 PLATFORMS = {"linux-x86_64": "x86_64", "linux-aarch64": "aarch64"}
-"""Where torch has wheels that we have run, and the other Linux. glibc 2.28 or newer."""
+"""Platforms with wheels of torch, for glibc 2.28 or newer. Only the first was tried."""
 GLIBC = 28
 _NAME = re.compile(r"[A-Za-z0-9][\w.]*-[\w.!+]+(-\d[\w.]*)?(-[\w.]+){3}\.whl", re.ASCII)
 _ACCELERATOR = re.compile(r"cpu|cu\d{2,3}|rocm[\d.]{1,8}|xpu")
@@ -46,14 +45,14 @@ _PYTHON = re.compile(r"3\.\d{1,2}")
 
 @dataclass(frozen=True)
 class Target:
-    """What a wheelhouse is for. `platform`: one of PLATFORMS; `python`: such as 3.11; `accelerator`: of torch, "" is PyPI's."""
+    """A kind of machine. `platform`: one of PLATFORMS; `python`: such as 3.11; `accelerator`: torch's build, "" for PyPI's."""
 
     platform: str
     python: str
     accelerator: str = ""
 
     def check(self) -> None:
-        """Raise ConfigError for a field that names nothing."""
+        """Raise ConfigError for an unknown value."""
         if self.platform not in PLATFORMS:
             raise ConfigError(f"--platform: {self.platform!r}: unknown; give one of {', '.join(PLATFORMS)}")
         if not _PYTHON.fullmatch(self.python):
@@ -63,15 +62,15 @@ class Target:
 
     @property
     def line(self) -> str:
-        """What install.sh compares a machine with."""
+        """The line that install.sh compares with the machine."""
         return f"linux {PLATFORMS[self.platform]} {self.python}"
 
 
 def make(wheel: Path, output: Path, target: Target, extras: Sequence[str], links: Sequence[Path], state: Path | None) -> Path:
     """Fill the new folder `output` for one target from our released `wheel`, and return its SHA256SUMS.
 
-    `extras`: of our package; `links`: folders of wheels to look into beside the index; `state`: the folder with the project's
-    root key, which signs. Raises ConfigError for what cannot be, ConsiliumError with uv's or pip's own words where they fail.
+    `extras`: of our package; `links`: folders of wheels to search beside the index; `state`: the folder with the project's root
+    key, which signs. Raises ConfigError for wrong arguments, ConsiliumError with uv's or pip's message.
     """
     target.check()
     own = _own(wheel, extras)
@@ -110,7 +109,7 @@ def _own(wheel: Path, extras: Sequence[str]) -> str:
 
 
 def _resolve(own: str, lock: Path, target: Target, links: Sequence[Path]) -> None:
-    """Write what our wheel needs on the target, with hashes, itself left out."""
+    """Write the requirements of our wheel on the target, with hashes, without our wheel."""
     uv = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if uv is None:
         raise ConfigError("uv: is not installed; pip install 'consilium[wheels]'")
@@ -125,7 +124,7 @@ def _resolve(own: str, lock: Path, target: Target, links: Sequence[Path]) -> Non
 
 
 def _fetch(lock: Path, folder: Path, target: Target, links: Sequence[Path]) -> None:
-    """Download all of a lock for the target, whose hashes pip compares, and make wheels of what is source only."""
+    """Download all files of a lock for the target, with their hashes checked by pip, and build wheels of source archives."""
     arch = PLATFORMS[target.platform]
     tags = [f"manylinux_2_{n}_{arch}" for n in range(GLIBC, 4, -1)] + [f"manylinux{year}_{arch}" for year in (2014, 2010, 1)]
     abi = "cp" + target.python.replace(".", "")
@@ -140,27 +139,24 @@ def _fetch(lock: Path, folder: Path, target: Target, links: Sequence[Path]) -> N
         build = [*pip, "wheel", "--no-deps", "--quiet", "--disable-pip-version-check", "--wheel-dir", str(folder), str(source)]
         _run(build, f"{source.name} could not be made a wheel")
         source.unlink()
-    if foreign := [path.name for path in folder.iterdir() if not _fits(path.name, arch)]:
+    ends = ("-any.whl", f"_{arch}.whl")
+    if foreign := [path.name for path in folder.iterdir() if not (_NAME.fullmatch(path.name) and path.name.endswith(ends))]:
         problem = f"is for another machine than {target.platform}; build it there and give its folder with --links"
         raise ConsiliumError(f"{foreign[0]}: {problem}")
 
 
-def _fits(name: str, arch: str) -> bool:
-    return _NAME.fullmatch(name) is not None and (name.endswith("-any.whl") or name.endswith(f"_{arch}.whl"))
-
-
 def _run(words: list[str], problem: str) -> None:
-    """Run a tool in the user's own settings for it. Raises ConsiliumError with the last thing that it said."""
+    """Run a tool with the user's own settings for it. Raises ConsiliumError with the end of its messages."""
     done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip() and "WARNING" not in line]
-        raise ConsiliumError(f"{problem}: {Path(words[0]).name}: {' '.join(line.strip() for line in said[-6:])}")
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip() and "WARNING" not in line]
+        raise ConsiliumError(f"{problem}: {Path(words[0]).name}: {' '.join(lines[-6:])}")
 
 
 def describe(folder: Path, target: Target) -> None:
-    """Write lock, bill of materials and install.sh of the wheels that are there, and the hashes of all."""
+    """Write the lock, bill of materials and install.sh of the wheels in `folder`, and the hashes of all files."""
     wheels = sorted((folder / WHEELS).iterdir())
-    sums = {wheel: _sha256(wheel) for wheel in wheels}
+    sums = {wheel: file_hash(wheel) for wheel in wheels}
     pins = ["{}=={}".format(*wheel.name.split("-")[:2]) + f" --hash=sha256:{sums[wheel]}" for wheel in wheels]
     write_atomic(folder / LOCK, "\n".join([*sorted(pins), ""]).encode(), PUBLIC)
     found = [(one, sums[wheel]) for wheel in wheels for one in distributions(path=[str(wheel)])]
@@ -169,13 +165,8 @@ def describe(folder: Path, target: Target) -> None:
     write_atomic(folder / INSTALL, script.replace("@TARGET@", target.line).replace("@PYTHON@", target.python).encode(), PUBLIC)
     (folder / INSTALL).chmod(0o755)
     listed = sorted(path for path in folder.rglob("*") if path.is_file())
-    text = "".join(f"{_sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in listed)
+    text = "".join(f"{file_hash(path)}  {path.relative_to(folder).as_posix()}\n" for path in listed)
     write_atomic(folder / SUMS, text.encode(), PUBLIC)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def root_key(state: Path) -> rsa.RSAPrivateKey:
@@ -195,7 +186,7 @@ def root_key(state: Path) -> rsa.RSAPrivateKey:
 
 
 def sign(folder: Path, key: rsa.RSAPrivateKey | None) -> None:
-    """Write the key's signature of the hashes, if there is a key: RSA-PSS with SHA-256, as FLARE signs kits."""
+    """Sign the hashes, if there is a key, by RSA-PSS with SHA-256, as FLARE signs kits."""
     if key is not None:
         signature = sign_content((folder / SUMS).read_bytes(), key, return_str=False)
         write_atomic(folder / SIGNATURE, signature, PUBLIC)

@@ -1,0 +1,131 @@
+"""The server's FLARE tasks: one for each site, since FLARE sends all receivers of one task the first receiver's data."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.impl.controller import Controller
+from nvflare.apis.shareable import Shareable
+from nvflare.apis.signal import Signal
+
+from consilium.core.errors import RefusedError
+from consilium.flare.job import replies, wire
+from consilium.flare.job.gc import collect_garbage
+from consilium.flare.kit.revocation import REFUSED
+from consilium.server.coordinator import Coordinator
+
+OnResult = Callable[[str, Shareable], None]
+"""Takes a site's name and its result. A RefusedError of it costs that result."""
+
+
+@dataclass(frozen=True)
+class TaskSender:
+    """Sends tasks to sites for a controller and takes their replies.
+
+    `revoked` returns the sites whose credentials were revoked since the job began; `period`: seconds between two looks at the
+    tasks' states; `replied`: all sites that have sent any reply.
+    """
+
+    controller: Controller
+    coordinator: Coordinator
+    abort_signal: Signal
+    fl_ctx: FLContext
+    revoked: Callable[[], set[str]]
+    period: float
+    replied: set[str] = field(default_factory=set)
+
+    @property
+    def aborted(self) -> bool:
+        """Whether FLARE ends the job."""
+        return self.abort_signal.triggered
+
+    def exchange(
+        self,
+        task_name: str,
+        messages: Mapping[str, Shareable],
+        on_result: OnResult,
+        enough: Callable[[], bool],
+        grace: float | None = None,
+    ) -> None:
+        """Send each site its message and wait for all replies; once there are `enough`, for at most `grace` seconds more.
+
+        A site whose process is dead by FLARE's account is left out; should it come back, the next phase asks it again.
+        """
+        replied: set[str] = set()
+        gone = {name for name in messages if self.controller.get_client_disconnect_time(name)}
+        for name in sorted(gone):
+            self._refuse(name, "its process has ended; see its log")
+        for name in sorted(self.revoked() & messages.keys() - gone):
+            self._refuse(name, REFUSED)
+        tasks = self.send(task_name, {name: one for name, one in messages.items() if name not in gone}, on_result, replied)
+        self.wait_for(tasks, enough, grace)
+        for name in sorted(tasks.keys() - replied):
+            if not self.aborted:
+                self._refuse(name, "no answer in time; the round goes on without it")
+                self.cancel(tasks[name])
+        collect_garbage()
+
+    def send(
+        self, task_name: str, messages: Mapping[str, Shareable], on_result: OnResult, replied: set[str] | None = None
+    ) -> dict[str, Task]:
+        """Send a task to each site that was not revoked. `replied` gets the sites that send a result or fail."""
+
+        def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
+            name, result = client_task.client.name, client_task.result
+            client_task.result = None  # FLARE keeps the task; the tensors must not stay with it
+            for names in (self.replied, replied):
+                if names is not None:
+                    names.add(name)
+            try:
+                reason = REFUSED if name in self.revoked() else replies.failure_reason(result, fl_ctx)
+                if reason is None:
+                    on_result(name, result)
+            except RefusedError as error:
+                reason = str(error)
+            except Exception as error:  # a malformed reply costs its site's result, never the round
+                self.controller.log_exception(fl_ctx, f"{name}: its answer cannot be used")
+                reason = f"its answer cannot be used ({type(error).__name__})"
+            if reason is not None:
+                self._refuse(name, reason, joining=task_name in (wire.HELLO, wire.STATISTICS))
+
+        timeout, revoked = int(self.coordinator.job.config.federation.round_timeout), self.revoked()
+        wanted = {name: message for name, message in messages.items() if name not in revoked}
+        tasks = {name: Task(task_name, one, timeout=timeout, result_received_cb=received) for name, one in wanted.items()}
+        for name, task in tasks.items():
+            self.controller.send(task, self.fl_ctx, targets=[name])
+        return tasks
+
+    def wait_for(self, tasks: Mapping[str, Task], enough: Callable[[], bool], grace: float | None = None) -> None:
+        """Return when all tasks have ended, or `grace` seconds (by default the job's) after `enough` became true."""
+        grace = self.coordinator.job.config.federation.straggler_grace_seconds if grace is None else grace
+        enough_since = None
+        while any(task.completion_status is None for task in tasks.values()) and not self.aborted:
+            if enough():
+                enough_since = enough_since or time.monotonic()
+                if time.monotonic() - enough_since >= grace:
+                    return
+            time.sleep(self.period)
+
+    def cancel(self, task: Task) -> None:
+        """End a task; a result that still comes is dropped."""
+        self.controller.cancel_task(task, TaskCompletionStatus.CANCELLED, self.fl_ctx)
+
+    def send_held_out(self) -> dict[str, Task]:
+        """Have the sites that do not train in this round evaluate while the others train; return their tasks."""
+        c = self.coordinator
+
+        def record(name: str, result: Shareable) -> None:
+            c.accept_held_out(name, wire.decode(result)[0])
+
+        return self.send(wire.EVALUATE, wire.encode_each(c.held_out(), c.run), record)
+
+    def end_held_out(self, tasks: Mapping[str, Task]) -> None:
+        """Wait for the tasks of `send_held_out`, for at most the job's grace, and cancel those that are left."""
+        self.wait_for(tasks, lambda: True)
+        for task in tasks.values():
+            self.cancel(task)
+
+    def _refuse(self, name: str, reason: str, joining: bool = False) -> None:
+        self.controller.log_warning(self.fl_ctx, f"{name}: {self.coordinator.refuse(name, reason, joining)}")
