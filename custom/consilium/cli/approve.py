@@ -10,8 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from consilium.cli.options import Format, FormatOption
+from consilium.client import approval
+from consilium.client.approval import JOB, other_files
+from consilium.config.code_digest import plugins_of
+from consilium.config.job import load_job
+from consilium.config.site import kit_plugins
 from consilium.core.errors import ConfigError
 from consilium.core.registry import Plugins
+from consilium.federation.job import assemble_job
+from consilium.flare.job.recipe import export
+from consilium.strategies.strategy import Role
 
 
 def approve(
@@ -32,9 +40,6 @@ def approve(
 
 
 def _done(job: Path | None, revoke: str, local: Path) -> dict[str, Any]:
-    from consilium.client import approval
-    from consilium.config.site import kit_plugins
-
     if job is not None:
         plugins = kit_plugins(local)
         with app_of(job, plugins) as app:
@@ -54,19 +59,12 @@ def app_of(job: Path, plugins: Plugins) -> Iterator[Path]:
     if apps:
         yield apps[0]
         return
-    from consilium.flare.job.recipe import export
-
     with tempfile.TemporaryDirectory() as place:
         yield export(job, Path(place), plugins=plugins) / "app"
 
 
 def summary(app: Path, plugins: Plugins) -> dict[str, Any]:
     """Return what to look at in a job before approving it. Raises ConfigError if it cannot run."""
-    from consilium.client.approval import JOB, other_files
-    from consilium.config.code_digest import plugins_of
-    from consilium.config.job import load_job
-    from consilium.federation.job import assemble_job
-
     config = load_job(app / JOB, plugins=plugins)
     job = assemble_job(config, app / JOB)
     found = config.model_dump(mode="json", exclude_none=True)
@@ -80,8 +78,6 @@ def summary(app: Path, plugins: Plugins) -> dict[str, Any]:
 
 def _leaves(job: Any) -> dict[str, Any]:
     """Return how many tensors a site sends, over all phases, and how many numbers at most in one; and counts, if any."""
-    from consilium.strategies.strategy import Role
-
     strategy, initial = job.strategy, job.initial
     rounds = job.config.training.rounds if job.config.trains else 0
     places = [place for place in strategy.places() if place[0] < rounds]

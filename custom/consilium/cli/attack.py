@@ -4,7 +4,7 @@ import json
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.box import SIMPLE
@@ -12,17 +12,17 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from consilium.cli.options import Format, FormatOption, page
-from consilium.cli.predict import BestOption, CheckpointsOption, DeviceOption, ModelArgument, SiteOption, StageOption, site_of
+from consilium.cli.model_options import BestOption, DeviceOption, ModelArgument, SiteOption, StageOption, site_of
+from consilium.cli.options import CheckpointsOption, Format, FormatOption, page
+from consilium.client.model_store import UNCOVERED
+from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
-
-if TYPE_CHECKING:
-    from consilium.config.site import SiteConfig
-    from consilium.use.attack import Guessed
-    from consilium.use.invert import Inversion
-    from consilium.use.model import TrainedModel
-
+from consilium.use.attack import Guessed, of_one_record
+from consilium.use.attack import attack as run
+from consilium.use.evaluate import read_site
+from consilium.use.invert import Inversion, draw, inversion
+from consilium.use.model import TrainedModel, open_model
 
 DataOption = Annotated[Path | None, typer.Option(help="the site's folder or data list that the run had; default: its phantoms")]
 
@@ -46,9 +46,6 @@ def attack(
     A bound near 0 proves no privacy: another attack may do better. A bound over what is promised for the same unit proves that
     it is not kept.
     """
-    from consilium.use.attack import attack as run
-    from consilium.use.model import open_model
-
     own = site_of(device, checkpoints)
     opened = open_model(model, site, stage, own, best)
     shadows = [open_model(one, site, stage, own, best) for one in shadow or []]
@@ -80,9 +77,6 @@ def invert(
 
     The picture that is written shows training pictures: it is the site's own to keep. A bad drawing proves no privacy.
     """
-    from consilium.use.invert import draw, inversion
-    from consilium.use.model import open_model
-
     opened = open_model(model, site, stage, site_of(device, checkpoints))
     given, name = _data(opened, data, site)
     console = Console(stderr=True, quiet=format is Format.JSON)
@@ -96,7 +90,7 @@ def invert(
     _print_inversion(found, output, format)
 
 
-def _print_inversion(found: "Inversion", output: Path, format: Format) -> None:
+def _print_inversion(found: Inversion, output: Path, format: Format) -> None:
     values = [{name: value for name, value in vars(one).items() if name != "pictures"} for one in found.attacks]
     about = {
         "picture": str(output),
@@ -117,11 +111,8 @@ def _print_inversion(found: "Inversion", output: Path, format: Format) -> None:
     typer.echo(f"the mean of all candidates, which needs no update, has a PSNR of {found.guess:.1f}; picture: {output}")
 
 
-def _data(opened: "TrainedModel", data: Path | None, site: str | None) -> "tuple[SiteConfig, str]":
+def _data(opened: TrainedModel, data: Path | None, site: str | None) -> tuple[SiteConfig, str]:
     """Return the site whose samples are attacked, and its name in the run. Raises ConfigError."""
-    from consilium.config.site import SiteConfig
-    from consilium.use.evaluate import read_site
-
     if data is not None:
         return read_site(data, opened.config), site or data.resolve().name
     if opened.config.data.phantoms is None:
@@ -131,10 +122,7 @@ def _data(opened: "TrainedModel", data: Path | None, site: str | None) -> "tuple
     return SiteConfig(), site or opened.card.site
 
 
-def _print(found: "list[Guessed]", opened: "TrainedModel", format: Format) -> None:
-    from consilium.client.model_store import UNCOVERED
-    from consilium.use.attack import of_one_record
-
+def _print(found: list[Guessed], opened: TrainedModel, format: Format) -> None:
     private = opened.config.privacy
     unit, delta = ("patient" if private and private.unit == "patient" else "record"), private.delta if private else 1e-5
     covered = UNCOVERED not in opened.card.notes

@@ -8,9 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from consilium.cli.options import PageFormat, PageFormatOption
+from consilium.config.site import load_site
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import cell
 from consilium.federation.run_folders import STATE
+from consilium.privacy.accounting.composition import VOID
+from consilium.privacy.ledger.audit import FILE, is_void, read
 
 
 def audit(
@@ -24,8 +27,6 @@ def audit(
 
 
 def _report(path: Path) -> dict[str, Any]:
-    from consilium.privacy.ledger.audit import read
-
     try:
         return read(path)
     except (OSError, ValueError) as error:
@@ -44,9 +45,6 @@ def _page(found: dict[str, Any]) -> str:
 
 def _records(where: Path) -> list[Path]:
     """Return the audit files meant, by the time of their last line."""
-    from consilium.config.site import load_site
-    from consilium.privacy.ledger.audit import FILE
-
     settings = where / "local" / "site.yaml" if (where / "local" / "site.yaml").is_file() else where
     folder = settings
     if settings.suffix in (".yaml", ".yml"):
@@ -81,9 +79,6 @@ def markdown(found: dict[str, Any]) -> str:
 
 def _privacy(messages: list[dict[str, Any]]) -> list[str]:
     """Return the line on the guarantee; without one, what that means."""
-    from consilium.privacy.accounting.composition import VOID
-    from consilium.privacy.ledger.audit import is_void
-
     private = [m["privacy"] for m in messages if "privacy" in m]
     if not private:
         return [f"- privacy: {_without_noise([m for m in messages if m.get('tensors')])}"]

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from consilium.cli.options import Format, FormatOption
+from consilium.data.store import folder as cache_folder
 
 
 def data_cache(
@@ -15,8 +16,6 @@ def data_cache(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Show how many decoded samples a site keeps on its disk, and how large they are."""
-    from consilium.data.store import folder as cache_folder
-
     found = cache_folder.find(folder)
     samples, size = cache_folder.contents(found)
     if clear:

@@ -9,10 +9,12 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from consilium.cli.data_check import lists_of
 from consilium.cli.options import Format, FormatOption, check_finite
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import line
 from consilium.core.storage import undone
+from consilium.data.split import Cut, split_list
 
 
 def data_split(
@@ -28,9 +30,6 @@ def data_split(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Cut a list anew by patient, study and volume, labels spread alike; pictures stay where they are."""
-    from consilium.cli.data_check import lists_of
-    from consilium.data.split import Cut, split_list
-
     check_finite(validation=validation, test=test)
     if folds == 1 or (folds and keep_test):
         raise ConfigError("--folds: take 2 or more, and without --keep-test")

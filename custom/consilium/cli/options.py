@@ -1,21 +1,22 @@
 """What several commands share: --format, --set, the job argument, and what they do with them."""
 
+import json
 import math
 import os
 import shlex
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from consilium.config.job import JobConfig, job_file, load_job
 from consilium.config.overrides import parse_override
 from consilium.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from consilium.config.job import JobConfig
-
 
 FILE_WIDTH = 140
 """Cells of a table where there is no terminal."""
@@ -32,16 +33,6 @@ def study_command(verb: str, study: Path, size: str, workspace: Path | None, *mo
     """Return the command that does something with a study as it was asked for: `verb` is "study run" or "compare"."""
     place = ["--workspace", str(workspace)] if workspace else []
     return shlex.join(["consilium", *verb.split(), str(study), *([f"--{size}"] if size else []), *place, *more])
-
-
-class Panel(StrEnum):
-    """What `consilium --help` lists commands under."""
-
-    RUN = "Run and compare"
-    USE = "Use a model"
-    DATA = "Data and privacy"
-    DEPLOYMENT = "Deployment"
-    SITE = "At a site"
 
 
 class Format(StrEnum):
@@ -65,7 +56,25 @@ TflopsOption = Annotated[
     float,
     typer.Option(min=1e-6, max=1e9, help="trillions of FLOPs a second, for GPU hours: 94 is 30 % of an A100's peak in bf16"),
 ]
+CheckpointsOption = Annotated[Path | None, typer.Option(help="folder that ${SITE} in model.checkpoint stands for")]
+WorkspaceOption = Annotated[Path | None, typer.Option(help="folder of the study's runs; default: runs/studies/NAME")]
+KitPluginsOption = Annotated[
+    Path | None, typer.Option(help="the site's startup kit, for jobs that name kinds of its `plugins`")
+]
 JobArgument = Annotated[Path, typer.Argument(help="a job folder, such as jobs/quickstart, or a job.yaml")]
+
+
+def emit(found: Any, text: str, format: Format) -> None:
+    """Print `found` as JSON, or `text`, as `format` says."""
+    typer.echo(json.dumps(found, indent=1) if format is Format.JSON else text)
+
+
+def table(*headings: str, left: int = 1, title: str | Text | None = None) -> Table:
+    """Return a table without lines; its first `left` columns are left-justified, the others right-justified."""
+    made = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
+    for index, heading in enumerate(headings):
+        made.add_column(heading, justify="left" if index < left else "right")
+    return made
 
 
 def page() -> Console:
@@ -86,12 +95,10 @@ def check_finite(**values: float | None) -> None:
             raise ConfigError(f"--{name.replace('_', '-')}: {value}: expected a finite number")
 
 
-def load(job: Path, overrides: list[str]) -> "tuple[JobConfig, Path]":
+def load(job: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
     """Return (configuration, its file) with KEY=VALUE overrides applied and validated like the file itself.
 
     On a researcher's own machine: every installed package's kinds may be named.
     """
-    from consilium.config.job import job_file, load_job
-
     chosen = dict(parse_override(one) for one in overrides)
     return load_job(job, chosen, plugins=None, author=True), job_file(job)

@@ -11,17 +11,17 @@ import typer
 import yaml
 from rich.console import Console
 
-from consilium.cli.attack import attack, invert
 from consilium.cli.options import Format, FormatOption
-from consilium.cli.privacy_plan import plan
+from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.sanitize import line
 from consilium.federation.run_folders import STATE
-
-app = typer.Typer(no_args_is_help=True, help="Plan a privacy budget, read a site's ledger, attack a model.")
-app.command()(attack)
-app.command()(invert)
-app.command()(plan)
+from consilium.privacy.accounting.composition import VOID
+from consilium.privacy.ledger.ledger import Ledger, summary
+from consilium.privacy.ledger.ledger_recovery import accept as go_on
+from consilium.privacy.ledger.ledger_recovery import check
+from consilium.privacy.secagg import sum_ledger
+from consilium.privacy.secagg.sum_ledger import FILE as SUMS
 
 
 def claim_of(folder: Path) -> str | None:
@@ -32,7 +32,6 @@ def claim_of(folder: Path) -> str | None:
     return f"{private['unit']} level, each site by its own data: consilium privacy ledger {folder}" if private else None
 
 
-@app.command()
 def ledger(
     where: Annotated[
         Path, typer.Argument(help="a ledger.sqlite, a site.yaml, a startup kit, or a folder to search for ledgers")
@@ -43,8 +42,6 @@ def ledger(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Show what each data set has spent in all jobs, for one record and for the whole site, and what its budgets leave."""
-    from consilium.privacy.ledger.ledger import Ledger, summary
-
     paths, budgets = _ledgers(where)
     _check_seal(seal, [Ledger(p) for p in paths])
     deltas = tuple(sorted({*(delta or (1e-5,)), *(b.delta for b in budgets.values())}, reverse=True))
@@ -58,7 +55,6 @@ def ledger(
     _check_whole(where)
 
 
-@app.command()
 def sums(
     where: Annotated[Path, typer.Argument(help="the site's site.yaml or startup kit")],
     allow: Annotated[str, typer.Option(help="let sums over these hospitals pass: all their names, with commas between")] = "",
@@ -71,8 +67,6 @@ def sums(
     that would show too few hospitals. To allow one shows the server, in the worst case, the update of each that the sets
     differ in.
     """
-    from consilium.privacy.secagg import sum_ledger
-
     root, _, _ = _site(where)
     if allow:
         if not reason.strip():
@@ -100,7 +94,6 @@ def _sum_line(one: dict[str, Any]) -> str:
     return f"{named}; data {', '.join(one['data'])}; {len(one['layers'])} layers; {one['job']} {one['run']}"
 
 
-@app.command()
 def accept(
     where: Annotated[Path, typer.Argument(help="the site's site.yaml or startup kit")],
     reason: Annotated[str, typer.Option(help="what happened, for the record")],
@@ -111,10 +104,6 @@ def accept(
 
     Puts reason, user and seals on record. Hospitals that lost lines of sums named are read from the records of what left.
     """
-    from consilium.privacy.ledger.ledger import Ledger
-    from consilium.privacy.ledger.ledger_recovery import accept as go_on
-    from consilium.privacy.secagg.sum_ledger import FILE as SUMS
-
     if not reason.strip():
         raise ConfigError("--reason: empty; say what happened to the ledger")
     if wrong := [one for one in seal or () if not re.fullmatch("[0-9a-f]{64}", one)]:
@@ -133,8 +122,6 @@ def accept(
 
 def _site(where: Path) -> tuple[Path, Path, dict[str, Any]]:
     """Return a site's folder of records, its ledger, and its budgets, by its site.yaml or startup kit."""
-    from consilium.config.site import load_site
-
     settings = where / "local" / "site.yaml" if where.is_dir() else where
     site = load_site(settings)
     root = site.state or settings.parent.parent / STATE  # beside FLARE's run folders
@@ -151,9 +138,6 @@ def _is_site(where: Path) -> bool:
 
 def _check_whole(where: Path) -> None:
     """Raise RefusedError where a site's records of what left know of rows that its ledger lacks: jobs would be refused."""
-    from consilium.privacy.ledger.ledger import Ledger
-    from consilium.privacy.ledger.ledger_recovery import check
-
     if _is_site(where):
         root, path, _ = _site(where)
         check(root, Ledger(path))
@@ -191,8 +175,6 @@ def _row(path: Path, when: float, entry: Any) -> dict[str, Any]:
 
 
 def _print_ledger(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-    from consilium.privacy.accounting.composition import VOID
-
     console = Console(soft_wrap=True, highlight=False)
     for one in found:
         console.print(

@@ -4,7 +4,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.box import SIMPLE
@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from consilium.cli.options import Format, FormatOption, check_finite
+from consilium.config.privacy import RecordLevelDpConfig, SiteLevelDpConfig
 from consilium.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from consilium.privacy.plan import Plan
+from consilium.core.schema import validate
+from consilium.privacy.plan import Plan, noise_to_signal, printed_plan, site_plan, step_plan
+from consilium.privacy.secagg.terms import Terms, default_threshold
 
 PAPER_TENSORS = 36
 PAPER_PARAMETERS = PAPER_TENSORS * 768 * 8  # q, k, v of a ViT-B's 12 blocks at rank 8: the noised coordinates of one release
@@ -108,8 +109,6 @@ class Asked:
 
     def answer(self, accountant: str) -> dict[str, Any]:
         """Return one accountant's plan."""
-        from consilium.privacy.plan import noise_to_signal
-
         if self.sample_rate:
             plans = {"distributed": self._steps(accountant)}
         else:
@@ -125,11 +124,7 @@ class Asked:
             },
         }
 
-    def _steps(self, accountant: str) -> "Plan":
-        from consilium.config.privacy import RecordLevelDpConfig
-        from consilium.core.schema import validate
-        from consilium.privacy.plan import step_plan
-
+    def _steps(self, accountant: str) -> Plan:
         counts = "rdp" if accountant == "rdp" else "prv"  # there is no closed form for samples
         named = {
             "unit": "record",
@@ -141,11 +136,7 @@ class Asked:
         numbers = {"epsilon": self.epsilon, "delta": self.delta, "clip": self.clip}
         return step_plan(validate(RecordLevelDpConfig, named | numbers, Path("privacy plan")), self.rounds * self.phases)
 
-    def _plan(self, accountant: str, trust: str) -> "Plan":
-        from consilium.config.privacy import SiteLevelDpConfig
-        from consilium.core.schema import validate
-        from consilium.privacy.plan import printed_plan, site_plan
-
+    def _plan(self, accountant: str, trust: str) -> Plan:
         named = {"unit": "site", "accountant": accountant, "trust": trust}
         numbers: dict[str, Any] = {"epsilon": self.epsilon, "delta": self.delta, "clip": self.clip}
         if self.paper:
@@ -162,8 +153,6 @@ def _shares(sites: int, threshold: int, colluders: int) -> int | None:
 
     Raises ConfigError for a threshold that no site would accept.
     """
-    from consilium.privacy.secagg.terms import Terms, default_threshold
-
     counted = threshold or default_threshold(sites)
     terms = Terms(sites, counted, counted, colluders)
     if not terms.problem:

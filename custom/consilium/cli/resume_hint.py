@@ -36,7 +36,7 @@ def stoppable() -> Iterator[None]:
 
 
 @contextmanager
-def said_how_to_go_on(folder: Path, resumable: bool) -> Iterator[None]:
+def print_resume_hint(folder: Path, resumable: bool) -> Iterator[None]:
     """Say how a run goes on that Ctrl-C ends, with INTERRUPTED, or a full disk, with ConsiliumError."""
     try:
         yield

@@ -15,6 +15,10 @@ from rich.text import Text
 from consilium.cli.options import Format, FormatOption, page
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import line, shown
+from consilium.federation.compatibility import OWN, Verdict, differences
+from consilium.flare.admin.session import connect
+from consilium.flare.kit.certificates import WARN_DAYS
+from consilium.flare.kit.heartbeat_server import read
 from consilium.report.tables import fit
 
 SILENT = 60
@@ -29,9 +33,6 @@ def sites(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Show all sites that the server has seen: last heartbeat, versions, clock, days of the certificate, jobs running there."""
-    from consilium.flare.admin.session import connect
-    from consilium.flare.kit.heartbeat_server import read
-
     if (kit / "startup" / "fed_admin.json").is_file():
         with connect(kit) as admin:
             found = admin.attendance()
@@ -76,9 +77,6 @@ def _row(name: str, one: Mapping[str, Any], server: Mapping[str, Any], now: floa
 
 def _notes(one: Mapping[str, Any], server: Mapping[str, Any], days: int | None) -> list[str]:
     """Return what somebody should look at."""
-    from consilium.federation.compatibility import OWN, Verdict, differences
-    from consilium.flare.kit.certificates import WARN_DAYS
-
     if "version" not in one:
         return ["tells no version: its kit or package is of 0.2.0 or before; run `consilium allow KIT` there"]
     has, wanted = ({OWN: facts["version"], **facts.get("libraries", {})} for facts in (one, server))

@@ -1,14 +1,13 @@
 """A running job, watched until it has ended, and what a program is told of one."""
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from consilium.core.sanitize import line
-
-if TYPE_CHECKING:
-    from consilium.flare.admin.session import Admin
+from consilium.flare.admin.session import Admin
+from consilium.report.progress import ending
 
 LOST = "LOST"
 """As flare/admin/session.py says it; a job is that for moments between its end and its final status too."""
@@ -25,7 +24,7 @@ def exit_code(status: str) -> int:
     return 0 if status == "FINISHED:COMPLETED" else 1
 
 
-def watch_job(admin: "Admin", job_id: str, console: Console) -> dict[str, Any]:
+def watch_job(admin: Admin, job_id: str, console: Console) -> dict[str, Any]:
     """Print a line whenever something has changed, until the job has ended or is lost; return its last status."""
     said, ends = "", time.monotonic() + LOST_AFTER
     while not (found := admin.status(job_id))["status"].startswith("FINISHED"):
@@ -42,8 +41,6 @@ def watch_job(admin: "Admin", job_id: str, console: Console) -> dict[str, Any]:
 
 def place(progress: dict[str, Any]) -> str:
     """Return one line on where a run is."""
-    from consilium.report.progress import ending
-
     if early := progress.get("ended"):
         return f"{ending(early)}; the closing evaluation {'is done' if progress['finished'] else 'goes on'}"
     if progress["finished"]:
