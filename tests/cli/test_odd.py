@@ -93,7 +93,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("consilium.runtime.engine.simulate", lambda job, sites, folder, *rest: no_results(folder))
     ways = tuple(Way(name, print, nn.Module(), [1.0], [1.0]) for name in ("job", "ready", "bare"))
     monkeypatch.setattr("consilium.cli.bench.measure", lambda *given: Bench("cpu", ways, "samples", 1.0, 1, None))
-    monkeypatch.setattr("consilium.flare.job.simulator.Simulator", NoSimulator)
+    monkeypatch.setattr("consilium.cli.simulate.Simulator", NoSimulator)
     return tmp_path
 
 

@@ -8,17 +8,23 @@ from consilium.core.schema import Positive, Seconds, Section
 
 
 class CapacityConfig(Section):
-    """Either ranks per adapted layer on average (`train`, `download`), or limits from which a short probe finds them.
+    """Either ranks per adapted layer on average (`train`, `download`), or limits from which a short probe finds them."""
 
-    Limits: `step_seconds`, the longest a training step may take; `memory_bytes`, the most that training may hold;
-    `download_bytes` in a round. What is not given does not limit; with nothing given the job decides (its tiers).
-    """
-
-    train: Positive | None = None
-    download: Positive | None = None
-    step_seconds: Annotated[Seconds, Field(gt=0)] | None = None
-    memory_bytes: Annotated[float, Field(gt=0, le=2**60)] | None = None
-    download_bytes: Annotated[float, Field(gt=0, le=2**60)] | None = None
+    train: Annotated[Positive | None, Field(description="ranks it can train")] = None
+    download: Annotated[Positive | None, Field(description="ranks it can download")] = None
+    step_seconds: Annotated[
+        Annotated[Seconds, Field(gt=0)] | None, Field(description="`step_seconds`, the longest a training step may take")
+    ] = None
+    memory_bytes: Annotated[
+        Annotated[float, Field(gt=0, le=2**60)] | None, Field(description="`memory_bytes`, the most that training may hold")
+    ] = None
+    download_bytes: Annotated[
+        Annotated[float, Field(gt=0, le=2**60)] | None,
+        Field(
+            description="`download_bytes` in a round. What is not given does not limit; with nothing given the job decides"
+            " (its tiers)"
+        ),
+    ] = None
 
     @property
     def given(self) -> bool:

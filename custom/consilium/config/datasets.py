@@ -18,19 +18,32 @@ _WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,9})")
 
 
 class DatasetConfig(Section):
-    """One of a site's data sets. `datalist`: as the field of this name of a site with one.
+    """One of a site's data sets."""
 
-    `labels` maps what the site calls a label (a mask's value, a DICOM region's name, a picture's class) to the job's class, or
-    to a list of classes. An empty list is background; a picture's class with one leaves its pictures out. Names that a job
-    does not have are left alone, because several jobs may use the map. `annotated`: the classes that the masks show, where the
-    list itself does not say; without it all of the job's. `patients`: the name of these patients in the ledger, and so of
-    their budget; data sets of the same patients share one.
-    """
-
-    datalist: Path
-    labels: Annotated[dict[LabelValue, Mapped], Field(min_length=1, max_length=4096)] | None = None
-    annotated: Annotated[tuple[ClassName, ...], Field(max_length=MOST_CLASSES)] | None = None
-    patients: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    datalist: Annotated[Path, Field(description="the data set's list, as `datalist` of a site with one data set")]
+    labels: Annotated[
+        Annotated[dict[LabelValue, Mapped], Field(min_length=1, max_length=4096)] | None,
+        Field(
+            description="`labels` maps what the site calls a label (a mask's value, a DICOM region's name, a picture's "
+            "class) to the job's class, or to a list of classes. An empty list is background; a picture's "
+            "class with one leaves its pictures out. Names that a job does not have are left alone, because "
+            "several jobs may use the map; printable, without /"
+        ),
+    ] = None
+    annotated: Annotated[
+        Annotated[tuple[ClassName, ...], Field(max_length=MOST_CLASSES)] | None,
+        Field(
+            description="the classes that the masks show, where the list itself does not say; without it all of the job's;"
+            " printable, without /"
+        ),
+    ] = None
+    patients: Annotated[
+        Annotated[str, Field(min_length=1, max_length=200)] | None,
+        Field(
+            description="the name of these patients in the ledger, and so of their budget; data sets of the same patients "
+            "share one"
+        ),
+    ] = None
 
     @field_validator("labels", mode="before")
     @classmethod

@@ -35,30 +35,40 @@ else:
 
 
 class TrainingConfig(Section):
-    """Local training. `local_steps`, when given, replaces `local_epochs`; `precision` auto is bf16 where the GPU has it.
+    """Local training."""
 
-    `schedule` cosine and linear let the learning rate fall from `lr` to 0 within each round's local training, without warm-up.
-    """
-
-    rounds: Annotated[int, Field(ge=1, le=100_000)]
-    local_epochs: Annotated[int, Field(ge=1, le=1000)] = 1
-    local_steps: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    batch_size: Annotated[int, Field(ge=1, le=65536)] = 4
+    rounds: Annotated[int, Field(ge=1, le=100_000, description="rounds of the whole run")]
+    local_epochs: Annotated[int, Field(ge=1, le=1000, description="passes over a site's training data in a round")] = 1
+    local_steps: Annotated[
+        Annotated[int, Field(ge=1, le=100_000)] | None,
+        Field(description="optimizer steps in a round, instead of `local_epochs`"),
+    ] = None
+    batch_size: Annotated[int, Field(ge=1, le=65536, description="samples in a batch")] = 4
     accumulate: Annotated[int, Field(ge=1, le=4096, description="batches per optimizer step")] = 1
-    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    optimizer: Annotated[Literal["adam", "adamw", "sgd"], Field(description="the optimizer at every site")] = "adam"
     optimizer_state: Annotated[
         Literal["fresh", "kept"],
         Field(description="`fresh`: empty in every round; `kept`: it stays at the site, which goes on with it"),
     ] = "fresh"
-    lr: Annotated[float, Field(gt=0, le=1000)] = 1e-4
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    weight_decay: Annotated[float, Field(ge=0, le=1000)] = 0.0
+    lr: Annotated[float, Field(gt=0, le=1000, description="learning rate")] = 1e-4
+    schedule: Annotated[
+        Literal["constant", "cosine", "linear"],
+        Field(
+            description="`schedule` cosine and linear let the learning rate fall from `lr` to 0 within each round's local "
+            "training, without warm-up"
+        ),
+    ] = "constant"
+    weight_decay: Annotated[float, Field(ge=0, le=1000, description="the optimizer's weight decay")] = 0.0
     momentum: Annotated[float, Field(ge=0, lt=1, description="sgd only")] = 0.0
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    gradient_checkpointing: bool = False
-    compile: bool = False
-    seed: Seed = 0
-    validation: Annotated[ValidateConfig, Field(alias="validate")] = ValidateConfig()
+    precision: Annotated[Literal["auto", "bf16", "fp32"], Field(description="`auto` is bf16 where the GPU has it")] = "auto"
+    gradient_checkpointing: Annotated[bool, Field(description="less memory for more time")] = False
+    compile: Annotated[
+        bool, Field(description="the model's blocks by torch.compile: the first step takes up to minutes, all others less")
+    ] = False
+    seed: Annotated[Seed, Field(description="with round and site it fixes every random choice but privacy noise")] = 0
+    validation: Annotated[ValidateConfig, Field(alias="validate", description="when the validation split is scored")] = (
+        ValidateConfig()
+    )
 
     model_config = ConfigDict(serialize_by_alias=True)
 
@@ -75,41 +85,71 @@ class TrainingConfig(Section):
 
 
 class FederationConfig(Section):
-    """Who takes part. `min_sites` is the quorum of a round, `fraction_train` of the sites are asked; times in seconds.
+    """Who takes part."""
 
-    `max_norm_ratio`: an update whose norm is over this many times that of the adapter at its start is refused.
-    `max_weight`: the most samples that one site counts for in the mean, whatever it says it has; without it, what it says.
-    `fraction_evaluate` of the sites that are not asked evaluate the shared model before the round, on their validation data.
-    """
-
-    min_sites: Annotated[int, Field(ge=1, le=10_000)] = 1
-    fraction_train: Annotated[float, Field(gt=0, le=1)] = 1.0
-    fraction_evaluate: Share = 0.0
-    weighting: Literal["samples", "uniform"] | None = None
-    max_weight: Annotated[int, Field(ge=1, le=10**9)] | None = None
-    round_timeout: Annotated[Seconds, Field(gt=0)] = 3600.0
+    min_sites: Annotated[int, Field(ge=1, le=10_000, description="the quorum of a round")] = 1
+    fraction_train: Annotated[float, Field(gt=0, le=1, description="the share of the sites that a round asks to train")] = 1.0
+    fraction_evaluate: Annotated[
+        Share,
+        Field(
+            description="`fraction_evaluate` of the sites that are not asked evaluate the shared model before the round, "
+            "on their validation data"
+        ),
+    ] = 0.0
+    weighting: Annotated[
+        Literal["samples", "uniform"] | None,
+        Field(description="what a site's update weighs; by default its samples, and `uniform` under site-level privacy"),
+    ] = None
+    max_weight: Annotated[
+        Annotated[int, Field(ge=1, le=10**9)] | None,
+        Field(
+            description="the most samples that one site counts for in the mean, whatever it says it has; without it, what "
+            "it says"
+        ),
+    ] = None
+    round_timeout: Annotated[Seconds, Field(gt=0, description="seconds that a round may take")] = 3600.0
     straggler_grace_seconds: Annotated[Seconds, Field(description="wait for more sites once the quorum is in")] = 600.0
-    max_norm_ratio: Positive = 100.0
+    max_norm_ratio: Annotated[
+        Positive, Field(description="an update whose norm is over this many times that of the adapter at its start is refused")
+    ] = 100.0
 
 
 class JobConfig(Section):
-    """A whole job: server and sites read the same file. `experiment` names one run of it; given at submission."""
+    """A whole job: server and sites read the same file."""
 
-    name: Name
-    experiment: Name | None = None
-    strategy: Annotated[Strategy, KindField(STRATEGIES, "name")]
-    model: Annotated[ModelConfig, KindField(MODELS, "name", "sam")]
-    adapter: Annotated[AdapterConfig, KindField(ADAPTERS, "kind", "lora"), Field(default={}, validate_default=True)]
-    task: Annotated[TaskConfig, KindField(TASKS, "name", "segmentation")]
-    data: DataConfig = DataConfig()
-    training: TrainingConfig
-    federation: FederationConfig = FederationConfig()
-    server: ServerConfig | None = None
-    privacy: PrivacyConfig | None = None
-    secure_aggregation: SecureAggregationConfig | None = None
-    statistics: StatisticsConfig | None = None
-    cross_site: CrossSiteConfig | None = None
-    diagnostics: DiagnosticsConfig = DiagnosticsConfig()
+    name: Annotated[Name, Field(description="the job's name, also of its folder")]
+    experiment: Annotated[Name | None, Field(description="the name of one run of the job; given at submission")] = None
+    strategy: Annotated[
+        Strategy, KindField(STRATEGIES, "name"), Field(description="the federated algorithm; a name alone takes its defaults")
+    ]
+    model: Annotated[ModelConfig, KindField(MODELS, "name", "sam"), Field(description="the frozen model that is adapted")]
+    adapter: Annotated[
+        AdapterConfig,
+        KindField(ADAPTERS, "kind", "lora"),
+        Field(default={}, validate_default=True, description="what is trained"),
+    ]
+    task: Annotated[
+        TaskConfig, KindField(TASKS, "name", "segmentation"), Field(description="what the model learns, and how it is judged")
+    ]
+    data: Annotated[DataConfig, Field(description="data that the job brings along")] = DataConfig()
+    training: Annotated[TrainingConfig, Field(description="local training")]
+    federation: Annotated[FederationConfig, Field(description="who takes part")] = FederationConfig()
+    server: Annotated[
+        ServerConfig | None, Field(description="the mean that the server takes of the sites' updates, and its step along it")
+    ] = None
+    privacy: Annotated[
+        PrivacyConfig | None, Field(description="differential privacy; without it shared factors leave as trained")
+    ] = None
+    secure_aggregation: Annotated[
+        SecureAggregationConfig | None, Field(description="sites mask their updates: the server learns their sum only")
+    ] = None
+    statistics: Annotated[
+        StatisticsConfig | None, Field(description="counts that every site is asked for once, before the first round")
+    ] = None
+    cross_site: Annotated[
+        CrossSiteConfig | None, Field(description="models of a run that has ended, scored at every site; nothing is trained")
+    ] = None
+    diagnostics: Annotated[DiagnosticsConfig, Field(description="what a run measures of itself")] = DiagnosticsConfig()
 
     @property
     def digest(self) -> str:

@@ -18,32 +18,37 @@ FEWEST = 3
 
 
 class SecureAggregationConfig(Section):
-    """Sites mask their updates, so that the server, with up to `colluders` sites, learns their sum only.
+    """Sites mask their updates, so that the server, with up to `colluders` sites, learns their sum only."""
 
-    `threshold`: how many of the n sites asked must stay to the end of a phase; by default floor(2 n / 3) + 1. Needed are
-    2 threshold > n + colluders and threshold >= colluders + 2, so with the defaults at least three sites. Without noise all of
-    them must send an update, and no sums, of whatever runs, may show fewer than `threshold` hospitals together.
-    """
-
-    threshold: Annotated[int, Field(ge=2, le=10_000)] | None = None
-    colluders: Annotated[int, Field(ge=0, le=10_000, description="sites that may work together with the server")] = 1
-    bound: (
-        Annotated[Positive, Field(description="no site sends a larger number; by default what sums of all sites have room for")]
-        | None
-    ) = None
+    threshold: Annotated[
+        Annotated[int, Field(ge=2, le=10_000)] | None,
+        Field(
+            description="how many of the n sites asked must stay to the end of a phase; by default floor(2 n / 3) + 1. "
+            "Needed are 2 threshold > n + colluders and threshold >= colluders + 2, so with the defaults at "
+            "least three sites. Without noise all of them must send an update, and no sums, of whatever runs, "
+            "may show fewer than `threshold` hospitals together"
+        ),
+    ] = None
+    colluders: Annotated[int, Field(ge=0, le=10000, description="sites that may work together with the server")] = 1
+    bound: Annotated[
+        Positive | None, Field(description="no site sends a larger number; by default what sums of all sites have room for")
+    ] = None
 
 
 class SitePartnersConfig(Section):
-    """What a site asks of secure aggregation before it takes part.
+    """What a site asks of secure aggregation before it takes part."""
 
-    `partners`: the other sites by name, with the SHA-256 fingerprints of their public keys (64 hex digits, colons or not;
-    `consilium doctor` prints a kit's), compared out of band; no other is accepted. Needed where `privacy.budgets` are. To
-    remove one revokes it.
-    """
-
-    partners: Annotated[dict[PartnerName, Fingerprint], Field(max_length=10_000)] = Field(default_factory=dict)
-    min_colluders: Annotated[int, Field(ge=0, le=10_000, description="jobs that count on fewer are refused")] = 1
-    min_sites: Annotated[int, Field(ge=FEWEST, le=10_000, description="fewer sites together are refused")] = FEWEST
+    partners: Annotated[
+        dict[PartnerName, Fingerprint],
+        Field(
+            max_length=10_000,
+            description="the other sites by name, with the SHA-256 fingerprints of their public keys (64 hex digits, "
+            "colons or not; `consilium doctor` prints a kit's), compared out of band; no other is accepted. "
+            "Needed where `privacy.budgets` are. To remove one revokes it",
+        ),
+    ] = Field(default_factory=dict)
+    min_colluders: Annotated[int, Field(ge=0, le=10000, description="jobs that count on fewer are refused")] = 1
+    min_sites: Annotated[int, Field(ge=FEWEST, le=10000, description="fewer sites together are refused")] = FEWEST
 
 
 def check_masked(job: "JobConfig") -> None:
