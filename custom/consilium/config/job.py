@@ -5,25 +5,26 @@ import json
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from consilium.adapters.registry import ADAPTERS, AdapterConfig, AdapterKind
 from consilium.config.cross_site import CrossSiteConfig
 from consilium.config.data import PHANTOMS, DataConfig
 from consilium.config.diagnostics import DiagnosticsConfig
 from consilium.config.dpsgd import check_apart, check_shares
+from consilium.config.federation import FederationConfig
 from consilium.config.inline_model_config import embed_architecture
 from consilium.config.overrides import override
 from consilium.config.privacy import DpSgdConfig, PrivacyConfig, SiteLevelDpConfig
-from consilium.config.secure_aggregation import SecureAggregationConfig, check_masked
+from consilium.config.secure_aggregation import MOST_WEIGHT, SecureAggregationConfig, check_masked
 from consilium.config.server import ServerConfig
 from consilium.config.statistics import StatisticsConfig
-from consilium.config.validation import ValidateConfig
+from consilium.config.training import TrainingConfig
 from consilium.core.errors import ConfigError
 from consilium.core.registry import NO_PLUGINS, KindField, Plugins
-from consilium.core.schema import Name, Positive, Seconds, Section, Seed, Share, read_yaml, validate
+from consilium.core.schema import SMALLEST_NOISE, Name, Section, read_yaml, validate
 from consilium.models.registry import MODELS, ModelConfig
 from consilium.strategies.registry import STRATEGIES
 from consilium.tasks.registry import TASKS, TaskConfig
@@ -32,86 +33,6 @@ if TYPE_CHECKING:
     from consilium.strategies.strategy import Strategy
 else:
     Strategy = Any  # its module needs torch, which reading a job.yaml does only for the strategy that it names
-
-
-class TrainingConfig(Section):
-    """Local training."""
-
-    rounds: Annotated[int, Field(ge=1, le=100_000, description="rounds of the whole run")]
-    local_epochs: Annotated[int, Field(ge=1, le=1000, description="passes over a site's training data in a round")] = 1
-    local_steps: Annotated[
-        Annotated[int, Field(ge=1, le=100_000)] | None,
-        Field(description="optimizer steps in a round, instead of `local_epochs`"),
-    ] = None
-    batch_size: Annotated[int, Field(ge=1, le=65536, description="samples in a batch")] = 4
-    accumulate: Annotated[int, Field(ge=1, le=4096, description="batches per optimizer step")] = 1
-    optimizer: Annotated[Literal["adam", "adamw", "sgd"], Field(description="the optimizer at every site")] = "adam"
-    optimizer_state: Annotated[
-        Literal["fresh", "kept"],
-        Field(description="`fresh`: empty in every round; `kept`: it stays at the site, which goes on with it"),
-    ] = "fresh"
-    lr: Annotated[float, Field(gt=0, le=1000, description="learning rate")] = 1e-4
-    schedule: Annotated[
-        Literal["constant", "cosine", "linear"],
-        Field(
-            description="`schedule` cosine and linear let the learning rate fall from `lr` to 0 within each round's local "
-            "training, without warm-up"
-        ),
-    ] = "constant"
-    weight_decay: Annotated[float, Field(ge=0, le=1000, description="the optimizer's weight decay")] = 0.0
-    momentum: Annotated[float, Field(ge=0, lt=1, description="sgd only")] = 0.0
-    precision: Annotated[Literal["auto", "bf16", "fp32"], Field(description="`auto` is bf16 where the GPU has it")] = "auto"
-    gradient_checkpointing: Annotated[bool, Field(description="less memory for more time")] = False
-    compile: Annotated[
-        bool, Field(description="the model's blocks by torch.compile: the first step takes up to minutes, all others less")
-    ] = False
-    seed: Annotated[Seed, Field(description="with round and site it fixes every random choice but privacy noise")] = 0
-    validation: Annotated[ValidateConfig, Field(alias="validate", description="when the validation split is scored")] = (
-        ValidateConfig()
-    )
-
-    model_config = ConfigDict(serialize_by_alias=True)
-
-    def validates(self, round: int, stage: str) -> bool:
-        """Tell whether the validation split is scored in this round, counted from 0, by the model of this stage."""
-        return stage in self.validation.stages and (round + 1) % self.validation.every == 0
-
-    def steps_per_round(self, num_samples: int) -> int:
-        """Return the optimizer steps of one round at a site with `num_samples` training samples."""
-        if self.local_steps:
-            return self.local_steps
-        batches = -(-num_samples // self.batch_size)
-        return self.local_epochs * -(-batches // self.accumulate)
-
-
-class FederationConfig(Section):
-    """Who takes part."""
-
-    min_sites: Annotated[int, Field(ge=1, le=10_000, description="the quorum of a round")] = 1
-    fraction_train: Annotated[float, Field(gt=0, le=1, description="the share of the sites that a round asks to train")] = 1.0
-    fraction_evaluate: Annotated[
-        Share,
-        Field(
-            description="`fraction_evaluate` of the sites that are not asked evaluate the shared model before the round, "
-            "on their validation data"
-        ),
-    ] = 0.0
-    weighting: Annotated[
-        Literal["samples", "uniform"] | None,
-        Field(description="what a site's update weighs; by default its samples, and `uniform` under site-level privacy"),
-    ] = None
-    max_weight: Annotated[
-        Annotated[int, Field(ge=1, le=10**9)] | None,
-        Field(
-            description="the most samples that one site counts for in the mean, whatever it says it has; without it, what "
-            "it says"
-        ),
-    ] = None
-    round_timeout: Annotated[Seconds, Field(gt=0, description="seconds that a round may take")] = 3600.0
-    straggler_grace_seconds: Annotated[Seconds, Field(description="wait for more sites once the quorum is in")] = 600.0
-    max_norm_ratio: Annotated[
-        Positive, Field(description="an update whose norm is over this many times that of the adapter at its start is refused")
-    ] = 100.0
 
 
 class JobConfig(Section):
@@ -210,6 +131,24 @@ class JobConfig(Section):
         most = self.federation.max_weight
         return 1 if self.weighting == "uniform" else num_samples if most is None else min(num_samples, most)
 
+    @property
+    def most_weight(self) -> int:
+        """What a masked update weighs at most."""
+        return 1 if self.weighting == "uniform" else self.federation.max_weight or MOST_WEIGHT
+
+    @property
+    def sums_without_noise(self) -> bool:
+        """Whether the server gets masked sums without noise: then only the same hospitals may be summed again.
+
+        A trusted server adds its noise later. The paper's calibration keeps no epsilon that means anything.
+        """
+        privacy = self.privacy
+        if self.secure_aggregation is None:
+            return False
+        if privacy is None or privacy.trust == "central" or privacy.calibration == "paper":
+            return True
+        return privacy.noise_multiplier is not None and privacy.noise_multiplier < SMALLEST_NOISE
+
     @model_validator(mode="after")
     def _lends(self) -> Self:
         """Raise ValueError for a cross-site job that would have private models travel, or has a single, pooled one."""
@@ -229,7 +168,10 @@ class JobConfig(Section):
     def _keeps_privacy(self) -> Self:
         self._keep_diagnostics()
         if self.secure_aggregation is not None:
-            check_masked(self)
+            check_masked(self.strategy, self.server, self.diagnostics, self.privacy, self.federation)
+            if self.sums_without_noise and self.federation.fraction_train < 1:
+                what = "sums over other sites in other rounds would show single ones"
+                raise ValueError(f"federation.fraction_train: {self.federation.fraction_train}: without privacy {what}; use 1")
         if self.statistics is not None and self.data.most_training is not None:
             what = "and the same with one sample more would tell a patient's values by statistics; remove one of them"
             raise ValueError(f"data.most_training: {self.data.most_training} {what}")
@@ -242,8 +184,10 @@ class JobConfig(Section):
             raise ValueError("diagnostics: leakage and oracle look at what privacy keeps at the site; remove them")
         if self.privacy.unit == "site" and self.weighting != "uniform":
             raise ValueError("federation.weighting: 'samples' with privacy.unit site would leak data sizes; use uniform")
-        check_shares(self)
-        check_apart(self)
+        if self.privacy.trust == "distributed":
+            check_shares(self.privacy, self.secure_aggregation, self.training, self.server)
+        if self.dpsgd is not None:
+            check_apart(self.dpsgd, self.data, self.training, self.adapter, self.model, self.task)
         return self
 
     def _keep_diagnostics(self) -> None:

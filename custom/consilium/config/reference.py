@@ -20,7 +20,8 @@ from consilium.config.data import DataConfig, PhantomConfig
 from consilium.config.datasets import DatasetConfig
 from consilium.config.deployment import AdminEntry, DeploymentConfig, ServerEntry, SiteEntry
 from consilium.config.diagnostics import DiagnosticsConfig, OracleConfig
-from consilium.config.job import FederationConfig, JobConfig, TrainingConfig, ValidateConfig
+from consilium.config.federation import FederationConfig
+from consilium.config.job import JobConfig
 from consilium.config.privacy import (
     BudgetConfig,
     HospitalPrivacyPolicy,
@@ -32,6 +33,8 @@ from consilium.config.secure_aggregation import SecureAggregationConfig, SitePar
 from consilium.config.server import ServerConfig
 from consilium.config.site import CacheConfig, NodesConfig, SiteConfig, TrackingConfig
 from consilium.config.statistics import StatisticsConfig
+from consilium.config.training import TrainingConfig
+from consilium.config.validation import ValidateConfig
 from consilium.models.registry import MODELS
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.registry import STRATEGIES
