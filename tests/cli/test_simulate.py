@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from consilium.cli.main import main
-from consilium.cli.resume_hint import command_again
+from consilium.cli.resume_hint import resume_command
 from consilium.cli.simulate import site_names
 from consilium.config.site import DatasetConfig, SiteConfig
 from consilium.core.errors import ConfigError
@@ -269,7 +269,7 @@ def test_ctrl_c_before_the_first_round_and_with_flare(
 
 def test_the_command_again_replaces_the_workspace() -> None:
     words = ["/x/consilium", "simulate", "j", "--workspace", "w", "--resume", "--set", "strategy={name: fedit}"]
-    assert command_again(words, Path("w")) == "/x/consilium simulate j --set 'strategy={name: fedit}' --workspace w --resume"
+    assert resume_command(words, Path("w")) == "/x/consilium simulate j --set 'strategy={name: fedit}' --workspace w --resume"
 
 
 def processes(mark: str) -> list[psutil.Process]:

@@ -7,18 +7,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from consilium.cli.model_options import BestOption, DeviceOption, ModelArgument, SiteOption, StageOption, site_of
-from consilium.cli.options import CheckpointsOption, Format, FormatOption, page
+from consilium.cli.options import CheckpointsOption, Format, FormatOption, page, progress_bar, table
 from consilium.client.model_store import UNCOVERED
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
-from consilium.use.attack import Guessed, of_one_record
+from consilium.use.attack import AttackResult, of_one_record
 from consilium.use.attack import attack as run
 from consilium.use.evaluate import read_site
 from consilium.use.invert import Inversion, draw, inversion
@@ -50,13 +46,8 @@ def attack(
     opened = open_model(model, site, stage, own, best)
     shadows = [open_model(one, site, stage, own, best) for one in shadow or []]
     given, name = _data(opened, data, site)
-    console = Console(stderr=True, quiet=format is Format.JSON)
-    with (
-        tempfile.TemporaryDirectory() as place,
-        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
-    ):
-        lost = bar.add_task("losses", total=None)
-        found = run(opened, given, name, shadows, Path(place), confidence, lambda: bar.advance(lost))
+    with tempfile.TemporaryDirectory() as folder, progress_bar("losses", None, format) as advance:
+        found = run(opened, given, name, shadows, Path(folder), confidence, advance)
     _print(found, opened, format)
 
 
@@ -79,13 +70,8 @@ def invert(
     """
     opened = open_model(model, site, stage, site_of(device, checkpoints))
     given, name = _data(opened, data, site)
-    console = Console(stderr=True, quiet=format is Format.JSON)
-    with (
-        tempfile.TemporaryDirectory() as place,
-        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
-    ):
-        search = bar.add_task("search", total=3 * steps)
-        found = inversion(opened, given, name, Path(place), batch, sum, steps, lambda: bar.advance(search))
+    with tempfile.TemporaryDirectory() as folder, progress_bar("search", 3 * steps, format) as advance:
+        found = inversion(opened, given, name, Path(folder), batch, sum, steps, advance)
     draw(output, found)
     _print_inversion(found, output, format)
 
@@ -101,13 +87,11 @@ def _print_inversion(found: Inversion, output: Path, format: Format) -> None:
     if format is Format.JSON:
         print(json.dumps(about | {"attacks": values}, indent=1))
         return
-    table = Table(box=SIMPLE, pad_edge=False)
-    for heading in ("seen", "PSNR, dB", f"picked of {found.candidates}", "by chance", "cosine distance left"):
-        table.add_column(heading, justify="left" if heading == "seen" else "right")
+    rows = table("seen", "PSNR, dB", f"picked of {found.candidates}", "by chance", "cosine distance left")
     for one in found.attacks:
         told = f"{one.told} of {len(found.pictures)}"
-        table.add_row(one.attack, f"{one.psnr:.1f}", told, f"{one.chance:.2f}", f"{one.distance:.3g}")
-    page().print(table)
+        rows.add_row(one.attack, f"{one.psnr:.1f}", told, f"{one.chance:.2f}", f"{one.distance:.3g}")
+    page().print(rows)
     typer.echo(f"the mean of all candidates, which needs no update, has a PSNR of {found.guess:.1f}; picture: {output}")
 
 
@@ -122,7 +106,7 @@ def _data(opened: TrainedModel, data: Path | None, site: str | None) -> tuple[Si
     return SiteConfig(), site or opened.card.site
 
 
-def _print(found: list[Guessed], opened: TrainedModel, format: Format) -> None:
+def _print(found: list[AttackResult], opened: TrainedModel, format: Format) -> None:
     private = opened.config.privacy
     unit, delta = ("patient" if private and private.unit == "patient" else "record"), private.delta if private else 1e-5
     covered = UNCOVERED not in opened.card.notes
@@ -133,13 +117,11 @@ def _print(found: list[Guessed], opened: TrainedModel, format: Format) -> None:
         told["of_one_record"] = promised
         print(json.dumps(told | {"attacks": [asdict(one) for one in found]}, indent=1))
         return
-    table = Table(box=SIMPLE, pad_edge=False)
-    for heading in ("attack", f"{unit}s", "AUC", "guesses", "right", "epsilon at least"):
-        table.add_column(heading, justify="left" if heading == "attack" else "right")
+    rows = table("attack", f"{unit}s", "AUC", "guesses", "right", "epsilon at least")
     for one in found:
-        table.add_row(one.attack, str(one.units), f"{one.auc:.3f}", str(one.guesses), str(one.correct), f"{one.epsilon:.3g}")
+        rows.add_row(one.attack, str(one.units), f"{one.auc:.3f}", str(one.guesses), str(one.correct), f"{one.epsilon:.3g}")
     typer.echo(f"{shown(opened.card.job)}, {shown(opened.card.name)}: who was trained on?")
-    page().print(table)
+    page().print(rows)
     sure = f"with confidence {found[0].confidence:g} for all {len(found)} bounds together"
     typer.echo(f"epsilon of one {unit} at delta {delta:g}, {sure}; an AUC of 0.5 is chance")
     typer.echo(f"promised: {shown(claim, 600)}" if covered else f"promised nothing of this model: {UNCOVERED}")

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from consilium.cli.options import FILE_WIDTH, WorkspaceOption, page, study_command
+from consilium.cli.options import FILE_WIDTH, WorkspaceOption, page, study_command, study_size
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Stage
 from consilium.core.sanitize import line, shown
@@ -27,7 +27,7 @@ from consilium.study.study import Study, load
 from consilium.use.model import cell_folder
 
 YAML = (".yaml", ".yml")
-"""How a study's file ends. Others lie beside runs: `study run` leaves the log of each cell there."""
+"""Endings of a study's file. Other files, such as logs of cells, may lie beside runs."""
 
 
 class TableFormat(StrEnum):
@@ -107,7 +107,7 @@ def collect(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
 
 
 def _is_study(paths: Sequence[Path]) -> bool:
-    """Tell a study from folders of runs, beside which other files may lie. Raises ConfigError for a study among others."""
+    """Tell whether `paths` is one study. Raises ConfigError for a study beside other paths."""
     if len(paths) == 1:
         return not paths[0].is_dir()
     named = [path for path in paths if not path.is_dir() and (path.suffix in YAML or not path.is_file())]
@@ -117,10 +117,8 @@ def _is_study(paths: Sequence[Path]) -> bool:
 
 
 def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> tuple[list[Group], list[str], list[Published]]:
-    """Return the groups of a study's finished runs, what is to be said of the others, and the published numbers."""
-    if smoke and small:
-        raise ConfigError("--smoke: is not --small; give one of them")
-    study = load(path, "smoke" if smoke else "small" if small else "", workspace)
+    """Return the groups of a study's finished runs, notes on the others, and the published numbers."""
+    study = load(path, study_size(smoke, small), workspace)
     axes = study.config.named_axes
     found: list[RunRecord] = []
     absent: list[MissingRun] = []
@@ -153,7 +151,7 @@ def _command(study: Study, path: Path, workspace: Path | None) -> str:
 
 
 def _how_far(folder: Path, error: ConfigError) -> str:
-    """Return why a cell has no scores: how far it is, and of one that is done what is wrong with its folder."""
+    """Return why a cell has no scores: its state, or for a finished one the error of its folder."""
     record = record_of(folder)
     if record.state == "done":
         return shown(str(error).replace("\n", "; "), 300)
@@ -161,7 +159,7 @@ def _how_far(folder: Path, error: ConfigError) -> str:
 
 
 def _check(groups: Sequence[Group], metric: str, against: str) -> None:
-    """Raise ConfigError for a score that no run has, or a method that there is not."""
+    """Raise ConfigError for an unknown score or method."""
     scored = {
         name.split("/", 2)[2]
         for g in groups

@@ -57,8 +57,8 @@ def data_check(
 def lists_of(path: Path, wanted: str | None = None, choose: bool = False) -> dict[str, DatasetConfig]:
     """Return the data sets of a path by name: one of a list or a site's folder, one a site of a folder of sites.
 
-    `wanted`: of a site's named ones that one alone; `choose`: the one that a job of this word would get. Raises RefusedError
-    where there is none, ConfigError for a word that a list without names cannot meet.
+    `wanted`: only the site's data set of this name; `choose`: the one that a job with this `data.dataset` gets. Raises
+    RefusedError where there is none, ConfigError for a name where `path` is one list.
     """
     if not path.is_dir() and path.suffix not in (".yaml", ".yml"):
         if wanted is not None:
@@ -80,7 +80,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _named(folder: Path) -> bool:
-    """Tell whether a folder says itself that it is a site's, not only by pictures that lie in it."""
+    """Tell whether a folder has a site.yaml, a datalist.json or texts, not only pictures."""
     return any((folder / name).is_file() for name in ("site.yaml", "datalist.json")) or has_texts(folder)
 
 
@@ -98,7 +98,7 @@ def _of_site(name: str, path: Path, wanted: str | None, choose: bool) -> dict[st
 
 
 def _check(own: DatasetConfig, config: Any, checkpoints: Path | None) -> Findings:
-    """Return what is found in a data set of the kind that the job, or without one the path, says."""
+    """Return the findings of a data set, checked as the job's task, or without a job as the path's kind."""
     path = own.datalist
     name = "language" if has_texts(path) or path.suffix == ".jsonl" else "segmentation"
     kind = TASKS[config.task.name if config else name]
@@ -122,7 +122,7 @@ def _read_only(path: Path, kind: TaskKind) -> Findings:
 
 
 def _json(found: dict[str, Findings], shared: dict[str, list[str]]) -> dict[str, Any]:
-    """Return one list's findings as they are, several by site."""
+    """Return one list's findings, or several by site."""
     if len(found) == 1:
         return next(iter(found.values())).to_dict()
     between = {kind: {"count": len(lines), "first": lines[:NAMED]} for kind, lines in shared.items()}

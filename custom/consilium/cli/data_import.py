@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
-from consilium.cli.options import Format, FormatOption, check_finite
+from consilium.cli.options import Format, FormatOption, check_finite, table
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import line, shown
 from consilium.data.importers.base import Options
@@ -74,12 +72,10 @@ def _print_sites(summary: dict[str, Any], dest: Path, format: Format) -> None:
     if format is Format.JSON:
         print(json.dumps(summary, indent=1))
         return
-    table = Table(title=f"{summary['name']}: samples per site", title_justify="left", box=SIMPLE, pad_edge=False)
-    for heading in ("site", "training", "validation", "test"):
-        table.add_column(heading, justify="left" if heading == "site" else "right", no_wrap=True)
+    rows = table("site", "training", "validation", "test", title=f"{summary['name']}: samples per site")
     for site, counts in summary["sites"].items():
-        table.add_row(line(site), *(str(n) for n in counts.values()))
-    Console().print(table)
+        rows.add_row(line(site), *(str(n) for n in counts.values()))
+    Console().print(rows)
     for note in summary["notes"]:
         typer.echo(f"note: {shown(note, 1000)}")
     if summary["classes"] is not None:

@@ -7,13 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from consilium.cli.model_options import BestOption, DeviceOption, ModelArgument, SiteOption, site_of
-from consilium.cli.options import CheckpointsOption, Format, FormatOption, page
+from consilium.cli.options import CheckpointsOption, Format, FormatOption, page, progress_bar, table
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Stage
@@ -75,18 +71,15 @@ def _print(found: Mapping[str, float], opened: TrainedModel, split: Split, data:
         return
     scores: Scores = TASKS[opened.config.task.name].scores(opened.config.task)
     title = f"{opened.card.job}, {opened.card.name}: {split} of {data.name}{scores.remark}"
-    table = Table(box=SIMPLE, pad_edge=False)
-    table.add_column("score")
-    table.add_column("value", justify="right")
-    table.add_column("95 %", justify="right")
+    rows = table("score", "value", "95 %")
     for name in shown_scores(found, scores):
         metric, _, part = name.partition("/")
         heading = f"{scores.heading(metric)} {part}".rstrip()
-        table.add_row(line(heading), f"{found[name]:.3f}", _interval(found, name))
+        rows.add_row(line(heading), f"{found[name]:.3f}", _interval(found, name))
     if COUNT in found:
-        table.add_row("n", f"{found[COUNT]:.0f}", "")
+        rows.add_row("n", f"{found[COUNT]:.0f}", "")
     typer.echo(shown(title))
-    page().print(table)
+    page().print(rows)
 
 
 def shown_scores(found: Mapping[str, float], scores: Scores) -> list[str]:
@@ -106,10 +99,8 @@ def _matrix(
     run: Path, data: Path | None, stage: Stage, own: SiteConfig, split: Split, best: bool, out: Path | None, format: Format
 ) -> None:
     _check_free([out / PICTURE, out / VALUES] if out is not None else [])
-    console = Console(stderr=True, quiet=format is Format.JSON)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("evaluating", total=None)
-        found = cross_sites(run, data, stage, own, split.value, best, lambda model, site: progress.advance(bar))
+    with progress_bar("evaluating", None, format) as advance:
+        found = cross_sites(run, data, stage, own, split.value, best, lambda model, site: advance())
     if out is not None:
         found.write(out)
     if format is Format.JSON:

@@ -1,4 +1,4 @@
-"""The commands `consilium audit`, `evidence` and `forget`: what left a site, what it can prove of a run, what one deletes."""
+"""The commands `consilium audit`, `evidence` and `forget`: records of what left, signed archives of runs, deletion of runs."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ import typer
 
 from consilium.cli.audit import markdown
 from consilium.cli.options import Format, FormatOption
-from consilium.config.site import load_site
+from consilium.cli.site_records import site_records
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.federation import delete_run
@@ -94,7 +94,7 @@ def _make(experiment: str, kit: Path | None, output: Path | None, attacks: list[
 
 
 def _attack(experiment: str, path: Path) -> bytes:
-    """Return what an attack found, as its file has it. Raises ConfigError for a file that is none, or of another run."""
+    """Return the bytes of an attack's JSON file. Raises ConfigError for another file, or an attack on another run."""
     try:
         content = path.read_bytes()
         found = json.loads(content)
@@ -112,9 +112,8 @@ def place_of(experiment: str, kit: Path) -> tuple[Path, Path, Path]:
     settings = kit / "local" / "site.yaml"
     if kit_role(kit) == "server" or not settings.is_file():
         raise ConfigError(f"--kit: {kit}: not a site's startup kit (no local/site.yaml); give its folder")
-    site = load_site(settings)
-    state = site.state or kit / STATE
-    return _run(experiment, state), state, site.privacy.ledger_in(state)
+    records = site_records(kit)
+    return _run(experiment, records.root), records.root, records.ledger
 
 
 def _run(experiment: str, state: Path) -> Path:
@@ -151,7 +150,7 @@ def _files(experiment: str, kit: Path) -> dict[str, bytes]:
 
 
 def _warnings(entries: list[Any], left: list[dict[str, Any]]) -> str:
-    """Return what promises nothing, of the ledger's rows and of what this run's record says of privacy; "" for nothing."""
+    """Return warnings of rows and messages without a valid privacy promise; "" for none."""
     found = []
     if seeded := sum(bool(one.get("seeded")) for one in left):
         found.append(f"**NOT PRIVATE: the noise of {seeded} messages of this run came from a seed (noise_seed in site.yaml).**")
@@ -164,7 +163,7 @@ def _warnings(entries: list[Any], left: list[dict[str, Any]]) -> str:
 
 
 def _job(kit: Path, ids: set[str]) -> dict[str, bytes]:
-    """Return the job as FLARE deployed it, of each submission that is still there."""
+    """Return the job.yaml of each submission that FLARE still has."""
     names = [name for name in sorted(ids) if name.replace("-", "").isalnum()]
     files = [path for name in names for path in sorted((kit / name).glob("app*/config/job.yaml"))]
     return {f"job{'' if len(files) == 1 else f'-{i + 1}'}.yaml": path.read_bytes() for i, path in enumerate(files)}
@@ -214,8 +213,8 @@ def _forget(experiment: str, kit: Path, reason: str) -> dict[str, Any]:
 
 
 def _state(kit: Path) -> tuple[Path, int]:
-    """Return a site's state folder and for how many days it keeps runs. Raises ConfigError where it does not say so."""
-    site = load_site(kit / "local" / "site.yaml")
+    """Return a site's state folder and for how many days it keeps runs. Raises ConfigError where site.yaml sets no limit."""
+    site, root, _ = site_records(kit)
     if site.retention_days is None:
         raise ConfigError(f"{kit / 'local' / 'site.yaml'}: retention_days: not set, so no run is past its time; set it")
-    return site.state or kit / STATE, site.retention_days
+    return root, site.retention_days

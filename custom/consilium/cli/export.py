@@ -1,12 +1,11 @@
 """The command `consilium export`."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from consilium.cli.options import Format, FormatOption, JobArgument
+from consilium.cli.options import Format, FormatOption, JobArgument, emit
 from consilium.flare.job.recipe import export as write
 
 
@@ -21,8 +20,5 @@ def export(
     """Write a job as a FLARE job folder to submit: configuration only, or with the code for sites without the package."""
     folder = write(job, output, bundle)
     size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
-    if format is Format.JSON:
-        print(json.dumps({"job": str(folder), "bytes": size, "bundle": bundle}, indent=1))
-    else:
-        what = "with the package, so sites need BYOC allowed" if bundle else "configuration only, no code"
-        typer.echo(f"{folder}: {size / 1024:,.0f} KiB, {what}")
+    what = "with the package, so sites need BYOC allowed" if bundle else "configuration only, no code"
+    emit({"job": str(folder), "bytes": size, "bundle": bundle}, f"{folder}: {size / 1024:,.0f} KiB, {what}", format)

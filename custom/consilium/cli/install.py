@@ -1,6 +1,5 @@
 """The commands for a hospital's machines: `consilium wheels`, `service install` and `prepare`."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from consilium.cli.options import Format, FormatOption
+from consilium.cli.options import Format, FormatOption, emit
 from consilium.core.errors import ConfigError
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.flare.kit.install import runtime as install_runtime
@@ -36,12 +35,12 @@ def wheels(
     sums = make(wheel, output, Target(platform, python, accelerator), extra or (), links or (), sign)
     found = list((output / WHEELS).iterdir())
     size = sum(path.stat().st_size for path in found)
-    if format is Format.JSON:
-        print(json.dumps({"folder": str(output), "wheels": len(found), "bytes": size, "signed": sign is not None}, indent=1))
-        return
-    typer.echo(f"{output}: {len(found)} wheels, {size / 2**20:,.0f} MiB, for {platform}, Python {python}")
     unsigned = f"not signed: tell the SHA-256 of {sums} by telephone, or give --sign"
-    typer.echo(f"signed by the root key: {sums.with_name(SIGNATURE)}" if sign else unsigned)
+    text = (
+        f"{output}: {len(found)} wheels, {size / 2**20:,.0f} MiB, for {platform}, Python {python}\n"
+        f"{f'signed by the root key: {sums.with_name(SIGNATURE)}' if sign else unsigned}"
+    )
+    emit({"folder": str(output), "wheels": len(found), "bytes": size, "signed": sign is not None}, text, format)
 
 
 def install(
@@ -68,5 +67,5 @@ def prepare(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Prepare a kit for Docker, Kubernetes or Slurm by `nvflare deploy prepare`, and keep the kit's policies in it."""
-    told = f"{install_runtime.prepare(kit, runtime, output)}: prepared, with the policies of {kit}"
-    typer.echo(json.dumps({"kit": str(output)}, indent=1) if format is Format.JSON else told)
+    prepared = install_runtime.prepare(kit, runtime, output)
+    emit({"kit": str(output)}, f"{prepared}: prepared, with the policies of {kit}", format)

@@ -6,18 +6,18 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from consilium.cli.model_options import BestOption, DeviceOption, ModelArgument, SiteOption, StageOption, site_of
-from consilium.cli.options import CheckpointsOption, Format, FormatOption
+from consilium.cli.options import CheckpointsOption, Format, FormatOption, progress_bar
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import line
 from consilium.tasks.segmentation import PROMPTS
-from consilium.use.inputs import Input, Prompts, find_inputs, read_prompts
+from consilium.use.inputs import Prompts, find_inputs, read_prompts
 from consilium.use.model import TrainedModel, open_model
-from consilium.use.predict import Outcome, Wanted
+from consilium.use.predict import Outcome, OutputOptions
 from consilium.use.predict import predict as run
-from consilium.use.predictor import Asking
+from consilium.use.predictor import Predictor
 
 NAMED = 20
 """Bad inputs that are named on the terminal; the others are counted."""
@@ -44,16 +44,10 @@ def predict(
     opened = open_model(model, site, stage, site_of(device, checkpoints), best)
     beside: list[Path] = []
     inputs = find_inputs(images, opened.config.task.name in ("language", "report"), out, beside)
-    asking = Asking(opened, batch or opened.config.training.batch_size, _prompts(opened, {"box": boxes, "point": points}))
-    console = Console(stderr=True, quiet=format is Format.JSON)
+    predictor = Predictor(opened, batch or opened.config.training.batch_size, _prompts(opened, {"box": boxes, "point": points}))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("predicting", total=len(inputs))
-
-        def done(one: Input) -> None:
-            progress.advance(bar)
-
-        outcome = run(asking, inputs, Wanted(out, overlays, probabilities, force), done)
+    with progress_bar("predicting", len(inputs), format, *columns) as advance:
+        outcome = run(predictor, inputs, OutputOptions(out, overlays, probabilities, force), lambda _: advance())
     _print(outcome, beside, out, format)
     if outcome.bad:
         raise typer.Exit(1)

@@ -1,12 +1,11 @@
 """The command `consilium provision`."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from consilium.cli.options import Format, FormatOption
+from consilium.cli.options import Format, FormatOption, emit
 from consilium.core.errors import ConfigError
 from consilium.flare.kit.local_folder import apply_local
 from consilium.flare.kit.provision import provision as make
@@ -32,12 +31,9 @@ def provision(
     found = (
         {"kits": str(written), "participants": sorted(p.name for p in written.iterdir())} if output else {"local": str(written)}
     )
-    if format is Format.JSON:
-        print(json.dumps(found, indent=1))
-    elif output:
-        typer.echo(f"{written}: kits of {', '.join(found['participants'])}")
-        if only:
-            typer.echo("all other kits stay as they are; a server that runs takes the new ones without a restart")
-        typer.echo(f"{written.parent}/state holds the root key: keep it where no one else can read it")
-    else:
-        typer.echo(f"{written}: policies written; restart the site to use them")
+    text = f"{written}: policies written; restart the site to use them"
+    if output:
+        others = ["all other kits stay as they are; a running server takes the new ones without a restart"] if only else []
+        root = f"{written.parent}/state holds the root key: keep it where no one else can read it"
+        text = "\n".join([f"{written}: kits of {', '.join(found['participants'])}", *others, root])
+    emit(found, text, format)

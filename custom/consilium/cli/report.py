@@ -36,23 +36,14 @@ def report(
     ] = "",
 ) -> None:
     """Write a run, finished or not, or a study as one page for any browser: no network, light and dark, printable."""
-    run = run if run.is_dir() else _cell(run)
+    run = run if run.is_dir() else cell_folder(run)
     if not run.is_dir():
         raise ConfigError(f"{shown(run, 200)}: no such folder; give the folder of `simulate --workspace`, or of a study's runs")
-    target = output or _place(run, site) / FILE
+    target = output or (site_folder(run, site) if site else run) / FILE
     if target.is_dir():
         raise ConfigError(f"--output: {target}: is a folder; give a file, such as {target / FILE}")
     write_atomic(target, _page(run, site).encode(errors="backslashreplace"))
     typer.echo(f"{target}: written")
-
-
-def _cell(run: Path) -> Path:
-    """Return the run that STUDY/AXIS=VALUE,... names, or the path as it is."""
-    return cell_folder(run)
-
-
-def _place(run: Path, site: str) -> Path:
-    return site_folder(run, site) if site else run
 
 
 def _page(run: Path, site: str) -> str:
@@ -80,7 +71,7 @@ def _study(folder: Path, site: str) -> str:
 
 
 def _seed(job: Path) -> int:
-    """Return a job's seed; 0 of one that cannot be read."""
+    """Return a job's seed; 0 for an unreadable job."""
     try:
         return load_job(job, plugins=None).training.seed
     except ConfigError:

@@ -33,8 +33,8 @@ class Engine(StrEnum):
     FLARE = "flare"
 
 
-class Wanted(NamedTuple):
-    """What the command line says. `workspace`: None for a folder by name and time; `quiet`: without a live view."""
+class RunRequest(NamedTuple):
+    """The options of a simulation. `workspace`: None for a folder by name and time; `quiet`: without a live view."""
 
     job: Path
     overrides: list[str]
@@ -47,8 +47,8 @@ class Wanted(NamedTuple):
     quiet: bool
 
 
-class Ready(NamedTuple):
-    """Where the files of a run go, and what its live view shows of the job."""
+class PreparedRun(NamedTuple):
+    """A run's folder, and what its live view shows of the job."""
 
     folder: Path
     rounds: int
@@ -87,15 +87,15 @@ def simulate(
     names = site_names(sites, data)
     if resume and workspace:
         names = _again(workspace, names, given, bool(sites))
-    wanted = Wanted(job, overrides, engine, names, workspace, given, resume, workers, format is Format.JSON)
+    request = RunRequest(job, overrides, engine, names, workspace, given, resume, workers, format is Format.JSON)
     with stoppable(), print_resume_hint(workspace or Path("runs"), engine is Engine.INPROCESS):
-        _tell_unused_state(wanted)
-        folder, losses = _over_flare(wanted) if engine is Engine.FLARE else _in_process(wanted)
+        _tell_unused_state(request)
+        folder, losses = _over_flare(request) if engine is Engine.FLARE else _in_process(request)
     call("consilium.cli.results:finish", folder, losses, names, format)
 
 
 def _again(folder: Path, names: list[str], given: Given, chosen: bool) -> list[str]:
-    """Return the sites of a run that goes on, in its own order; `names` in one of a former version, which keeps none.
+    """Return the sites of a resumed run, in its order; `names` for a run of a former version, which stores none.
 
     Raises ConfigError where the command's sites, or their data, are not the run's; `chosen`: whether it names any.
     """
@@ -106,13 +106,13 @@ def _again(folder: Path, names: list[str], given: Given, chosen: bool) -> list[s
     return list(was.sites) or names
 
 
-def _tell_unused_state(wanted: Wanted) -> None:
-    if note := unused_state({name: find_site(name, wanted.given) for name in wanted.sites}):
+def _tell_unused_state(request: RunRequest) -> None:
+    if note := unused_state({name: find_site(name, request.given) for name in request.sites}):
         Console(stderr=True, soft_wrap=True).print(line(note, "yellow"))
 
 
 def _tracking(uri: str) -> TrackingConfig | None:
-    """Return where the run's numbers go as well. Raises ConfigError."""
+    """Return the tracking server of `uri`; None for "". Raises ConfigError."""
     if not uri:
         return None
     check_installed()
@@ -121,7 +121,7 @@ def _tracking(uri: str) -> TrackingConfig | None:
 
 @contextmanager
 def removed_if_empty(folder: Path) -> Iterator[None]:
-    """Leave no folder without a file in it, where a run is refused before it began; what held anything before stays so."""
+    """Remove a new run's empty folders if it is refused before it begins."""
     was_empty = not any(folder.iterdir())
     try:
         yield
@@ -133,45 +133,45 @@ def removed_if_empty(folder: Path) -> Iterator[None]:
         raise
 
 
-def _in_process(wanted: Wanted) -> tuple[Path, dict[str, float]]:
+def _in_process(request: RunRequest) -> tuple[Path, dict[str, float]]:
     """Run all sites here; return the run's folder and every site's last training loss."""
     with _waiting():
-        job, ready = call(f"{PREPARE}:prepare", wanted)
-    found = {name: find_site(name, wanted.given) for name in wanted.sites}
+        job, prepared = call(f"{PREPARE}:prepare", request)
+    found = {name: find_site(name, request.given) for name in request.sites}
     with (
-        removed_if_empty(ready.folder),
-        print_resume_hint(ready.folder, resumable=True),
-        _view(wanted, ready) as view,
+        removed_if_empty(prepared.folder),
+        print_resume_hint(prepared.folder, resumable=True),
+        _view(request, prepared) as view,
     ):
         call(
             "consilium.runtime.engine:simulate",
             job,
             found,
-            ready.folder,
+            prepared.folder,
             view,
-            wanted.resume,
-            wanted.given.tracking,
-            wanted.workers,
+            request.resume,
+            request.given.tracking,
+            request.workers,
         )
-    return ready.folder, view.losses
+    return prepared.folder, view.losses
 
 
-def _over_flare(wanted: Wanted) -> tuple[Path, dict[str, float]]:
+def _over_flare(request: RunRequest) -> tuple[Path, dict[str, float]]:
     """Run a process for every site by FLARE's simulator; return as `_in_process` does.
 
     The job is checked and exported by another process: this one, which only waits, never loads PyTorch.
     """
-    with Simulator(wanted.sites) as simulator:
+    with Simulator(request.sites) as simulator:
         with _waiting():
-            exported, ready = simulator.ask(call, f"{PREPARE}:export", wanted)
-        with _view(wanted, ready) as view:
-            simulator.run(exported, ready.folder, view, wanted.given)
-    return ready.folder, view.losses
+            exported, prepared = simulator.ask(call, f"{PREPARE}:export", request)
+        with _view(request, prepared) as view:
+            simulator.run(exported, prepared.folder, view, request.given)
+    return prepared.folder, view.losses
 
 
 def _waiting() -> Status:
     return Console(stderr=True).status("loading PyTorch and the job ...")  # of a terminal, not of a pipe
 
 
-def _view(wanted: Wanted, ready: Ready) -> LiveView:
-    return LiveView(Console(quiet=wanted.quiet), ready.rounds, ready.title, ready.scores)
+def _view(request: RunRequest, prepared: PreparedRun) -> LiveView:
+    return LiveView(Console(quiet=request.quiet), prepared.rounds, prepared.title, prepared.scores)

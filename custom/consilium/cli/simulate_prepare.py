@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from consilium.cli.options import load
-from consilium.cli.simulate import Engine, Ready, Wanted, removed_if_empty
+from consilium.cli.simulate import Engine, PreparedRun, RunRequest, removed_if_empty
 from consilium.config.job import job_file
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
@@ -16,25 +16,25 @@ from consilium.flare.job.simulator import export_job
 from consilium.tasks.registry import TASKS
 
 
-def prepare(wanted: Wanted) -> tuple[Job, Ready]:
+def prepare(request: RunRequest) -> tuple[Job, PreparedRun]:
     """Return the job, with a folder for its run. Raises ConfigError for what cannot run, before anything is written."""
-    config, source = load(wanted.job, wanted.overrides)
-    folder = wanted.workspace or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    config, source = load(request.job, request.overrides)
+    folder = request.workspace or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     job = assemble_job(config, source)
-    _check_workspace(folder, wanted.resume, wanted.engine)
-    return job, Ready(folder, config.training.rounds, config.title, TASKS[config.task.name].scores(config.task))
+    _check_workspace(folder, request.resume, request.engine)
+    return job, PreparedRun(folder, config.training.rounds, config.title, TASKS[config.task.name].scores(config.task))
 
 
-def export(wanted: Wanted) -> tuple[Path, Ready]:
+def export(request: RunRequest) -> tuple[Path, PreparedRun]:
     """Return FLARE's folder of the job, and what else `prepare` returns. Raises ConfigError."""
-    job, ready = prepare(wanted)
-    with removed_if_empty(ready.folder):
-        check_federated(job, job_file(wanted.job))
-        return export_job(job.config, ready.folder), ready
+    job, prepared = prepare(request)
+    with removed_if_empty(prepared.folder):
+        check_federated(job, job_file(request.job))
+        return export_job(job.config, prepared.folder), prepared
 
 
 def _check_workspace(folder: Path, resume: bool, engine: Engine) -> None:
-    """Make the folder, or find the run to go on with in it. Raises ConfigError before anything starts."""
+    """Make the folder, or find the run to resume in it. Raises ConfigError."""
     if engine is Engine.FLARE and not _is_word(str(folder.resolve())):
         raise ConfigError(f"--workspace: {folder}: FLARE's simulator needs a path without spaces, quotes and #; give another")
     try:
@@ -55,7 +55,7 @@ def _check_workspace(folder: Path, resume: bool, engine: Engine) -> None:
 
 
 def _is_word(path: str) -> bool:
-    """Tell whether FLARE's simulator, which puts paths into command lines unquoted, finds a path again."""
+    """Tell whether a path survives FLARE's simulator, which puts it into command lines unquoted."""
     try:
         return shlex.split(path, comments=True) == [path]
     except ValueError:

@@ -22,9 +22,10 @@ from consilium.cli.options import (
     gpu_hours,
     page,
     study_command,
+    study_size,
 )
 from consilium.cli.resume_hint import again as same_command
-from consilium.cli.resume_hint import say_interrupted, stoppable
+from consilium.cli.resume_hint import exit_interrupted, stoppable
 from consilium.config.code_digest import code_of
 from consilium.config.site import Given
 from consilium.core.errors import ConfigError
@@ -93,7 +94,7 @@ def study_show(
 
     With the --data and --checkpoints of `study run` it tells which cells ran on other data, and the MB of all sites there.
     """
-    chosen = _load(study, smoke, small, workspace)
+    chosen = load(study, study_size(smoke, small), workspace)
     cells = chosen.cells()
     records, sizes = _standing(chosen, _given(data, checkpoints))
     if format is Format.JSON:
@@ -153,12 +154,12 @@ def study_run(
     again: Annotated[bool, typer.Option("--again", help="run cells anew that are done by code that has changed since")] = False,
 ) -> None:
     """Run what is left of a study: finished cells stay, interrupted ones go on. The same command again goes on."""
-    chosen = _load(study, smoke, small, workspace)
+    chosen = load(study, study_size(smoke, small), workspace)
     try:
         with stoppable():
             done, failed = _run(chosen, only or [], _given(data, checkpoints), workers, again)
     except KeyboardInterrupt:
-        say_interrupted(same_command())
+        exit_interrupted(same_command())
     if done:
         _say(f"their table: {study_command('compare', study, chosen.size, workspace)}")
     if failed:
@@ -198,12 +199,6 @@ def _tell_older(how: str, names: list[str], remedy: str) -> None:
             f"{number_of(len(names), 'cell')} {how} by code that has changed since: {'; '.join(names[:3])}{more}; {remedy}",
             "yellow",
         )
-
-
-def _load(study: Path, smoke: bool, small: bool, workspace: Path | None) -> Study:
-    if smoke and small:
-        raise ConfigError("--smoke: not together with --small; give one of them")
-    return load(study, "smoke" if smoke else "small" if small else "", workspace)
 
 
 def _say(text: str, style: str = "") -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, page
+from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, page, tall_table, wide_table
 from consilium.cli.watch import exit_code, place, watch_job
 from consilium.config.job import load_job
 from consilium.config.overrides import parse_override
@@ -32,7 +32,7 @@ from consilium.tasks.registry import Scores
 KitOption = Annotated[Path, typer.Option("--kit", help="an admin's startup kit")]
 WaitOption = Annotated[bool, typer.Option("--wait", help="watch it until it ends; exit code 1 if it fails")]
 PATIENCE = 120.0
-"""Seconds to wait for the sites of an experiment before it goes on."""
+"""Seconds to wait for an experiment's former sites before it is resumed."""
 
 
 def submit(
@@ -66,7 +66,7 @@ def resume(
         folder = prepare_again(experiment, admin.uploads, job)
         with submitting(folder) if job else nullcontext():
             for site in sorted(admin.await_sites(sites, PATIENCE)):
-                said = f"{site} took part before and is not connected: it goes on without"
+                said = f"{site} took part before and is not connected: the run is resumed without it"
                 Console(stderr=True).print(line(said, "yellow"))
             job_id = admin.submit(folder)
         _submitted(admin, job_id, experiment, wait, format)
@@ -200,15 +200,15 @@ def _sites(
 def _list(jobs: list[dict[str, Any]]) -> None:
     console, rows = page(), [_row(one) for one in jobs]
     wide = ("experiment", "status", "submitted", "took", "by", "job")
-    layouts = [partial(_jobs, rows, headings) for headings in (wide, wide[:2] + wide[-1:])]
-    console.print(fit([*layouts, partial(_tall_jobs, rows)], [row["experiment"] for row in rows], console.width))
+    layouts = [partial(wide_table, rows, headings) for headings in (wide, wide[:2] + wide[-1:])]
+    console.print(fit([*layouts, partial(tall_table, rows)], [row["experiment"] for row in rows], console.width))
     for one in jobs:
         if "reason" in one:
             console.print(line(f"{one['experiment']}: {one['reason']}", "red", 1000), soft_wrap=True)
 
 
 def _row(job: dict[str, Any]) -> dict[str, str]:
-    """Return what is shown of a job, by heading."""
+    """Return the cells of a job's row, by heading."""
     found = {
         "experiment": job["experiment"],
         "status": job["status"],
@@ -218,25 +218,3 @@ def _row(job: dict[str, Any]) -> dict[str, str]:
         "job": job["job_id"],
     }
     return {heading: shown(value or "") for heading, value in found.items()}
-
-
-def _jobs(rows: list[dict[str, str]], headings: tuple[str, ...], names: Mapping[str, str]) -> Table:
-    """Return a row per job; no word in it is broken."""
-    table = Table(box=SIMPLE, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(names[row[h]] if h == "experiment" else row[h]) for h in headings))
-    return table
-
-
-def _tall_jobs(rows: list[dict[str, str]], names: Mapping[str, str]) -> Table:
-    """Return a line per job and value."""
-    table = Table(box=SIMPLE, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    for row in rows:
-        for heading, value in (row | {"experiment": names[row["experiment"]]}).items():
-            table.add_row(heading, Text(value))
-        table.add_section()
-    return table

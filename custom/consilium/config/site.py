@@ -14,7 +14,7 @@ from consilium.config.datasets import DatasetConfig, check_apart, choose
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.secure_aggregation import SitePartnersConfig
-from consilium.config.statistics import SMALLEST
+from consilium.config.statistics import MIN_CELL_COUNT
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.registry import NO_PLUGINS, Plugins, normal
 from consilium.core.schema import Section, read_yaml, validate
@@ -197,7 +197,7 @@ class SiteConfig(Section):
         ),
     ] = False
     statistics_minimum: Annotated[
-        int, Field(ge=SMALLEST, le=100_000, description="the fewest patients in a count; a job may ask for more")
+        int, Field(ge=MIN_CELL_COUNT, le=100_000, description="the fewest patients in a count; a job may ask for more")
     ] = 10
     approve: Annotated[
         Literal["digest"] | None,

@@ -6,8 +6,8 @@ from pydantic import Field
 
 from consilium.core.schema import Section
 
-SMALLEST = 3
-"""Under it a count is of somebody."""
+MIN_CELL_COUNT = 3
+"""The fewest patients in a published count: smaller cells may identify a person."""
 
 
 class StatisticsConfig(Section):
@@ -16,7 +16,7 @@ class StatisticsConfig(Section):
     minimum: Annotated[
         int,
         Field(
-            ge=SMALLEST,
+            ge=MIN_CELL_COUNT,
             le=100_000,
             description="counts of fewer patients are merged with their neighbours; a site's own minimum may be higher",
         ),

@@ -21,7 +21,7 @@ import yaml
 
 from consilium.config.job import JobConfig, job_file
 from consilium.config.site import SIMULATION, Given, TrackingConfig, find_site
-from consilium.core.child_process import deaf, ended, receive, send
+from consilium.core.child_process import exit_reason, ignore_sigint, receive, send
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Observer, loading
 from consilium.core.storage import write_atomic
@@ -64,7 +64,7 @@ class Simulator:
         self._temporary = tempfile.TemporaryDirectory(prefix="cs-", dir=_short())  # what FLARE and Python leave goes with it
         environment = os.environ | _cores(self._threads) | {MARK: self._mark, "TMPDIR": self._temporary.name}
         self._pipe, theirs = multiprocessing.Pipe()
-        with deaf(), theirs:
+        with ignore_sigint(), theirs:
             # a command that was started with closed streams has the pipe in the place of one
             passed = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD, 3)
             self._process = subprocess.Popen(
@@ -131,7 +131,7 @@ class Simulator:
             yield
         except (EOFError, OSError):
             lines = self._words().splitlines()
-            why = lines[-1] if lines else ended(self._process.wait(PATIENCE))
+            why = lines[-1] if lines else exit_reason(self._process.wait(PATIENCE))
             raise ConsiliumError(f"FLARE's simulator did not start: {why}") from None
 
     def _words(self) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from consilium.core.child_process import SPAWN, Context, elsewhere, receive, send
+from consilium.core.child_process import SPAWN, Context, receive, run_in_subprocess, send
 from consilium.core.errors import ConsiliumError
 from consilium.flare.job.simulator import LOG, OUTPUT
 
@@ -126,7 +126,7 @@ def _write_log() -> None:
 def _answer(work: Callable[..., Any], given: tuple[Any, ...]) -> Any:
     """Return `work(*given)` of a process of its own, or the error that it raises."""
     try:
-        return elsewhere(SiteProcess.context, work, *given)
+        return run_in_subprocess(SiteProcess.context, work, *given)
     except (ConsiliumError, OSError) as error:
         return error
 
