@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.box import SIMPLE
@@ -112,7 +112,7 @@ def tall_table(rows: Sequence[Mapping[str, str]], names: Mapping[str, str]) -> T
     return made
 
 
-def study_size(smoke: bool, small: bool) -> str:
+def study_size(smoke: bool, small: bool) -> Literal["", "smoke", "small"]:
     """Return the form of a study that --smoke or --small choose; "" for the whole. Raises ConfigError for both."""
     if smoke and small:
         raise ConfigError("--smoke: not together with --small; give one of them")
