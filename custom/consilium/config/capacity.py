@@ -28,11 +28,11 @@ class CapacityConfig(Section):
 
     @property
     def given(self) -> bool:
-        """Whether the site says anything."""
+        """Whether any field is set."""
         return any(value is not None for value in self.model_dump().values())
 
     @model_validator(mode="after")
-    def _one_way(self) -> Self:
+    def _check_one_of(self) -> Self:
         for ranks, limits in (("train", ("step_seconds", "memory_bytes")), ("download", ("download_bytes",))):
             for limit in limits:
                 if getattr(self, ranks) is not None and getattr(self, limit) is not None:

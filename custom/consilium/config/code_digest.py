@@ -62,7 +62,7 @@ def _installed(top: str) -> Iterator[tuple[str, Path]]:
 
 
 def _files(kind: type) -> dict[str, Path]:
-    """Return the files of a class and of its bases in the same package, by module; of one without files none."""
+    """Return the files of a class and of its bases in the same package, by module."""
     modules = {base.__module__ for base in kind.__mro__ if _package(base) == _package(kind)}
     found = {name: getattr(sys.modules.get(name), "__file__", None) for name in modules}
     return {name: path for name, file in found.items() if file and (path := Path(file)).is_file()}

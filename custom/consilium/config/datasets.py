@@ -48,7 +48,7 @@ class DatasetConfig(Section):
     @field_validator("labels", mode="before")
     @classmethod
     def _plain(cls, value: Any) -> Any:
-        """Let one class stand without a list, and numbers that JSON made texts be numbers again."""
+        """Put a single class into a list, and turn numbers that JSON made texts into numbers."""
         if not isinstance(value, Mapping):
             return value
         found = {_number(key): [names] if isinstance(names, str) else names for key, names in value.items()}
@@ -71,7 +71,7 @@ def check_apart(path: Path, datasets: Mapping[str, DatasetConfig]) -> None:
 
 
 def _place(datalist: Path) -> Path:
-    """Return the file or folder that a data list is, by whatever way it is named."""
+    """Return the file of a data list, or the folder of JSONL lists, resolved."""
     found = datalist.resolve()
     return found.parent if found.suffix == ".jsonl" else found
 

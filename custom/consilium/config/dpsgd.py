@@ -1,4 +1,4 @@
-"""What DP-SGD and shares of noise do not go with, in a job."""
+"""Checks of a job with DP-SGD, or with noise in shares, against its other sections."""
 
 from consilium.adapters.registry import AdapterConfig
 from consilium.config.data import DataConfig
@@ -14,7 +14,7 @@ from consilium.tasks.registry import TaskConfig
 def check_apart(
     dpsgd: DpSgdConfig, data: DataConfig, training: TrainingConfig, adapter: AdapterConfig, model: ModelConfig, task: TaskConfig
 ) -> None:
-    """Raise ValueError, naming field, value and remedy, for what ties the records (or patients) of a batch together.
+    """Raise ValueError, naming field, value and remedy, for a setting that ties the records (or patients) of a batch together.
 
     DP-SGD's noise is made for a sum that one of them moves by the clip at most. That holds only while its gradient does not
     depend on those beside it.
@@ -47,7 +47,7 @@ def check_shares(
     training: TrainingConfig,
     server: ServerConfig | None,
 ) -> None:
-    """Raise ValueError, naming field, value and remedy, for what noise in shares (`trust: distributed`) does not go with."""
+    """Raise ValueError, naming field, value and remedy, for a setting that excludes noise in shares (`trust: distributed`)."""
     if masks is None:
         raise ValueError(f"privacy.trust: 'distributed': {NEEDS_MASKS}")
     if isinstance(privacy, SiteLevelDpConfig):

@@ -74,7 +74,7 @@ class JobConfig(Section):
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of all settings but the number of rounds: what makes it the same job, which a resumption may prolong.
+        """The SHA-256 of all settings but the number of rounds: a run may be resumed with more rounds of the same job.
 
         Fields stand in the order in which they are declared; in maps, such as `task.classes`, the order of a job.yaml counts.
         """
@@ -84,7 +84,7 @@ class JobConfig(Section):
 
     @property
     def trains(self) -> bool:
-        """Whether the job does more than ask for statistics, or for scores of an earlier run's models."""
+        """Whether the job trains: it is neither statistics only nor a cross-site evaluation."""
         return self.cross_site is None and (self.statistics is None or not self.statistics.only)
 
     @property
@@ -94,7 +94,7 @@ class JobConfig(Section):
 
     @property
     def title(self) -> str:
-        """The job's name as tables, ledgers and views show it: with the calibration where that is not honest."""
+        """The job's name in tables, ledgers and views, with the calibration where it is not honest."""
         paper = self.privacy is not None and self.privacy.calibration == "paper"
         return f"{self.name} (calibration: paper)" if paper else self.name
 
@@ -112,13 +112,13 @@ class JobConfig(Section):
 
     @property
     def adapter_kind(self) -> AdapterKind:
-        """What is registered of the adapter: with room for frozen tails where the strategy sends such and it has that."""
+        """The adapter's kind; one with room for frozen tails where the strategy sends them."""
         kind = ADAPTERS[self.adapter.kind]
         return kind.tailed() if self.strategy.tails and kind.tailed else kind
 
     @property
     def weighting(self) -> str:
-        """What weighs a site's update; with site-level DP and shares of noise uniform: a weight would tell the data size.
+        """How updates are weighted: uniform with site-level DP, or DP and masks, as a weight would reveal the data size.
 
         A median or trimmed mean counts every site once.
         """
@@ -127,7 +127,7 @@ class JobConfig(Section):
         return self.federation.weighting or ("uniform" if private or robust else "samples")
 
     def weight(self, num_samples: int) -> int:
-        """Return what the update of a site that says it has so many samples weighs in the mean."""
+        """Return the weight in the mean of a site that reports `num_samples` samples."""
         most = self.federation.max_weight
         return 1 if self.weighting == "uniform" else num_samples if most is None else min(num_samples, most)
 
@@ -150,8 +150,8 @@ class JobConfig(Section):
         return privacy.noise_multiplier is not None and privacy.noise_multiplier < SMALLEST_NOISE
 
     @model_validator(mode="after")
-    def _lends(self) -> Self:
-        """Raise ValueError for a cross-site job that would have private models travel, or has a single, pooled one."""
+    def _check_cross_site(self) -> Self:
+        """Raise ValueError for a cross-site job that would send private models, or whose strategy pools the data."""
         if self.cross_site is None:
             return self
         if self.strategy.pools_data:
@@ -165,8 +165,8 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _keeps_privacy(self) -> Self:
-        self._keep_diagnostics()
+    def _check_privacy(self) -> Self:
+        self._check_diagnostics()
         if self.secure_aggregation is not None:
             check_masked(self.strategy, self.server, self.diagnostics, self.privacy, self.federation)
             if self.sums_without_noise and self.federation.fraction_train < 1:
@@ -190,8 +190,8 @@ class JobConfig(Section):
             check_apart(self.dpsgd, self.data, self.training, self.adapter, self.model, self.task)
         return self
 
-    def _keep_diagnostics(self) -> None:
-        """Raise ValueError, naming field, value and remedy, for a diagnostic that tells what no noise covers, or nothing."""
+    def _check_diagnostics(self) -> None:
+        """Raise ValueError, naming field, value and remedy, for a diagnostic that privacy forbids or that measures nothing."""
         site = self.privacy is not None and self.privacy.unit == "site"
         if self.diagnostics.noise and not (site and self.privacy is not None and self.privacy.trust == "local"):
             raise ValueError("diagnostics.noise: true measures the noise that sites add (privacy.unit site, trust local)")
@@ -200,8 +200,8 @@ class JobConfig(Section):
             raise ValueError(f"diagnostics.deviation: true {what}; use trust local, or false")
 
     @model_validator(mode="after")
-    def _means_of_sites(self) -> Self:
-        """Raise ValueError for a robust mean with what it does without: weights, and sums that hide the sites."""
+    def _check_robust_mean(self) -> Self:
+        """Raise ValueError for a robust mean beside weights, or beside sums that hide single updates."""
         if self.server is None or not self.server.robust:
             return self
         if self.federation.weighting == "samples" or self.federation.max_weight is not None:
@@ -213,7 +213,7 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _fit_together(self) -> "JobConfig":
+    def _check_task_and_data(self) -> "JobConfig":
         wanted = MODELS[self.model.name].task
         if wanted != self.task.name and self.model.name not in TASKS[self.task.name].models:
             raise ValueError(f"task.name: {self.task.name!r} does not fit model.name {self.model.name!r}; expected {wanted!r}")
@@ -258,7 +258,7 @@ def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins:
 
 
 def _check_used(config: JobConfig, path: Path) -> None:
-    """Raise ConfigError for a setting that does nothing beside others. A finished run may have it, and stays readable."""
+    """Raise ConfigError for a setting without effect beside the others. Finished runs may have one and stay readable."""
     training, most = config.training, config.federation.max_weight
     if training.momentum and training.optimizer != "sgd":
         what = f"is of optimizer sgd, not {training.optimizer}; use sgd, or momentum 0"

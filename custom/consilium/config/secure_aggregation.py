@@ -1,4 +1,4 @@
-"""Secure aggregation: the `secure_aggregation:` sections of job.yaml and site.yaml, and what a job with it cannot have."""
+"""Secure aggregation: the `secure_aggregation:` sections of job.yaml and site.yaml, and the check of a job with masks."""
 
 from typing import Annotated, Any
 
@@ -59,7 +59,7 @@ def check_masked(
     privacy: PrivacyConfig | None,
     federation: FederationConfig,
 ) -> None:
-    """Raise ValueError, naming field, value and remedy, for what secure aggregation hides or cannot sum."""
+    """Raise ValueError, naming field, value and remedy, for a setting that needs single updates or other sums."""
     if strategy.needs == "sites" or strategy.pools_data:
         what = "needs single sites' updates, which nobody sees"
         raise ValueError(f"secure_aggregation: strategy {strategy.name!r} {what}; remove the section, or use fedit")

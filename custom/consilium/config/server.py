@@ -1,4 +1,4 @@
-"""What the server makes of the sites' updates before the strategy merges them: the `server:` section of job.yaml."""
+"""The `server:` section of job.yaml: the mean of the sites' updates, and the step along it."""
 
 from typing import Annotated, Literal, Self
 
@@ -12,7 +12,7 @@ _USED = {
     "beta2": ("adam", "yogi"),
     "tau": ("adam", "yogi"),
 }
-"""The optimizers that each field is of."""
+"""The optimizers that use each field."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 

@@ -239,7 +239,7 @@ class SiteConfig(Section):
     @field_validator("devices", mode="before")
     @classmethod
     def _numbered(cls, value: Any) -> Any:
-        """Let a number stand for the GPU of that number."""
+        """Turn a number into the name of the GPU of that number."""
         return [f"cuda:{one}" if type(one) is int else one for one in value] if isinstance(value, list | tuple) else value
 
     @model_validator(mode="after")
@@ -256,12 +256,12 @@ class SiteConfig(Section):
 
     @property
     def device_count(self) -> int:
-        """How many devices share a batch, those of other machines counted in."""
+        """The number of devices that share a batch, other machines included."""
         return max(len(self.devices), 1) + (self.nodes.ranks if self.nodes else 0)
 
     @property
     def main_device(self) -> str:
-        """Where the site's own process computes."""
+        """The device of the site's own process."""
         return self.devices[0] if self.devices else self.device
 
     def dataset(self, wanted: str | None, who: str) -> tuple[str | None, DatasetConfig | None]:
@@ -306,12 +306,12 @@ def load_site(path: Path) -> SiteConfig:
 
 
 SIMULATION = "simulation.json"
-"""Beside a run whose sites are all on this machine, and never in a startup kit: what the simulation gives its sites."""
+"""The file beside a simulated run that holds the settings given to its sites; never in a startup kit."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a simulation gives its sites: a folder with a folder per site, and one that ${SITE} stands for.
+    """Settings that a simulation gives its sites: a folder with a folder per site, and the checkpoint folder (${SITE}).
 
     `tracking` is for its server.
     """
