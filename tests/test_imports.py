@@ -73,7 +73,6 @@ def test_a_command_line_that_reads_a_job_loads_no_torch() -> None:
     [
         (["--help"], "lazy"),
         (["simulate", "--help"], "simulate"),
-        (["data", "import", "--list"], "data_import"),
         (["revoke", "--help"], "kits"),
     ],
 )
