@@ -21,7 +21,7 @@ HEAVY = (
     "nibabel",
     "torch._dynamo",
 )
-READ = "import consilium.cli.main"
+READ = "from typer.testing import CliRunner; from consilium.cli.main import app; CliRunner().invoke(app, {words!r})"
 SERVER = """
 import consilium.flare.job.aggregator, consilium.flare.job.controller, consilium.flare.job.filters
 from pathlib import Path
@@ -64,9 +64,22 @@ def server(job: str, folder: Path) -> set[str]:
 
 
 def test_a_command_line_that_reads_a_job_loads_no_torch() -> None:
-    found = loaded(READ)
-    assert "consilium.config.job" in found
+    found = loaded("import consilium.cli.main, consilium.config.job")
     assert found & {"torch", "numpy", "nvflare", *HEAVY} == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "module"),
+    [
+        (["--help"], "lazy"),
+        (["simulate", "--help"], "simulate"),
+        (["revoke", "--help"], "kits"),
+    ],
+)
+def test_light_commands_load_no_torch(words: list[str], module: str) -> None:
+    found = loaded(READ.format(words=words))
+    assert f"consilium.cli.{module}" in found
+    assert found & {"torch", *HEAVY} == set()
 
 
 @pytest.mark.parametrize("job", ["quickstart", pytest.param("quickstart_cells", marks=pytest.mark.slow)])

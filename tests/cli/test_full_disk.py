@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from consilium.cli.resume_hint import said_how_to_go_on
+from consilium.cli.resume_hint import print_resume_hint
 from consilium.core.errors import ConsiliumError
 from tests.conftest import run
 
@@ -21,17 +21,17 @@ def full(*_: object, **__: object) -> Any:
 
 def test_a_simulation_goes_on_when_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["consilium", "simulate", "job", "--workspace", "w"])
-    with pytest.raises(ConsiliumError) as begun, said_how_to_go_on(tmp_path, resumable=True):
+    with pytest.raises(ConsiliumError) as begun, print_resume_hint(tmp_path, resumable=True):
         full()
     why = "No space left on device; make room; no round is finished: start it anew, with another --workspace if you give one"
     assert str(begun.value) == f"{tmp_path}: {why}"
     (tmp_path / "server").mkdir()
     (tmp_path / "server/state.safetensors").touch()
-    with pytest.raises(ConsiliumError) as later, said_how_to_go_on(tmp_path, resumable=True):
+    with pytest.raises(ConsiliumError) as later, print_resume_hint(tmp_path, resumable=True):
         raise OSError(errno.EDQUOT, "Disk quota exceeded", "a/file")
     again = f"go on with: consilium simulate job --workspace {tmp_path} --resume"
     assert str(later.value) == f"a/file: Disk quota exceeded; make room; {again}"
-    with pytest.raises(PermissionError), said_how_to_go_on(tmp_path, resumable=True):
+    with pytest.raises(PermissionError), print_resume_hint(tmp_path, resumable=True):
         raise PermissionError(errno.EACCES, "Permission denied")
 
 

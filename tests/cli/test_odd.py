@@ -92,8 +92,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(small_config(rounds=1, local_steps=1).model_dump()))
     monkeypatch.setattr("consilium.runtime.engine.simulate", lambda job, sites, folder, *rest: no_results(folder))
     ways = tuple(Way(name, print, nn.Module(), [1.0], [1.0]) for name in ("job", "ready", "bare"))
-    monkeypatch.setattr("consilium.runtime.benchmark.bench", lambda *given: Bench("cpu", ways, "samples", 1.0, 1, None))
-    monkeypatch.setattr("consilium.flare.job.simulator.Simulator", NoSimulator)
+    monkeypatch.setattr("consilium.cli.bench.measure", lambda *given: Bench("cpu", ways, "samples", 1.0, 1, None))
+    monkeypatch.setattr("consilium.cli.simulate.Simulator", NoSimulator)
     return tmp_path
 
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from consilium.cli.main import main
-from consilium.cli.resume_hint import command_again
+from consilium.cli.resume_hint import resume_command
 from consilium.cli.simulate import site_names
 from consilium.config.site import DatasetConfig, SiteConfig
 from consilium.core.errors import ConfigError
@@ -145,7 +145,7 @@ def test_a_state_that_a_simulation_does_not_use_is_told(
     def stop(*_: Any) -> None:
         raise ConfigError("stop")
 
-    monkeypatch.setattr("consilium.federation.job.assemble_job", stop)
+    monkeypatch.setattr("consilium.cli.simulate_prepare.assemble_job", stop)
     assert run(monkeypatch, *JOB, "--workspace", tmp_path / "w", "--data", tmp_path) == 2
     note = "a, d: a simulation keeps ledger and records in its workspace; site.yaml's `state` is not used: "
     assert capsys.readouterr().err.splitlines() == [f"{note}set `privacy.ledger` to add runs up", "stop"]
@@ -259,7 +259,7 @@ def test_ctrl_c_before_the_first_round_and_with_flare(
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("consilium.federation.job.assemble_job", stop)
+    monkeypatch.setattr("consilium.cli.simulate_prepare.assemble_job", stop)
     assert run(monkeypatch, *JOB, "--workspace", tmp_path / "w") == 130
     assert "interrupted; no round is finished: start it anew" in capsys.readouterr().err
     monkeypatch.setattr("consilium.flare.job.simulator.Simulator.ask", stop)
@@ -269,7 +269,7 @@ def test_ctrl_c_before_the_first_round_and_with_flare(
 
 def test_the_command_again_replaces_the_workspace() -> None:
     words = ["/x/consilium", "simulate", "j", "--workspace", "w", "--resume", "--set", "strategy={name: fedit}"]
-    assert command_again(words, Path("w")) == "/x/consilium simulate j --set 'strategy={name: fedit}' --workspace w --resume"
+    assert resume_command(words, Path("w")) == "/x/consilium simulate j --set 'strategy={name: fedit}' --workspace w --resume"
 
 
 def processes(mark: str) -> list[psutil.Process]:

@@ -94,7 +94,7 @@ def test_a_sites_other_devices_take_no_part(monkeypatch: pytest.MonkeyPatch, tmp
         seen.append(site)
         raise ConfigError("seen")
 
-    monkeypatch.setattr("consilium.runtime.benchmark.bench", measured)
+    monkeypatch.setattr("consilium.cli.bench.measure", measured)
     assert run(monkeypatch, "bench", job, "--data", tmp_path, "--device", "cpu") == 2
     assert [(site.device_count, site.main_device, site.base) for site in seen] == [(1, "cpu", "replicated")]
 

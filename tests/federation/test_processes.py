@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from consilium.core.child_process import SPAWN, elsewhere
+from consilium.core.child_process import SPAWN, run_in_subprocess
 from consilium.core.errors import ConfigError, ConsiliumError, Reason
 
 
@@ -20,17 +20,17 @@ def gone() -> None:
 
 
 def test_it_returns_what_the_work_returns_and_the_process_is_another() -> None:
-    found, path, process = elsewhere(SPAWN, divided, 6, 2)
+    found, path, process = run_in_subprocess(SPAWN, divided, 6, 2)
     assert (found, path) == (3, Path("there"))
     assert process != os.getpid()
 
 
 def test_an_error_for_the_user_is_the_same_error() -> None:
     with pytest.raises(ConfigError, match="by: 0: ") as found:
-        elsewhere(SPAWN, divided, 6, 0)
+        run_in_subprocess(SPAWN, divided, 6, 0)
     assert found.value.reason is Reason.POLICY
 
 
 def test_a_process_that_ends_without_an_answer_says_how_it_ended() -> None:
     with pytest.raises(ConsiliumError, match=r"the job could not be prepared: .*exit code 3"):
-        elsewhere(SPAWN, gone)
+        run_in_subprocess(SPAWN, gone)

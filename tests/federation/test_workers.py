@@ -12,7 +12,7 @@ import pytest
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.core.child_process import Child
+from consilium.core.child_process import ChildProcess
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.messages import Observer
 from consilium.federation.job import Job, assemble_job
@@ -119,7 +119,7 @@ def test_sites_are_dealt_out_over_workers_and_gpus_in_turn(monkeypatch: pytest.M
     setups = list[worker_pool.WorkerSetup]()
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(worker_pool, "send", lambda pipe, setup: setups.append(setup))
-    monkeypatch.setattr(Child, "__init__", lambda self, work, threads: setattr(self, "pipe", None))
+    monkeypatch.setattr(ChildProcess, "__init__", lambda self, work, threads: setattr(self, "pipe", None))
     wanted = {name: SiteConfig(device="cpu" if name == "e" else "auto") for name in "abcde"}
     worker_pool.Crew(assemble_job(small_config()), wanted, tmp_path, 3, lambda event: None)
     dealt = [{name: site.device for name, site in setup.sites.items()} for setup in setups]

@@ -13,7 +13,6 @@ import yaml
 from consilium.adapters.registry import ADAPTERS
 from consilium.config import reference
 from consilium.config.job import JobConfig
-from consilium.config.meanings import MEANINGS
 from consilium.config.site import SiteConfig
 from consilium.core.schema import validate
 from consilium.federation.trainable_checks import decoder_rule
@@ -120,7 +119,7 @@ def _kinds() -> dict[str, Any]:
 
 
 def _names(section: type) -> set[str]:
-    return {field.name for field in reference.fields_of(section)}
+    return set(reference.fields_of(section))
 
 
 @pytest.mark.parametrize(
@@ -162,10 +161,9 @@ def test_tables_of_fields_are_those_of_the_package(page: str) -> None:
     assert text_of(page) == wanted, "stale; run python -m consilium.config.reference"
 
 
-def test_every_field_has_a_meaning_and_every_meaning_a_field() -> None:
+def test_every_field_has_a_meaning() -> None:
     written = "".join(write() for write in reference.PAGES.values())
     assert [line for line in written.splitlines() if line.endswith("|  |")] == []
-    assert [text for text in MEANINGS.values() if text not in written] == []
 
 
 def test_a_fields_meaning_is_about_that_field() -> None:

@@ -22,9 +22,9 @@ from consilium.use import batching, texts
 from consilium.use.batching import gathered
 from consilium.use.inputs import Prompts, find_inputs
 from consilium.use.model import TrainedModel
-from consilium.use.outputs import Wanted
+from consilium.use.outputs import OutputOptions
 from consilium.use.predict import Outcome, predict
-from consilium.use.predictor import Asking
+from consilium.use.predictor import Predictor
 from tests.conftest import run, small_text
 from tests.use.handing import CELLS, FUNDUS, HERE, trained
 from tests.use.test_predict import noise
@@ -62,7 +62,7 @@ def calls(model: Any) -> Iterator[list[int]]:
 
 def predicted(model: TrainedModel, folder: Path, out: Path, batch: int, prompts: Prompts | None = None) -> Outcome:
     inputs = find_inputs(folder, False, out)
-    return predict(Asking(model, batch, prompts), inputs, Wanted(out, probabilities=True), lambda one: None)
+    return predict(Predictor(model, batch, prompts), inputs, OutputOptions(out, probabilities=True), lambda one: None)
 
 
 def pages(path: Path) -> np.ndarray:
@@ -159,11 +159,11 @@ def test_no_more_waits_than_the_batch_and_the_memory_allow(
     inputs = [one for one in find_inputs(folder, False, folder / "out") if one.name[1:] == ".png"]
     monkeypatch.setattr(batching, "MOST_PIXELS", 64 * 64 + 40 * 30)
     with calls(fundus.model) as sizes:
-        found = [(one.name, [part.image.shape for part in parts]) for one, parts in gathered(Asking(fundus, 8), inputs)]
+        found = [(one.name, [part.image.shape for part in parts]) for one, parts in gathered(Predictor(fundus, 8), inputs)]
     assert sizes == [2, 2, 1]
     assert found[2] == ("2.png", [(33, 90, 3)])
     given = iter(inputs)
-    next(gathered(Asking(fundus, 2), given))  # type: ignore[arg-type]
+    next(gathered(Predictor(fundus, 2), given))  # type: ignore[arg-type]
     assert next(given).name == "3.png"  # of a folder without end no more is read
 
 
@@ -202,7 +202,12 @@ def test_records_of_several_files_go_into_one_call_and_back_to_their_files(tmp_p
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model.model, "generate", lambda **given: sizes.append(len(given["input_ids"])) or generate(**given))
         found = [
-            predict(Asking(model, batch), find_inputs(given, True, tmp_path), Wanted(tmp_path / str(batch)), lambda one: None)
+            predict(
+                Predictor(model, batch),
+                find_inputs(given, True, tmp_path),
+                OutputOptions(tmp_path / str(batch)),
+                lambda one: None,
+            )
             for batch in (1, 4)
         ]
     assert sizes == [1] * 12 + [4, 3, 4, 1]  # 0, 1 and 1b; 2; 3, which is more than one call

@@ -24,7 +24,7 @@ from consilium.data.synthetic.studies import Study
 from consilium.use.inputs import Input, find_inputs, read_prompts
 from consilium.use.labels import label_map, legend
 from consilium.use.model import open_model
-from consilium.use.predictor import Asked, Asking, joined
+from consilium.use.predictor import Prediction, Predictor, stitch_tiles
 from tests.conftest import run
 
 AFFINE = np.array([[0.0, 0.7, 0, 3], [-0.8, 0, 0, 5], [0, 0, 2.5, -7], [0, 0, 0, 1]])
@@ -170,10 +170,12 @@ def test_a_map_has_the_value_of_exactly_the_classes_said_or_the_likeliest() -> N
 
 def test_tiles_become_one_mask_of_their_mean() -> None:
     parts = [
-        Asked(Item(Path("a"), None, tile=(left, 0, 2, 1)), np.zeros((1, 2, 3), np.uint8), torch.full((1, 1, 2), float(value)))
+        Prediction(
+            Item(Path("a"), None, tile=(left, 0, 2, 1)), np.zeros((1, 2, 3), np.uint8), torch.full((1, 1, 2), float(value))
+        )
         for left, value in ((0, 1), (1, 3))
     ]
-    (whole,) = joined(iter(parts), "a")
+    (whole,) = stitch_tiles(iter(parts), "a")
     assert whole.answer.tolist() == [[[1.0, 2.0, 3.0]]]
 
 
@@ -252,12 +254,12 @@ def test_a_prompt_that_no_part_meets_is_told_of(
     one = Input(tmp_path / "a.png", "a.png")
     opened: Any = SimpleNamespace(config=SimpleNamespace(task=SimpleNamespace(prompt="point", classes=["disc"])))
     tiles = [Item(one.path, None, tile=(x, 0, 20, 20)) for x in (0, 20)]
-    asking = Asking(opened, 1, {("a.png", plane, "disc"): point, ("b.png", 7, "disc"): (1.0, 1.0)})
+    predictor = Predictor(opened, 1, {("a.png", plane, "disc"): point, ("b.png", 7, "disc"): (1.0, 1.0)})
     if not said:
-        asking._check_met(one, tiles)
+        predictor._check_met(one, tiles)
         return
     with pytest.raises(DataError, match=f"the point of 'disc' {said}"):
-        asking._check_met(one, tiles)
+        predictor._check_met(one, tiles)
 
 
 def test_a_point_says_what_is_asked_for_in_the_pictures_own_pixels(
@@ -294,11 +296,11 @@ def test_a_point_says_what_is_asked_for_in_the_pictures_own_pixels(
 
 
 def test_a_box_is_cut_to_each_tile() -> None:
-    asking = Asking(None, 1, {("a.png", None, "disc"): (10.0, 20.0, 70.0, 50.0)})  # type: ignore[arg-type]
+    predictor = Predictor(None, 1, {("a.png", None, "disc"): (10.0, 20.0, 70.0, 50.0)})  # type: ignore[arg-type]
     one, parts = Input(Path("a.png"), "a.png"), [(0, 0, 64, 64), (48, 0, 64, 64), (96, 0, 64, 64)]
-    found = [asking._prompt(one, Item(Path("a.png"), None, tile=tile), "disc") for tile in parts]
+    found = [predictor._prompt(one, Item(Path("a.png"), None, tile=tile), "disc") for tile in parts]
     assert found == [(10, 20, 64, 50), (0, 20, 22, 50), None]
-    pointed = Asking(None, 1, {("a.png", None, "disc"): (50.0, 63.0)})  # type: ignore[arg-type]
+    pointed = Predictor(None, 1, {("a.png", None, "disc"): (50.0, 63.0)})  # type: ignore[arg-type]
     assert [pointed._prompt(one, Item(Path("a.png"), None, tile=tile), "disc") for tile in parts] == [(50, 63), (2, 63), None]
 
 

@@ -15,9 +15,9 @@ from consilium.core.errors import DataError
 from consilium.data.synthetic.studies import Study
 from consilium.use.inputs import Input, find_inputs
 from consilium.use.model import open_model
-from consilium.use.outputs import Wanted, clashes
+from consilium.use.outputs import OutputOptions, clashes
 from consilium.use.predict import predict
-from consilium.use.predictor import Asking
+from consilium.use.predictor import Predictor
 from consilium.use.write_predictions import write_nifti, write_picture
 from tests.conftest import run
 from tests.use.test_predict import AFFINE, noise, write_dicom_series
@@ -50,11 +50,11 @@ def test_an_input_that_would_share_a_file_with_one_before_it_is_named_and_the_re
     names: tuple[str, str], file: str, more: dict[str, bool], tmp_path: Path
 ) -> None:
     inputs = [Input(tmp_path / name, name) for name in (*names, "z.png")]
-    apart, clashing = clashes("segmentation", inputs, Wanted(tmp_path, **more))
+    apart, clashing = clashes("segmentation", inputs, OutputOptions(tmp_path, **more))
     assert [one.name for one in apart] == [names[0], "z.png"]
     why = f"{tmp_path / names[1]}: {file!r} is written for {names[0]!r}; rename one of the two, or predict them apart"
     assert clashing == [(inputs[1], why)]
-    assert clashes("segmentation", inputs[:1], Wanted(tmp_path, True, True)) == (inputs[:1], [])
+    assert clashes("segmentation", inputs[:1], OutputOptions(tmp_path, True, True)) == (inputs[:1], [])
 
 
 def test_a_picture_of_another_scale_than_the_models_parts_is_refused(
@@ -107,7 +107,12 @@ def test_what_cannot_be_written_is_that_inputs_problem_and_a_full_disk_is_the_ru
     assert "a.png: its prediction cannot be written (no way)" in said.err
     number = errno.ENOSPC
     with pytest.raises(OSError, match="no way"):
-        predict(Asking(open_model(finished), 1), find_inputs(tmp_path / "in", False, tmp_path), Wanted(tmp_path / "2"), print)
+        predict(
+            Predictor(open_model(finished), 1),
+            find_inputs(tmp_path / "in", False, tmp_path),
+            OutputOptions(tmp_path / "2"),
+            print,
+        )
 
 
 @pytest.mark.parametrize("kind", [nibabel.Nifti1Image, nibabel.Nifti2Image])
@@ -146,8 +151,10 @@ def test_an_overlay_that_cannot_be_drawn_costs_itself_alone(
     for name in ("a.png", "b.png"):
         Image.fromarray(noise((40, 30, 3))).save(tmp_path / name)
     monkeypatch.setattr("consilium.use.predict.overlay", lambda *values: 1 / 0)
-    asking = Asking(open_model(finished), 2)
-    found = predict(asking, find_inputs(tmp_path, False, tmp_path / "out"), Wanted(tmp_path / "out", True), lambda one: None)
+    predictor = Predictor(open_model(finished), 2)
+    found = predict(
+        predictor, find_inputs(tmp_path, False, tmp_path / "out"), OutputOptions(tmp_path / "out", True), lambda one: None
+    )
     assert [name for name, _ in found.bad] == ["a.png", "b.png"]
     assert "its mask is written, its overlay cannot be drawn (ZeroDivisionError)" in found.bad[0][1]
     assert (tmp_path / "out/b.png").is_file()

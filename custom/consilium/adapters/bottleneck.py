@@ -27,14 +27,16 @@ from consilium.models.registry import ModelKind
 
 
 class BottleneckConfig(AdapterConfig):
-    """Three bottleneck adapters in every block of SAM's image encoder.
-
-    `width`: hidden features, a quarter of the block's by default.
-    """
+    """Three bottleneck adapters in every block of SAM's image encoder."""
 
     kind: Literal["bottleneck"]
-    width: Annotated[int, Field(ge=1, le=4096)] | None = None
-    decoder: Decoder = "freeze"
+    width: Annotated[
+        Annotated[int, Field(ge=1, le=4096)] | None, Field(description="hidden features, a quarter of the block's by default")
+    ] = None
+    decoder: Annotated[
+        Decoder,
+        Field(description="SAM's mask decoder: it trains and is shared, trains and stays at its site, or does not train"),
+    ] = "freeze"
 
 
 PARALLEL_SCALE = 0.5

@@ -9,10 +9,11 @@ with what is loaded; a layer without a tail is plain LoRA at a rank of its own. 
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from consilium.adapters import layers, lora
@@ -26,16 +27,13 @@ from consilium.models.registry import ModelKind, TargetSet
 
 
 class DualRankConfig(AdapterConfig):
-    """Low-rank updates whose ranks differ by site and layer, for fedhera and its peers: trained ranks and a frozen tail.
-
-    `rank`: the most that any site holds of a layer; `scaling`: what multiplies B A at every rank; `targets` as for lora.
-    """
+    """Low-rank updates whose ranks differ by site and layer, for fedhera and its peers: trained ranks and a frozen tail."""
 
     kind: Literal["dual_rank"]
-    rank: Rank = 64
-    scaling: Positive = 2.0
-    targets: str = "paper"
-    dropout: Dropout = 0.0
+    rank: Annotated[Rank, Field(description="the most that any site holds of a layer")] = 64
+    scaling: Annotated[Positive, Field(description="what multiplies B A at every rank")] = 2.0
+    targets: Annotated[str, Field(description="`targets` as for lora")] = "paper"
+    dropout: Annotated[Dropout, Field(description="dropout of the adapter's input")] = 0.0
 
     @property
     def product_scaling(self) -> float:

@@ -30,22 +30,40 @@ HEAD_FILE = "head.safetensors"
 
 
 class LoraConfig(AdapterConfig):
-    """Low-rank updates of linear layers. `targets`: a set of the model's (paper, qv, all-linear ...) or a regex (RE2).
-
-    B A is multiplied by alpha / rank; without `alpha` it is the rank, so by 1 at every rank. `rslora`: by alpha / sqrt rank
-    (Kalajdzievski 2023, "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA"). `dora`: every layer's rows keep the
-    length of the base's, times a trained change (Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation", ICML 2024); for
-    strategies that average tensors one by one (fedit, fedprox, scaffold, centralized, local_only).
-    """
+    """Low-rank updates of linear layers."""
 
     kind: Literal["lora"] = "lora"
-    rank: Rank = 8
-    alpha: Annotated[Positive, Field(default_factory=lambda section: float(section["rank"]))]
-    targets: str = "paper"
-    dropout: Dropout = 0.0
-    decoder: Decoder = "freeze"
-    rslora: bool = False
-    dora: bool = False
+    rank: Annotated[Rank, Field(description="rows of A, columns of B")] = 8
+    alpha: Annotated[
+        Positive,
+        Field(
+            default_factory=lambda section: float(section["rank"]),
+            description="B A is multiplied by alpha / rank; without it alpha is the rank, so by 1 at every rank",
+        ),
+    ]
+    targets: Annotated[
+        str, Field(description="a set of the model's (paper, qv, all-linear ...) or a regular expression (RE2) on module names")
+    ] = "paper"
+    dropout: Annotated[Dropout, Field(description="dropout of the adapter's input")] = 0.0
+    decoder: Annotated[
+        Decoder,
+        Field(description="SAM's mask decoder: it trains and is shared, trains and stays at its site, or does not train"),
+    ] = "freeze"
+    rslora: Annotated[
+        bool,
+        Field(
+            description='B A is multiplied by alpha / sqrt(rank) (Kalajdzievski 2023, "A Rank Stabilization Scaling Factor'
+            ' for Fine-Tuning with LoRA")'
+        ),
+    ] = False
+    dora: Annotated[
+        bool,
+        Field(
+            description="the lengths of the layers' rows train too (Liu et al., \"DoRA: Weight-Decomposed Low-Rank "
+            'Adaptation", ICML 2024); for strategies that average tensors one by one (fedit, fedprox, '
+            "scaffold, centralized, local_only)"
+        ),
+    ] = False
 
     @property
     def product_scaling(self) -> float:

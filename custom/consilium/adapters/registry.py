@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from consilium.core.registry import Registry
 from consilium.core.schema import Section
@@ -25,7 +27,14 @@ class AdapterConfig(Section):
     """
 
     kind: str
-    start: str | None = None
+    start: Annotated[
+        str | None,
+        Field(
+            description="an adapter folder at the server, which all sites go on from. It may begin with ${SITE}, the "
+            "server's checkpoint folder, outside of which a federation's server opens none. Model, kind, "
+            "shapes and alpha / rank must be as there"
+        ),
+    ] = None
 
     @property
     def product_scaling(self) -> float:

@@ -1,4 +1,4 @@
-"""The command `consilium approve`: what a site's administrator looks at before a job may run there, and the record of it."""
+"""The command `consilium approve`: a site's administrator reviews a job and records the approval."""
 
 import json
 import tempfile
@@ -10,8 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from consilium.cli.options import Format, FormatOption
+from consilium.client import approval
+from consilium.client.approval import JOB, other_files
+from consilium.config.code_digest import plugins_of
+from consilium.config.job import load_job
+from consilium.config.site import kit_plugins
 from consilium.core.errors import ConfigError
 from consilium.core.registry import Plugins
+from consilium.federation.job import assemble_job
+from consilium.flare.job.recipe import export
+from consilium.strategies.strategy import Role
 
 
 def approve(
@@ -24,7 +32,7 @@ def approve(
     revoke: Annotated[str, typer.Option(help="take back the approval of the digest that begins so")] = "",
     format: FormatOption = Format.TXT,
 ) -> None:
-    """Approve a job for a site that says `approve: digest` in its site.yaml, after showing what it is and what leaves."""
+    """Approve a job for a site with `approve: digest` in its site.yaml. Prints the job's settings and what leaves the site."""
     if sum((job is not None, listed, bool(revoke))) != 1:
         raise ConfigError("JOB, --list, --revoke: give exactly one")
     found = _done(job, revoke, kit / "local")
@@ -32,9 +40,6 @@ def approve(
 
 
 def _done(job: Path | None, revoke: str, local: Path) -> dict[str, Any]:
-    from consilium.client import approval
-    from consilium.config.site import kit_plugins
-
     if job is not None:
         plugins = kit_plugins(local)
         with app_of(job, plugins) as app:
@@ -44,7 +49,7 @@ def _done(job: Path | None, revoke: str, local: Path) -> dict[str, Any]:
 
 @contextmanager
 def app_of(job: Path, plugins: Plugins) -> Iterator[Path]:
-    """Return the app folder that sites get of a job folder, of an app folder itself, or of what a job.yaml comes to.
+    """Yield the app folder of a job folder, of an app folder itself, or of the job exported from a job.yaml.
 
     Raises ConfigError for none, or for several apps.
     """
@@ -54,19 +59,12 @@ def app_of(job: Path, plugins: Plugins) -> Iterator[Path]:
     if apps:
         yield apps[0]
         return
-    from consilium.flare.job.recipe import export
-
     with tempfile.TemporaryDirectory() as place:
         yield export(job, Path(place), plugins=plugins) / "app"
 
 
 def summary(app: Path, plugins: Plugins) -> dict[str, Any]:
-    """Return what to look at in a job before approving it. Raises ConfigError if it cannot run."""
-    from consilium.client.approval import JOB, other_files
-    from consilium.config.code_digest import plugins_of
-    from consilium.config.job import load_job
-    from consilium.federation.job import assemble_job
-
+    """Return the settings of a job to review before approval. Raises ConfigError if it cannot run."""
     config = load_job(app / JOB, plugins=plugins)
     job = assemble_job(config, app / JOB)
     found = config.model_dump(mode="json", exclude_none=True)
@@ -79,9 +77,7 @@ def summary(app: Path, plugins: Plugins) -> dict[str, Any]:
 
 
 def _leaves(job: Any) -> dict[str, Any]:
-    """Return how many tensors a site sends, over all phases, and how many numbers at most in one; and counts, if any."""
-    from consilium.strategies.strategy import Role
-
+    """Return the tensors that a site sends over all phases, the most numbers of a phase, and statistics, if asked for."""
     strategy, initial = job.strategy, job.initial
     rounds = job.config.training.rounds if job.config.trains else 0
     places = [place for place in strategy.places() if place[0] < rounds]
@@ -97,5 +93,5 @@ def _leaves(job: Any) -> dict[str, Any]:
 
 
 def _text(found: dict[str, Any]) -> str:
-    """Return a line per value, as JSON in ASCII: a stranger wrote them."""
+    """Return a line per value, as ASCII JSON because the values are not trusted."""
     return "\n".join(f"{key}: {json.dumps(value)}" for key, value in found.items()) or "nothing is approved"

@@ -4,25 +4,21 @@ import json
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from consilium.cli.options import Format, FormatOption, page
-from consilium.cli.predict import BestOption, CheckpointsOption, DeviceOption, ModelArgument, SiteOption, StageOption, site_of
+from consilium.cli.model_options import BestOption, DeviceOption, ModelArgument, SiteOption, StageOption, site_of
+from consilium.cli.options import CheckpointsOption, Format, FormatOption, page, progress_bar, table
+from consilium.client.model_store import UNCOVERED
+from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
-
-if TYPE_CHECKING:
-    from consilium.config.site import SiteConfig
-    from consilium.use.attack import Guessed
-    from consilium.use.invert import Inversion
-    from consilium.use.model import TrainedModel
-
+from consilium.use.attack import AttackResult, of_one_record
+from consilium.use.attack import attack as run
+from consilium.use.evaluate import read_site
+from consilium.use.invert import Inversion, draw, inversion
+from consilium.use.model import TrainedModel, open_model
 
 DataOption = Annotated[Path | None, typer.Option(help="the site's folder or data list that the run had; default: its phantoms")]
 
@@ -46,20 +42,12 @@ def attack(
     A bound near 0 proves no privacy: another attack may do better. A bound over what is promised for the same unit proves that
     it is not kept.
     """
-    from consilium.use.attack import attack as run
-    from consilium.use.model import open_model
-
     own = site_of(device, checkpoints)
     opened = open_model(model, site, stage, own, best)
     shadows = [open_model(one, site, stage, own, best) for one in shadow or []]
     given, name = _data(opened, data, site)
-    console = Console(stderr=True, quiet=format is Format.JSON)
-    with (
-        tempfile.TemporaryDirectory() as place,
-        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
-    ):
-        lost = bar.add_task("losses", total=None)
-        found = run(opened, given, name, shadows, Path(place), confidence, lambda: bar.advance(lost))
+    with tempfile.TemporaryDirectory() as folder, progress_bar("losses", None, format) as advance:
+        found = run(opened, given, name, shadows, Path(folder), confidence, advance)
     _print(found, opened, format)
 
 
@@ -80,23 +68,15 @@ def invert(
 
     The picture that is written shows training pictures: it is the site's own to keep. A bad drawing proves no privacy.
     """
-    from consilium.use.invert import draw, inversion
-    from consilium.use.model import open_model
-
     opened = open_model(model, site, stage, site_of(device, checkpoints))
     given, name = _data(opened, data, site)
-    console = Console(stderr=True, quiet=format is Format.JSON)
-    with (
-        tempfile.TemporaryDirectory() as place,
-        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
-    ):
-        search = bar.add_task("search", total=3 * steps)
-        found = inversion(opened, given, name, Path(place), batch, sum, steps, lambda: bar.advance(search))
+    with tempfile.TemporaryDirectory() as folder, progress_bar("search", 3 * steps, format) as advance:
+        found = inversion(opened, given, name, Path(folder), batch, sum, steps, advance)
     draw(output, found)
     _print_inversion(found, output, format)
 
 
-def _print_inversion(found: "Inversion", output: Path, format: Format) -> None:
+def _print_inversion(found: Inversion, output: Path, format: Format) -> None:
     values = [{name: value for name, value in vars(one).items() if name != "pictures"} for one in found.attacks]
     about = {
         "picture": str(output),
@@ -107,21 +87,16 @@ def _print_inversion(found: "Inversion", output: Path, format: Format) -> None:
     if format is Format.JSON:
         print(json.dumps(about | {"attacks": values}, indent=1))
         return
-    table = Table(box=SIMPLE, pad_edge=False)
-    for heading in ("seen", "PSNR, dB", f"picked of {found.candidates}", "by chance", "cosine distance left"):
-        table.add_column(heading, justify="left" if heading == "seen" else "right")
+    rows = table("seen", "PSNR, dB", f"picked of {found.candidates}", "by chance", "cosine distance left")
     for one in found.attacks:
         told = f"{one.told} of {len(found.pictures)}"
-        table.add_row(one.attack, f"{one.psnr:.1f}", told, f"{one.chance:.2f}", f"{one.distance:.3g}")
-    page().print(table)
+        rows.add_row(one.attack, f"{one.psnr:.1f}", told, f"{one.chance:.2f}", f"{one.distance:.3g}")
+    page().print(rows)
     typer.echo(f"the mean of all candidates, which needs no update, has a PSNR of {found.guess:.1f}; picture: {output}")
 
 
-def _data(opened: "TrainedModel", data: Path | None, site: str | None) -> "tuple[SiteConfig, str]":
+def _data(opened: TrainedModel, data: Path | None, site: str | None) -> tuple[SiteConfig, str]:
     """Return the site whose samples are attacked, and its name in the run. Raises ConfigError."""
-    from consilium.config.site import SiteConfig
-    from consilium.use.evaluate import read_site
-
     if data is not None:
         return read_site(data, opened.config), site or data.resolve().name
     if opened.config.data.phantoms is None:
@@ -131,10 +106,7 @@ def _data(opened: "TrainedModel", data: Path | None, site: str | None) -> "tuple
     return SiteConfig(), site or opened.card.site
 
 
-def _print(found: "list[Guessed]", opened: "TrainedModel", format: Format) -> None:
-    from consilium.client.model_store import UNCOVERED
-    from consilium.use.attack import of_one_record
-
+def _print(found: list[AttackResult], opened: TrainedModel, format: Format) -> None:
     private = opened.config.privacy
     unit, delta = ("patient" if private and private.unit == "patient" else "record"), private.delta if private else 1e-5
     covered = UNCOVERED not in opened.card.notes
@@ -145,13 +117,11 @@ def _print(found: "list[Guessed]", opened: "TrainedModel", format: Format) -> No
         told["of_one_record"] = promised
         print(json.dumps(told | {"attacks": [asdict(one) for one in found]}, indent=1))
         return
-    table = Table(box=SIMPLE, pad_edge=False)
-    for heading in ("attack", f"{unit}s", "AUC", "guesses", "right", "epsilon at least"):
-        table.add_column(heading, justify="left" if heading == "attack" else "right")
+    rows = table("attack", f"{unit}s", "AUC", "guesses", "right", "epsilon at least")
     for one in found:
-        table.add_row(one.attack, str(one.units), f"{one.auc:.3f}", str(one.guesses), str(one.correct), f"{one.epsilon:.3g}")
+        rows.add_row(one.attack, str(one.units), f"{one.auc:.3f}", str(one.guesses), str(one.correct), f"{one.epsilon:.3g}")
     typer.echo(f"{shown(opened.card.job)}, {shown(opened.card.name)}: who was trained on?")
-    page().print(table)
+    page().print(rows)
     sure = f"with confidence {found[0].confidence:g} for all {len(found)} bounds together"
     typer.echo(f"epsilon of one {unit} at delta {delta:g}, {sure}; an AUC of 0.5 is chance")
     typer.echo(f"promised: {shown(claim, 600)}" if covered else f"promised nothing of this model: {UNCOVERED}")

@@ -1,4 +1,4 @@
-"""The command `consilium audit`: what left this site, run by run, for the hospital's own files."""
+"""The command `consilium audit`: a page of all messages that left this site, run by run."""
 
 import json
 import time
@@ -8,9 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from consilium.cli.options import PageFormat, PageFormatOption
+from consilium.cli.site_records import is_site, site_records
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import cell
-from consilium.federation.run_folders import STATE
+from consilium.privacy.accounting.composition import VOID
+from consilium.privacy.ledger.audit import FILE, is_void, read
 
 
 def audit(
@@ -24,8 +26,6 @@ def audit(
 
 
 def _report(path: Path) -> dict[str, Any]:
-    from consilium.privacy.ledger.audit import read
-
     try:
         return read(path)
     except (OSError, ValueError) as error:
@@ -34,7 +34,7 @@ def _report(path: Path) -> dict[str, Any]:
 
 
 def _page(found: dict[str, Any]) -> str:
-    """Return a record as a page. Raises ConfigError for one with a message that no guard has written."""
+    """Return a record as a page. Raises ConfigError for a message that no guard writes."""
     try:
         return markdown(found)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
@@ -43,14 +43,8 @@ def _page(found: dict[str, Any]) -> str:
 
 
 def _records(where: Path) -> list[Path]:
-    """Return the audit files meant, by the time of their last line."""
-    from consilium.config.site import load_site
-    from consilium.privacy.ledger.audit import FILE
-
-    settings = where / "local" / "site.yaml" if (where / "local" / "site.yaml").is_file() else where
-    folder = settings
-    if settings.suffix in (".yaml", ".yml"):
-        folder = load_site(settings).state or settings.parent.parent / STATE  # beside FLARE's run folders
+    """Return the audit files of `where`, by modification time."""
+    folder = site_records(where).root if is_site(where) else where
     records = (path for path in folder.rglob(FILE) if path.is_file())
     found = sorted(records, key=lambda p: p.stat().st_mtime) if folder.is_dir() else [folder]
     if not found or not all(path.is_file() for path in found):
@@ -59,7 +53,7 @@ def _records(where: Path) -> list[Path]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """Return one run's record as a page for the hospital's reviewer."""
+    """Return one run's record as a Markdown page."""
     messages = found["messages"]
     first = messages[0] if messages else {}
     site = first.get("site", "this site")
@@ -80,10 +74,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def _privacy(messages: list[dict[str, Any]]) -> list[str]:
-    """Return the line on the guarantee; without one, what that means."""
-    from consilium.privacy.accounting.composition import VOID
-    from consilium.privacy.ledger.audit import is_void
-
+    """Return the lines on the privacy guarantee, or on its absence."""
     private = [m["privacy"] for m in messages if "privacy" in m]
     if not private:
         return [f"- privacy: {_without_noise([m for m in messages if m.get('tensors')])}"]
@@ -99,7 +90,7 @@ def _privacy(messages: list[dict[str, Any]]) -> list[str]:
 
 
 def _without_noise(left: list[dict[str, Any]]) -> str:
-    """Return what protects the tensors that left, where no noise does."""
+    """Return the protection, without noise, of the messages `left`."""
     if not left:
         return "no update and no model left"
     if not all("masked" in message for message in left):
@@ -134,7 +125,7 @@ def _short(value: Any) -> str:
 
 
 def _tensors(messages: list[dict[str, Any]]) -> list[str]:
-    """Return a table of every tensor that ever left, with how often and the range of its norm."""
+    """Return a table of every tensor that left, with its count and the range of its norm."""
     seen: dict[tuple[str, str, str], list[float]] = {}
     for message in messages:
         for name, one in message.get("tensors", {}).items():

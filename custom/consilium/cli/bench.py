@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, load
-from consilium.cli.predict import DeviceOption, site_of
+from consilium.cli.model_options import DeviceOption, site_of
+from consilium.cli.options import CheckpointsOption, Format, FormatOption, JobArgument, SetOption, load
 from consilium.config.site import SiteConfig, read_site_folder
 from consilium.core.errors import ConfigError
+from consilium.runtime.benchmark import bench as measure
 
 WORDS = {
     "job": "this job, as in a round",
@@ -24,15 +25,13 @@ def bench(
     job: JobArgument,
     override: SetOption = None,
     data: Annotated[Path | None, typer.Option(help="a site's folder; without it the job's generated data")] = None,
-    checkpoints: Annotated[Path | None, typer.Option(help="what ${SITE} stands for")] = None,
+    checkpoints: CheckpointsOption = None,
     device: DeviceOption = "auto",
     steps: Annotated[int, typer.Option(min=1, max=10_000, help="optimizer steps of a turn")] = 2,
     turns: Annotated[int, typer.Option(min=1, max=1_000, help="turns; ratios are their medians")] = 15,
     format: FormatOption = Format.TXT,
 ) -> None:
     """Measure steps of a job here: time beside a bare loop, data wait, samples or tokens a second, memory, FLOP/s."""
-    from consilium.runtime.benchmark import bench as measure
-
     config, _ = load(job, override or [])
     site = read_site_folder(data) if data else SiteConfig()
     if site is None:

@@ -1,12 +1,12 @@
 """The command `consilium data cache`."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from consilium.cli.options import Format, FormatOption
+from consilium.cli.options import Format, FormatOption, emit
+from consilium.data.store import folder as cache_folder
 
 
 def data_cache(
@@ -15,13 +15,9 @@ def data_cache(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Show how many decoded samples a site keeps on its disk, and how large they are."""
-    from consilium.data.store import folder as cache_folder
-
     found = cache_folder.find(folder)
     samples, size = cache_folder.contents(found)
     if clear:
         cache_folder.clear(found)
-    if format is Format.JSON:
-        print(json.dumps({"folder": str(found), "samples": samples, "bytes": size, "cleared": clear}))
-        return
-    typer.echo(f"{found}: {samples:,} samples, {size:,} bytes{', removed' if clear else ''}")
+    text = f"{found}: {samples:,} samples, {size:,} bytes{', removed' if clear else ''}"
+    emit({"folder": str(found), "samples": samples, "bytes": size, "cleared": clear}, text, format)

@@ -5,27 +5,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from consilium.cli.options import FILE_WIDTH, page, study_command
+from consilium.cli.options import FILE_WIDTH, WorkspaceOption, page, study_command, study_size
 from consilium.core.errors import ConfigError
+from consilium.core.messages import Stage
 from consilium.core.sanitize import line, shown
 from consilium.core.storage import PUBLIC, named, private_folder, write_atomic
 from consilium.report.compare import Test
-
-if TYPE_CHECKING:
-    from consilium.report.compare.comparability import Group
-    from consilium.report.compare.published import Published
-    from consilium.report.run_record import RunRecord
-    from consilium.report.tables import Table
-    from consilium.study.study import Study
-
+from consilium.report.compare.comparability import Group, MissingRun, grouped, mixed, renamed
+from consilium.report.compare.figures import draw
+from consilium.report.compare.published import Published, method_of, read_published
+from consilium.report.compare.tables import as_csv, as_json, comparison_tables
+from consilium.report.run_record import RunRecord, read_finished
+from consilium.report.tables import Table, latex, markdown, terminal
+from consilium.study.run_cell import record_of
+from consilium.study.study import Study, load
+from consilium.use.model import cell_folder
 
 YAML = (".yaml", ".yml")
-"""How a study's file ends. Others lie beside runs: `study run` leaves the log of each cell there."""
+"""Endings of a study's file. Other files, such as logs of cells, may lie beside runs."""
 
 
 class TableFormat(StrEnum):
@@ -61,13 +63,9 @@ def compare(
     against: Annotated[str, typer.Option(metavar="METHOD", help="test all others against this one only")] = "",
     smoke: Annotated[bool, typer.Option("--smoke", help="the study as `study run --smoke` ran it")] = False,
     small: Annotated[bool, typer.Option("--small", help="the study as `study run --small` ran it")] = False,
-    workspace: Annotated[Path | None, typer.Option(help="folder of the study's runs; default: runs/studies/NAME")] = None,
+    workspace: WorkspaceOption = None,
 ) -> None:
     """Put runs beside each other: means over sites and seeds, paired tests, ranks, bytes, seconds, epsilon, pictures."""
-    from consilium.core.messages import Stage
-    from consilium.report.compare.comparability import mixed
-    from consilium.report.compare.tables import comparison_tables
-
     runs = [_cell(path) for path in runs]
     groups, notes, published = _study(runs[0], smoke, small, workspace) if _is_study(runs) else (*collect(runs), [])
     notes += [one for group in groups for one in mixed(group)]
@@ -75,8 +73,6 @@ def compare(
     _check(groups, metric, against)
     tables = comparison_tables(groups, stage, metric or None, test, against or None, published)
     if pictures is not None:
-        from consilium.report.compare.figures import draw
-
         with named(pictures):
             files, undrawn = draw(private_folder(pictures), groups, stage, metric or None)
         notes += undrawn
@@ -86,16 +82,11 @@ def compare(
 
 def _cell(path: Path) -> Path:
     """Return the run that STUDY/AXIS=VALUE,... names, or the path as it is."""
-    from consilium.use.model import cell_folder
-
     return path if path.exists() or "=" not in path.name else cell_folder(path)
 
 
-def collect(paths: Sequence[Path]) -> "tuple[list[Group], list[str]]":
+def collect(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
     """Return the groups of runs that compare, and a line for each run that is left out or does not compare."""
-    from consilium.report.compare.comparability import grouped, renamed
-    from consilium.report.run_record import read_finished
-
     found: list[RunRecord] = []
     notes: list[str] = []
     if files := [path for path in paths if not path.is_dir()]:
@@ -116,7 +107,7 @@ def collect(paths: Sequence[Path]) -> "tuple[list[Group], list[str]]":
 
 
 def _is_study(paths: Sequence[Path]) -> bool:
-    """Tell a study from folders of runs, beside which other files may lie. Raises ConfigError for a study among others."""
+    """Tell whether `paths` is one study. Raises ConfigError for a study beside other paths."""
     if len(paths) == 1:
         return not paths[0].is_dir()
     named = [path for path in paths if not path.is_dir() and (path.suffix in YAML or not path.is_file())]
@@ -125,17 +116,9 @@ def _is_study(paths: Sequence[Path]) -> bool:
     return False
 
 
-def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tuple[list[Group], list[str], list[Published]]":
-    """Return the groups of a study's finished runs, what is to be said of the others, and the published numbers."""
-    from consilium.report.compare.comparability import MissingRun, grouped
-    from consilium.report.compare.published import method_of, read_published
-    from consilium.report.run_record import read_finished
-    from consilium.study.run_cell import record_of
-    from consilium.study.study import load
-
-    if smoke and small:
-        raise ConfigError("--smoke: is not --small; give one of them")
-    study = load(path, "smoke" if smoke else "small" if small else "", workspace)
+def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> tuple[list[Group], list[str], list[Published]]:
+    """Return the groups of a study's finished runs, notes on the others, and the published numbers."""
+    study = load(path, study_size(smoke, small), workspace)
     axes = study.config.named_axes
     found: list[RunRecord] = []
     absent: list[MissingRun] = []
@@ -161,24 +144,22 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> "tup
     return groups, [*notes, *([f"{alone} published numbers are of methods without a finished run"] if alone else [])], numbers
 
 
-def _command(study: "Study", path: Path, workspace: Path | None) -> str:
+def _command(study: Study, path: Path, workspace: Path | None) -> str:
     """Return the command that runs a study."""
     data = ["--data", "FOLDER"] if any(cell.load().data.phantoms is None for cell in study.cells()) else []
     return study_command("study run", path, study.size, workspace, *data)
 
 
 def _how_far(folder: Path, error: ConfigError) -> str:
-    """Return why a cell has no scores: how far it is, and of one that is done what is wrong with its folder."""
-    from consilium.study.run_cell import record_of
-
+    """Return why a cell has no scores: its state, or for a finished one the error of its folder."""
     record = record_of(folder)
     if record.state == "done":
         return shown(str(error).replace("\n", "; "), 300)
     return f"{record.state}: {record.reason}" if record.reason else f"not done ({record.state})"
 
 
-def _check(groups: "Sequence[Group]", metric: str, against: str) -> None:
-    """Raise ConfigError for a score that no run has, or a method that there is not."""
+def _check(groups: Sequence[Group], metric: str, against: str) -> None:
+    """Raise ConfigError for an unknown score or method."""
     scored = {
         name.split("/", 2)[2]
         for g in groups
@@ -205,7 +186,7 @@ def _format(format: TableFormat | None, output: Path | None) -> TableFormat:
 
 
 def _show(
-    groups: "Sequence[Group]", tables: "Sequence[Table]", notes: Sequence[str], format: TableFormat, output: Path | None
+    groups: Sequence[Group], tables: Sequence[Table], notes: Sequence[str], format: TableFormat, output: Path | None
 ) -> None:
     """Print the tables, or write them to a file."""
     if format is TableFormat.TXT:
@@ -221,10 +202,7 @@ def _show(
         typer.echo(text, nl=False)
 
 
-def _written(groups: "Sequence[Group]", tables: "Sequence[Table]", notes: Sequence[str], format: TableFormat) -> str:
-    from consilium.report.compare.tables import as_csv, as_json
-    from consilium.report.tables import latex, markdown
-
+def _written(groups: Sequence[Group], tables: Sequence[Table], notes: Sequence[str], format: TableFormat) -> str:
     if format is TableFormat.CSV:
         for note in notes:
             typer.echo(f"note: {shown(note, 2000)}", err=True)
@@ -234,9 +212,7 @@ def _written(groups: "Sequence[Group]", tables: "Sequence[Table]", notes: Sequen
     return (markdown if format is TableFormat.MD else latex)(tables, notes)
 
 
-def _print(console: Console, tables: "Sequence[Table]", notes: Sequence[str]) -> None:
-    from consilium.report.tables import terminal
-
+def _print(console: Console, tables: Sequence[Table], notes: Sequence[str]) -> None:
     for table in tables:
         console.print(terminal(table, console.width))
     for note in notes:

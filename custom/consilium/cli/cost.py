@@ -1,7 +1,7 @@
 """The command `consilium cost`: what a job trains, what its sites send and receive, and what it computes."""
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.box import SIMPLE
@@ -20,9 +20,11 @@ from consilium.cli.options import (
     load,
 )
 from consilium.core.sanitize import line, number_of
-
-if TYPE_CHECKING:
-    from consilium.federation.job import Job
+from consilium.estimates.communication import adapters, what_masks_hide, whole_run
+from consilium.estimates.communication import compare as costs_of
+from consilium.estimates.flops import Samples, own_samples, run_flops, step_flops, work_of
+from consilium.federation.job import Job, assemble_job
+from consilium.federation.trainable_checks import trained_set
 
 
 def cost(
@@ -35,11 +37,6 @@ def cost(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Show trainable parameters, what a site sends and receives in a round beside every other strategy, and GPU hours."""
-    from consilium.estimates.communication import adapters, what_masks_hide, whole_run
-    from consilium.estimates.communication import compare as costs_of
-    from consilium.federation.job import assemble_job
-    from consilium.federation.trainable_checks import trained_set
-
     config, source = load(job, override or [])
     hides = what_masks_hide(config)
     ready = assemble_job(config, source)
@@ -78,10 +75,8 @@ def cost(
         )
 
 
-def _computes(job: "Job", sites: int, samples: int | None, tested: int) -> dict[str, float]:
+def _computes(job: Job, sites: int, samples: int | None, tested: int) -> dict[str, float]:
     """Return FLOPs of a step, of a scored sample, and of the run as far as it is known how many samples there are."""
-    from consilium.estimates.flops import Samples, own_samples, run_flops, step_flops, work_of
-
     work = work_of(job)
     given = Samples(sites, samples * sites, 0, tested * sites) if samples else own_samples(job.config, sites)
     if given is None and job.config.training.local_steps:

@@ -2,20 +2,26 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from consilium.cli.options import LONGEST_LINE, Format, FormatOption
+from consilium.cli.options import LONGEST_LINE, CheckpointsOption, Format, FormatOption, KitPluginsOption
+from consilium.config.datasets import DatasetConfig
+from consilium.config.job import load_job
+from consilium.config.site import SiteConfig, is_site_folder, kit_plugins, load_site, read_site_folder
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.registry import NO_PLUGINS
 from consilium.core.sanitize import line, shown
-
-if TYPE_CHECKING:
-    from consilium.config.datasets import DatasetConfig
-    from consilium.data.check_report import Findings
-    from consilium.tasks.registry import TaskKind
+from consilium.data.check_report import NAMED, Findings
+from consilium.data.duplicates import shared_by_sites
+from consilium.data.folders import has_classes
+from consilium.data.label_map import relabelled
+from consilium.data.text import has_texts
+from consilium.federation.job import tokenizer_of
+from consilium.report.page.check_page import write_report
+from consilium.tasks.registry import TASKS, TaskKind
 
 
 def data_check(
@@ -29,23 +35,17 @@ def data_check(
         Path | None, typer.Option(metavar="FOLDER", help="receives check.json and check.html: all samples, with pictures")
     ] = None,
     dataset: Annotated[str, typer.Option(help="of a site with several; default: the one that the job names, or all")] = "",
-    checkpoints: Annotated[Path | None, typer.Option(help="folder that ${SITE} in model.checkpoint stands for")] = None,
-    kit: Annotated[Path | None, typer.Option(help="the site's startup kit, for jobs that name kinds of its `plugins`")] = None,
+    checkpoints: CheckpointsOption = None,
+    kit: KitPluginsOption = None,
     format: FormatOption = Format.TXT,
 ) -> None:
     """Open every image and label, or every record of JSONL lists, and name all bad ones; exit code 1 if there are problems."""
-    from consilium.config.job import load_job
-    from consilium.config.site import kit_plugins
-    from consilium.data.duplicates import shared_by_sites
-
     plugins = kit_plugins(kit / "local") if kit else NO_PLUGINS
     config = load_job(job, plugins=plugins) if job else None
     lists = lists_of(source, dataset or (config.data.dataset if config else None), choose=config is not None)
     found = {name: _check(own, config, checkpoints) for name, own in lists.items()}
     shared = shared_by_sites(found.items()) if len(found) > 1 else {}
     if report is not None:
-        from consilium.report.page.check_page import write_report
-
         write_report(report, found, shared, config.task if config else None)
     if format is Format.JSON:
         print(json.dumps(_json(found, shared), indent=1))
@@ -54,16 +54,12 @@ def data_check(
     raise typer.Exit(1 if any(one.problems for one in found.values()) else 0)
 
 
-def lists_of(path: Path, wanted: str | None = None, choose: bool = False) -> "dict[str, DatasetConfig]":
+def lists_of(path: Path, wanted: str | None = None, choose: bool = False) -> dict[str, DatasetConfig]:
     """Return the data sets of a path by name: one of a list or a site's folder, one a site of a folder of sites.
 
-    `wanted`: of a site's named ones that one alone; `choose`: the one that a job of this word would get. Raises RefusedError
-    where there is none, ConfigError for a word that a list without names cannot meet.
+    `wanted`: only the site's data set of this name; `choose`: the one that a job with this `data.dataset` gets. Raises
+    RefusedError where there is none, ConfigError for a name where `path` is one list.
     """
-    from consilium.config.datasets import DatasetConfig
-    from consilium.config.site import is_site_folder
-    from consilium.data.folders import has_classes
-
     if not path.is_dir() and path.suffix not in (".yaml", ".yml"):
         if wanted is not None:
             raise ConfigError(f"{path}: is one data list, not {wanted!r} of several; give the site.yaml that names them")
@@ -84,17 +80,12 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _named(folder: Path) -> bool:
-    """Tell whether a folder says itself that it is a site's, not only by pictures that lie in it."""
-    from consilium.data.text import has_texts
-
+    """Tell whether a folder has a site.yaml, a datalist.json or texts, not only pictures."""
     return any((folder / name).is_file() for name in ("site.yaml", "datalist.json")) or has_texts(folder)
 
 
-def _of_site(name: str, path: Path, wanted: str | None, choose: bool) -> "dict[str, DatasetConfig]":
+def _of_site(name: str, path: Path, wanted: str | None, choose: bool) -> dict[str, DatasetConfig]:
     """Return a site's data sets; a folder without any is read as one of pictures, which says what is missing."""
-    from consilium.config.datasets import DatasetConfig
-    from consilium.config.site import load_site, read_site_folder
-
     site = read_site_folder(path) if path.is_dir() else load_site(path)
     if site is None:
         return {name: DatasetConfig(datalist=path)}
@@ -106,14 +97,8 @@ def _of_site(name: str, path: Path, wanted: str | None, choose: bool) -> "dict[s
     return {name: own}
 
 
-def _check(own: "DatasetConfig", config: Any, checkpoints: Path | None) -> "Findings":
-    """Return what is found in a data set of the kind that the job, or without one the path, says."""
-    from consilium.config.site import SiteConfig
-    from consilium.data.label_map import relabelled
-    from consilium.data.text import has_texts
-    from consilium.federation.job import tokenizer_of
-    from consilium.tasks.registry import TASKS
-
+def _check(own: DatasetConfig, config: Any, checkpoints: Path | None) -> Findings:
+    """Return the findings of a data set, checked as the job's task, or without a job as the path's kind."""
     path = own.datalist
     name = "language" if has_texts(path) or path.suffix == ".jsonl" else "segmentation"
     kind = TASKS[config.task.name if config else name]
@@ -129,26 +114,22 @@ def _check(own: "DatasetConfig", config: Any, checkpoints: Path | None) -> "Find
     return kind.check(path, config.task, tokenizer, getattr(config.model, "max_length", 0), **more)
 
 
-def _read_only(path: Path, kind: "TaskKind") -> "Findings":
+def _read_only(path: Path, kind: TaskKind) -> Findings:
     """Return the counts of a data list whose task comes with no check: it is read, no sample is opened."""
-    from consilium.data.check_report import Findings
-
     found = Findings.of(path, kind.read(path))
     found.warnings["only the list was read: the job's task has no check of its samples"] = [path.name]
     return found
 
 
-def _json(found: dict[str, "Findings"], shared: dict[str, list[str]]) -> dict[str, Any]:
-    """Return one list's findings as they are, several by site."""
-    from consilium.data.check_report import NAMED
-
+def _json(found: dict[str, Findings], shared: dict[str, list[str]]) -> dict[str, Any]:
+    """Return one list's findings, or several by site."""
     if len(found) == 1:
         return next(iter(found.values())).to_dict()
     between = {kind: {"count": len(lines), "first": lines[:NAMED]} for kind, lines in shared.items()}
     return {"sites": {name: one.to_dict() for name, one in found.items()}, "between_sites": between}
 
 
-def _print(found: dict[str, "Findings"], shared: dict[str, list[str]], report: Path | None) -> None:
+def _print(found: dict[str, Findings], shared: dict[str, list[str]], report: Path | None) -> None:
     console = Console(soft_wrap=True)
     for name, one in found.items():
         if len(found) > 1:

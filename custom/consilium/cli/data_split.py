@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
-from consilium.cli.options import Format, FormatOption, check_finite
+from consilium.cli.data_check import lists_of
+from consilium.cli.options import Format, FormatOption, check_finite, table
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import line
 from consilium.core.storage import undone
+from consilium.data.split import Cut, split_list
 
 
 def data_split(
@@ -28,9 +28,6 @@ def data_split(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Cut a list anew by patient, study and volume, labels spread alike; pictures stay where they are."""
-    from consilium.cli.data_check import lists_of
-    from consilium.data.split import Cut, split_list
-
     check_finite(validation=validation, test=test)
     if folds == 1 or (folds and keep_test):
         raise ConfigError("--folds: take 2 or more, and without --keep-test")
@@ -46,14 +43,12 @@ def data_split(
 
 
 def _print(found: dict[str, Any], dest: Path) -> None:
-    table = Table(title=f"{found['groups']} groups", title_justify="left", box=SIMPLE, pad_edge=False)
-    for heading in ("list", "split", "samples", "groups", "samples by label"):
-        table.add_column(heading, justify="right" if heading in ("samples", "groups") else "left")
+    rows = table("list", "split", "samples by label", "samples", "groups", left=3, title=f"{found['groups']} groups")
     for name, parts in found["lists"].items():
         for split, counts in parts.items():
             labels = ", ".join(f"{label}: {n}" for label, n in counts["labels"].items())
-            table.add_row(line(name), split, str(counts["samples"]), str(counts["groups"]), line(labels))
-    Console().print(table)
+            rows.add_row(line(name), split, line(labels), str(counts["samples"]), str(counts["groups"]))
+    Console().print(rows)
     for note in found["notes"]:
         typer.echo(f"note: {note}")
     typer.echo(f"{dest}: {', '.join(found['lists'])} and split.json")

@@ -7,9 +7,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from consilium.cli.options import Format, FormatOption
+from consilium.cli.data_check import lists_of
+from consilium.cli.options import Format, FormatOption, KitPluginsOption
+from consilium.config.job import load_job
+from consilium.config.site import kit_plugins
 from consilium.core.errors import ConfigError
 from consilium.core.registry import NO_PLUGINS
+from consilium.data.datalist import read_datalist
+from consilium.data.settings import DEFAULTS, PictureSettings
+from consilium.data.stats import site_stats
+from consilium.report.site_stats import tables, write_stats
+from consilium.report.tables import terminal
 
 
 def data_stats(
@@ -18,19 +26,10 @@ def data_stats(
     ],
     job: Annotated[Path | None, typer.Option(help="read as this job does, and count its classes")] = None,
     report: Annotated[Path | None, typer.Option(metavar="FOLDER", help="receives stats.json and stats.png")] = None,
-    kit: Annotated[Path | None, typer.Option(help="the site's startup kit, for jobs that name kinds of its `plugins`")] = None,
+    kit: KitPluginsOption = None,
     format: FormatOption = Format.TXT,
 ) -> None:
     """Show what sites' pictures are like, beside each other: counts, sizes, spacing, intensities, classes."""
-    from consilium.cli.data_check import lists_of
-    from consilium.config.job import load_job
-    from consilium.config.site import kit_plugins
-    from consilium.data.datalist import read_datalist
-    from consilium.data.settings import DEFAULTS, PictureSettings
-    from consilium.data.stats import site_stats
-    from consilium.report.site_stats import tables, write_stats
-    from consilium.report.tables import terminal
-
     task = load_job(job, plugins=kit_plugins(kit / "local") if kit else NO_PLUGINS).task if job else None
     if task is not None and not isinstance(task, PictureSettings):
         raise ConfigError(f"--job: {job}: its task has no pictures; data check counts texts")

@@ -4,25 +4,22 @@ import json
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from consilium.cli.options import Format, FormatOption, page
-from consilium.cli.predict import BestOption, CheckpointsOption, DeviceOption, ModelArgument, SiteOption, site_of
+from consilium.cli.model_options import BestOption, DeviceOption, ModelArgument, SiteOption, site_of
+from consilium.cli.options import CheckpointsOption, Format, FormatOption, page, progress_bar, table
+from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Stage
 from consilium.core.sanitize import line, shown
-from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS
-
-if TYPE_CHECKING:
-    from consilium.config.site import SiteConfig
-    from consilium.tasks.registry import Scores
-    from consilium.use.model import TrainedModel
+from consilium.report.matrices import PICTURE, VALUES
+from consilium.report.tables import terminal
+from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS, Scores
+from consilium.use.evaluate import cross_sites
+from consilium.use.evaluate import evaluate as run
+from consilium.use.model import TrainedModel, open_model
 
 
 class Split(StrEnum):
@@ -63,35 +60,29 @@ def evaluate(
         raise ConfigError("--data: which data? Give a site's folder or data list, or --matrix for all sites of a simulated run")
     if out is not None:
         raise ConfigError("--out: is for --matrix; the scores of one model are printed (--format json)")
-    from consilium.use.evaluate import evaluate as run
-    from consilium.use.model import open_model
-
     opened = open_model(model, site, stage, own, best)
     _print(run(opened, data, split.value), opened, split, data, format)
 
 
-def _print(found: Mapping[str, float], opened: "TrainedModel", split: Split, data: Path, format: Format) -> None:
+def _print(found: Mapping[str, float], opened: TrainedModel, split: Split, data: Path, format: Format) -> None:
     if format is Format.JSON:
         told = {"model": str(opened.folder), "data": str(data), "split": str(split), "scores": dict(found)}
         print(json.dumps(told, indent=1, sort_keys=True))
         return
     scores: Scores = TASKS[opened.config.task.name].scores(opened.config.task)
     title = f"{opened.card.job}, {opened.card.name}: {split} of {data.name}{scores.remark}"
-    table = Table(box=SIMPLE, pad_edge=False)
-    table.add_column("score")
-    table.add_column("value", justify="right")
-    table.add_column("95 %", justify="right")
+    rows = table("score", "value", "95 %")
     for name in shown_scores(found, scores):
         metric, _, part = name.partition("/")
         heading = f"{scores.heading(metric)} {part}".rstrip()
-        table.add_row(line(heading), f"{found[name]:.3f}", _interval(found, name))
+        rows.add_row(line(heading), f"{found[name]:.3f}", _interval(found, name))
     if COUNT in found:
-        table.add_row("n", f"{found[COUNT]:.0f}", "")
+        rows.add_row("n", f"{found[COUNT]:.0f}", "")
     typer.echo(shown(title))
-    page().print(table)
+    page().print(rows)
 
 
-def shown_scores(found: Mapping[str, float], scores: "Scores") -> list[str]:
+def shown_scores(found: Mapping[str, float], scores: Scores) -> list[str]:
     """Return the names of the scores for people: the leading one, those beside it, then those of each class."""
     whole = [scores.lead(found), *scores.beside]
     each = [name for metric in whole for name in sorted(found) if name.startswith(f"{metric}/")]
@@ -105,17 +96,11 @@ def _interval(found: Mapping[str, float], name: str) -> str:
 
 
 def _matrix(
-    run: Path, data: Path | None, stage: Stage, own: "SiteConfig", split: Split, best: bool, out: Path | None, format: Format
+    run: Path, data: Path | None, stage: Stage, own: SiteConfig, split: Split, best: bool, out: Path | None, format: Format
 ) -> None:
-    from consilium.report.matrices import PICTURE, VALUES
-    from consilium.report.tables import terminal
-    from consilium.use.evaluate import cross_sites
-
     _check_free([out / PICTURE, out / VALUES] if out is not None else [])
-    console = Console(stderr=True, quiet=format is Format.JSON)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("evaluating", total=None)
-        found = cross_sites(run, data, stage, own, split.value, best, lambda model, site: progress.advance(bar))
+    with progress_bar("evaluating", None, format) as advance:
+        found = cross_sites(run, data, stage, own, split.value, best, lambda model, site: advance())
     if out is not None:
         found.write(out)
     if format is Format.JSON:

@@ -1,4 +1,4 @@
-"""The commands `consilium audit`, `evidence` and `forget`: what left a site, what it can prove of a run, what one deletes."""
+"""The commands `consilium audit`, `evidence` and `forget`: records of what left, signed archives of runs, deletion of runs."""
 
 import json
 import sys
@@ -8,14 +8,26 @@ from typing import Annotated, Any
 
 import typer
 
-from consilium.cli.audit import audit, markdown
-from consilium.cli.options import Format, FormatOption, Panel
+from consilium.cli.audit import markdown
+from consilium.cli.options import Format, FormatOption
+from consilium.cli.site_records import site_records
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
+from consilium.federation import delete_run
 from consilium.federation.run_folders import RUNS, STATE, check_name
+from consilium.flare.admin.evidence import ACCEPTED, LEDGER, chains, copy_ledger, pack
+from consilium.flare.admin.evidence import verify as verify_archive
+from consilium.flare.admin.session import stored_jobs
+from consilium.flare.kit.install.sbom import environment
+from consilium.flare.kit.local_folder import kit_name, kit_role
+from consilium.flare.kit.root_keys import root_fingerprint
+from consilium.privacy.accounting.composition import VOID
+from consilium.privacy.ledger.audit import FILE, is_void
+from consilium.privacy.ledger.audit import read as read_record
+from consilium.privacy.ledger.ledger import Ledger
+from consilium.privacy.ledger.ledger_recovery import accepted
+from consilium.report.run_log import versions
 
-app = typer.Typer()
-app.command(rich_help_panel=Panel.SITE)(audit)
 POLICIES = ("site.yaml", "privacy.json", "authorization.json", "resources.json", "approved.json")
 CLAIMS = """# Evidence of {site} on run {experiment}
 
@@ -36,7 +48,6 @@ beginning: compare its seal with the results at the server.
 """
 
 
-@app.command(rich_help_panel=Panel.SITE)
 def evidence(
     experiment: Annotated[str, typer.Argument(help="the run's name, or the archive for --verify")],
     kit: Annotated[Path | None, typer.Option("--kit", help="the site's startup kit; for --verify any of the project")] = None,
@@ -67,30 +78,24 @@ def evidence(
 
 
 def _check(archive: Path, kit: Path | None, fingerprint: str) -> dict[str, Any]:
-    from consilium.flare.admin.evidence import verify as check
-    from consilium.flare.kit.root_keys import root_fingerprint
-
     if (kit is None) == (not fingerprint):
         raise ConfigError(
             "--verify: give --kit (any kit of the project) or --fingerprint: anybody can sign with a root of his own"
         )
-    return {"archive": str(archive)} | check(archive, root_fingerprint(kit) if kit else fingerprint)
+    return {"archive": str(archive)} | verify_archive(archive, root_fingerprint(kit) if kit else fingerprint)
 
 
 def _make(experiment: str, kit: Path | None, output: Path | None, attacks: list[Path]) -> dict[str, Any]:
-    from consilium.flare.admin.evidence import pack, verify
-    from consilium.flare.kit.root_keys import root_fingerprint
-
     if kit is None:
         raise ConfigError("--kit: give the site's startup kit, whose key signs")
     archive = output or Path(f"{experiment}.evidence.zip")
     said = {f"attack-{i + 1}.json": _attack(experiment, path) for i, path in enumerate(attacks)}
     pack(kit, experiment, _files(experiment, kit) | said, archive)
-    return {"archive": str(archive)} | verify(archive, root_fingerprint(kit))
+    return {"archive": str(archive)} | verify_archive(archive, root_fingerprint(kit))
 
 
 def _attack(experiment: str, path: Path) -> bytes:
-    """Return what an attack found, as its file has it. Raises ConfigError for a file that is none, or of another run."""
+    """Return the bytes of an attack's JSON file. Raises ConfigError for another file, or an attack on another run."""
     try:
         content = path.read_bytes()
         found = json.loads(content)
@@ -105,15 +110,11 @@ def _attack(experiment: str, path: Path) -> bytes:
 
 def place_of(experiment: str, kit: Path) -> tuple[Path, Path, Path]:
     """Return a run's folder at a site, the site's state folder, and its ledger. Raises ConfigError if there is no such run."""
-    from consilium.config.site import load_site
-    from consilium.flare.kit.local_folder import kit_role
-
     settings = kit / "local" / "site.yaml"
     if kit_role(kit) == "server" or not settings.is_file():
         raise ConfigError(f"--kit: {kit}: not a site's startup kit (no local/site.yaml); give its folder")
-    site = load_site(settings)
-    state = site.state or kit / STATE
-    return _run(experiment, state), state, site.privacy.ledger_in(state)
+    records = site_records(kit)
+    return _run(experiment, records.root), records.root, records.ledger
 
 
 def _run(experiment: str, state: Path) -> Path:
@@ -127,15 +128,6 @@ def _run(experiment: str, state: Path) -> Path:
 
 def _files(experiment: str, kit: Path) -> dict[str, bytes]:
     """Return what the archive holds beside its signature, by name."""
-    from consilium.flare.admin.evidence import ACCEPTED, LEDGER, chains, copy_ledger
-    from consilium.flare.kit.install.sbom import environment
-    from consilium.flare.kit.local_folder import kit_name
-    from consilium.privacy.ledger.audit import FILE
-    from consilium.privacy.ledger.audit import read as read_record
-    from consilium.privacy.ledger.ledger import Ledger
-    from consilium.privacy.ledger.ledger_recovery import accepted
-    from consilium.report.run_log import versions
-
     folder, state, ledger = place_of(experiment, kit)
     records = sorted(path for path in folder.rglob(FILE) if path.is_file() and not path.is_symlink())
     if not records:
@@ -159,10 +151,7 @@ def _files(experiment: str, kit: Path) -> dict[str, bytes]:
 
 
 def _warnings(entries: list[Any], left: list[dict[str, Any]]) -> str:
-    """Return what promises nothing, of the ledger's rows and of what this run's record says of privacy; "" for nothing."""
-    from consilium.privacy.accounting.composition import VOID
-    from consilium.privacy.ledger.audit import is_void
-
+    """Return warnings of rows and messages without a valid privacy promise; "" for none."""
     found = []
     if seeded := sum(bool(one.get("seeded")) for one in left):
         found.append(f"**NOT PRIVATE: the noise of {seeded} messages of this run came from a seed (noise_seed in site.yaml).**")
@@ -175,7 +164,7 @@ def _warnings(entries: list[Any], left: list[dict[str, Any]]) -> str:
 
 
 def _job(kit: Path, ids: set[str]) -> dict[str, bytes]:
-    """Return the job as FLARE deployed it, of each submission that is still there."""
+    """Return the job.yaml of each submission that FLARE still has."""
     names = [name for name in sorted(ids) if name.replace("-", "").isalnum()]
     files = [path for name in names for path in sorted((kit / name).glob("app*/config/job.yaml"))]
     return {f"job{'' if len(files) == 1 else f'-{i + 1}'}.yaml": path.read_bytes() for i, path in enumerate(files)}
@@ -186,7 +175,6 @@ def _packages() -> str:
     return "\n".join([f"python=={sys.version.split()[0]}", *lines, ""])
 
 
-@app.command(rich_help_panel=Panel.SITE)
 def forget(
     experiment: Annotated[str, typer.Argument(help="the run's name; not with --expired")] = "",
     *,
@@ -200,13 +188,11 @@ def forget(
 
     What has left cannot be taken back. That, what was deleted, when, by whom and why goes on record in audit.jsonl.
     """
-    from consilium.federation.delete_run import expired_runs
-
     if bool(experiment) == expired:
         raise ConfigError("EXPERIMENT, --expired: give exactly one")
     if not (reason := "retention_days of site.yaml" if expired else reason.strip()):
         raise ConfigError("--reason: empty; say why, for the record")
-    names = expired_runs(*_state(kit)) if expired else [experiment]
+    names = delete_run.expired_runs(*_state(kit)) if expired else [experiment]
     found = [_forget(name, kit, reason) for name in names]
     if format is Format.JSON:
         print(json.dumps(found, indent=1))
@@ -220,12 +206,7 @@ def forget(
 
 
 def _forget(experiment: str, kit: Path, reason: str) -> dict[str, Any]:
-    from consilium.federation import delete_run
-    from consilium.flare.kit.local_folder import kit_role
-
     if kit_role(kit) == "server":
-        from consilium.flare.admin.session import stored_jobs
-
         folder = _run(experiment, kit / STATE)
         return delete_run.forget_at_server(folder, stored_jobs(kit, experiment), kit / STATE, reason)
     folder, state, _ = place_of(experiment, kit)
@@ -233,10 +214,8 @@ def _forget(experiment: str, kit: Path, reason: str) -> dict[str, Any]:
 
 
 def _state(kit: Path) -> tuple[Path, int]:
-    """Return a site's state folder and for how many days it keeps runs. Raises ConfigError where it does not say so."""
-    from consilium.config.site import load_site
-
-    site = load_site(kit / "local" / "site.yaml")
+    """Return a site's state folder and for how many days it keeps runs. Raises ConfigError where site.yaml sets no limit."""
+    site, root, _ = site_records(kit)
     if site.retention_days is None:
         raise ConfigError(f"{kit / 'local' / 'site.yaml'}: retention_days: not set, so no run is past its time; set it")
-    return site.state or kit / STATE, site.retention_days
+    return root, site.retention_days

@@ -6,9 +6,12 @@ from typing import Annotated
 
 import typer
 
-from consilium.cli.options import LONGEST_LINE
-from consilium.cli.predict import BestOption, CheckpointsOption, ModelArgument, SiteOption, StageOption, site_of
+from consilium.cli.model_options import BestOption, ModelArgument, SiteOption, StageOption, site_of
+from consilium.cli.options import LONGEST_LINE, CheckpointsOption
 from consilium.core.sanitize import shown
+from consilium.use.export import check_possible, export
+from consilium.use.model import adapter_folder, open_model
+from consilium.use.output_folder import check_destination
 
 
 class ModelFormat(StrEnum):
@@ -33,10 +36,6 @@ def export_model(
     force: Annotated[bool, typer.Option("--force", help="replace an earlier export")] = False,
 ) -> None:
     """Hand a model on in a form that other programs open, with its card; logits are compared before anything is written."""
-    from consilium.use.export import check_possible, export
-    from consilium.use.model import adapter_folder, open_model
-    from consilium.use.output_folder import check_destination
-
     check_destination(output, force)
     check_possible(format.value, adapter_folder(model, site, stage, best))
     own = site_of("cpu", checkpoints)

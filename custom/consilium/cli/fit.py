@@ -1,16 +1,15 @@
 """`consilium fit`: how much memory a training step takes, and what to change so that it fits."""
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, check_finite, load
+from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from consilium.config.job import JobConfig
-    from consilium.estimates.memory import StepMemory
+from consilium.estimates.memory import StepMemory, memory_of, remedies
+from consilium.federation.job import assemble_job
 
 GIB = 2**30
 
@@ -26,9 +25,6 @@ def fit(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Predict the peak memory of a training step, without weights and without a GPU, and what takes less."""
-    from consilium.estimates.memory import memory_of, remedies
-    from consilium.federation.job import assemble_job
-
     check_finite(within=within)
     config, source = load(job, override or [])
     if sharded and devices == 1:
@@ -43,7 +39,7 @@ def fit(
     raise typer.Exit(1 if within is not None and rows["as the job is"].peak > within * GIB else 0)
 
 
-def _print(config: "JobConfig", rows: "dict[str, StepMemory]", within: float | None, format: Format) -> None:
+def _print(config: JobConfig, rows: dict[str, StepMemory], within: float | None, format: Format) -> None:
     if format is Format.JSON:
         found = [{"set": name, **vars(row), "peak": row.peak} for name, row in rows.items()]
         print(json.dumps({"job": config.name, "within": within, "steps": found}, indent=1))
@@ -57,7 +53,7 @@ def _print(config: "JobConfig", rows: "dict[str, StepMemory]", within: float | N
         typer.echo(_verdict(rows, within))
 
 
-def _verdict(rows: "dict[str, StepMemory]", within: float) -> str:
+def _verdict(rows: dict[str, StepMemory], within: float) -> str:
     fitting = next((name for name, row in rows.items() if row.peak <= within * GIB), None)
     if fitting == "as the job is":
         return f"It fits into {within:g} GiB."

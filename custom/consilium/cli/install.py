@@ -1,6 +1,5 @@
 """The commands for a hospital's machines: `consilium wheels`, `service install` and `prepare`."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -8,18 +7,17 @@ from typing import Annotated
 
 import typer
 
-from consilium.cli.options import Format, FormatOption, Panel
+from consilium.cli.options import Format, FormatOption, emit
 from consilium.core.errors import ConfigError
 from consilium.core.storage import PUBLIC, write_atomic
+from consilium.flare.kit.install import runtime as install_runtime
+from consilium.flare.kit.install.service import UNITS, file_name, unit
+from consilium.flare.kit.install.wheels import SIGNATURE, WHEELS, Target, make
 
-app = typer.Typer()
-service = typer.Typer(no_args_is_help=True, help="A startup kit as a systemd service.")
-app.add_typer(service, name="service", rich_help_panel=Panel.SITE)
 KitArgument = Annotated[Path, typer.Argument(help="a site's or the server's startup kit")]
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-@app.command(rich_help_panel=Panel.DEPLOYMENT)
 def wheels(
     wheel: Annotated[Path, typer.Argument(metavar="WHEEL", help="the released wheel of this package")],
     output: Annotated[Path, typer.Option("--output", "-o", help="the new folder to carry to the machine")],
@@ -34,32 +32,22 @@ def wheels(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Collect all that a machine without internet needs: wheels for it, their hashes, a bill of materials, install.sh."""
-    from consilium.flare.kit.install.wheels import SIGNATURE, WHEELS, Target, make
-
     sums = make(wheel, output, Target(platform, python, accelerator), extra or (), links or (), sign)
     found = list((output / WHEELS).iterdir())
     size = sum(path.stat().st_size for path in found)
-    if format is Format.JSON:
-        print(json.dumps({"folder": str(output), "wheels": len(found), "bytes": size, "signed": sign is not None}, indent=1))
-        return
-    typer.echo(f"{output}: {len(found)} wheels, {size / 2**20:,.0f} MiB, for {platform}, Python {python}")
     unsigned = f"not signed: tell the SHA-256 of {sums} by telephone, or give --sign"
-    typer.echo(f"signed by the root key: {sums.with_name(SIGNATURE)}" if sign else unsigned)
+    text = (
+        f"{output}: {len(found)} wheels, {size / 2**20:,.0f} MiB, for {platform}, Python {python}\n"
+        f"{f'signed by the root key: {sums.with_name(SIGNATURE)}' if sign else unsigned}"
+    )
+    emit({"folder": str(output), "wheels": len(found), "bytes": size, "signed": sign is not None}, text, format)
 
 
-@service.callback()
-def _group() -> None:
-    """A startup kit as a systemd service."""
-
-
-@service.command()
 def install(
     kit: KitArgument,
     show: Annotated[bool, typer.Option("--print", help="print the unit and write nothing")] = False,
 ) -> None:
     """Write a sandboxed systemd unit for a kit; it runs as the kit's owner. Needs root. It starts nothing."""
-    from consilium.flare.kit.install.service import UNITS, file_name, unit
-
     text, path = unit(kit), UNITS / file_name(kit)
     if show:
         typer.echo(text, nl=False)
@@ -72,7 +60,6 @@ def install(
     typer.echo(f"its log: journalctl -u {path.name}")
 
 
-@app.command(rich_help_panel=Panel.DEPLOYMENT)
 def prepare(
     kit: KitArgument,
     runtime: Annotated[Path, typer.Option(help="FLARE's settings of the runtime, as provisioning/container/slurm.yaml")],
@@ -80,7 +67,5 @@ def prepare(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Prepare a kit for Docker, Kubernetes or Slurm by `nvflare deploy prepare`, and keep the kit's policies in it."""
-    from consilium.flare.kit.install.runtime import prepare as make
-
-    told = f"{make(kit, runtime, output)}: prepared, with the policies of {kit}"
-    typer.echo(json.dumps({"kit": str(output)}, indent=1) if format is Format.JSON else told)
+    prepared = install_runtime.prepare(kit, runtime, output)
+    emit({"kit": str(output)}, f"{prepared}: prepared, with the policies of {kit}", format)

@@ -3,49 +3,82 @@
 import io
 import os
 import sys
-from collections.abc import Callable
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
 from consilium import __version__
-from consilium.cli.bench import bench
-from consilium.cli.compare import compare
-from consilium.cli.cost import cost
-from consilium.cli.data import app as data_app
-from consilium.cli.deploy import app as deploy_app
-from consilium.cli.evaluate import evaluate
-from consilium.cli.evidence import app as evidence_app
-from consilium.cli.export_model import export_model
-from consilium.cli.fit import fit
-from consilium.cli.install import app as install_app
-from consilium.cli.kits import app as kits_app
-from consilium.cli.options import LONGEST_LINE, Panel
-from consilium.cli.predict import predict
-from consilium.cli.privacy import app as privacy_app
-from consilium.cli.report import report
+from consilium.cli.lazy import Group, LazyGroup
+from consilium.cli.options import LONGEST_LINE
 from consilium.cli.resume_hint import FULL, again, no_room
-from consilium.cli.simulate import simulate
-from consilium.cli.study import app as study_app
-from consilium.cli.submit import app as submit_app
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, DataError
 from consilium.core.sanitize import line
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Federated fine-tuning of medical foundation models.")
-COMMANDS: dict[Panel, tuple[Callable[..., None], ...]] = {
-    Panel.RUN: (simulate, compare, report, cost, fit, bench),
-    Panel.USE: (predict, evaluate, export_model),
+CLI = "consilium.cli"
+RUN, USE, DATA, DEPLOYMENT, SITE = "Run and compare", "Use a model", "Data and privacy", "Deployment", "At a site"
+COMMANDS: dict[str | None, dict[str, str | Group]] = {
+    RUN: {
+        **{name: f"{CLI}.{name}:{name}" for name in ("simulate", "compare", "report", "cost", "fit", "bench")},
+        "study": Group(
+            "Run grids of jobs: methods, ranks, splits, seeds.",
+            {name: f"{CLI}.study:study_{name}" for name in ("list", "show", "run")},
+        ),
+    },
+    USE: {
+        "predict": f"{CLI}.predict:predict",
+        "evaluate": f"{CLI}.evaluate:evaluate",
+        "export-model": f"{CLI}.export_model:export_model",
+    },
+    DATA: {
+        "data": Group(
+            "Import published sets, look at data lists, share them out, generate phantoms.",
+            {
+                **{name: f"{CLI}.data_{name}:data_{name}" for name in ("check", "split", "stats", "import")},
+                "cache": f"{CLI}.cache:data_cache",
+                **{name: f"{CLI}.data_{name}:data_{name}" for name in ("phantoms", "partition")},
+            },
+        ),
+        "privacy": Group(
+            "Plan a privacy budget, read a site's ledger, attack a model.",
+            {
+                **{name: f"{CLI}.attack:{name}" for name in ("attack", "invert")},
+                "plan": f"{CLI}.privacy_plan:plan",
+                **{name: f"{CLI}.privacy:{name}" for name in ("ledger", "sums", "accept")},
+            },
+        ),
+    },
+    DEPLOYMENT: {
+        **{name: f"{CLI}.submit:{name}" for name in ("submit", "resume", "status", "abort", "download")},
+        "sites": f"{CLI}.sites:sites",
+        "provision": f"{CLI}.provision:provision",
+        "export": f"{CLI}.export:export",
+        **{name: f"{CLI}.kits:{name}" for name in ("allow", "revoke")},
+        "renew": f"{CLI}.renewal:renew",
+        **{name: f"{CLI}.install:{name}" for name in ("wheels", "prepare")},
+    },
+    SITE: {
+        "approve": f"{CLI}.approve:approve",
+        "rank": f"{CLI}.rank:rank",
+        "doctor": f"{CLI}.doctor:doctor",
+        "update-kit": f"{CLI}.renewal:update_kit",
+        "metrics": f"{CLI}.metrics:metrics",
+        "service": Group("A startup kit as a systemd service.", {"install": f"{CLI}.install:install"}),
+        "audit": f"{CLI}.audit:audit",
+        **{name: f"{CLI}.evidence:{name}" for name in ("evidence", "forget")},
+    },
 }
-for panel, commands in COMMANDS.items():
-    for command in commands:
-        app.command(rich_help_panel=panel)(command)
-app.add_typer(study_app, name="study", rich_help_panel=Panel.RUN)
-app.add_typer(data_app, name="data", rich_help_panel=Panel.DATA)
-app.add_typer(privacy_app, name="privacy", rich_help_panel=Panel.DATA)
-for some in (submit_app, deploy_app, kits_app, install_app, evidence_app):
-    app.add_typer(some)
+
+
+class Consilium(LazyGroup):
+    """All commands."""
+
+    def __init__(self, **attrs: Any) -> None:
+        super().__init__(COMMANDS, **attrs)
+
+
+app = typer.Typer(cls=Consilium, no_args_is_help=True, add_completion=False)
 
 
 def _version(wanted: bool) -> None:

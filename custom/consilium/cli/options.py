@@ -1,58 +1,52 @@
-"""What several commands share: --format, --set, the job argument, and what they do with them."""
+"""Options, tables and output that several commands share."""
 
+import json
 import math
 import os
 import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, Literal
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
+from rich.progress import Progress, ProgressColumn
+from rich.table import Table
+from rich.text import Text
 
+from consilium.config.job import JobConfig, job_file, load_job
 from consilium.config.overrides import parse_override
 from consilium.core.errors import ConfigError
 
-if TYPE_CHECKING:
-    from consilium.config.job import JobConfig
-
-
 FILE_WIDTH = 140
-"""Cells of a table where there is no terminal."""
+"""Width of a table in characters where there is no terminal."""
 LONGEST_LINE = 4000
-"""Characters of a line that is printed, at most."""
+"""The most characters of a printed line."""
 
 
 TFLOPS = 94.0
-"""What a run is taken to keep up: 30 % of an A100's peak in bf16 (312)."""
+"""Assumed throughput of a run in TFLOP/s: 30 % of an A100's peak in bf16 (312)."""
 ASSUMED = "matrix products alone, without data loading, privacy noise, server and network"
 
 
 def study_command(verb: str, study: Path, size: str, workspace: Path | None, *more: str) -> str:
-    """Return the command that does something with a study as it was asked for: `verb` is "study run" or "compare"."""
+    """Return the command line of `verb` ("study run" or "compare") for a study, its size and its workspace."""
     place = ["--workspace", str(workspace)] if workspace else []
     return shlex.join(["consilium", *verb.split(), str(study), *([f"--{size}"] if size else []), *place, *more])
 
 
-class Panel(StrEnum):
-    """What `consilium --help` lists commands under."""
-
-    RUN = "Run and compare"
-    USE = "Use a model"
-    DATA = "Data and privacy"
-    DEPLOYMENT = "Deployment"
-    SITE = "At a site"
-
-
 class Format(StrEnum):
-    """How a command prints."""
+    """Output of a command."""
 
     TXT = "txt"
     JSON = "json"
 
 
 class PageFormat(StrEnum):
-    """How a command prints that makes a page."""
+    """Output of a command that writes a page."""
 
     MD = "md"
     JSON = "json"
@@ -65,33 +59,85 @@ TflopsOption = Annotated[
     float,
     typer.Option(min=1e-6, max=1e9, help="trillions of FLOPs a second, for GPU hours: 94 is 30 % of an A100's peak in bf16"),
 ]
+CheckpointsOption = Annotated[Path | None, typer.Option(help="folder that ${SITE} in model.checkpoint stands for")]
+WorkspaceOption = Annotated[Path | None, typer.Option(help="folder of the study's runs; default: runs/studies/NAME")]
+KitPluginsOption = Annotated[
+    Path | None, typer.Option(help="the site's startup kit, for jobs that name kinds of its `plugins`")
+]
 JobArgument = Annotated[Path, typer.Argument(help="a job folder, such as jobs/quickstart, or a job.yaml")]
 
 
+def emit(found: Any, text: str, format: Format) -> None:
+    """Print `found` as JSON, or `text`, as `format` says."""
+    typer.echo(json.dumps(found, indent=1) if format is Format.JSON else text)
+
+
+def table(*headings: str, left: int = 1, title: str | Text | None = None) -> Table:
+    """Return a table without lines; its first `left` columns are left-justified, the others right-justified."""
+    made = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
+    for index, heading in enumerate(headings):
+        made.add_column(heading, justify="left" if index < left else "right")
+    return made
+
+
+@contextmanager
+def progress_bar(what: str, total: int | None, format: Format, *columns: ProgressColumn) -> Iterator[Callable[[], None]]:
+    """Show a bar on standard error while the block runs; yield the function that advances it. Not shown for JSON or pipes."""
+    console = Console(stderr=True, quiet=format is Format.JSON)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+def wide_table(rows: Sequence[Mapping[str, str]], headings: Sequence[str], names: Mapping[str, str]) -> Table:
+    """Return a row for each of `rows`, no word broken; `names`: what stands in the first column, by what it stands for."""
+    made = Table(box=SIMPLE, pad_edge=False)
+    for heading in headings:
+        made.add_column(heading, no_wrap=True)
+    for row in rows:
+        made.add_row(Text(names[row[headings[0]]]), *(Text(row[heading]) for heading in headings[1:]))
+    return made
+
+
+def tall_table(rows: Sequence[Mapping[str, str]], names: Mapping[str, str]) -> Table:
+    """Return a line for each value of `rows`; `names` as for `wide_table`."""
+    made = Table(box=SIMPLE, pad_edge=False, show_header=False)
+    made.add_column(no_wrap=True)
+    made.add_column(no_wrap=True)
+    for row in rows:
+        first = next(iter(row))
+        for heading, value in row.items():
+            made.add_row(heading, Text(names[value] if heading == first else value))
+        made.add_section()
+    return made
+
+
+def study_size(smoke: bool, small: bool) -> Literal["", "smoke", "small"]:
+    """Return the form of a study that --smoke or --small choose; "" for the whole. Raises ConfigError for both."""
+    if smoke and small:
+        raise ConfigError("--smoke: not together with --small; give one of them")
+    return "smoke" if smoke else "small" if small else ""
+
+
 def page() -> Console:
-    """Return where tables go: as wide as the terminal, or as COLUMNS says; FILE_WIDTH in a file or a pipe."""
+    """Return the console for tables: as wide as the terminal or COLUMNS; FILE_WIDTH in a file or a pipe."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=FILE_WIDTH)
 
 
 def gpu_hours(flops: float, tflops: float) -> float:
-    """Return how long that many FLOPs take."""
+    """Return the GPU hours of `flops` at `tflops` trillion FLOPs a second."""
     return flops / (tflops * 1e12) / 3600
 
 
 def check_finite(**values: float | None) -> None:
-    """Raise ConfigError for an option that is NaN or infinite; bounds alone let NaN through."""
+    """Raise ConfigError for an option that is NaN or infinite; typer's bounds accept NaN."""
     for name, value in values.items():
         if value is not None and not math.isfinite(value):
             raise ConfigError(f"--{name.replace('_', '-')}: {value}: expected a finite number")
 
 
-def load(job: Path, overrides: list[str]) -> "tuple[JobConfig, Path]":
-    """Return (configuration, its file) with KEY=VALUE overrides applied and validated like the file itself.
-
-    On a researcher's own machine: every installed package's kinds may be named.
-    """
-    from consilium.config.job import job_file, load_job
-
+def load(job: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
+    """Return (configuration, its file) with KEY=VALUE overrides; all installed plugins are allowed."""
     chosen = dict(parse_override(one) for one in overrides)
     return load_job(job, chosen, plugins=None, author=True), job_file(job)

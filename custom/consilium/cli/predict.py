@@ -2,31 +2,25 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-from consilium.cli.options import Format, FormatOption
-from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.core.messages import Stage
-from consilium.core.sanitize import line, shown
-
-if TYPE_CHECKING:
-    from consilium.config.site import SiteConfig
-    from consilium.use.inputs import Input, Prompts
-    from consilium.use.model import TrainedModel
-    from consilium.use.predict import Outcome
+from consilium.cli.model_options import BestOption, DeviceOption, ModelArgument, SiteOption, StageOption, site_of
+from consilium.cli.options import CheckpointsOption, Format, FormatOption, progress_bar
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import line
+from consilium.tasks.segmentation import PROMPTS
+from consilium.use.inputs import Prompts, find_inputs, read_prompts
+from consilium.use.model import TrainedModel, open_model
+from consilium.use.predict import Outcome, OutputOptions
+from consilium.use.predict import predict as run
+from consilium.use.predictor import Predictor
 
 NAMED = 20
 """Bad inputs that are named on the terminal; the others are counted."""
-ModelArgument = Annotated[Path, typer.Argument(help="a run's folder, STUDY/AXIS=VALUE,..., or an adapter folder")]
-SiteOption = Annotated[str | None, typer.Option(help="whose model of a run; default: what its sites share")]
-StageOption = Annotated[Stage | None, typer.Option(help="which model of a run; default: global")]
-BestOption = Annotated[bool, typer.Option("--best", help="the best by validation instead of the last")]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps")]
-CheckpointsOption = Annotated[Path | None, typer.Option(help="folder that ${SITE} in model.checkpoint stands for")]
 
 
 def predict(
@@ -47,52 +41,20 @@ def predict(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Let a trained model predict new images (masks, classes) or texts (answers). Not a medical device."""
-    from consilium.use.inputs import find_inputs
-    from consilium.use.model import open_model
-    from consilium.use.predict import Wanted
-    from consilium.use.predict import predict as run
-    from consilium.use.predictor import Asking
-
     opened = open_model(model, site, stage, site_of(device, checkpoints), best)
     beside: list[Path] = []
     inputs = find_inputs(images, opened.config.task.name in ("language", "report"), out, beside)
-    asking = Asking(opened, batch or opened.config.training.batch_size, _prompts(opened, {"box": boxes, "point": points}))
-    console = Console(stderr=True, quiet=format is Format.JSON)
+    predictor = Predictor(opened, batch or opened.config.training.batch_size, _prompts(opened, {"box": boxes, "point": points}))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("predicting", total=len(inputs))
-
-        def done(one: "Input") -> None:
-            progress.advance(bar)
-
-        outcome = run(asking, inputs, Wanted(out, overlays, probabilities, force), done)
+    with progress_bar("predicting", len(inputs), format, *columns) as advance:
+        outcome = run(predictor, inputs, OutputOptions(out, overlays, probabilities, force), lambda _: advance())
     _print(outcome, beside, out, format)
     if outcome.bad:
         raise typer.Exit(1)
 
 
-def site_of(device: str, checkpoints: Path | None) -> "SiteConfig":
-    """Return where the base lies and what computes. Raises ConfigError for a device that cannot be or is not here."""
-    from pydantic import ValidationError
-
-    from consilium.config.site import SiteConfig
-    from consilium.training.device import pick_device
-
-    try:
-        site = SiteConfig(device=device, checkpoints=checkpoints)
-        pick_device(device, "--device")
-    except ValidationError:
-        raise ConfigError(f"--device: {shown(device, 40)!r}: expected auto, cpu, cuda, cuda:NUMBER or mps") from None
-    except ConsiliumError as error:
-        raise ConfigError(str(error)) from None
-    return site
-
-
-def _prompts(opened: "TrainedModel", given: dict[str, Path | None]) -> "Prompts | None":
+def _prompts(opened: TrainedModel, given: dict[str, Path | None]) -> Prompts | None:
     """Return the prompts that the model takes, of the files given by kind. Raises ConfigError where they are not its own."""
-    from consilium.tasks.segmentation import PROMPTS
-    from consilium.use.inputs import read_prompts
-
     kind, found = getattr(opened.config.task, "prompt", "none"), None
     for one, path in given.items():
         many = PROMPTS[one].many
@@ -107,7 +69,7 @@ def _prompts(opened: "TrainedModel", given: dict[str, Path | None]) -> "Prompts 
     return found
 
 
-def _print(outcome: "Outcome", beside: list[Path], out: Path, format: Format) -> None:
+def _print(outcome: Outcome, beside: list[Path], out: Path, format: Format) -> None:
     if format is Format.JSON:
         bad = [{"input": name, "reason": why} for name, why in outcome.bad]
         told = {"out": str(out), "written": outcome.written, "bad": bad, "skipped": [str(path) for path in beside]}

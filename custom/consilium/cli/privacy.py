@@ -11,28 +11,26 @@ import typer
 import yaml
 from rich.console import Console
 
-from consilium.cli.attack import attack, invert
 from consilium.cli.options import Format, FormatOption
-from consilium.cli.privacy_plan import plan
+from consilium.cli.site_records import is_site, site_records
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.sanitize import line
-from consilium.federation.run_folders import STATE
-
-app = typer.Typer(no_args_is_help=True, help="Plan a privacy budget, read a site's ledger, attack a model.")
-app.command()(attack)
-app.command()(invert)
-app.command()(plan)
+from consilium.privacy.accounting.composition import VOID
+from consilium.privacy.ledger.ledger import Ledger, summary
+from consilium.privacy.ledger.ledger_recovery import accept as go_on
+from consilium.privacy.ledger.ledger_recovery import check
+from consilium.privacy.secagg import sum_ledger
+from consilium.privacy.secagg.sum_ledger import FILE as SUMS
 
 
 def claim_of(folder: Path) -> str | None:
-    """Return what a finished run in `folder` promises, None for one without privacy."""
+    """Return the privacy claim of a finished run in `folder`; None without privacy."""
     if (folder / "privacy.json").is_file():
         return json.loads((folder / "privacy.json").read_text())["claim"]
     private = yaml.safe_load((folder / "job.yaml").read_text()).get("privacy")  # record level: only sites can know it
     return f"{private['unit']} level, each site by its own data: consilium privacy ledger {folder}" if private else None
 
 
-@app.command()
 def ledger(
     where: Annotated[
         Path, typer.Argument(help="a ledger.sqlite, a site.yaml, a startup kit, or a folder to search for ledgers")
@@ -43,8 +41,6 @@ def ledger(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Show what each data set has spent in all jobs, for one record and for the whole site, and what its budgets leave."""
-    from consilium.privacy.ledger.ledger import Ledger, summary
-
     paths, budgets = _ledgers(where)
     _check_seal(seal, [Ledger(p) for p in paths])
     deltas = tuple(sorted({*(delta or (1e-5,)), *(b.delta for b in budgets.values())}, reverse=True))
@@ -55,10 +51,11 @@ def ledger(
         print(json.dumps({"data_sets": plain, **({"rows": every} if rows else {})}, indent=1))
     else:
         _print_ledger(found, every)
-    _check_whole(where)
+    if is_site(where):  # jobs are refused where the records of what left know rows that the ledger lacks
+        records = site_records(where)
+        check(records.root, Ledger(records.ledger))
 
 
-@app.command()
 def sums(
     where: Annotated[Path, typer.Argument(help="the site's site.yaml or startup kit")],
     allow: Annotated[str, typer.Option(help="let sums over these hospitals pass: all their names, with commas between")] = "",
@@ -71,9 +68,7 @@ def sums(
     that would show too few hospitals. To allow one shows the server, in the worst case, the update of each that the sets
     differ in.
     """
-    from consilium.privacy.secagg import sum_ledger
-
-    root, _, _ = _site(where)
+    root = site_records(where).root
     if allow:
         if not reason.strip():
             raise ConfigError("--reason: empty; say why this sum may show what it shows")
@@ -100,7 +95,6 @@ def _sum_line(one: dict[str, Any]) -> str:
     return f"{named}; data {', '.join(one['data'])}; {len(one['layers'])} layers; {one['job']} {one['run']}"
 
 
-@app.command()
 def accept(
     where: Annotated[Path, typer.Argument(help="the site's site.yaml or startup kit")],
     reason: Annotated[str, typer.Option(help="what happened, for the record")],
@@ -111,15 +105,11 @@ def accept(
 
     Puts reason, user and seals on record. Hospitals that lost lines of sums named are read from the records of what left.
     """
-    from consilium.privacy.ledger.ledger import Ledger
-    from consilium.privacy.ledger.ledger_recovery import accept as go_on
-    from consilium.privacy.secagg.sum_ledger import FILE as SUMS
-
     if not reason.strip():
         raise ConfigError("--reason: empty; say what happened to the ledger")
     if wrong := [one for one in seal or () if not re.fullmatch("[0-9a-f]{64}", one)]:
         raise ConfigError(f"--seal: {wrong[0][:80]!r}: no seal; give the 64 hex digits of the site's log")
-    root, path, _ = _site(where)
+    _, root, path = site_records(where)
     said = go_on(root, Ledger(path), reason, seal or ())
     if format is Format.JSON:
         print(json.dumps(said, indent=1))
@@ -131,39 +121,11 @@ def accept(
             typer.echo(f"{root / SUMS}: accepted, {len(said['lost_sums'])} lost lines on record{aside}")
 
 
-def _site(where: Path) -> tuple[Path, Path, dict[str, Any]]:
-    """Return a site's folder of records, its ledger, and its budgets, by its site.yaml or startup kit."""
-    from consilium.config.site import load_site
-
-    settings = where / "local" / "site.yaml" if where.is_dir() else where
-    site = load_site(settings)
-    root = site.state or settings.parent.parent / STATE  # beside FLARE's run folders
-    return (
-        root,
-        site.privacy.ledger_in(root),
-        {str(unit): budget for unit, budget in site.privacy.budgets.items()},
-    )
-
-
-def _is_site(where: Path) -> bool:
-    return where.suffix in (".yaml", ".yml") or (where / "local" / "site.yaml").is_file()
-
-
-def _check_whole(where: Path) -> None:
-    """Raise RefusedError where a site's records of what left know of rows that its ledger lacks: jobs would be refused."""
-    from consilium.privacy.ledger.ledger import Ledger
-    from consilium.privacy.ledger.ledger_recovery import check
-
-    if _is_site(where):
-        root, path, _ = _site(where)
-        check(root, Ledger(path))
-
-
 def _ledgers(where: Path) -> tuple[list[Path], dict[str, Any]]:
-    """Return the ledgers meant, and the budgets if a site.yaml or kit was given."""
-    if _is_site(where):
-        _, path, budgets = _site(where)
-        return [path] if path.is_file() else [], budgets
+    """Return the ledgers of `where`, and the budgets if it is a site.yaml or kit."""
+    if is_site(where):
+        site, _, path = site_records(where)
+        return [path] if path.is_file() else [], {str(unit): budget for unit, budget in site.privacy.budgets.items()}
     found = sorted(where.rglob("ledger.sqlite")) if where.is_dir() else [where]
     if not found or not all(p.is_file() for p in found):
         raise ConfigError(f"{where}: no ledger there; give a ledger.sqlite, a site.yaml or a run's folder")
@@ -171,7 +133,7 @@ def _ledgers(where: Path) -> tuple[list[Path], dict[str, Any]]:
 
 
 def _check_seal(seal: str, ledgers: list[Any]) -> None:
-    """Raise ConsiliumError unless one of the ledgers holds the seal that is asked for, if any."""
+    """Raise ConsiliumError unless `seal` is empty or in one of the ledgers."""
     if seal and not any(seal in one.seals() for one in ledgers):
         raise ConsiliumError(f"--seal: {seal}: no row of the ledger has it: rows are gone or altered, or it is another site's")
 
@@ -181,7 +143,7 @@ def _plain(budgets: dict[str, Any]) -> dict[str, Any]:
 
 
 def _finite(epsilon: dict[str, dict[str, float]]) -> dict[str, dict[str, float | None]]:
-    """Return epsilons with None, which JSON knows, for no bound."""
+    """Return epsilons with None for infinity, which JSON does not have."""
     return {u: {d: None if math.isinf(e) else e for d, e in by_delta.items()} for u, by_delta in epsilon.items()}
 
 
@@ -191,8 +153,6 @@ def _row(path: Path, when: float, entry: Any) -> dict[str, Any]:
 
 
 def _print_ledger(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-    from consilium.privacy.accounting.composition import VOID
-
     console = Console(soft_wrap=True, highlight=False)
     for one in found:
         console.print(

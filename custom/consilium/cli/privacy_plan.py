@@ -4,18 +4,17 @@ import json
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
-from consilium.cli.options import Format, FormatOption, check_finite
+from consilium.cli.options import Format, FormatOption, check_finite, table
+from consilium.config.privacy import RecordLevelDpConfig, SiteLevelDpConfig
 from consilium.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from consilium.privacy.plan import Plan
+from consilium.core.schema import validate
+from consilium.privacy.plan import Plan, noise_to_signal, printed_plan, site_plan, step_plan
+from consilium.privacy.secagg.terms import Terms, default_threshold
 
 PAPER_TENSORS = 36
 PAPER_PARAMETERS = PAPER_TENSORS * 768 * 8  # q, k, v of a ViT-B's 12 blocks at rank 8: the noised coordinates of one release
@@ -69,18 +68,18 @@ def plan(
         raise ConfigError(
             f"--sites: {sites} with {colluders} colluders have no sum that shows nobody; add sites or lower --colluders"
         )
-    asked = Asked(epsilon, delta, rounds, phases, sites, clip, parameters, paper, shares, sample_rate or None)
-    found = {one: asked.answer(one) for one in wanted}
+    request = PlanRequest(epsilon, delta, rounds, phases, sites, clip, parameters, paper, shares, sample_rate or None)
+    found = {one: request.answer(one) for one in wanted}
     if format is Format.JSON:
         meaning = {"unit": "record or patient" if sample_rate else "site", "adjacency": "zero-out"}
-        print(json.dumps({"asked": asdict(asked) | meaning, "plans": found}, indent=1))
+        print(json.dumps({"asked": asdict(request) | meaning, "plans": found}, indent=1))
     else:
-        _print_plans(asked, found)
+        _print_plans(request, found)
 
 
 @dataclass(frozen=True)
 class Paper:
-    """What DEeR's calibration follows from, beside the rest."""
+    """The numbers that DEeR's calibration needs beside the privacy options."""
 
     samples: int
     batch_size: int
@@ -89,10 +88,10 @@ class Paper:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a plan is asked for; with `paper` by its calibration, with a `sample_rate` of steps over all sites.
+class PlanRequest:
+    """The options of a plan: with `paper` by the paper's calibration, with a `sample_rate` for DP-SGD over all sites.
 
-    `shares`: how many shares of noise count with trust distributed, None where there are too few sites for it.
+    `shares`: the honest sites' shares of noise with trust distributed; None: too few sites for it.
     """
 
     epsilon: float
@@ -108,8 +107,6 @@ class Asked:
 
     def answer(self, accountant: str) -> dict[str, Any]:
         """Return one accountant's plan."""
-        from consilium.privacy.plan import noise_to_signal
-
         if self.sample_rate:
             plans = {"distributed": self._steps(accountant)}
         else:
@@ -125,11 +122,7 @@ class Asked:
             },
         }
 
-    def _steps(self, accountant: str) -> "Plan":
-        from consilium.config.privacy import RecordLevelDpConfig
-        from consilium.core.schema import validate
-        from consilium.privacy.plan import step_plan
-
+    def _steps(self, accountant: str) -> Plan:
         counts = "rdp" if accountant == "rdp" else "prv"  # there is no closed form for samples
         named = {
             "unit": "record",
@@ -141,11 +134,7 @@ class Asked:
         numbers = {"epsilon": self.epsilon, "delta": self.delta, "clip": self.clip}
         return step_plan(validate(RecordLevelDpConfig, named | numbers, Path("privacy plan")), self.rounds * self.phases)
 
-    def _plan(self, accountant: str, trust: str) -> "Plan":
-        from consilium.config.privacy import SiteLevelDpConfig
-        from consilium.core.schema import validate
-        from consilium.privacy.plan import printed_plan, site_plan
-
+    def _plan(self, accountant: str, trust: str) -> Plan:
         named = {"unit": "site", "accountant": accountant, "trust": trust}
         numbers: dict[str, Any] = {"epsilon": self.epsilon, "delta": self.delta, "clip": self.clip}
         if self.paper:
@@ -162,8 +151,6 @@ def _shares(sites: int, threshold: int, colluders: int) -> int | None:
 
     Raises ConfigError for a threshold that no site would accept.
     """
-    from consilium.privacy.secagg.terms import Terms, default_threshold
-
     counted = threshold or default_threshold(sites)
     terms = Terms(sites, counted, counted, colluders)
     if not terms.problem:
@@ -176,30 +163,24 @@ def _shares(sites: int, threshold: int, colluders: int) -> int | None:
     raise ConfigError(f"--threshold: {threshold}: {among} {can}")
 
 
-def _labelled(asked: Asked) -> str:
-    return f"; calibration paper: the noise of a printed epsilon {asked.epsilon:g}, trust local" if asked.paper else ""
-
-
-def _print_plans(asked: Asked, found: dict[str, Any]) -> None:
+def _print_plans(request: PlanRequest, found: dict[str, Any]) -> None:
     console, first = Console(soft_wrap=True, highlight=False), next(iter(found.values()))
-    releases = asked.rounds * asked.phases
-    level = f"record or patient level at rate {asked.sample_rate:g}" if asked.sample_rate else "site level"
-    table = Table(
-        title=f"{releases} releases, {asked.sites} sites, {level}, zero-out{_labelled(asked)}",
-        title_justify="left",
-        box=SIMPLE,
-    )
-    for heading in ("accountant", "noise multiplier", *(f"epsilon at {d}" for d in first["epsilon"])):
-        table.add_column(heading, justify="left" if heading == "accountant" else "right")
+    releases = request.rounds * request.phases
+    level = f"record or patient level at rate {request.sample_rate:g}" if request.sample_rate else "site level"
+    paper = f"; calibration paper: the noise of a printed epsilon {request.epsilon:g}, trust local" if request.paper else ""
+    title = f"{releases} releases, {request.sites} sites, {level}, zero-out{paper}"
+    rows = table("accountant", "noise multiplier", *(f"epsilon at {d}" for d in first["epsilon"]), title=title)
     for name, one in found.items():
-        table.add_row(name, f"{one['noise_multiplier']:.4g}", *(f"{e:.4g}" for e in one["epsilon"].values()))
-    console.print(table)
-    if asked.sample_rate and asked.shares:
-        least = first["noise_multiplier"] * asked.clip
-        whole = least * math.sqrt(asked.sites / asked.shares)
+        rows.add_row(name, f"{one['noise_multiplier']:.4g}", *(f"{e:.4g}" for e in one["epsilon"].values()))
+    console.print(rows)
+    if request.sample_rate and request.shares:
+        least = first["noise_multiplier"] * request.clip
+        whole = least * math.sqrt(request.sites / request.shares)
         console.print(f"noise on each number of a step's sum, where all sites answer: {whole:.4g}")
-        console.print(f"    (at least {least:.4g}, what the {asked.shares} that are honest for certain add)")
+        console.print(f"    (at least {least:.4g}, what the {request.shares} that are honest for certain add)")
         return
     ratios = "  ".join(f"{trust} {value:.3g}" for trust, value in first["noise_to_signal"].items())
     console.print(f"noise / signal of one release's mean update, at best: {ratios}")
-    console.print(f"    (all sites at the clip {asked.clip:g} and of one mind; {asked.parameters:,} numbers in a release)")
+    console.print(
+        f"    (all sites at the clip {request.clip:g} with equal updates; {request.parameters:,} numbers in a release)"
+    )

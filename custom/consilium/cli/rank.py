@@ -5,7 +5,10 @@ from typing import Annotated
 
 import typer
 
+from consilium.client.ddp_rendezvous import read_secret, stand_by
+from consilium.config.site import NodesConfig, SiteConfig
 from consilium.core.errors import ConfigError
+from consilium.training.device import pick_device
 
 
 def rank(
@@ -20,10 +23,6 @@ def rank(
     """
     import torch
     from pydantic import ValidationError
-
-    from consilium.client.ddp_rendezvous import read_secret, stand_by
-    from consilium.config.site import NodesConfig, SiteConfig
-    from consilium.training.device import pick_device
 
     devices = device or ["auto"]
     try:

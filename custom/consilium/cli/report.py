@@ -2,17 +2,26 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from consilium.config.job import load_job
 from consilium.core.errors import ConfigError
+from consilium.core.messages import Stage
 from consilium.core.sanitize import shown
 from consilium.core.storage import write_atomic
-
-if TYPE_CHECKING:
-    from consilium.report.compare.comparability import MissingRun
-    from consilium.report.run_record import RunRecord
+from consilium.report.best_worst_cases import CASES
+from consilium.report.compare.comparability import MissingRun, grouped
+from consilium.report.compare.tables import comparison_tables
+from consilium.report.page.run_page import run_page
+from consilium.report.page.site_page import site_folder, site_page
+from consilium.report.page.study_page import study_page
+from consilium.report.plain_files import subfolders
+from consilium.report.run_record import RunRecord, read_finished, read_run
+from consilium.report.study_cells import CELLS, check_names, study_cells
+from consilium.study.run_cell import record_of
+from consilium.use.model import cell_folder
 
 FILE = "report.html"
 
@@ -27,40 +36,19 @@ def report(
     ] = "",
 ) -> None:
     """Write a run, finished or not, or a study as one page for any browser: no network, light and dark, printable."""
-    run = run if run.is_dir() else _cell(run)
+    run = run if run.is_dir() else cell_folder(run)
     if not run.is_dir():
         raise ConfigError(f"{shown(run, 200)}: no such folder; give the folder of `simulate --workspace`, or of a study's runs")
-    target = output or _place(run, site) / FILE
+    target = output or (site_folder(run, site) if site else run) / FILE
     if target.is_dir():
         raise ConfigError(f"--output: {target}: is a folder; give a file, such as {target / FILE}")
     write_atomic(target, _page(run, site).encode(errors="backslashreplace"))
     typer.echo(f"{target}: written")
 
 
-def _cell(run: Path) -> Path:
-    """Return the run that STUDY/AXIS=VALUE,... names, or the path as it is."""
-    from consilium.use.model import cell_folder
-
-    return cell_folder(run)
-
-
-def _place(run: Path, site: str) -> Path:
-    from consilium.report.page.site_page import site_folder
-
-    return site_folder(run, site) if site else run
-
-
 def _page(run: Path, site: str) -> str:
-    from consilium.report.study_cells import CELLS
-
     if (run / CELLS).is_dir() and not (run / "job.yaml").exists():
         return _study(run, site)
-    from consilium.report.best_worst_cases import CASES
-    from consilium.report.page.run_page import run_page
-    from consilium.report.page.site_page import site_page
-    from consilium.report.plain_files import subfolders
-    from consilium.report.run_record import read_run
-
     if site:
         return site_page(run, site)
     if not (run / "job.yaml").exists() and (
@@ -72,12 +60,6 @@ def _page(run: Path, site: str) -> str:
 
 def _study(folder: Path, site: str) -> str:
     """Return the comparison of a study's finished cells. Raises ConfigError where there is none."""
-    from consilium.core.messages import Stage
-    from consilium.report.compare.comparability import grouped
-    from consilium.report.compare.tables import comparison_tables
-    from consilium.report.page.study_page import study_page
-    from consilium.report.study_cells import CELLS
-
     if site:
         raise ConfigError(f"--site: {folder} is a study's; give one of its runs in {folder / CELLS}")
     found, absent = _cells(folder)
@@ -89,22 +71,15 @@ def _study(folder: Path, site: str) -> str:
 
 
 def _seed(job: Path) -> int:
-    """Return a job's seed; 0 of one that cannot be read."""
-    from consilium.config.job import load_job
-
+    """Return a job's seed; 0 for an unreadable job."""
     try:
         return load_job(job, plugins=None).training.seed
     except ConfigError:
         return 0
 
 
-def _cells(folder: Path) -> "tuple[list[RunRecord], list[MissingRun]]":
+def _cells(folder: Path) -> tuple[list[RunRecord], list[MissingRun]]:
     """Return a study's finished runs in its order, and why the others have no scores. Raises ConfigError."""
-    from consilium.report.compare.comparability import MissingRun
-    from consilium.report.run_record import read_finished
-    from consilium.report.study_cells import check_names, study_cells
-    from consilium.study.run_cell import record_of
-
     found: list[RunRecord] = []
     absent: list[MissingRun] = []
     cells = study_cells(folder)

@@ -9,10 +9,27 @@ from rich.console import Console
 
 from consilium.cli.options import Format, page
 from consilium.cli.privacy import claim_of
-from consilium.config.job import JobConfig
-from consilium.core.sanitize import shown
+from consilium.config.job import JobConfig, load_job
+from consilium.core.sanitize import line, shown
+from consilium.report.matrices import VALUES, read_matrix
+from consilium.report.plain_files import read_json
+from consilium.report.predictions import PREDICTIONS, join_predictions
+from consilium.report.progress import ENDING, ending
+from consilium.report.results_table import results_table
+from consilium.report.run_record import read_run
+from consilium.report.tables import terminal
 
 METRICS_NOTE = "Scores above are of a simulation; no noise protects them, and in a deployment they stay at the site."
+
+
+def finish(folder: Path, losses: dict[str, float], sites: list[str], format: Format) -> None:
+    """Join the sites' pictures of a finished run into one, and print its results."""
+    try:
+        join_predictions({name: folder / "sites" / name / PREDICTIONS for name in sites}, folder / PREDICTIONS)
+    except OSError as error:  # a damaged picture or a full disk costs no score
+        Console(stderr=True, soft_wrap=True).print(line(f"no {PREDICTIONS}: {error}", "yellow"))
+    config = load_job(folder / "job.yaml", plugins=None)  # as it ran, even if the given file has changed since
+    print_results(json.loads((folder / "results.json").read_text()), losses, config, folder, format)
 
 
 def print_results(
@@ -22,14 +39,6 @@ def print_results(
 
     Exit code 1 says that sites were refused in the closing evaluation.
     """
-    from consilium.report.matrices import VALUES, read_matrix
-    from consilium.report.plain_files import read_json
-    from consilium.report.predictions import PREDICTIONS
-    from consilium.report.progress import ENDING, ending
-    from consilium.report.results_table import results_table
-    from consilium.report.run_record import read_run
-    from consilium.report.tables import terminal
-
     record = read_run(folder)
     early = {name: record.ended[name] for name in ENDING} if record.ended else None
     refused = record.unscored if config.trains else {}

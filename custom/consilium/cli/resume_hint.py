@@ -1,4 +1,4 @@
-"""What to do after Ctrl-C or a full disk: the command with which the work goes on."""
+"""Hints after Ctrl-C or a full disk: the command that resumes the work."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Let a closed terminal and `kill` end a run as Ctrl-C does: files closed, no process left. What is ignored stays so."""
+    """Let SIGTERM and SIGHUP end a run as Ctrl-C does: files closed, no process left. Ignored signals stay ignored."""
     here = threading.current_thread() is threading.main_thread()
     caught = [s for s in (signal.SIGTERM, signal.SIGHUP) if here and signal.getsignal(s) == signal.SIG_DFL]
     for one in caught:
@@ -36,32 +36,32 @@ def stoppable() -> Iterator[None]:
 
 
 @contextmanager
-def said_how_to_go_on(folder: Path, resumable: bool) -> Iterator[None]:
-    """Say how a run goes on that Ctrl-C ends, with INTERRUPTED, or a full disk, with ConsiliumError."""
+def print_resume_hint(folder: Path, resumable: bool) -> Iterator[None]:
+    """Print how to resume a run after Ctrl-C, and exit with INTERRUPTED; raise ConsiliumError for a full disk."""
     try:
         yield
     except KeyboardInterrupt:
-        say_interrupted(_way_on(folder, resumable))
+        exit_interrupted(_resume_hint(folder, resumable))
     except OSError as error:
         if error.errno not in FULL:
             raise
         where = folder if error.filename is None else error.filename
-        raise ConsiliumError(no_room(error, where, _way_on(folder, resumable))) from None
+        raise ConsiliumError(no_room(error, where, _resume_hint(folder, resumable))) from None
 
 
-def say_interrupted(way: str) -> None:
-    """Say that the command was interrupted, and end it."""
+def exit_interrupted(way: str) -> None:
+    """Print that the command was interrupted and how to resume, and exit."""
     Console(stderr=True, soft_wrap=True, highlight=False).print(f"interrupted{way}", markup=False)
     raise typer.Exit(INTERRUPTED) from None
 
 
 def no_room(error: OSError, where: str | bytes | Path, way: str) -> str:
-    """Return what a full disk, or a used-up quota, is to a user."""
+    """Return the message for a full disk or an exceeded quota."""
     return f"{os.fsdecode(where)}: {error.strerror}; make room{way}"
 
 
 def again() -> str:
-    """Return "; go on with" this command, as a shell takes it."""
+    """Return "; go on with: " and this command, quoted for a shell."""
     return f"; go on with: {shlex.join(_short(sys.argv))}"
 
 
@@ -70,8 +70,8 @@ def _short(words: list[str]) -> list[str]:
     return [short if shutil.which(short) == words[0] else words[0], *words[1:]]
 
 
-def _way_on(folder: Path, resumable: bool) -> str:
-    """Return what to do after a run that has ended early."""
+def _resume_hint(folder: Path, resumable: bool) -> str:
+    """Return the hint after a run that ended early."""
     if not resumable:
         return (
             "; a run of --engine flare cannot be resumed: start it anew with another --workspace, "
@@ -79,11 +79,11 @@ def _way_on(folder: Path, resumable: bool) -> str:
         )
     if not (folder / "server" / "state.safetensors").is_file():
         return "; no round is finished: start it anew, with another --workspace if you give one"
-    return f"; go on with: {command_again(sys.argv, folder)}"
+    return f"; go on with: {resume_command(sys.argv, folder)}"
 
 
-def command_again(words: list[str], folder: Path) -> str:
-    """Return the command line with --workspace and --resume, as a shell takes it."""
+def resume_command(words: list[str], folder: Path) -> str:
+    """Return the command line with --workspace and --resume, quoted for a shell."""
     kept, rest = _short(words[:1]), iter(words[1:])
     for word in rest:
         if word == "--workspace":

@@ -1,4 +1,4 @@
-"""The command `consilium sites`: who is here, with which versions, since when silent, with which clock, at which job."""
+"""The command `consilium sites`: each site's last heartbeat, versions, clock, certificate and jobs."""
 
 import json
 import time
@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE
-from rich.table import Table
-from rich.text import Text
 
-from consilium.cli.options import Format, FormatOption, page
+from consilium.cli.options import Format, FormatOption, page, tall_table, wide_table
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import line, shown
+from consilium.federation.compatibility import OWN, Verdict, differences
+from consilium.flare.admin.session import connect
+from consilium.flare.kit.certificates import WARN_DAYS
+from consilium.flare.kit.heartbeat_server import read
 from consilium.report.tables import fit
 
 SILENT = 60
 """Seconds without a heartbeat; FLARE drops a site after 600."""
 SKEW = 60.0
-"""Seconds that a clock may be wrong before it is told of. Certificates and records go by it."""
+"""Seconds of clock difference that are reported. Certificates and records depend on the clock."""
 HEADINGS = ("site", "seen", "version", "protocol", "clock", "certificate", "jobs")
 
 
@@ -29,9 +30,6 @@ def sites(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Show all sites that the server has seen: last heartbeat, versions, clock, days of the certificate, jobs running there."""
-    from consilium.flare.admin.session import connect
-    from consilium.flare.kit.heartbeat_server import read
-
     if (kit / "startup" / "fed_admin.json").is_file():
         with connect(kit) as admin:
             found = admin.attendance()
@@ -46,14 +44,16 @@ def sites(
         return
     server, console = found["server"], page()
     console.print(line(f"server: consilium {server['version']}, protocol {server['protocol']}; {len(rows)} sites seen"))
-    console.print(fit([partial(_wide, rows), partial(_tall, rows)], [shown(row["site"]) for row in rows], console.width))
+    cells = [_cells(row) for row in rows]
+    layouts = [partial(wide_table, cells, HEADINGS), partial(tall_table, cells)]
+    console.print(fit(layouts, [cell["site"] for cell in cells], console.width))
     for row in rows:
         for note in row["notes"]:
             console.print(line(f"{row['site']}: {note}", "yellow"), soft_wrap=True)
 
 
 def told(found: Mapping[str, Any], now: float) -> list[dict[str, Any]]:
-    """Return a row per site; `state` is here, silent or gone; None stands for what the site has not told."""
+    """Return a row per site; `state` is here, silent or gone; None: the site has not reported it."""
     return [_row(name, one, found["server"], now) for name, one in found["sites"].items()]
 
 
@@ -75,10 +75,7 @@ def _row(name: str, one: Mapping[str, Any], server: Mapping[str, Any], now: floa
 
 
 def _notes(one: Mapping[str, Any], server: Mapping[str, Any], days: int | None) -> list[str]:
-    """Return what somebody should look at."""
-    from consilium.federation.compatibility import OWN, Verdict, differences
-    from consilium.flare.kit.certificates import WARN_DAYS
-
+    """Return a line for each thing that an administrator should check."""
     if "version" not in one:
         return ["tells no version: its kit or package is of 0.2.0 or before; run `consilium allow KIT` there"]
     has, wanted = ({OWN: facts["version"], **facts.get("libraries", {})} for facts in (one, server))
@@ -95,10 +92,10 @@ def _notes(one: Mapping[str, Any], server: Mapping[str, Any], days: int | None) 
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return what is shown of a site, by heading."""
+    """Return the cells of a site's row, by heading."""
     days, ahead, ago = row["certificate_days_left"], row["clock_ahead_seconds"], _ago(row["seen_seconds_ago"])
     return {
-        "site": row["site"],
+        "site": shown(row["site"]),
         "seen": f"{ago} ago" if row["state"] == "here" else f"{row['state']}, {ago} ago",
         "version": shown(row["version"] or "-", 20),
         "protocol": "-" if row["protocol"] is None else str(row["protocol"]),
@@ -113,26 +110,3 @@ def _ago(seconds: int) -> str:
         (f"{seconds // size} {unit}" for size, unit in ((86400, "d"), (3600, "h"), (60, "min")) if seconds >= size),
         f"{seconds} s",
     )
-
-
-def _wide(rows: list[dict[str, Any]], names: Mapping[str, str]) -> Table:
-    """Return a row per site; no word in it is broken."""
-    table = Table(box=SIMPLE, pad_edge=False)
-    for heading in HEADINGS:
-        table.add_column(heading, no_wrap=True)
-    for row in rows:
-        cells = _cells(row) | {"site": names[shown(row["site"])]}
-        table.add_row(*(Text(cells[heading]) for heading in HEADINGS))
-    return table
-
-
-def _tall(rows: list[dict[str, Any]], names: Mapping[str, str]) -> Table:
-    """Return a line per site and value."""
-    table = Table(box=SIMPLE, pad_edge=False, show_header=False)
-    for _ in range(2):
-        table.add_column(no_wrap=True)
-    for row in rows:
-        for heading, value in (_cells(row) | {"site": names[shown(row["site"])]}).items():
-            table.add_row(heading, Text(value))
-        table.add_section()
-    return table

@@ -4,42 +4,53 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from consilium.cli.options import ASSUMED, TFLOPS, Format, FormatOption, TflopsOption, gpu_hours, page, study_command
+from consilium.cli.options import (
+    ASSUMED,
+    TFLOPS,
+    CheckpointsOption,
+    Format,
+    FormatOption,
+    TflopsOption,
+    WorkspaceOption,
+    gpu_hours,
+    page,
+    study_command,
+    study_size,
+)
 from consilium.cli.resume_hint import again as same_command
-from consilium.cli.resume_hint import say_interrupted, stoppable
+from consilium.cli.resume_hint import exit_interrupted, stoppable
+from consilium.config.code_digest import code_of
 from consilium.config.site import Given
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import line, number_of
+from consilium.report.study_cells import earlier_cells, keep_cells
+from consilium.study.estimate import bytes_of, count_flops
+from consilium.study.flops_cache import cached_flops, known_flops
+from consilium.study.plan import Planner
+from consilium.study.run_cell import CellRecord, log_of, record_of
+from consilium.study.runner import run_study
+from consilium.study.study import STUDIES, Study, load, named, pick
+from consilium.study.view import StudyView, cells_table, duration
 
-if TYPE_CHECKING:
-    from consilium.study.run_cell import CellRecord
-    from consilium.study.study import Study
-
-app = typer.Typer(no_args_is_help=True, help="Run grids of jobs: methods, ranks, splits, seeds.")
 StudyArgument = Annotated[Path, typer.Argument(help="a file, or a name in jobs/studies")]
-WorkspaceOption = Annotated[Path | None, typer.Option(help="folder of its runs; default: runs/studies/NAME")]
 SmokeOption = Annotated[bool, typer.Option("--smoke", help="seconds: a tiny model, generated data")]
 SmallOption = Annotated[bool, typer.Option("--small", help="minutes")]
 DataOption = Annotated[Path | None, typer.Option(help="folder with a folder per site, as for simulate")]
-CheckpointsOption = Annotated[Path | None, typer.Option(help="folder that ${SITE} in model.checkpoint stands for")]
 
 
-@app.command("list")
 def study_list(
     count: Annotated[bool, typer.Option("--count", help="count anew what has changed; minutes")] = False,
     tflops: TflopsOption = TFLOPS,
     format: FormatOption = Format.TXT,
 ) -> None:
     """List the studies in jobs/studies: what each makes, its cells, how many are done, and GPU hours by estimate."""
-    from consilium.study.study import STUDIES, load
-
     if not STUDIES.is_dir():
         remedy = "call this in the folder of Consilium's repository, or give other commands a study's file"
         raise ConfigError(f"{STUDIES}: no such folder here; {remedy}")
@@ -58,24 +69,18 @@ def study_list(
     _say(f"GPU h: an estimate, FLOPs at {tflops:g} TFLOP/s; {ASSUMED}. -: not counted, or changed since: --count")
 
 
-def _summary(study: "Study", count: bool, tflops: float) -> dict[str, Any]:
-    from consilium.study.flops_cache import cached_flops, known_flops
-    from consilium.study.run_cell import record_of
-
+def _summary(study: Study, count: bool, tflops: float) -> dict[str, Any]:
     cells = len(study.grid()) - len(study.excluded())
     begun = study.cells() if study.workspace.exists() else []  # cells are made by their jobs, which takes a while for all
     states = Counter(record_of(cell.folder).state for cell in begun)
     told = {"study": study.name, "table": study.config.table or study.config.about, "needs": study.config.needs}
     flops = known_flops(study, cached_flops())
     if flops is None and count:
-        from consilium.study.estimate import count_flops  # heavy: it lays out models
-
         flops = count_flops(study)
     hours = None if flops is None else gpu_hours(flops, tflops)
     return told | {"cells": cells, "done": states["done"], "failed": states["failed"], "gpu_hours": hours}
 
 
-@app.command("show")
 def study_show(
     study: StudyArgument,
     data: DataOption = None,
@@ -89,9 +94,7 @@ def study_show(
 
     With the --data and --checkpoints of `study run` it tells which cells ran on other data, and the MB of all sites there.
     """
-    from consilium.config.code_digest import code_of
-
-    chosen = _load(study, smoke, small, workspace)
+    chosen = load(study, study_size(smoke, small), workspace)
     cells = chosen.cells()
     records, sizes = _standing(chosen, _given(data, checkpoints))
     if format is Format.JSON:
@@ -109,12 +112,8 @@ def _given(data: Path | None, checkpoints: Path | None) -> Given:
     return Given(data and data.resolve(), checkpoints and checkpoints.resolve())
 
 
-def _standing(study: "Study", given: Given) -> "tuple[dict[str, CellRecord], dict[str, int | None]]":
+def _standing(study: Study, given: Given) -> tuple[dict[str, CellRecord], dict[str, int | None]]:
     """Return how far each cell is and the bytes it will send; with a folder of data, as it stands to them."""
-    from consilium.study.estimate import bytes_of
-    from consilium.study.plan import Planner
-    from consilium.study.run_cell import record_of
-
     records = {cell.id: record_of(cell.folder) for cell in study.cells()}
     if given.data is None:
         return records, {cell.id: bytes_of(cell) for cell in study.cells()}
@@ -123,12 +122,7 @@ def _standing(study: "Study", given: Given) -> "tuple[dict[str, CellRecord], dic
     return {one.cell.id: records[one.cell.id].held(one.data) for one in planned}, sizes
 
 
-def _print_study(study: "Study", records: "dict[str, CellRecord]", sizes: dict[str, int | None]) -> None:
-    from consilium.config.code_digest import code_of
-    from consilium.report.study_cells import earlier_cells
-    from consilium.study.study import named
-    from consilium.study.view import cells_table, duration
-
+def _print_study(study: Study, records: dict[str, CellRecord], sizes: dict[str, int | None]) -> None:
     cells, console = study.cells(), page()
     console.print(cells_table(f"{study.heading}: {study.config.about}", cells, records, sizes, console.width))
     for cell in (one for one in cells if records[one.id].state == "failed"):
@@ -148,7 +142,6 @@ def _print_study(study: "Study", records: "dict[str, CellRecord]", sizes: dict[s
     _say(f"{len(took)} of {len(cells)} cells done, {failed_or}{more}; the runs are in {study.workspace / 'cells'}")
 
 
-@app.command("run")
 def study_run(
     study: StudyArgument,
     data: DataOption = None,
@@ -161,27 +154,20 @@ def study_run(
     again: Annotated[bool, typer.Option("--again", help="run cells anew that are done by code that has changed since")] = False,
 ) -> None:
     """Run what is left of a study: finished cells stay, interrupted ones go on. The same command again goes on."""
-    chosen = _load(study, smoke, small, workspace)
+    chosen = load(study, study_size(smoke, small), workspace)
     try:
         with stoppable():
             done, failed = _run(chosen, only or [], _given(data, checkpoints), workers, again)
     except KeyboardInterrupt:
-        say_interrupted(same_command())
+        exit_interrupted(same_command())
     if done:
         _say(f"their table: {study_command('compare', study, chosen.size, workspace)}")
     if failed:
         raise typer.Exit(1)
 
 
-def _run(study: "Study", only: list[str], given: Given, workers: int, again: bool) -> tuple[int, int]:
+def _run(study: Study, only: list[str], given: Given, workers: int, again: bool) -> tuple[int, int]:
     """Run the cells that `only` leaves; return how many are done and how many failed."""
-    from consilium.report.study_cells import keep_cells
-    from consilium.study.plan import Planner
-    from consilium.study.run_cell import log_of, record_of
-    from consilium.study.runner import run_study
-    from consilium.study.study import pick
-    from consilium.study.view import StudyView
-
     cells = Planner(given, study.workspace, again).plan(pick(study, only))
     keep_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()}, study.config.named_axes)
     there = {one.cell.name: (record_of(one.cell.folder).held(one.data), one.code) for one in cells}
@@ -198,7 +184,7 @@ def _run(study: "Study", only: list[str], given: Given, workers: int, again: boo
     return done, len(failed)
 
 
-def _tell_outdated(standing: "Mapping[str, tuple[CellRecord, str]]") -> None:
+def _tell_outdated(standing: Mapping[str, tuple[CellRecord, str]]) -> None:
     """Say which cells, by name, ran by other code than theirs is now."""
     older = {name: record.state == "done" for name, (record, code) in standing.items() if record.outdated(code)}
     begun, done = ([name for name, whole in older.items() if whole is wanted] for wanted in (False, True))
@@ -213,14 +199,6 @@ def _tell_older(how: str, names: list[str], remedy: str) -> None:
             f"{number_of(len(names), 'cell')} {how} by code that has changed since: {'; '.join(names[:3])}{more}; {remedy}",
             "yellow",
         )
-
-
-def _load(study: Path, smoke: bool, small: bool, workspace: Path | None) -> "Study":
-    from consilium.study.study import load
-
-    if smoke and small:
-        raise ConfigError("--smoke: not together with --small; give one of them")
-    return load(study, "smoke" if smoke else "small" if small else "", workspace)
 
 
 def _say(text: str, style: str = "") -> None:

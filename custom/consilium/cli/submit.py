@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE
@@ -14,29 +14,29 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from consilium.cli.options import Format, FormatOption, Panel, SetOption, page
-from consilium.cli.sites import sites
+from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, page, tall_table, wide_table
 from consilium.cli.watch import exit_code, place, watch_job
+from consilium.config.job import load_job
 from consilium.config.overrides import parse_override
 from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.messages import TRAIN_LOSS, Stage
 from consilium.core.sanitize import line, shown
-from consilium.report.tables import fit
+from consilium.flare.admin.session import Admin, connect, experiment_of
+from consilium.flare.admin.submission import prepare, prepare_again, submitting
+from consilium.flare.kit.certificates import warnings
+from consilium.report.live_view import reported, score_of
+from consilium.report.progress import last_round, when
+from consilium.report.tables import fit, number
+from consilium.tasks.registry import Scores
 
-if TYPE_CHECKING:
-    from consilium.core.messages import Stage
-    from consilium.flare.admin.session import Admin
-
-app = typer.Typer()
-app.command(rich_help_panel=Panel.DEPLOYMENT)(sites)
 KitOption = Annotated[Path, typer.Option("--kit", help="an admin's startup kit")]
 WaitOption = Annotated[bool, typer.Option("--wait", help="watch it until it ends; exit code 1 if it fails")]
 PATIENCE = 120.0
-"""Seconds to wait for the sites of an experiment before it goes on."""
+"""Seconds to wait for an experiment's former sites before it is resumed."""
 
 
-@app.command(rich_help_panel=Panel.DEPLOYMENT)
 def submit(
-    job: Annotated[Path, typer.Argument(help="a job folder, such as jobs/quickstart, or a job.yaml")],
+    job: JobArgument,
     kit: KitOption,
     experiment: Annotated[str, typer.Option(help="this run's name; default: NAME-TIME")] = "",
     override: SetOption = None,
@@ -44,10 +44,6 @@ def submit(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Send a job to the federation. Every submission is a run of its own, with its own files, under its experiment's name."""
-    from consilium.config.job import load_job
-    from consilium.flare.admin.session import connect
-    from consilium.flare.admin.submission import prepare, submitting
-
     overrides = dict(parse_override(one) for one in override or [])
     name = experiment or f"{load_job(job, overrides, plugins=None, author=True).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with connect(kit) as admin:
@@ -56,7 +52,6 @@ def submit(
         _submitted(admin, job_id, name, wait, format)
 
 
-@app.command(rich_help_panel=Panel.DEPLOYMENT)
 def resume(
     experiment: Annotated[str, typer.Argument(help="its name, as `consilium status` lists it")],
     job: Annotated[Path | None, typer.Argument(help="the job it was submitted with, if that was not from this kit")] = None,
@@ -66,21 +61,17 @@ def resume(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Go on with a run that broke off, from the last finished round. On CPU the result is bit for bit the uninterrupted one."""
-    from consilium.flare.admin.session import connect
-    from consilium.flare.admin.submission import prepare_again, submitting
-
     with connect(kit) as admin:
         sites = admin.former_sites(experiment)
         folder = prepare_again(experiment, admin.uploads, job)
         with submitting(folder) if job else nullcontext():
             for site in sorted(admin.await_sites(sites, PATIENCE)):
-                said = f"{site} took part before and is not connected: it goes on without"
+                said = f"{site} took part before and is not connected: the run is resumed without it"
                 Console(stderr=True).print(line(said, "yellow"))
             job_id = admin.submit(folder)
         _submitted(admin, job_id, experiment, wait, format)
 
 
-@app.command(rich_help_panel=Panel.DEPLOYMENT)
 def status(
     job: Annotated[str, typer.Argument(metavar="[JOB]", help="FLARE's job id or an experiment; default: list all")] = "",
     *,
@@ -93,9 +84,6 @@ def status(
 
     The newest that failed have their reason.
     """
-    from consilium.flare.admin.session import connect
-    from consilium.flare.kit.certificates import warnings
-
     if (watch or check) and not job:
         raise ConfigError("--watch, --check: are of one job; give its experiment")
 
@@ -115,32 +103,26 @@ def status(
         raise typer.Exit(exit_code(found["status"]))
 
 
-def _listed(admin: "Admin") -> list[dict[str, Any]]:
+def _listed(admin: Admin) -> list[dict[str, Any]]:
     """Return all jobs, and why the newest failed."""
-    from consilium.flare.admin.session import experiment_of
-
     keys = ("job_id", "status", "submit_time_iso", "duration", "submitter_name")
     jobs = admin.jobs()
     found = [{"experiment": experiment_of(one), **{key: one.get(key) for key in keys}} for one in jobs]
     return [one | ({"reason": reason} if reason else {}) for one, reason in zip(found, admin.reasons(jobs), strict=True)]
 
 
-@app.command(rich_help_panel=Panel.DEPLOYMENT)
 def abort(
     job: Annotated[str, typer.Argument(help="FLARE's job id or an experiment")],
     kit: KitOption,
     format: FormatOption = Format.TXT,
 ) -> None:
     """Stop a job. Its last finished round stays; `consilium resume` goes on from there."""
-    from consilium.flare.admin.session import connect
-
     with connect(kit) as admin:
         found = admin.find(job)
         admin.abort(found["job_id"])
     print(json.dumps({"aborted": found["job_id"]}) if format is Format.JSON else f"{shown(found['job_id'])}: aborted")
 
 
-@app.command(rich_help_panel=Panel.DEPLOYMENT)
 def download(
     job: Annotated[str, typer.Argument(help="FLARE's job id or an experiment, which has ended")],
     folder: Annotated[Path, typer.Argument(metavar="DEST", help="receives a folder named by the job's id")],
@@ -148,14 +130,12 @@ def download(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Fetch what a job left at the server: scores, tb_events, the shared adapter. What sites keep for themselves stays."""
-    from consilium.flare.admin.session import connect
-
     with connect(kit) as admin:
         found = admin.download(admin.find(job)["job_id"], folder)
     print(json.dumps({"folder": str(found)}) if format is Format.JSON else found)
 
 
-def _submitted(admin: "Admin", job_id: str, experiment: str, wait: bool, format: Format) -> None:
+def _submitted(admin: Admin, job_id: str, experiment: str, wait: bool, format: Format) -> None:
     console = Console(stderr=format is Format.JSON, soft_wrap=True, highlight=False)
     console.print(line(f"submitted as experiment {experiment}, job {job_id}"))
     found: dict[str, Any] = {"job_id": job_id, "experiment": experiment}
@@ -171,8 +151,6 @@ def _submitted(admin: "Admin", job_id: str, experiment: str, wait: bool, format:
 
 def show(found: dict[str, Any]) -> None:
     """Print one job's status for people."""
-    from consilium.report.progress import last_round, when
-
     console, progress = Console(soft_wrap=True, highlight=False), found["progress"]
     console.print(line(f"{found['experiment']}: {found['status']}  (job {found['job_id']})"))
     for problem in found["problems"]:
@@ -193,10 +171,6 @@ def show(found: dict[str, Any]) -> None:
 def _table(progress: dict[str, Any], width: int) -> Table:
     """Return a row per site: its weight in the mean (federation.max_weight bounds it), its loss and leading score as far as
     it shares them, and what it has sent and received, in at most `width` cells where that can be."""
-    from consilium.core.messages import Stage
-    from consilium.report.live_view import reported
-    from consilium.tasks.registry import Scores
-
     told, sites = progress["scores"], progress["sites"]
     scores = Scores((*map(str, told["leading"]), "loss"), (), told["headings"])  # a server wrote them
     score = scores.lead({metric for one in sites.values() for metric in reported(one["metrics"])})
@@ -208,13 +182,8 @@ def _table(progress: dict[str, Any], width: int) -> Table:
 
 
 def _sites(
-    progress: dict[str, Any], score: str, headings: "dict[Stage, str]", joint: str, sizes: bool, names: Mapping[str, str]
+    progress: dict[str, Any], score: str, headings: dict[Stage, str], joint: str, sizes: bool, names: Mapping[str, str]
 ) -> Table:
-    from consilium.core.messages import TRAIN_LOSS
-    from consilium.report.live_view import score_of
-    from consilium.report.progress import last_round
-    from consilium.report.tables import number
-
     table = Table(box=SIMPLE, pad_edge=False)
     told = [f"{heading}{joint}{stage}" for stage, heading in headings.items()]
     for heading in ("site", "round", "weight", "loss", *told, *((f"KiB{joint}up", f"KiB{joint}down") if sizes else ())):
@@ -231,15 +200,15 @@ def _sites(
 def _list(jobs: list[dict[str, Any]]) -> None:
     console, rows = page(), [_row(one) for one in jobs]
     wide = ("experiment", "status", "submitted", "took", "by", "job")
-    layouts = [partial(_jobs, rows, headings) for headings in (wide, wide[:2] + wide[-1:])]
-    console.print(fit([*layouts, partial(_tall_jobs, rows)], [row["experiment"] for row in rows], console.width))
+    layouts = [partial(wide_table, rows, headings) for headings in (wide, wide[:2] + wide[-1:])]
+    console.print(fit([*layouts, partial(tall_table, rows)], [row["experiment"] for row in rows], console.width))
     for one in jobs:
         if "reason" in one:
             console.print(line(f"{one['experiment']}: {one['reason']}", "red", 1000), soft_wrap=True)
 
 
 def _row(job: dict[str, Any]) -> dict[str, str]:
-    """Return what is shown of a job, by heading."""
+    """Return the cells of a job's row, by heading."""
     found = {
         "experiment": job["experiment"],
         "status": job["status"],
@@ -249,25 +218,3 @@ def _row(job: dict[str, Any]) -> dict[str, str]:
         "job": job["job_id"],
     }
     return {heading: shown(value or "") for heading, value in found.items()}
-
-
-def _jobs(rows: list[dict[str, str]], headings: tuple[str, ...], names: Mapping[str, str]) -> Table:
-    """Return a row per job; no word in it is broken."""
-    table = Table(box=SIMPLE, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(names[row[h]] if h == "experiment" else row[h]) for h in headings))
-    return table
-
-
-def _tall_jobs(rows: list[dict[str, str]], names: Mapping[str, str]) -> Table:
-    """Return a line per job and value."""
-    table = Table(box=SIMPLE, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    for row in rows:
-        for heading, value in (row | {"experiment": names[row["experiment"]]}).items():
-            table.add_row(heading, Text(value))
-        table.add_section()
-    return table

@@ -1,23 +1,22 @@
-"""A running job, watched until it has ended, and what a program is told of one."""
+"""Watching a running job until it has ended, and the exit code of a job's status."""
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from consilium.core.sanitize import line
-
-if TYPE_CHECKING:
-    from consilium.flare.admin.session import Admin
+from consilium.flare.admin.session import Admin
+from consilium.report.progress import ending
 
 LOST = "LOST"
-"""As flare/admin/session.py says it; a job is that for moments between its end and its final status too."""
+"""The status in flare/admin/session.py. A job also has it for moments between its end and its final status."""
 LOST_AFTER = 60.0
-"""Seconds of it after which a job is taken for lost."""
+"""Seconds with status LOST after which a job counts as lost."""
 
 
 def exit_code(status: str) -> int:
-    """Return what a program is told of a job: 0 completed, 1 failed or aborted, 3 not ended, 4 lost with its server."""
+    """Return the exit code of a job's status: 0 completed, 1 failed or aborted, 3 not ended, 4 lost with its server."""
     if status == LOST:
         return 4
     if not status.startswith("FINISHED"):
@@ -25,8 +24,8 @@ def exit_code(status: str) -> int:
     return 0 if status == "FINISHED:COMPLETED" else 1
 
 
-def watch_job(admin: "Admin", job_id: str, console: Console) -> dict[str, Any]:
-    """Print a line whenever something has changed, until the job has ended or is lost; return its last status."""
+def watch_job(admin: Admin, job_id: str, console: Console) -> dict[str, Any]:
+    """Print a line at every change until the job has ended or is lost; return its last status."""
     said, ends = "", time.monotonic() + LOST_AFTER
     while not (found := admin.status(job_id))["status"].startswith("FINISHED"):
         ends = ends if found["status"] == LOST else time.monotonic() + LOST_AFTER
@@ -41,9 +40,7 @@ def watch_job(admin: "Admin", job_id: str, console: Console) -> dict[str, Any]:
 
 
 def place(progress: dict[str, Any]) -> str:
-    """Return one line on where a run is."""
-    from consilium.report.progress import ending
-
+    """Return a line with a run's round, answers, epsilon and ETA."""
     if early := progress.get("ended"):
         return f"{ending(early)}; the closing evaluation {'is done' if progress['finished'] else 'goes on'}"
     if progress["finished"]:

@@ -10,7 +10,6 @@ from consilium.client.client import Site
 from consilium.client.ddp_checks import ranks_of
 from consilium.client.site_data import of_patients, patients_of, site_data, units_of, watched
 from consilium.client.speedups import speed_up
-from consilium.config.secure_aggregation import most_weight
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Observer, allowed_metrics, loading
@@ -95,7 +94,7 @@ def build_guard(
             root,
             (patients, str(data.path.resolve())) if own else (GENERATED,),
             job.config.title,
-            "uniform" if job.config.weighting == "uniform" else f"samples, at most {most_weight(job.config)}",
+            "uniform" if job.config.weighting == "uniform" else f"samples, at most {job.config.most_weight}",
         ),
         observer,
         job_id,

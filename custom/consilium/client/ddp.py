@@ -41,7 +41,7 @@ from consilium.client.ddp_worker import (
 )
 from consilium.config.job import JobConfig
 from consilium.config.site import NodesConfig, SiteConfig
-from consilium.core.child_process import Child, send
+from consilium.core.child_process import ChildProcess, send
 from consilium.core.errors import ConsiliumError, Reason
 from consilium.core.messages import Tensors
 from consilium.core.seeding import seed_for
@@ -65,7 +65,7 @@ class Ranks:
 
     def __init__(self, config: JobConfig, site: SiteConfig, data: DataList, folder: Path) -> None:
         self.config, self.site, self.data, self.folder = config, site, looked_at(data), folder
-        self.children, self.place, self.count, self.together = list[Child | Joined](), folder, 0, False
+        self.children, self.place, self.count, self.together = list[ChildProcess | Joined](), folder, 0, False
         self.sharded, self.device = site.base == "sharded", pick_device(site.main_device)
         self._group: ProcessGroup | None = None
         self._split: nn.Module | None = None
@@ -131,7 +131,7 @@ class Ranks:
         size, nodes = self.site.device_count, self.site.nodes
         self.place = Path(tempfile.mkdtemp(prefix="ranks-", dir=private_folder(self.folder)))
         place, store, address = _meeting(self.place, nodes, size)
-        self.children.extend(Child(work, self.site.threads or torch.get_num_threads()) for _ in self.site.devices[1:])
+        self.children.extend(ChildProcess(work, self.site.threads or torch.get_num_threads()) for _ in self.site.devices[1:])
         self.children.extend(gather(nodes) if nodes else [])
         packages, settings = frozenset(self.config.packages), self.config.model_dump(mode="json")
         for rank, child in enumerate(self.children, start=1):

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from consilium.core.child_process import Child, ended, receive
+from consilium.core.child_process import ChildProcess, exit_reason, receive
 from consilium.core.errors import ConsiliumError, Reason
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Failed(NamedTuple):
 class Told(RuntimeError):
     """What a rank has said of why it failed, and which it is."""
 
-    def __init__(self, why: Failed, child: "Child | Joined") -> None:
+    def __init__(self, why: Failed, child: "ChildProcess | Joined") -> None:
         super().__init__(why.line)
         self.why, self.child = why, child
 
@@ -50,14 +50,14 @@ def failure(who: str, what: Failed) -> ConsiliumError:
     return found
 
 
-def hear(children: "Sequence[Child | Joined]") -> None:
+def hear(children: "Sequence[ChildProcess | Joined]") -> None:
     """Wait until all are ready. Raises Told for the first that is not, OSError or EOFError where it is gone."""
     for child in children:
         if found := receive(child.pipe):
             raise Told(found, child)
 
 
-def said(child: "Child | Joined") -> Failed | None:
+def said(child: "ChildProcess | Joined") -> Failed | None:
     """Return why a rank failed, None if it did not; the others wait for it, and say nothing."""
     gone = False
     try:
@@ -70,4 +70,4 @@ def said(child: "Child | Joined") -> Failed | None:
         return Failed("it is gone; see what `consilium rank` says there") if gone else None
     child.process.join(1)
     code = child.process.exitcode
-    return None if code is None else Failed(ended(code))
+    return None if code is None else Failed(exit_reason(code))

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from consilium.client.ddp_worker import work
 from consilium.config.site import NodesConfig
-from consilium.core.child_process import Child
+from consilium.core.child_process import ChildProcess
 from consilium.core.errors import ConfigError, ConsiliumError, Reason
 
 HANDSHAKE = 10
@@ -161,7 +161,7 @@ def _shut(link: socket.socket) -> None:
 
 def stand_by(place: tuple[str, int], secret: bytes, devices: Sequence[str], threads: int) -> None:
     """Keep a process for each device that works for rank 0 whenever it is called for; endless, until this process ends."""
-    children = [Child(partial(_join, place, secret, device), threads) for device in devices]
+    children = [ChildProcess(partial(_join, place, secret, device), threads) for device in devices]
     try:
         while True:
             connection.wait([child.process.sentinel for child in children])
@@ -169,7 +169,7 @@ def stand_by(place: tuple[str, int], secret: bytes, devices: Sequence[str], thre
                 if child.process.exitcode is not None:
                     child.end()
                     time.sleep(AGAIN)
-                    children[number] = Child(partial(_join, place, secret, devices[number]), threads)
+                    children[number] = ChildProcess(partial(_join, place, secret, devices[number]), threads)
     finally:
         for child in children:
             child.end()
@@ -177,9 +177,9 @@ def stand_by(place: tuple[str, int], secret: bytes, devices: Sequence[str], thre
 
 def _join(place: tuple[str, int], secret: bytes, device: str, parent: connection.Connection) -> None:
     """Call until rank 0 answers, then work for it once."""
-    from consilium.core.child_process import follow
+    from consilium.core.child_process import exit_with_parent
 
-    follow()
+    exit_with_parent()
     while True:
         try:
             link = socket.create_connection(place, timeout=HANDSHAKE)

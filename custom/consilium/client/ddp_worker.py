@@ -16,7 +16,7 @@ from consilium.adapters import layers
 from consilium.client.ddp_failures import why
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.core.child_process import follow, receive, send
+from consilium.core.child_process import exit_with_parent, receive, send
 from consilium.core.messages import Tensors
 from consilium.core.schema import validate
 from consilium.data.datalist import DataList
@@ -154,7 +154,7 @@ def work(pipe: connection.Connection, address: str = LOOPBACK, device: str | Non
 
     `address`: where this rank listens; `device`: where it computes, by default where rank 0 says.
     """
-    follow()
+    exit_with_parent()
     say_to(logging.NullHandler())  # its site says the same, where such lines belong
     with suppress(EOFError, OSError):
         setup: RankSetup = receive(pipe)

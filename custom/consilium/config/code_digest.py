@@ -6,17 +6,14 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from consilium.config.job import JobConfig
 
 OWN = "consilium"
 
 
-def code_of(config: "JobConfig") -> str:
+def code_of(config: JobConfig) -> str:
     """Return a digest of the files of the strategy's class, and of the classes of sections that other packages add.
 
     A class' files are its own and those of its bases in the same package, so what else these import does not show.
@@ -27,7 +24,7 @@ def code_of(config: "JobConfig") -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def plugins_of(config: "JobConfig") -> dict[str, str]:
+def plugins_of(config: JobConfig) -> dict[str, str]:
     """Return version and SHA-256 of the code of every other package that the job's kinds come from, by the package's name.
 
     The code is all files of the packages and modules that the distribution's entry points name, whichever of them the job's
@@ -65,7 +62,7 @@ def _installed(top: str) -> Iterator[tuple[str, Path]]:
 
 
 def _files(kind: type) -> dict[str, Path]:
-    """Return the files of a class and of its bases in the same package, by module; of one without files none."""
+    """Return the files of a class and of its bases in the same package, by module."""
     modules = {base.__module__ for base in kind.__mro__ if _package(base) == _package(kind)}
     found = {name: getattr(sys.modules.get(name), "__file__", None) for name in modules}
     return {name: path for name, file in found.items() if file and (path := Path(file)).is_file()}

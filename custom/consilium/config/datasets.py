@@ -18,24 +18,37 @@ _WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,9})")
 
 
 class DatasetConfig(Section):
-    """One of a site's data sets. `datalist`: as the field of this name of a site with one.
+    """One of a site's data sets."""
 
-    `labels` maps what the site calls a label (a mask's value, a DICOM region's name, a picture's class) to the job's class, or
-    to a list of classes. An empty list is background; a picture's class with one leaves its pictures out. Names that a job
-    does not have are left alone, because several jobs may use the map. `annotated`: the classes that the masks show, where the
-    list itself does not say; without it all of the job's. `patients`: the name of these patients in the ledger, and so of
-    their budget; data sets of the same patients share one.
-    """
-
-    datalist: Path
-    labels: Annotated[dict[LabelValue, Mapped], Field(min_length=1, max_length=4096)] | None = None
-    annotated: Annotated[tuple[ClassName, ...], Field(max_length=MOST_CLASSES)] | None = None
-    patients: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    datalist: Annotated[Path, Field(description="the data set's list, as `datalist` of a site with one data set")]
+    labels: Annotated[
+        Annotated[dict[LabelValue, Mapped], Field(min_length=1, max_length=4096)] | None,
+        Field(
+            description="`labels` maps what the site calls a label (a mask's value, a DICOM region's name, a picture's "
+            "class) to the job's class, or to a list of classes. An empty list is background; a picture's "
+            "class with one leaves its pictures out. Names that a job does not have are left alone, because "
+            "several jobs may use the map; printable, without /"
+        ),
+    ] = None
+    annotated: Annotated[
+        Annotated[tuple[ClassName, ...], Field(max_length=MOST_CLASSES)] | None,
+        Field(
+            description="the classes that the masks show, where the list itself does not say; without it all of the job's;"
+            " printable, without /"
+        ),
+    ] = None
+    patients: Annotated[
+        Annotated[str, Field(min_length=1, max_length=200)] | None,
+        Field(
+            description="the name of these patients in the ledger, and so of their budget; data sets of the same patients "
+            "share one"
+        ),
+    ] = None
 
     @field_validator("labels", mode="before")
     @classmethod
     def _plain(cls, value: Any) -> Any:
-        """Let one class stand without a list, and numbers that JSON made texts be numbers again."""
+        """Put a single class into a list, and turn numbers that JSON made texts into numbers."""
         if not isinstance(value, Mapping):
             return value
         found = {_number(key): [names] if isinstance(names, str) else names for key, names in value.items()}
@@ -58,7 +71,7 @@ def check_apart(path: Path, datasets: Mapping[str, DatasetConfig]) -> None:
 
 
 def _place(datalist: Path) -> Path:
-    """Return the file or folder that a data list is, by whatever way it is named."""
+    """Return the file of a data list, or the folder of JSONL lists, resolved."""
     found = datalist.resolve()
     return found.parent if found.suffix == ".jsonl" else found
 

@@ -14,17 +14,22 @@ BUNDLES_HELP = "whether jobs may bring code (BYOC)"
 
 
 class ServerEntry(Section):
-    """The server. `name` is the host name that sites reach; `hosts`: its further names and addresses, for its certificate.
+    """The server."""
 
-    `state`: a private folder at the server for jobs and snapshots (FLARE's own default is under /tmp, readable by all).
-    """
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*$")]
-    org: Org
+    name: Annotated[
+        str, Field(pattern=r"^[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*$", description="`name` is the host name that sites reach")
+    ]
+    org: Annotated[Org, Field(description="letters, digits and _")]
     port: Annotated[int, Field(ge=1, le=65535, description="sites' and admins' connections alike")] = 8002
-    hosts: tuple[str, ...] = ()
-    state: Path
-    bundles: Annotated[bool, Field(description=BUNDLES_HELP)] = False
+    hosts: Annotated[tuple[str, ...], Field(description="its further names and addresses, for its certificate")] = ()
+    state: Annotated[
+        Path,
+        Field(
+            description="a private folder at the server for jobs and snapshots (FLARE's own default is under /tmp, "
+            "readable by all)"
+        ),
+    ]
+    bundles: Annotated[bool, Field(description="whether jobs may bring code (BYOC)")] = False
 
     @field_validator("state")
     @classmethod
@@ -35,36 +40,47 @@ class ServerEntry(Section):
 
 
 class SiteEntry(Section):
-    """One hospital. `site` becomes its site.yaml, with paths as they are at the hospital; it may edit the file later."""
+    """One hospital."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
-    org: Org
-    gpus: Annotated[int, Field(ge=0)] = 0
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", description="the site's name in all runs")]
+    org: Annotated[Org, Field(description="letters, digits and _")]
+    gpus: Annotated[int, Field(ge=0, description="what FLARE may reserve for jobs that ask")] = 0
     gpu_memory: Annotated[int, Field(ge=0, description="GiB a GPU")] = 0
-    bundles: Annotated[bool, Field(description=BUNDLES_HELP)] = False
-    site: SiteConfig = SiteConfig()
+    bundles: Annotated[bool, Field(description="whether jobs may bring code (BYOC)")] = False
+    site: Annotated[
+        SiteConfig,
+        Field(description="`site` becomes its site.yaml, with paths as they are at the hospital; it may edit the file later"),
+    ] = SiteConfig()
 
 
 class AdminEntry(Section):
     """One person. A lead submits jobs, an org_admin looks after a hospital's own site, a member watches."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+\.[A-Za-z]{2,}$")]
-    org: Org
-    role: Literal["project_admin", "org_admin", "lead", "member"]
+    name: Annotated[
+        str,
+        Field(pattern=r"^[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+\.[A-Za-z]{2,}$", description="an address, such as lead@hub.example"),
+    ]
+    org: Annotated[Org, Field(description="letters, digits and _")]
+    role: Annotated[
+        Literal["project_admin", "org_admin", "lead", "member"],
+        Field(description="a lead submits jobs, an org_admin looks after a hospital's own site, a member watches"),
+    ]
 
 
 class DeploymentConfig(Section):
-    """A whole deployment. `scheme` is FLARE's transport, always under mutual TLS; certificates last `valid_days`.
+    """A whole deployment."""
 
-    FLARE 2.9's http transport carries no message over 4 MiB to a site, and a bundled job is one.
-    """
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,63}$")]
-    server: ServerEntry
-    sites: Annotated[list[SiteEntry], Field(min_length=1)]
-    admins: Annotated[list[AdminEntry], Field(min_length=1)]
-    scheme: Literal["grpc", "http", "tcp"] = "grpc"
-    valid_days: Annotated[int, Field(ge=1)] = 360
+    name: Annotated[
+        str, Field(pattern=r"^[A-Za-z0-9_-]{1,63}$", description="the deployment's name; kits lie in a folder of this name")
+    ]
+    server: Annotated[ServerEntry, Field(description="the one server")]
+    sites: Annotated[list[SiteEntry], Field(min_length=1, description="the hospitals")]
+    admins: Annotated[list[AdminEntry], Field(min_length=1, description="the people")]
+    scheme: Annotated[
+        Literal["grpc", "http", "tcp"],
+        Field(description="FLARE's transport, always under mutual TLS; http carries no message over 4 MiB"),
+    ] = "grpc"
+    valid_days: Annotated[int, Field(ge=1, description="how long certificates last")] = 360
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

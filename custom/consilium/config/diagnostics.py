@@ -17,26 +17,41 @@ class OracleConfig(Section):
     The oracle is the same site on the same batches, from the whole global update and with all ranks training.
     """
 
-    every: Every = 1
-    sites: SiteCount = 5
-    rank: OracleRank | None = None
+    every: Annotated[Every, Field(description="look in every so many rounds, counted from 1")] = 1
+    sites: Annotated[SiteCount, Field(description="how many of a round's sites, drawn by the seed")] = 5
+    rank: Annotated[OracleRank | None, Field(description="the oracle's rank; by default whatever a layer has")] = None
 
 
 class DiagnosticsConfig(Section):
-    """What a run measures of itself beside the scores. Pictures of it lie in the run's folder and in the sites'.
+    """What a run measures of itself beside the scores. Pictures of it lie in the run's folder and in the sites'."""
 
-    `deviation`: how far the product of the mean factors lies from the mean of the products, each phase, at the server (DEeR,
-    Eq. 7). `noise`: norms of the linear terms that noise adds to a product (DEeR, Eq. 10, Figure 2), at each site, which keeps
-    them. `drift`: how far local training moves each adapter (FedSCA, Figure 3), at each site, which keeps it. `leakage`: the
-    two parts of Proposition 3.2 (IAT + SOR), for strategies that keep one factor of a layer at the site. `leakage` and `oracle`
-    look inside the sites, which only a simulation in one process can.
-    """
-
-    deviation: bool = False
-    noise: bool = False
-    drift: bool = False
-    leakage: bool = False
-    oracle: OracleConfig | None = None
+    deviation: Annotated[
+        bool,
+        Field(
+            description="how far the product of the mean factors lies from the mean of the products, each phase, at the "
+            "server (DEeR, Eq. 7)"
+        ),
+    ] = False
+    noise: Annotated[
+        bool,
+        Field(
+            description="norms of the linear terms that noise adds to a product (DEeR, Eq. 10, Figure 2), at each site, "
+            "which keeps them"
+        ),
+    ] = False
+    drift: Annotated[
+        bool, Field(description="how far local training moves each adapter (FedSCA, Figure 3), at each site, which keeps it")
+    ] = False
+    leakage: Annotated[
+        bool,
+        Field(
+            description="common drift and heterogeneity leakage of shared factors (Proposition 3.2 of IAT + SOR), for "
+            "strategies that keep one factor of a layer at the site; only in a simulation in one process"
+        ),
+    ] = False
+    oracle: Annotated[
+        OracleConfig | None, Field(description="drift from a high-rank oracle; only in a simulation in one process")
+    ] = None
 
     @property
     def looks_inside(self) -> bool:

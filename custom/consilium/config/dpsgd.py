@@ -1,57 +1,57 @@
-"""What DP-SGD and shares of noise do not go with, in a job."""
+"""Checks of a job with DP-SGD, or with noise in shares, against its other sections."""
 
-from typing import TYPE_CHECKING
-
-from consilium.config.privacy import NEEDS_MASKS
+from consilium.adapters.registry import AdapterConfig
+from consilium.config.data import DataConfig
+from consilium.config.privacy import NEEDS_MASKS, DpSgdConfig, SiteLevelDpConfig
+from consilium.config.secure_aggregation import SecureAggregationConfig
+from consilium.config.server import ServerConfig
+from consilium.config.training import TrainingConfig
 from consilium.core.schema import SMALLEST_NOISE
+from consilium.models.registry import ModelConfig
+from consilium.tasks.registry import TaskConfig
 
-if TYPE_CHECKING:
-    from consilium.config.job import JobConfig
 
-
-def check_apart(job: "JobConfig") -> None:
-    """Raise ValueError, naming field, value and remedy, for what ties the records (or patients) of a batch together.
+def check_apart(
+    dpsgd: DpSgdConfig, data: DataConfig, training: TrainingConfig, adapter: AdapterConfig, model: ModelConfig, task: TaskConfig
+) -> None:
+    """Raise ValueError, naming field, value and remedy, for a setting that ties the records (or patients) of a batch together.
 
     DP-SGD's noise is made for a sum that one of them moves by the clip at most. That holds only while its gradient does not
     depend on those beside it.
     """
-    if job.dpsgd is None:
-        return
-    unit, noise_multiplier = job.dpsgd.unit, job.dpsgd.noise_multiplier
-    if job.data.most_training is not None:
+    unit, noise_multiplier = dpsgd.unit, dpsgd.noise_multiplier
+    if data.most_training is not None:
         what = f"chooses by how many there are, so one {unit} more changes which others are there"
-        raise ValueError(f"data.most_training: {job.data.most_training} {what} (privacy.unit {unit}); leave it out")
-    if job.training.accumulate > 1:
+        raise ValueError(f"data.most_training: {data.most_training} {what} (privacy.unit {unit}); leave it out")
+    if training.accumulate > 1:
         raise ValueError(f"training.accumulate: cannot be over 1 with privacy.unit {unit}; raise batch_size instead")
-    if job.training.compile:
+    if training.compile:
         raise ValueError(f"training.compile: true hides the layers whose gradients privacy.unit {unit} takes; use false")
-    if job.training.precision == "bf16":
+    if training.precision == "bf16":
         what = f"rounds a record's gradient by who is beside it, so no privacy.unit {unit}"
         raise ValueError(f"training.precision: 'bf16' {what}; use auto or fp32")
-    job.adapter.keep_apart()
-    job.model.keep_apart()
-    if job.model.dtype == "int8":
+    adapter.keep_apart()
+    model.keep_apart()
+    if model.dtype == "int8":
         what = "chooses by the whole batch what it computes in 16 bits, which ties its samples together"
         raise ValueError(f"model.dtype: 'int8' {what} under privacy.unit {unit}; use nf4 or bf16")
-    job.task.keep_apart()
+    task.keep_apart()
     if noise_multiplier is not None and 0 < noise_multiplier < SMALLEST_NOISE:
         what = f"under {SMALLEST_NOISE} no accountant tells it from none"
         raise ValueError(f"privacy.noise_multiplier: {noise_multiplier}: {what}; raise it, or use 0 to clip only")
 
 
-def check_shares(job: "JobConfig") -> None:
-    """Raise ValueError, naming field, value and remedy, for what noise in shares does not go with."""
-    if job.privacy is None or job.privacy.trust != "distributed":
-        return
-    if job.secure_aggregation is None:
+def check_shares(
+    privacy: SiteLevelDpConfig | DpSgdConfig,
+    masks: SecureAggregationConfig | None,
+    training: TrainingConfig,
+    server: ServerConfig | None,
+) -> None:
+    """Raise ValueError, naming field, value and remedy, for a setting that excludes noise in shares (`trust: distributed`)."""
+    if masks is None:
         raise ValueError(f"privacy.trust: 'distributed': {NEEDS_MASKS}")
-    if job.dpsgd is not None:
-        _check_steps(job)
-
-
-def _check_steps(job: "JobConfig") -> None:
-    """Raise ValueError for what a step over all sites does not go with."""
-    training = job.training
+    if isinstance(privacy, SiteLevelDpConfig):
+        return
     if training.local_steps != 1:
         what = f"{training.local_steps or 'none'}: DP-SGD over all sites takes one step a round"
         raise ValueError(f"training.local_steps: {what}; use 1")
@@ -61,6 +61,6 @@ def _check_steps(job: "JobConfig") -> None:
     if training.optimizer_state == "kept":
         what = "is of sites, and the server takes the steps (privacy.trust distributed)"
         raise ValueError(f"training.optimizer_state: 'kept' {what}; leave it out")
-    if job.server is not None:
+    if server is not None:
         what = "DP-SGD over all sites takes the server's steps by training.optimizer"
         raise ValueError(f"server: {what}; remove the section")

@@ -1,4 +1,4 @@
-"""A model's architecture by the path of its config.json, whose contents a job carries: nobody pastes them."""
+"""Replacing the path of a model's config.json in a job by the file's contents."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def job_text(job: Path) -> bytes:
 
 
 def _named(raw: Any) -> str:
-    """Return the path that stands for an architecture, "" for none."""
+    """Return the path in `model.config`, "" for none."""
     model = raw.get("model") if isinstance(raw, dict) else None
     named = model.get("config") if isinstance(model, dict) else None
     return named if isinstance(named, str) else ""

@@ -5,25 +5,26 @@ import json
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from consilium.adapters.registry import ADAPTERS, AdapterConfig, AdapterKind
 from consilium.config.cross_site import CrossSiteConfig
 from consilium.config.data import PHANTOMS, DataConfig
 from consilium.config.diagnostics import DiagnosticsConfig
 from consilium.config.dpsgd import check_apart, check_shares
+from consilium.config.federation import FederationConfig
 from consilium.config.inline_model_config import embed_architecture
 from consilium.config.overrides import override
 from consilium.config.privacy import DpSgdConfig, PrivacyConfig, SiteLevelDpConfig
-from consilium.config.secure_aggregation import SecureAggregationConfig, check_masked
+from consilium.config.secure_aggregation import MOST_WEIGHT, SecureAggregationConfig, check_masked
 from consilium.config.server import ServerConfig
 from consilium.config.statistics import StatisticsConfig
-from consilium.config.validation import ValidateConfig
+from consilium.config.training import TrainingConfig
 from consilium.core.errors import ConfigError
 from consilium.core.registry import NO_PLUGINS, KindField, Plugins
-from consilium.core.schema import Name, Positive, Seconds, Section, Seed, Share, read_yaml, validate
+from consilium.core.schema import SMALLEST_NOISE, Name, Section, read_yaml, validate
 from consilium.models.registry import MODELS, ModelConfig
 from consilium.strategies.registry import STRATEGIES
 from consilium.tasks.registry import TASKS, TaskConfig
@@ -34,86 +35,46 @@ else:
     Strategy = Any  # its module needs torch, which reading a job.yaml does only for the strategy that it names
 
 
-class TrainingConfig(Section):
-    """Local training. `local_steps`, when given, replaces `local_epochs`; `precision` auto is bf16 where the GPU has it.
-
-    `schedule` cosine and linear let the learning rate fall from `lr` to 0 within each round's local training, without warm-up.
-    """
-
-    rounds: Annotated[int, Field(ge=1, le=100_000)]
-    local_epochs: Annotated[int, Field(ge=1, le=1000)] = 1
-    local_steps: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    batch_size: Annotated[int, Field(ge=1, le=65536)] = 4
-    accumulate: Annotated[int, Field(ge=1, le=4096, description="batches per optimizer step")] = 1
-    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
-    optimizer_state: Annotated[
-        Literal["fresh", "kept"],
-        Field(description="`fresh`: empty in every round; `kept`: it stays at the site, which goes on with it"),
-    ] = "fresh"
-    lr: Annotated[float, Field(gt=0, le=1000)] = 1e-4
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    weight_decay: Annotated[float, Field(ge=0, le=1000)] = 0.0
-    momentum: Annotated[float, Field(ge=0, lt=1, description="sgd only")] = 0.0
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    gradient_checkpointing: bool = False
-    compile: bool = False
-    seed: Seed = 0
-    validation: Annotated[ValidateConfig, Field(alias="validate")] = ValidateConfig()
-
-    model_config = ConfigDict(serialize_by_alias=True)
-
-    def validates(self, round: int, stage: str) -> bool:
-        """Tell whether the validation split is scored in this round, counted from 0, by the model of this stage."""
-        return stage in self.validation.stages and (round + 1) % self.validation.every == 0
-
-    def steps_per_round(self, num_samples: int) -> int:
-        """Return the optimizer steps of one round at a site with `num_samples` training samples."""
-        if self.local_steps:
-            return self.local_steps
-        batches = -(-num_samples // self.batch_size)
-        return self.local_epochs * -(-batches // self.accumulate)
-
-
-class FederationConfig(Section):
-    """Who takes part. `min_sites` is the quorum of a round, `fraction_train` of the sites are asked; times in seconds.
-
-    `max_norm_ratio`: an update whose norm is over this many times that of the adapter at its start is refused.
-    `max_weight`: the most samples that one site counts for in the mean, whatever it says it has; without it, what it says.
-    `fraction_evaluate` of the sites that are not asked evaluate the shared model before the round, on their validation data.
-    """
-
-    min_sites: Annotated[int, Field(ge=1, le=10_000)] = 1
-    fraction_train: Annotated[float, Field(gt=0, le=1)] = 1.0
-    fraction_evaluate: Share = 0.0
-    weighting: Literal["samples", "uniform"] | None = None
-    max_weight: Annotated[int, Field(ge=1, le=10**9)] | None = None
-    round_timeout: Annotated[Seconds, Field(gt=0)] = 3600.0
-    straggler_grace_seconds: Annotated[Seconds, Field(description="wait for more sites once the quorum is in")] = 600.0
-    max_norm_ratio: Positive = 100.0
-
-
 class JobConfig(Section):
-    """A whole job: server and sites read the same file. `experiment` names one run of it; given at submission."""
+    """A whole job: server and sites read the same file."""
 
-    name: Name
-    experiment: Name | None = None
-    strategy: Annotated[Strategy, KindField(STRATEGIES, "name")]
-    model: Annotated[ModelConfig, KindField(MODELS, "name", "sam")]
-    adapter: Annotated[AdapterConfig, KindField(ADAPTERS, "kind", "lora"), Field(default={}, validate_default=True)]
-    task: Annotated[TaskConfig, KindField(TASKS, "name", "segmentation")]
-    data: DataConfig = DataConfig()
-    training: TrainingConfig
-    federation: FederationConfig = FederationConfig()
-    server: ServerConfig | None = None
-    privacy: PrivacyConfig | None = None
-    secure_aggregation: SecureAggregationConfig | None = None
-    statistics: StatisticsConfig | None = None
-    cross_site: CrossSiteConfig | None = None
-    diagnostics: DiagnosticsConfig = DiagnosticsConfig()
+    name: Annotated[Name, Field(description="the job's name, also of its folder")]
+    experiment: Annotated[Name | None, Field(description="the name of one run of the job; given at submission")] = None
+    strategy: Annotated[
+        Strategy, KindField(STRATEGIES, "name"), Field(description="the federated algorithm; a name alone takes its defaults")
+    ]
+    model: Annotated[ModelConfig, KindField(MODELS, "name", "sam"), Field(description="the frozen model that is adapted")]
+    adapter: Annotated[
+        AdapterConfig,
+        KindField(ADAPTERS, "kind", "lora"),
+        Field(default={}, validate_default=True, description="what is trained"),
+    ]
+    task: Annotated[
+        TaskConfig, KindField(TASKS, "name", "segmentation"), Field(description="what the model learns, and how it is judged")
+    ]
+    data: Annotated[DataConfig, Field(description="data that the job brings along")] = DataConfig()
+    training: Annotated[TrainingConfig, Field(description="local training")]
+    federation: Annotated[FederationConfig, Field(description="who takes part")] = FederationConfig()
+    server: Annotated[
+        ServerConfig | None, Field(description="the mean that the server takes of the sites' updates, and its step along it")
+    ] = None
+    privacy: Annotated[
+        PrivacyConfig | None, Field(description="differential privacy; without it shared factors leave as trained")
+    ] = None
+    secure_aggregation: Annotated[
+        SecureAggregationConfig | None, Field(description="sites mask their updates: the server learns their sum only")
+    ] = None
+    statistics: Annotated[
+        StatisticsConfig | None, Field(description="counts that every site is asked for once, before the first round")
+    ] = None
+    cross_site: Annotated[
+        CrossSiteConfig | None, Field(description="models of a run that has ended, scored at every site; nothing is trained")
+    ] = None
+    diagnostics: Annotated[DiagnosticsConfig, Field(description="what a run measures of itself")] = DiagnosticsConfig()
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of all settings but the number of rounds: what makes it the same job, which a resumption may prolong.
+        """The SHA-256 of all settings but the number of rounds: a run may be resumed with more rounds of the same job.
 
         Fields stand in the order in which they are declared; in maps, such as `task.classes`, the order of a job.yaml counts.
         """
@@ -123,7 +84,7 @@ class JobConfig(Section):
 
     @property
     def trains(self) -> bool:
-        """Whether the job does more than ask for statistics, or for scores of an earlier run's models."""
+        """Whether the job trains: it is neither statistics only nor a cross-site evaluation."""
         return self.cross_site is None and (self.statistics is None or not self.statistics.only)
 
     @property
@@ -133,7 +94,7 @@ class JobConfig(Section):
 
     @property
     def title(self) -> str:
-        """The job's name as tables, ledgers and views show it: with the calibration where that is not honest."""
+        """The job's name in tables, ledgers and views, with the calibration where it is not honest."""
         paper = self.privacy is not None and self.privacy.calibration == "paper"
         return f"{self.name} (calibration: paper)" if paper else self.name
 
@@ -151,13 +112,13 @@ class JobConfig(Section):
 
     @property
     def adapter_kind(self) -> AdapterKind:
-        """What is registered of the adapter: with room for frozen tails where the strategy sends such and it has that."""
+        """The adapter's kind; one with room for frozen tails where the strategy sends them."""
         kind = ADAPTERS[self.adapter.kind]
         return kind.tailed() if self.strategy.tails and kind.tailed else kind
 
     @property
     def weighting(self) -> str:
-        """What weighs a site's update; with site-level DP and shares of noise uniform: a weight would tell the data size.
+        """How updates are weighted: uniform with site-level DP, or DP and masks, as a weight would reveal the data size.
 
         A median or trimmed mean counts every site once.
         """
@@ -166,13 +127,31 @@ class JobConfig(Section):
         return self.federation.weighting or ("uniform" if private or robust else "samples")
 
     def weight(self, num_samples: int) -> int:
-        """Return what the update of a site that says it has so many samples weighs in the mean."""
+        """Return the weight in the mean of a site that reports `num_samples` samples."""
         most = self.federation.max_weight
         return 1 if self.weighting == "uniform" else num_samples if most is None else min(num_samples, most)
 
+    @property
+    def most_weight(self) -> int:
+        """What a masked update weighs at most."""
+        return 1 if self.weighting == "uniform" else self.federation.max_weight or MOST_WEIGHT
+
+    @property
+    def sums_without_noise(self) -> bool:
+        """Whether the server gets masked sums without noise: then only the same hospitals may be summed again.
+
+        A trusted server adds its noise later. The paper's calibration keeps no epsilon that means anything.
+        """
+        privacy = self.privacy
+        if self.secure_aggregation is None:
+            return False
+        if privacy is None or privacy.trust == "central" or privacy.calibration == "paper":
+            return True
+        return privacy.noise_multiplier is not None and privacy.noise_multiplier < SMALLEST_NOISE
+
     @model_validator(mode="after")
-    def _lends(self) -> Self:
-        """Raise ValueError for a cross-site job that would have private models travel, or has a single, pooled one."""
+    def _check_cross_site(self) -> Self:
+        """Raise ValueError for a cross-site job that would send private models, or whose strategy pools the data."""
         if self.cross_site is None:
             return self
         if self.strategy.pools_data:
@@ -186,10 +165,13 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _keeps_privacy(self) -> Self:
-        self._keep_diagnostics()
+    def _check_privacy(self) -> Self:
+        self._check_diagnostics()
         if self.secure_aggregation is not None:
-            check_masked(self)
+            check_masked(self.strategy, self.server, self.diagnostics, self.privacy, self.federation)
+            if self.sums_without_noise and self.federation.fraction_train < 1:
+                what = "sums over other sites in other rounds would show single ones"
+                raise ValueError(f"federation.fraction_train: {self.federation.fraction_train}: without privacy {what}; use 1")
         if self.statistics is not None and self.data.most_training is not None:
             what = "and the same with one sample more would tell a patient's values by statistics; remove one of them"
             raise ValueError(f"data.most_training: {self.data.most_training} {what}")
@@ -202,12 +184,14 @@ class JobConfig(Section):
             raise ValueError("diagnostics: leakage and oracle look at what privacy keeps at the site; remove them")
         if self.privacy.unit == "site" and self.weighting != "uniform":
             raise ValueError("federation.weighting: 'samples' with privacy.unit site would leak data sizes; use uniform")
-        check_shares(self)
-        check_apart(self)
+        if self.privacy.trust == "distributed":
+            check_shares(self.privacy, self.secure_aggregation, self.training, self.server)
+        if self.dpsgd is not None:
+            check_apart(self.dpsgd, self.data, self.training, self.adapter, self.model, self.task)
         return self
 
-    def _keep_diagnostics(self) -> None:
-        """Raise ValueError, naming field, value and remedy, for a diagnostic that tells what no noise covers, or nothing."""
+    def _check_diagnostics(self) -> None:
+        """Raise ValueError, naming field, value and remedy, for a diagnostic that privacy forbids or that measures nothing."""
         site = self.privacy is not None and self.privacy.unit == "site"
         if self.diagnostics.noise and not (site and self.privacy is not None and self.privacy.trust == "local"):
             raise ValueError("diagnostics.noise: true measures the noise that sites add (privacy.unit site, trust local)")
@@ -216,8 +200,8 @@ class JobConfig(Section):
             raise ValueError(f"diagnostics.deviation: true {what}; use trust local, or false")
 
     @model_validator(mode="after")
-    def _means_of_sites(self) -> Self:
-        """Raise ValueError for a robust mean with what it does without: weights, and sums that hide the sites."""
+    def _check_robust_mean(self) -> Self:
+        """Raise ValueError for a robust mean beside weights, or beside sums that hide single updates."""
         if self.server is None or not self.server.robust:
             return self
         if self.federation.weighting == "samples" or self.federation.max_weight is not None:
@@ -229,7 +213,7 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _fit_together(self) -> "JobConfig":
+    def _check_task_and_data(self) -> "JobConfig":
         wanted = MODELS[self.model.name].task
         if wanted != self.task.name and self.model.name not in TASKS[self.task.name].models:
             raise ValueError(f"task.name: {self.task.name!r} does not fit model.name {self.model.name!r}; expected {wanted!r}")
@@ -274,7 +258,7 @@ def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins:
 
 
 def _check_used(config: JobConfig, path: Path) -> None:
-    """Raise ConfigError for a setting that does nothing beside others. A finished run may have it, and stays readable."""
+    """Raise ConfigError for a setting without effect beside the others. Finished runs may have one and stay readable."""
     training, most = config.training, config.federation.max_weight
     if training.momentum and training.optimizer != "sgd":
         what = f"is of optimizer sgd, not {training.optimizer}; use sgd, or momentum 0"

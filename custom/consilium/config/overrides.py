@@ -33,7 +33,7 @@ def override(raw: Any, overrides: Mapping[str, Any], path: Path, keys: Mapping[s
 
 
 def _keep_scaling(raw: Any, overrides: Mapping[str, Any], path: Path) -> None:
-    """Raise ConfigError for a rank set beside an alpha that stays: alpha / rank would change without a word."""
+    """Raise ConfigError for a rank that is set without alpha: alpha / rank would change silently."""
     adapter = raw.get("adapter") if isinstance(raw, dict) else None
     alone = "adapter.rank" in overrides and not {"adapter", "adapter.alpha"} & overrides.keys()
     if alone and isinstance(adapter, dict) and "alpha" in adapter and overrides["adapter.rank"] != adapter.get("rank"):

@@ -17,30 +17,48 @@ NEEDS_MASKS = (
 
 
 class SiteLevelDpConfig(Section):
-    """Site-level DP: all of a site's data is hidden behind its clipped and noised updates. `clip` bounds an update's norm.
-
-    `noise_multiplier` instead of `epsilon` sets the noise itself (0: clip only, protects nothing). `trust`: who adds the
-    noise: each site all of it (local), the server (central), or each site a share of it (distributed), so that only the sum,
-    which is all that secure aggregation shows, carries the whole. `adjacency`: a site's update against none (zero-out), or any
-    two data sets at it (replace, twice the noise).
-
-    `calibration` paper takes the noise that DEeR's code takes for `epsilon`, to reproduce its tables. It counts batches of
-    images where sites' updates are released, at delta 1 / sites, and clips every tensor on its own. What that really keeps is
-    accounted and printed beside, and is what a site's budget must cover. `sites`: how many take part, calibration paper only.
-    `samples`: the training images of all sites together, calibration paper only.
-    """
+    """Site-level DP: all of a site's data is hidden behind its clipped and noised updates."""
 
     unit: Literal["site"]
-    epsilon: Annotated[float, Field(gt=0, le=1e4)] | None = None
-    noise_multiplier: Annotated[float, Field(ge=0, le=1e4)] | None = None
-    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    clip: Annotated[float, Field(gt=0, le=1e6)]
-    trust: Literal["local", "central", "distributed"] = "local"
-    adjacency: Literal["zero-out", "replace"] = "zero-out"
-    accountant: Literal["exact", "prv", "rdp"] = "exact"
-    calibration: Literal["honest", "paper"] = "honest"
-    sites: Annotated[int, Field(ge=2, le=10_000)] | None = None
-    samples: Annotated[int, Field(ge=1, le=10**9)] | None = None
+    epsilon: Annotated[
+        Annotated[float, Field(gt=0, le=1e4)] | None,
+        Field(description="what the whole run may cost a site; give it or `noise_multiplier`"),
+    ] = None
+    noise_multiplier: Annotated[
+        Annotated[float, Field(ge=0, le=1e4)] | None,
+        Field(description="sets the noise itself, instead of `epsilon` (0: clip only, protects nothing)"),
+    ] = None
+    delta: Annotated[float, Field(gt=0, lt=1, description="the chance that epsilon does not hold")] = 1e-5
+    clip: Annotated[float, Field(gt=0, le=1e6, description="bounds an update's norm")]
+    trust: Annotated[
+        Literal["local", "central", "distributed"],
+        Field(
+            description="who adds the noise: each site all of it (local), the server (central), or each site a share of it"
+            " (distributed), so that only the sum, which is all that secure aggregation shows, carries the "
+            "whole"
+        ),
+    ] = "local"
+    adjacency: Annotated[
+        Literal["zero-out", "replace"],
+        Field(description="a site's update against none (zero-out), or any two data sets at it (replace, twice the noise)"),
+    ] = "zero-out"
+    accountant: Annotated[Literal["exact", "prv", "rdp"], Field(description="how releases add up")] = "exact"
+    calibration: Annotated[
+        Literal["honest", "paper"],
+        Field(
+            description="`calibration` paper takes the noise that DEeR's code takes for `epsilon`, to reproduce its "
+            "tables. It counts batches of images where sites' updates are released, at delta 1 / sites, and "
+            "clips every tensor on its own. What that really keeps is accounted and printed beside, and is "
+            "what a site's budget must cover"
+        ),
+    ] = "honest"
+    sites: Annotated[
+        Annotated[int, Field(ge=2, le=10_000)] | None, Field(description="how many take part, calibration paper only")
+    ] = None
+    samples: Annotated[
+        Annotated[int, Field(ge=1, le=10**9)] | None,
+        Field(description="the training images of all sites together, calibration paper only"),
+    ] = None
 
     @model_validator(mode="after")
     def _one_noise(self) -> Self:
@@ -66,20 +84,28 @@ class _DpSgdConfig(Section):
     """What DP-SGD by records and by patients share."""
 
     unit: str
-    epsilon: Annotated[float, Field(gt=0, le=1e4)] | None = None
-    noise_multiplier: Annotated[float, Field(ge=0, le=1e4)] | None = None
-    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    clip: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    accountant: Literal["prv", "rdp"] = "prv"
-    trust: Literal["local", "distributed"] = "local"
-    sample_rate: (
-        Annotated[float, Field(gt=0, lt=1, description="trust distributed: with which each is drawn at a step, at every site")]
-        | None
-    ) = None
-    divisor: (
-        Annotated[Positive, Field(description="trust distributed: of the step's sum; about how many all sites draw together")]
-        | None
-    ) = None
+    epsilon: Annotated[
+        Annotated[float, Field(gt=0, le=1e4)] | None,
+        Field(description="what the whole run may cost a record or patient; give it or `noise_multiplier`"),
+    ] = None
+    noise_multiplier: Annotated[
+        Annotated[float, Field(ge=0, le=1e4)] | None,
+        Field(description="sets the noise itself, instead of `epsilon` (0: clip only, protects nothing)"),
+    ] = None
+    delta: Annotated[float, Field(gt=0, lt=1, description="the chance that epsilon does not hold")] = 1e-5
+    clip: Annotated[float, Field(gt=0, le=1e6, description="bounds the gradient of a record or patient")] = 1.0
+    accountant: Annotated[Literal["prv", "rdp"], Field(description="how steps add up")] = "prv"
+    trust: Annotated[
+        Literal["local", "distributed"],
+        Field(description="who adds the noise: each site for itself, or all in shares under secure aggregation"),
+    ] = "local"
+    sample_rate: Annotated[
+        Annotated[float, Field(gt=0, lt=1)] | None,
+        Field(description="trust distributed: with which each is drawn at a step, at every site"),
+    ] = None
+    divisor: Annotated[
+        Positive | None, Field(description="trust distributed: of the step's sum; about how many all sites draw together")
+    ] = None
     adjacency: ClassVar[str] = "zero-out"
     calibration: ClassVar[str] = "honest"
 
@@ -108,14 +134,17 @@ class RecordLevelDpConfig(_DpSgdConfig):
 
 
 class PatientLevelDpConfig(_DpSgdConfig):
-    """Patient-level DP-SGD: all entries of a data list with one `patient` are hidden together. The list must name patients.
+    """Patient-level DP-SGD: all entries of a data list with one `patient` are hidden together.
 
-    Steps draw patients, and `training.batch_size` counts them. A patient's gradient is the mean over at most `per_patient` of
-    its samples, clipped to `clip` as one. With trust local the number of patients is public. `trust` as for record.
+    The list must name patients. Steps draw patients, and `training.batch_size` counts them. A patient's gradient is the mean
+    over at most `per_patient` of its samples, clipped to `clip` as one. With trust local the number of patients is
+    public.
     """
 
     unit: Literal["patient"]
-    per_patient: Annotated[int, Field(ge=1, le=4096)] = 4
+    per_patient: Annotated[
+        int, Field(ge=1, le=4096, description="a step takes the mean over so many of a patient's samples at most")
+    ] = 4
 
 
 DpSgdConfig: TypeAlias = PatientLevelDpConfig | RecordLevelDpConfig
@@ -134,25 +163,39 @@ PrivacyConfig = Annotated[SiteLevelDpConfig | DpSgdConfig, Field(discriminator="
 class BudgetConfig(Section):
     """How much a data set may spend in all jobs together."""
 
-    epsilon: Annotated[float, Field(gt=0, le=1e4)]
-    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    epsilon: Annotated[float, Field(gt=0, le=1e4, description="what all jobs together may ever cost")]
+    delta: Annotated[float, Field(gt=0, lt=1, description="the chance that epsilon does not hold")] = 1e-5
 
 
 class HospitalPrivacyPolicy(Section):
-    """What a hospital lets jobs do to its privacy.
+    """What a hospital lets jobs do to its privacy."""
 
-    `dataset` names the data in the ledger (default: the data list's path); give every list of the same patients one name.
-    `budgets`: how much one record, one patient, or the whole site, may spend in all jobs; every job counts against every
-    budget, and one that a budget does not bound is refused. `trust`: who may be trusted to add the noise; with it, or with
-    any budget (then only `local`, unless it says more), a job without noise is refused. `noise_seed` makes noise repeatable
-    for tests; it protects nobody, and the ledger says so.
-    """
-
-    dataset: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    budgets: dict[Unit, BudgetConfig] = Field(default_factory=dict)
-    trust: tuple[Literal["local", "central", "distributed"], ...] | None = None
-    ledger: Path | None = None
-    noise_seed: Seed | None = None
+    dataset: Annotated[
+        Annotated[str, Field(min_length=1, max_length=200)] | None,
+        Field(
+            description="`dataset` names the data in the ledger (default: the data list's path); give every list of the "
+            "same patients one name"
+        ),
+    ] = None
+    budgets: Annotated[
+        dict[Unit, BudgetConfig],
+        Field(
+            description="how much one record, one patient, or the whole site, may spend in all jobs; every job counts "
+            "against every budget, and one that a budget does not bound is refused"
+        ),
+    ] = Field(default_factory=dict)
+    trust: Annotated[
+        tuple[Literal["local", "central", "distributed"], ...] | None,
+        Field(
+            description="who may be trusted to add the noise; with it, or with any budget (then only `local`, unless it "
+            "says more), a job without noise is refused"
+        ),
+    ] = None
+    ledger: Annotated[Path | None, Field(description="the privacy ledger's file, if not in `state`")] = None
+    noise_seed: Annotated[
+        Seed | None,
+        Field(description="`noise_seed` makes noise repeatable for tests; it protects nobody, and the ledger says so"),
+    ] = None
 
     def ledger_in(self, root: Path) -> Path:
         """Return the ledger's file at a site that keeps its records below `root`."""

@@ -1,4 +1,4 @@
-"""What the server makes of the sites' updates before the strategy merges them: the `server:` section of job.yaml."""
+"""The `server:` section of job.yaml: the mean of the sites' updates, and the step along it."""
 
 from typing import Annotated, Literal, Self
 
@@ -12,21 +12,18 @@ _USED = {
     "beta2": ("adam", "yogi"),
     "tau": ("adam", "yogi"),
 }
-"""The optimizers that each field is of."""
+"""The optimizers that use each field."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ServerConfig(Section):
     """Which mean of the sites' updates is taken, and which step along it. Without the section: the weighted mean, as it is."""
 
-    optimizer: (
-        Annotated[
-            Literal["momentum", "adam", "yogi"],
-            Field(description="FedAvgM, FedAdam or FedYogi; its state is in the server's checkpoint"),
-        ]
-        | None
-    ) = None
-    lr: Annotated[Positive, Field(description="the server's learning rate; by default 1 for `momentum`, else 0.01")] | None = (
+    optimizer: Annotated[
+        Literal["momentum", "adam", "yogi"] | None,
+        Field(description="FedAvgM, FedAdam or FedYogi; its state is in the server's checkpoint"),
+    ] = None
+    lr: Annotated[Positive | None, Field(description="the server's learning rate; by default 1 for `momentum`, else 0.01")] = (
         None
     )
     beta1: Annotated[Beta, Field(description="decay of the momentum")] = 0.9

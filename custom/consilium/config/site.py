@@ -14,7 +14,7 @@ from consilium.config.datasets import DatasetConfig, check_apart, choose
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.secure_aggregation import SitePartnersConfig
-from consilium.config.statistics import SMALLEST
+from consilium.config.statistics import MIN_CELL_COUNT
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.registry import NO_PLUGINS, Plugins, normal
 from consilium.core.schema import Section, read_yaml, validate
@@ -29,26 +29,38 @@ PackageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z
 class CacheConfig(Section):
     """Decoded, resized samples on the site's disk, readable by the site's own user only.
 
-    They are made again from what the data list names whenever they are missing. `folder`: they get a folder of their own in it;
-    by default in the site's state, and in a simulation in its workspace, until it ends. `gigabytes`: beyond so many, those go
-    first that were used longest ago; 0 keeps none.
+    They are made again from what the data list names whenever they are missing.
     """
 
-    folder: Path | None = None
-    gigabytes: Annotated[float, Field(ge=0, le=1e6)] = 20.0
+    folder: Annotated[
+        Path | None,
+        Field(
+            description="they get a folder of their own in it; by default in the site's state, and in a simulation in its "
+            "workspace, until it ends"
+        ),
+    ] = None
+    gigabytes: Annotated[
+        float, Field(ge=0, le=1e6, description="beyond so many, those go first that were used longest ago; 0 keeps none")
+    ] = 20.0
 
 
 class NodesConfig(Section):
-    """A site's devices in other machines, where `consilium rank` runs: `ranks` of them call rank 0, the site itself.
+    """A site's devices in other machines, where `consilium rank` runs and calls the site, which is rank 0.
 
-    `address`: where it listens meanwhile, one of its own, HOST:PORT; `secret`: a file that all have, and others cannot read;
-    `wait`: seconds that the ranks have to call. All machines see checkpoints under the same paths.
+    All machines see checkpoints under the same paths.
     """
 
-    address: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+:[0-9]{1,5}$", max_length=300)]
-    secret: Path
-    ranks: Annotated[int, Field(ge=1, le=1024)]
-    wait: Annotated[int, Field(ge=1, le=86_400)] = 300
+    address: Annotated[
+        str,
+        Field(
+            pattern=r"^[A-Za-z0-9._-]+:[0-9]{1,5}$",
+            max_length=300,
+            description="HOST:PORT where the site listens while its ranks call, of the network between the machines",
+        ),
+    ]
+    secret: Annotated[Path, Field(description="a file of 16 bytes or more that site and ranks have; others must not read it")]
+    ranks: Annotated[int, Field(ge=1, le=1024, description="how many devices of other machines share a batch")]
+    wait: Annotated[int, Field(ge=1, le=86_400, description="seconds that they have to call")] = 300
 
     @field_validator("address")
     @classmethod
@@ -74,12 +86,11 @@ def _is_everywhere(host: str) -> bool:
 
 
 class TrackingConfig(Section):
-    """Where the server hands a run's numbers, settings and shared files to, while it goes on and at its end.
+    """Where the server hands a run's numbers, settings and shared files to, while it goes on and at its end."""
 
-    `mlflow`: an MLflow server (http or https), or a folder (file:///PATH). Needs the extra `mlflow`.
-    """
-
-    mlflow: str
+    mlflow: Annotated[
+        str, Field(description="an MLflow server (http or https), or a folder (file:///PATH). Needs the extra `mlflow`")
+    ]
 
     @field_validator("mlflow")
     @classmethod
@@ -101,54 +112,123 @@ RETENTION = "after so many days in which a run writes nothing, `consilium forget
 
 
 class SiteConfig(Section):
-    """A site's own site.yaml: what belongs to the hospital, not to the job. Relative paths start at the file's folder.
+    """A site's own site.yaml: what belongs to the hospital, not to the job. Relative paths start at the file's folder."""
 
-    `share_metrics`: whether scores leave the site beside the update; by default only in jobs without a `privacy:` section,
-    because no noise protects them. `share_statistics`: whether counts of the data leave for a job that asks; by default only
-    where the site has no privacy policy and the job no `privacy:` section. `share_personalized`: whether this site's own model
-    leaves it for a job with `cross_site.personalized`, to be scored at the other sites; never under `privacy:`.
-    `statistics_minimum`: the fewest patients in a count; a job may ask for more. `capacity` tells algorithms with unequal ranks
-    how much this site can train and download.
-    `approve: digest`: only jobs that its administrator has approved run here, see `consilium approve`. `plugins`: installed
-    packages whose strategies, models, tasks and adapters jobs may name here; of any other package nothing is looked at.
-    Without the list none are, in a simulation all. `workers`: threads that read samples ahead of training, 0 for none; by
-    default as many as torch uses, at most 8. `bad_samples`: what a sample that cannot be read does: `refuse` ends the job here,
-    `skip` leaves the sample out and counts it in the result.
-
-    `devices`: several GPUs by number (or names, as of `device`) that share every batch of training, instead of `device`; the
-    first also does all the rest. Not for privacy by records or patients. `base`: `sharded` gives each of them a part of every
-    frozen block, for a base that is too large for one; `replicated` all of it. `nodes`: more of them in other machines.
-
-    `datasets`: several data sets by name, instead of `datalist`; a job names one (`data.dataset`). `test_only`: this site never
-    trains, whatever its lists hold; the run's last global model is scored on its test split. The server is told: it is the
-    site's word, which neither data nor jobs change. `tracking`: in a server's site.yaml only; a job cannot name a place where
-    a server sends numbers.
-    """
-
-    datalist: Path | None = None
-    datasets: Annotated[dict[DatasetName, DatasetConfig], Field(max_length=256)] = Field(default_factory=dict)
-    checkpoints: Path | None = None
-    state: Path | None = None
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")] = "auto"
-    devices: Annotated[tuple[DeviceName, ...], Field(max_length=64)] = ()
-    base: Literal["replicated", "sharded"] = "replicated"
-    nodes: NodesConfig | None = None
-    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    cache: CacheConfig = CacheConfig()
-    workers: Annotated[int, Field(ge=0, le=256)] | None = None
-    bad_samples: Literal["refuse", "skip"] = "refuse"
-    test_only: bool = False
-    share_metrics: bool | None = None
-    share_statistics: bool | None = None
-    share_personalized: bool = False
-    statistics_minimum: Annotated[int, Field(ge=SMALLEST, le=100_000)] = 10
-    approve: Literal["digest"] | None = None
-    plugins: Annotated[tuple[PackageName, ...], Field(max_length=64)] | None = None
-    capacity: CapacityConfig = CapacityConfig()
-    privacy: HospitalPrivacyPolicy = HospitalPrivacyPolicy()
-    secure_aggregation: SitePartnersConfig = SitePartnersConfig()
-    tracking: TrackingConfig | None = None
-    retention_days: Annotated[int, Field(ge=1, le=36_500, description=RETENTION)] | None = None
+    datalist: Annotated[
+        Path | None,
+        Field(
+            description="the data list, a folder per class or a folder of JSONL lists; a relative path starts at this "
+            "file's folder"
+        ),
+    ] = None
+    datasets: Annotated[
+        dict[DatasetName, DatasetConfig],
+        Field(max_length=256, description="several data sets by name, instead of `datalist`; a job names one (`data.dataset`)"),
+    ] = Field(default_factory=dict)
+    checkpoints: Annotated[Path | None, Field(description="the folder that `${SITE}` in `model.checkpoint` stands for")] = None
+    state: Annotated[
+        Path | None,
+        Field(
+            description="the folder for private state, ledger and records; back it up. A simulation keeps them in its "
+            "workspace and does not use it: set `privacy.ledger` to add runs up"
+        ),
+    ] = None
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$", description="auto, cpu, cuda, cuda:1 or mps")] = (
+        "auto"
+    )
+    devices: Annotated[
+        tuple[DeviceName, ...],
+        Field(
+            max_length=64,
+            description="GPUs by number that share every batch of training, such as [0, 1], instead of `device`; the first"
+            " also does all the rest. Not for privacy by records or patients",
+        ),
+    ] = ()
+    base: Annotated[
+        Literal["replicated", "sharded"],
+        Field(
+            description="`sharded`: each of several `devices` keeps a part of every frozen block, for a base too large for one"
+        ),
+    ] = "replicated"
+    nodes: Annotated[
+        NodesConfig | None, Field(description="more devices, in other machines that run `consilium rank`; see below")
+    ] = None
+    threads: Annotated[Annotated[int, Field(ge=1, le=1024)] | None, Field(description="CPU threads for training")] = None
+    cache: Annotated[CacheConfig, Field(description="where decoded samples are kept, and how many")] = CacheConfig()
+    workers: Annotated[
+        Annotated[int, Field(ge=0, le=256)] | None,
+        Field(
+            description="threads that read samples ahead of training, 0 for none; by default as many as torch uses, at most 8"
+        ),
+    ] = None
+    bad_samples: Annotated[
+        Literal["refuse", "skip"],
+        Field(
+            description="what a sample that cannot be read does: `refuse` ends the job here, `skip` leaves the sample out "
+            "and counts it in the result"
+        ),
+    ] = "refuse"
+    test_only: Annotated[
+        bool,
+        Field(
+            description="the site never trains, whatever its lists hold; the run's last global model is scored on its test"
+            " split. The server is told; neither data nor jobs change it"
+        ),
+    ] = False
+    share_metrics: Annotated[
+        bool | None,
+        Field(
+            description="whether scores leave the site beside the update; by default only in jobs without a `privacy:` "
+            "section, because no noise protects them"
+        ),
+    ] = None
+    share_statistics: Annotated[
+        bool | None,
+        Field(
+            description="whether counts of the data leave for a job that asks; by default only where the site has no "
+            "privacy policy and the job no `privacy:` section"
+        ),
+    ] = None
+    share_personalized: Annotated[
+        bool,
+        Field(
+            description="whether this site's own model leaves it for a job with `cross_site.personalized`, to be scored at"
+            " the other sites; never under `privacy:`"
+        ),
+    ] = False
+    statistics_minimum: Annotated[
+        int, Field(ge=MIN_CELL_COUNT, le=100_000, description="the fewest patients in a count; a job may ask for more")
+    ] = 10
+    approve: Annotated[
+        Literal["digest"] | None,
+        Field(description="`approve: digest`: only jobs that its administrator has approved run here, see `consilium approve`"),
+    ] = None
+    plugins: Annotated[
+        Annotated[tuple[PackageName, ...], Field(max_length=64)] | None,
+        Field(
+            description="installed packages whose strategies, models, tasks and adapters jobs may name here; of any other "
+            "package nothing is looked at. Without the list none are, in a simulation all"
+        ),
+    ] = None
+    capacity: Annotated[
+        CapacityConfig,
+        Field(description="`capacity` tells algorithms with unequal ranks how much this site can train and download"),
+    ] = CapacityConfig()
+    privacy: Annotated[HospitalPrivacyPolicy, Field(description="what this hospital lets jobs do")] = HospitalPrivacyPolicy()
+    secure_aggregation: Annotated[SitePartnersConfig, Field(description="what this hospital asks of jobs with masks")] = (
+        SitePartnersConfig()
+    )
+    tracking: Annotated[
+        TrackingConfig | None,
+        Field(description="in a server's site.yaml only; a job cannot name a place where a server sends numbers"),
+    ] = None
+    retention_days: Annotated[
+        Annotated[int, Field(ge=1, le=36500)] | None,
+        Field(
+            description="after so many days in which a run writes nothing, `consilium forget --expired` deletes what the "
+            "site keeps of it"
+        ),
+    ] = None
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -159,7 +239,7 @@ class SiteConfig(Section):
     @field_validator("devices", mode="before")
     @classmethod
     def _numbered(cls, value: Any) -> Any:
-        """Let a number stand for the GPU of that number."""
+        """Turn a number into the name of the GPU of that number."""
         return [f"cuda:{one}" if type(one) is int else one for one in value] if isinstance(value, list | tuple) else value
 
     @model_validator(mode="after")
@@ -176,12 +256,12 @@ class SiteConfig(Section):
 
     @property
     def device_count(self) -> int:
-        """How many devices share a batch, those of other machines counted in."""
+        """The number of devices that share a batch, other machines included."""
         return max(len(self.devices), 1) + (self.nodes.ranks if self.nodes else 0)
 
     @property
     def main_device(self) -> str:
-        """Where the site's own process computes."""
+        """The device of the site's own process."""
         return self.devices[0] if self.devices else self.device
 
     def dataset(self, wanted: str | None, who: str) -> tuple[str | None, DatasetConfig | None]:
@@ -226,12 +306,12 @@ def load_site(path: Path) -> SiteConfig:
 
 
 SIMULATION = "simulation.json"
-"""Beside a run whose sites are all on this machine, and never in a startup kit: what the simulation gives its sites."""
+"""The file beside a simulated run that holds the settings given to its sites; never in a startup kit."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a simulation gives its sites: a folder with a folder per site, and one that ${SITE} stands for.
+    """Settings that a simulation gives its sites: a folder with a folder per site, and the checkpoint folder (${SITE}).
 
     `tracking` is for its server.
     """

@@ -20,7 +20,7 @@ PATIENCE = 10.0
 """Seconds that a process has to end by itself."""
 
 
-class Child:
+class ChildProcess:
     """A process of its own that runs `work(pipe)`, started at once with so many `threads`.
 
     `context`: how; by default anew, where a fork would take CUDA and threads along.
@@ -28,7 +28,7 @@ class Child:
 
     def __init__(self, work: Callable[[connection.Connection], None], threads: int, context: Context = SPAWN) -> None:
         self.pipe, theirs = context.Pipe()
-        with deaf(), _threads(threads):
+        with ignore_sigint(), _threads(threads):
             self.process: BaseProcess = context.Process(target=work, args=(theirs,), daemon=True)
             self.process.start()
         theirs.close()
@@ -42,21 +42,21 @@ class Child:
             self.process.kill()
             self.process.join()
         self.pipe.close()
-        return ended(self.process.exitcode)
+        return exit_reason(self.process.exitcode)
 
 
-def ended(code: int | None) -> str:
+def exit_reason(code: int | None) -> str:
     """Return in words how a process ended."""
     killed = code is None or code < 0 or code == 255  # the last is how a fork server tells of one that it lost
     return f"its process ended (exit code {code})" + ("; was there memory enough?" if killed else "")
 
 
-def elsewhere(context: Context, work: Callable[..., Any], *given: Any) -> Any:
+def run_in_subprocess(context: Context, work: Callable[..., Any], *given: Any) -> Any:
     """Return `work(*given)` of a process of its own, with all that it loads: memory that this one then need not have.
 
     Raises the ConsiliumError or OSError that it raises, and ConsiliumError where the process ends without an answer.
     """
-    child = Child(_answer, os.cpu_count() or 1, context)
+    child = ChildProcess(_answer, os.cpu_count() or 1, context)
     try:
         send(child.pipe, (work, given))
         found = receive(child.pipe)
@@ -72,7 +72,7 @@ def elsewhere(context: Context, work: Callable[..., Any], *given: Any) -> Any:
 
 
 def _answer(pipe: connection.Connection) -> None:
-    follow()
+    exit_with_parent()
     work, given = receive(pipe)
     try:
         found = work(*given)
@@ -82,7 +82,7 @@ def _answer(pipe: connection.Connection) -> None:
 
 
 @contextmanager
-def deaf() -> Iterator[None]:
+def ignore_sigint() -> Iterator[None]:
     """Let a process that is started in the block hear no Ctrl-C: who started it ends it."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -107,7 +107,7 @@ def _threads(count: int) -> Iterator[None]:
         del os.environ["OMP_NUM_THREADS"]
 
 
-def follow() -> None:
+def exit_with_parent() -> None:
     """End this process when the one that started it is gone, which a thread waits for."""
     threading.Thread(target=_follow, daemon=True).start()
 

@@ -150,7 +150,7 @@ class KindField:
         return core_schema.with_info_plain_validator_function(self._read, serialization=write)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"type": "object", "title": self.registry.what}
+        return {"type": "object", "title": self.registry.what, "kind": self.key, "default_kind": self.default}
 
     def fields(self) -> list[str]:
         """Return the names of all fields of the kinds of this package, to tell which one was meant."""

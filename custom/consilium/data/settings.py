@@ -59,12 +59,33 @@ class PictureSettings(Section):
     `resample_masks`: a mask on another grid is brought onto its image's, by the nearest voxel, instead of being refused.
     """
 
-    slices: SlicesConfig = SlicesConfig()
-    tiles: TilesConfig | None = None
-    window: WindowConfig | None = None
-    resize: Literal["stretch", "pad"] = "stretch"
-    crop: Annotated[int, Field(ge=16, le=8192)] | None = None
-    resample_masks: bool = False
+    slices: Annotated[SlicesConfig, Field(description="planes of a volume whose entry names none")] = SlicesConfig()
+    tiles: Annotated[
+        TilesConfig | None, Field(description="pictures larger than a tile are cut into tiles; without it each is one sample")
+    ] = None
+    window: Annotated[
+        WindowConfig | None,
+        Field(
+            description="without it a DICOM file's own; without that 8-bit values stay, and others map the volume's 0.5 to"
+            " 99.5 percentiles"
+        ),
+    ] = None
+    resize: Annotated[
+        Literal["stretch", "pad"],
+        Field(description="stretch to a square, or keep the aspect ratio and pad at the right and the bottom, as SAM does"),
+    ] = "stretch"
+    crop: Annotated[
+        Annotated[int, Field(ge=16, le=8192)] | None,
+        Field(
+            description="of every picture one square part, of so many pixels, is all that is seen, in training and in "
+            "scores. A shorter side stays whole. Where it lies follows from the file's name, and for training "
+            "from `training.seed` too"
+        ),
+    ] = None
+    resample_masks: Annotated[
+        bool,
+        Field(description="a mask on another grid is brought onto its image's, by the nearest voxel, instead of being refused"),
+    ] = False
 
     @model_validator(mode="after")
     def _cut_once(self) -> Self:

@@ -6,7 +6,6 @@ from typing import Any
 
 from consilium.adapters.names import bottleneck_count, bottleneck_position, is_part
 from consilium.config.job import JobConfig
-from consilium.config.secure_aggregation import without_noise
 from consilium.core.errors import ConfigError
 from consilium.core.messages import SiteInfo, Tensors
 from consilium.federation.job import Job
@@ -78,7 +77,7 @@ def what_masks_hide(config: JobConfig) -> str:
     """Return what the masks of a job hide, and for how long; "" where it has none."""
     if config.secure_aggregation is None:
         return ""
-    if without_noise(config):
+    if config.sums_without_noise:
         return (
             "masks without noise hide a site's update within this run; over many runs only noise protects (privacy:), and "
             "sites refuse sums of other hospitals than before"

@@ -25,8 +25,17 @@ class FolderConfig(ModelConfig):
     `config` is the folder's config.json: its path, in whose place the tool that makes the job puts the contents, or these.
     """
 
-    checkpoint: Annotated[str | None, Field(validate_default=True)] = None
-    config: Annotated[dict[str, Any] | None, Field(validate_default=True)] = None
+    checkpoint: Annotated[
+        str | None,
+        Field(
+            validate_default=True,
+            description="weights or, for variant `folder`, the folder; may start with `${SITE}`, the site's checkpoint folder",
+        ),
+    ] = None
+    config: Annotated[
+        dict[str, Any] | None,
+        Field(validate_default=True, description="the folder's config.json: by its path (or its folder's), or its contents"),
+    ] = None
 
     apart: ClassVar[tuple[str, ...]] = ()
     """Architectures (`model_type`) that are known to keep the rows of a batch apart; experts and recurrences may not."""
@@ -94,8 +103,11 @@ class PictureFolderConfig(FolderConfig):
     usual ones, and a site whose folder says otherwise is told so.
     """
 
-    image_size: Annotated[int, Field(ge=16, le=4096, description="pixels")]
-    pixel_mean: Channels | None = None
+    image_size: Annotated[int, Field(ge=16, le=4096, description="pixels; a multiple of the patch size, of a folder its own")]
+    pixel_mean: Annotated[
+        Channels | None,
+        Field(description="for a folder whose preprocessor_config.json has others than the architecture's usual ones"),
+    ] = None
     pixel_std: Annotated[Channels | None, Field(description="0..1, of no channel 0")] = None
 
     @field_validator("pixel_std")

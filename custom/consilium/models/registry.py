@@ -20,8 +20,16 @@ class ModelConfig(Section):
 
     name: str
     variant: str
-    checkpoint: str | None = None
-    checkpoint_sha256: Sha256 | None = None
+    checkpoint: Annotated[
+        str | None,
+        Field(
+            description="weights, for a U-Net an earlier run's model.safetensors; may start with `${SITE}`, the site's "
+            "checkpoint folder"
+        ),
+    ] = None
+    checkpoint_sha256: Annotated[
+        Sha256 | None, Field(description="64 hex digits; `consilium doctor` prints a checkpoint's")
+    ] = None
     dtype: Annotated[
         Literal["fp32", "bf16", "int8", "nf4"],
         Field(description="how the frozen linear layers are kept; bf16 takes a third of the memory under `precision: bf16`"),

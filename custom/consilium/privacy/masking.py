@@ -8,7 +8,6 @@ import torch
 
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
-from consilium.config.secure_aggregation import without_noise
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import Kind, Payload, Tensors
 from consilium.privacy.guard import task_schedule
@@ -61,7 +60,7 @@ class Masking:
     @property
     def _bare(self) -> bool:
         """Whether the sums of this job reach the server without noise."""
-        return without_noise(self.config)
+        return self.config.sums_without_noise
 
     @property
     def masks(self) -> bool:

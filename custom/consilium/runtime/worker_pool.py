@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.core.child_process import Child, follow, receive, send
+from consilium.core.child_process import ChildProcess, exit_with_parent, receive, send
 from consilium.core.errors import ConsiliumError, Reason
 from consilium.core.messages import Observer, Payload, Tensors
 from consilium.core.schema import validate
@@ -53,7 +53,7 @@ class _Gone(Exception):
     """A worker has ended: no site's fault, so it ends the simulation."""
 
 
-class Worker(Child):
+class Worker(ChildProcess):
     """A process with its sites, and what it is to be asked next."""
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ def _placed(site: SiteConfig, number: int) -> SiteConfig:
 
 def work(pipe: connection.Connection) -> None:
     """Make the sites that come first, then answer questions until there are no more."""
-    follow()
+    exit_with_parent()
     setup: WorkerSetup = receive(pipe)
 
     def tell(event: Mapping[str, Any]) -> None:

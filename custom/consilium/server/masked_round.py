@@ -11,7 +11,6 @@ from typing import Any
 
 from cryptography import x509
 
-from consilium.config.secure_aggregation import without_noise
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Kind, Payload, SiteInfo, Tensors
 from consilium.federation.job import Job
@@ -86,7 +85,7 @@ class MaskedRounds:
         self.coordinator, config = coordinator, coordinator.job.config
         run = f"{coordinator.run}.{config.digest[:16]}"  # as the guards name it
         self._away: set[str] = set()
-        self.bare = without_noise(config)
+        self.bare = config.sums_without_noise
         self.collector = Collector(coordinator.folder / "server" / FOLDER, config, run, root, server)
 
     def phase(self, ask: Ask, begun: Callable[[], None]) -> None:

@@ -10,9 +10,10 @@ Low-rank Adaptation", IEEE Transactions on Medical Imaging, 2025: Eq. 3, Algorit
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 
 from consilium.adapters.names import factor, lora_factor
 from consilium.core.errors import ConfigError
@@ -25,23 +26,31 @@ SCHEDULES: dict[str, tuple[str, ...]] = {"100%": ("BA",), "75%": ("BA", "B", "BA
 
 @dataclass(frozen=True)
 class DEeR(Strategy):
-    """Train one factor at a time. `regulator` off: plain clipping and noise on the factor (the paper's ablation).
-
-    `eliminator` off (the paper's other ablation, Table IV): FedIT's exchange of both factors at once, the regulator as it is,
-    with the factors that all sites were sent as public peers. Where one of them has no direction yet (B = 0 in the first
-    round) the other does not leave, so A moves from the second round on.
-
-    `rebalance` moves between rounds to the factors (R A, B R^-1) that make the next public factor orthonormal: the product is
-    unchanged, the regulator's noise becomes plain noise, and conditioning cannot drift. Other tensors (a head) train in all
-    phases.
-    """
+    """Train one factor at a time."""
 
     name: ClassVar[str] = "deer"
 
-    schedule: Literal["100%", "75%", "50%"] = "100%"
-    regulator: bool = True
-    rebalance: bool = False
-    eliminator: bool = True
+    schedule: Annotated[
+        Literal["100%", "75%", "50%"], Field(description="the share of exchanges that is left (the paper's Figure 7)")
+    ] = "100%"
+    regulator: Annotated[bool, Field(description="off: plain clipping and noise on the factor (the paper's ablation)")] = True
+    rebalance: Annotated[
+        bool,
+        Field(
+            description="moves between rounds to the factors (R A, B R^-1) that make the next public factor orthonormal: "
+            "the product is unchanged, the regulator's noise becomes plain noise, and conditioning cannot "
+            "drift. Other tensors (a head) train in all phases"
+        ),
+    ] = False
+    eliminator: Annotated[
+        bool,
+        Field(
+            description="off (the paper's other ablation, Table IV): FedIT's exchange of both factors at once, the "
+            "regulator as it is, with the factors that all sites were sent as public peers. Where one of them "
+            "has no direction yet (B = 0 in the first round) the other does not leave, so A moves from the "
+            "second round on"
+        ),
+    ] = True
 
     def __post_init__(self) -> None:
         if not self.eliminator and (self.schedule != "100%" or self.rebalance):

@@ -13,9 +13,10 @@ On-Device under Differentially Private Federated Learning using Dynamic Low-Rank
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 
 from consilium.adapters.names import factor, lora_factor
 from consilium.core.messages import Payload, SiteInfo, Tensors
@@ -26,16 +27,16 @@ from consilium.strategies.strategy import Role, ServerState, Strategy
 
 @dataclass(frozen=True)
 class DPDyLoRA(Strategy):
-    """Share both factors, cut to the round's rank. `seed` fixes the draws; they are public and independent of any data.
-
-    `tested_rank`: what a site tests and keeps, the full rank or the best of all by its own validation split.
-    """
+    """Share both factors, cut to the round's rank."""
 
     name: ClassVar[str] = "dp_dylora"
 
-    rank_min: Rank = 1
-    seed: Seed = 0
-    tested_rank: Literal["full", "best"] = "full"
+    rank_min: Annotated[Rank, Field(description="the smallest rank that a round may draw")] = 1
+    seed: Annotated[Seed, Field(description="`seed` fixes the draws; they are public and independent of any data")] = 0
+    tested_rank: Annotated[
+        Literal["full", "best"],
+        Field(description="what a site tests and keeps, the full rank or the best of all by its own validation split"),
+    ] = "full"
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED for LoRA and a head. Raises ConfigError for another kind of adapter."""

@@ -39,20 +39,21 @@ WINDOW = 10
 
 @dataclass(frozen=True)
 class FedALA(FedIT):
-    """Share every adapter tensor; sites start from mixtures of their own top `layers` (null: all) and the global ones.
-
-    `data`: the share of a site's training data that a pass looks at; `eta`: the weights' learning rate; `threshold`: the
-    standard deviation of losses under which they have settled; `most_passes`: where the first learning ends in any case.
-    """
+    """Share every adapter tensor; sites start from mixtures of their own top `layers` (null: all) and the global ones."""
 
     name: ClassVar[str] = "fedala"
     one_by_one: ClassVar[bool] = False
 
-    layers: Annotated[int, Field(ge=1, le=100_000)] | None = 1
-    data: Annotated[float, Field(gt=0, le=1)] = 0.8
-    eta: Positive = 1.0
-    threshold: Factor = 0.1
-    most_passes: Annotated[int, Field(ge=1, le=1000)] = 20
+    layers: Annotated[
+        Annotated[int, Field(ge=1, le=100_000)] | None,
+        Field(description="adapted layers that are mixed, counted from the output; null: all"),
+    ] = 1
+    data: Annotated[float, Field(gt=0, le=1, description="share of the training data that a pass looks at")] = 0.8
+    eta: Annotated[Positive, Field(description="learning rate of the mixing weights")] = 1.0
+    threshold: Annotated[
+        Factor, Field(description="standard deviation of losses under which the mixing weights have settled")
+    ] = 0.1
+    most_passes: Annotated[int, Field(ge=1, le=1000, description="the most passes of the mixing weights' first learning")] = 20
 
     @property
     def looked_at(self) -> float:

@@ -45,16 +45,13 @@ RUNNING = "running mean"
 
 @dataclass(frozen=True)
 class FedDBE(Strategy):
-    """Share every adapter tensor but the vector, which trains at its site.
-
-    `kappa` weighs the pull to the common mean, `momentum` is mu of the running mean.
-    """
+    """Share every adapter tensor but the vector, which trains at its site."""
 
     name: ClassVar[str] = "feddbe"
     parts: ClassVar[frozenset[str]] = frozenset({FEATURE_SHIFT})
 
-    kappa: Factor = 1.0
-    momentum: Annotated[float, Field(gt=0, le=1)] = 0.1
+    kappa: Annotated[Factor, Field(description="weight of the pull of the features' mean to the common one")] = 1.0
+    momentum: Annotated[float, Field(gt=0, le=1, description="momentum of the running mean of features")] = 0.1
 
     @property
     def warm_up(self) -> int:

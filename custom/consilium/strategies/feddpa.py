@@ -43,20 +43,24 @@ from consilium.strategies.strategy import Role, Strategy
 
 @dataclass(frozen=True)
 class FedDPA(Strategy):
-    """Share the global adapter; the local one trains in every round (`variant` T) or after the last one (F).
-
-    `local_share`: its weight while it trains; `most`: its largest weight in use; `weighting`: by `similarity` to `examples`
-    training records, or `fixed` at `most`.
-    """
+    """Share the global adapter; the local one trains in every round (`variant` T) or after the last one (F)."""
 
     name: ClassVar[str] = "feddpa"
     parts: ClassVar[frozenset[str]] = frozenset({LOCAL_ADAPTER})
 
-    variant: Literal["T", "F"] = "T"
-    weighting: Literal["similarity", "fixed"] = "similarity"
-    local_share: Share = 0.5
-    most: Share = 0.5
-    examples: Annotated[int, Field(ge=1, le=1000)] = 5
+    variant: Annotated[
+        Literal["T", "F"], Field(description="the local adapter trains in every round (T), or once after the last (F)")
+    ] = "T"
+    weighting: Annotated[
+        Literal["similarity", "fixed"],
+        Field(
+            description="how the personalized model weighs the local adapter: by `similarity` to `examples` training "
+            "records, or `fixed` at `most`"
+        ),
+    ] = "similarity"
+    local_share: Annotated[Share, Field(description="the local adapter's weight while it trains")] = 0.5
+    most: Annotated[Share, Field(description="the local adapter's largest weight in use")] = 0.5
+    examples: Annotated[int, Field(ge=1, le=1000, description="training records that a sample is compared with")] = 5
 
     @property
     def label(self) -> str:

@@ -19,9 +19,10 @@ CVPR 2024, and the authors' code, github.com/yuhangchen0/FedHEAL.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from consilium.core.linalg.lowrank import summed
@@ -36,17 +37,20 @@ ROUNDS, WEIGHT, DELTA = "rounds", "weight", "delta"
 
 @dataclass(frozen=True)
 class FedHEAL(FedIT):
-    """Share every adapter tensor. A number's change counts where its sign was there in over `tau` of the site's rounds so far.
+    """Share every adapter tensor.
 
-    `beta`: how fast the sites' weights follow their distances.
+    A number's change counts where its sign was there in over `tau` of the site's rounds so far.
     """
 
     name: ClassVar[str] = "fedheal"
     one_by_one: ClassVar[bool] = False
     needs: ClassVar[Literal["sums", "sites"]] = "sites"
 
-    tau: Share = 0.3
-    beta: Share = 0.4
+    tau: Annotated[
+        Share,
+        Field(description="a number's change counts if its sign was there in more than this share of the site's rounds so far"),
+    ] = 0.3
+    beta: Annotated[Share, Field(description="how fast the sites' weights follow their distances")] = 0.4
 
     def merge(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: masked updates averaged number by number; every reporter's history, weight and delta."""

@@ -24,9 +24,10 @@ Allocation", arXiv 2506.12213, 2025.
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from consilium.core.messages import Payload, SiteInfo, Tensors
@@ -50,8 +51,13 @@ class FedHeLLo(UnequalRanks):
 
     name: ClassVar[str] = "fedhello"
 
-    rank: Rank = 8
-    layers: Literal["top", "bottom", "ends", "spread", "random", "fisher"] = "random"
+    rank: Annotated[Rank, Field(description="the rank of a trained layer")] = 8
+    layers: Annotated[
+        Literal["top", "bottom", "ends", "spread", "random", "fisher"],
+        Field(
+            description="nearest the output, input or both, spaced, or drawn each round: evenly, or what training moves most"
+        ),
+    ] = "random"
 
     def init_state(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: the common factors at `rank`."""

@@ -40,26 +40,39 @@ So it drops out of Algorithm 2, where only costs over budgets count.
 
 @dataclass(frozen=True)
 class FedHera(ExactServer):
-    """Decoupled download and training ranks.
-
-    `allocation`: water filling over energies, the paper's `literal` rules, `even` ranks in all layers, or `random` ones.
-    `energy`: of a rank as a share of its layer's sum (Eq. 4), or `raw` squares, with which all layers compete. `gate`: Eq. 12
-    (`paper`), the authors' code (`neutral`), or a tail that is always whole (`open`). `score`: the cosine of the sites' trained
-    products with their mean, as printed, of what they changed (`residual`), or of products and tails with all of W
-    (`cumulative`).
-    A tier that trains 0 ranks abstains: its sites weigh nothing in the mean.
-    """
+    """Decoupled download and training ranks."""
 
     name: ClassVar[str] = "fedhera"
 
     least_train: ClassVar[float] = 0.0
 
-    aggregation: Literal["residual", "literal", "replace"] = "residual"
-    allocation: Literal["water_filling", "literal", "even", "random"] = "water_filling"
-    energy: Literal["normalized", "raw"] = "normalized"
-    gate: Literal["paper", "neutral", "open"] = "paper"
-    score: Literal["product", "residual", "cumulative"] = "product"
-    decay: Annotated[float, Field(gt=0, le=1)] = 0.9
+    aggregation: Annotated[
+        Literal["residual", "literal", "replace"],
+        Field(description="the paper's `residual`; `replace`, the authors' code; `literal`, as printed beside it, which grows"),
+    ] = "residual"
+    allocation: Annotated[
+        Literal["water_filling", "literal", "even", "random"],
+        Field(
+            description="water filling over energies, the paper's `literal` rules, `even` ranks in all layers, or `random` ones"
+        ),
+    ] = "water_filling"
+    energy: Annotated[
+        Literal["normalized", "raw"],
+        Field(description="of a rank as a share of its layer's sum (Eq. 4), or `raw` squares, with which all layers compete"),
+    ] = "normalized"
+    gate: Annotated[
+        Literal["paper", "neutral", "open"],
+        Field(description="Eq. 12 (`paper`), the authors' code (`neutral`), or a tail that is always whole (`open`)"),
+    ] = "paper"
+    score: Annotated[
+        Literal["product", "residual", "cumulative"],
+        Field(
+            description="the cosine of the sites' trained products with their mean, as printed, of what they changed "
+            "(`residual`), or of products and tails with all of W (`cumulative`). A tier that trains 0 ranks "
+            "abstains: its sites weigh nothing in the mean"
+        ),
+    ] = "product"
+    decay: Annotated[float, Field(gt=0, le=1, description="decay of the running score behind the gate")] = 0.9
 
     # server half ------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,9 @@ Unbiased Aggregation", arXiv 2505.18494, 2025.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from consilium.core.linalg import lowrank
 from consilium.core.linalg.lowrank import Change, Update
@@ -27,7 +29,7 @@ class FedHL(ExactServer):
 
     name: ClassVar[str] = "fedhl"
 
-    floor: Positive = 0.1
+    floor: Annotated[Positive, Field(description="keeps a site that lost nothing from taking all")] = 0.1
 
     def share(self, state: ServerState, uploads: Mapping[str, SiteResult]) -> dict[str, float]:
         """Return p_i ~ n_i / (floor + e_i), e_i in [0, 1]."""

@@ -7,7 +7,9 @@ Resources", Appendix D.2.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from consilium.core.messages import Tensors
 from consilium.core.schema import Rank
@@ -18,12 +20,12 @@ from consilium.strategies.strategy import Gathered, ServerState, Strategy
 
 @dataclass(frozen=True)
 class FedHomoLoRA(UnequalRanks):
-    """Average both factors at one rank: `rank`, or what the lowest tier trains."""
+    """Average both factors at one rank."""
 
     name: ClassVar[str] = "fedhomolora"
     needs: ClassVar[Literal["sums", "sites"]] = "sums"
 
-    rank: Rank | None = None
+    rank: Annotated[Rank | None, Field(description="the rank of all; by default what the lowest tier trains")] = None
 
     @property
     def fixed_basis(self) -> bool:

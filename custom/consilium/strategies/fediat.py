@@ -36,21 +36,26 @@ ENCODERS, DECODER = ("image_encoder", "vision_encoder"), "mask_decoder"
 
 @dataclass(frozen=True)
 class FedIAT(Strategy):
-    """Hyperparameters: `sharing` M1-M4, `sor_weight` lambda (0 switches SOR off), `ema` rho, `eps` of Eq. 8.
+    """IAT + SOR, with the sharing schemes M1 to M4.
 
-    `eps_scale`: `relative`, eps counts in units of |A0|^2 |B0|^2 of each layer, so that SOR does not depend on the factors'
-    scale; `absolute`, as the formula has it. Both proxies are products with A0 and B0, which makes that their natural size.
-    The paper prints no number: eps and its scale are our reading. 1e-5 is the smallest of the powers of ten with which SOR's
-    gradient, at lambda 1e-4, stayed under the task's on the quickstart's model at both learning rates tried (1e-4, 3e-3).
+    With eps_scale relative, eps counts in units of |A0|^2 |B0|^2 of each layer, so that SOR does not depend on the factors'
+    scale: both proxies are products with A0 and B0. The paper prints no number: eps and its scale are our reading. 1e-5
+    is the smallest of the powers of ten with which SOR's gradient, at lambda 1e-4, stayed under the task's on the
+    quickstart's model at both learning rates tried (1e-4, 3e-3).
     """
 
     name: ClassVar[str] = "fediat"
 
-    sharing: Sharing = "M4"
-    sor_weight: Factor = 1e-4
-    ema: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    eps: Positive = 1e-5
-    eps_scale: Literal["relative", "absolute"] = "relative"
+    sharing: Annotated[
+        Sharing, Field(description="which factor encoder and decoder share: M1 A, A; M2 B, B; M3 A, B; M4 B, A")
+    ] = "M4"
+    sor_weight: Annotated[Factor, Field(description="lambda of SOR; 0 switches it off")] = 1e-4
+    ema: Annotated[float, Field(ge=0, lt=1, description="rho, the moving average of the private factor's drift")] = 0.9
+    eps: Annotated[Positive, Field(description="keeps SOR's cosine finite and small moves quiet")] = 1e-5
+    eps_scale: Annotated[
+        Literal["relative", "absolute"],
+        Field(description="`relative`: eps in units of the factors' squared norms; `absolute`: as it is"),
+    ] = "relative"
 
     @property
     def label(self) -> str:

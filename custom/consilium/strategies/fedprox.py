@@ -5,8 +5,9 @@ MLSys 2020: Eq. 2.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from pydantic import Field
 from torch import Tensor
 
 from consilium.core.linalg.lowrank import summed
@@ -21,7 +22,7 @@ class FedProx(FedIT):
 
     name: ClassVar[str] = "fedprox"
 
-    mu: Factor = 0.01
+    mu: Annotated[Factor, Field(description="strength of the proximal term")] = 0.01
 
     def regularizer(self, step: LocalStep) -> Tensor | None:
         """Return mu / 2 times the squared distance to the anchors."""

@@ -44,18 +44,17 @@ SiteName = Annotated[str, Field(min_length=1, max_length=128)]
 
 @dataclass(frozen=True)
 class FedRA(FedIT):
-    """Share the adapters of the blocks that a site has. `share` of a stack's blocks, at least one; `by_site` for some of them.
-
-    `seed` fixes the draws, which are public and know no data.
-    """
+    """Share the adapters of the blocks that a site has."""
 
     name: ClassVar[str] = "fedra"
     one_by_one: ClassVar[bool] = False
     needs: ClassVar[Literal["sums", "sites"]] = "sites"
 
-    share: Part = 2 / 3
-    by_site: Annotated[dict[SiteName, Part], Field(max_length=10_000)] = field(default_factory=dict)
-    seed: Seed = 0
+    share: Annotated[Part, Field(description="the share of the blocks that a site has in a round, at least one")] = 2 / 3
+    by_site: Annotated[dict[SiteName, Part], Field(max_length=10_000, description="another share for some sites, by name")] = (
+        field(default_factory=dict)
+    )
+    seed: Annotated[Seed, Field(description="fixes the draws, which are public and know no data")] = 0
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED. Raises ConfigError for a base that trains whole, which has parts that no site can do without."""

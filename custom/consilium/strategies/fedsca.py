@@ -39,23 +39,33 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FedSCA(Strategy):
-    """Share the `low` lowest bottleneck adapters (0: all) through a mixture of each site's own.
-
-    `mixture: mean` gives all sites the weighted mean instead (LAT alone; with low 0 it is FedFMS). `normalize` divides
-    distances (and inner products) by their mean off the diagonal, so that `alpha` does not depend on the model's size.
-    A site that missed a round gets a mixture of the last uploads known, stale ones included.
-    """
+    """Share the `low` lowest bottleneck adapters (0: all) through a mixture of each site's own."""
 
     name: ClassVar[str] = "fedsca"
     needs: ClassVar[Literal["sums", "sites"]] = "sites"
 
-    low: Annotated[int, Field(ge=0, le=1024)] = 1
-    mixture: Literal["sgca", "mean"] = "sgca"
-    similarity: Literal["l2", "l1", "cosine", "inner"] = "l2"
-    prior: Literal["samples", "literal"] = "samples"
-    alpha: Factor = 1.0
-    normalize: bool = True
-    pull: Factor = 0.01
+    low: Annotated[int, Field(ge=0, le=1024, description="bottlenecks that travel, from the input on; 0: all")] = 1
+    mixture: Annotated[
+        Literal["sgca", "mean"],
+        Field(description="`mixture: mean` gives all sites the weighted mean instead (LAT alone; with low 0 it is FedFMS)"),
+    ] = "sgca"
+    similarity: Annotated[Literal["l2", "l1", "cosine", "inner"], Field(description="how two sites' uploads are compared")] = (
+        "l2"
+    )
+    prior: Annotated[
+        Literal["samples", "literal"],
+        Field(description="`samples`: m_j = n_j / n; `literal`: as the paper prints it, which drops out"),
+    ] = "samples"
+    alpha: Annotated[Factor, Field(description="how much similarity counts against the prior")] = 1.0
+    normalize: Annotated[
+        bool,
+        Field(
+            description="`normalize` divides distances (and inner products) by their mean off the diagonal, so that "
+            "`alpha` does not depend on the model's size. A site that missed a round gets a mixture of the "
+            "last uploads known, stale ones included"
+        ),
+    ] = True
+    pull: Annotated[Factor, Field(description="weight of the pull towards the mixture in a site's loss")] = 0.01
 
     @property
     def label(self) -> str:

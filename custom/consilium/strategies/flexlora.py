@@ -8,9 +8,10 @@ Client Resources", NeurIPS 2024, arXiv 2402.11505.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 
 from consilium.core.linalg import lowrank
 from consilium.core.linalg.lowrank import Change, Product, Spectrum, Update
@@ -27,7 +28,10 @@ class FlexLoRA(ExactServer):
     name: ClassVar[str] = "flexlora"
     one_rank: ClassVar[bool] = True
 
-    values_in: Literal["left", "both"] = "left"
+    values_in: Annotated[
+        Literal["left", "both"],
+        Field(description="singular values in B (`left`, as in the authors' code) or half in each factor (`both`)"),
+    ] = "left"
 
     def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return W truncated to the site's rank, all of it to train."""

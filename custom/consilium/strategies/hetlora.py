@@ -27,12 +27,12 @@ from consilium.strategies.strategy import LocalStep, ServerState, SiteResult, ne
 
 @dataclass(frozen=True)
 class HetLoRA(UnequalRanks):
-    """Zero-padded averages weighted by norms. `prune` is g, the share of ranks that may remain; prune_weight 0 never prunes."""
+    """Zero-padded averages weighted by norms."""
 
     name: ClassVar[str] = "hetlora"
 
-    prune: Annotated[float, Field(gt=0, le=1)] = 0.99
-    prune_weight: Factor = 0.0
+    prune: Annotated[float, Field(gt=0, le=1, description="g, the share of ranks that may remain")] = 0.99
+    prune_weight: Annotated[Factor, Field(description="weight of the pruning term in a site's loss; 0 never prunes")] = 0.0
 
     def init_state(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: the common factors at the largest rank."""

@@ -12,9 +12,10 @@ Refinement", ICCV 2025, arXiv 2411.14961.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from consilium.adapters.names import lora_factor
@@ -35,8 +36,10 @@ class LoraFair(Strategy):
     name: ClassVar[str] = "lora_fair"
     needs: ClassVar[Literal["sums", "sites"]] = "sites"
 
-    loss: Literal["cosine", "frobenius"] = "cosine"
-    penalty: Positive = 0.01
+    loss: Annotated[
+        Literal["cosine", "frobenius"], Field(description="the paper's `cosine`, or `frobenius` with its closed form")
+    ] = "cosine"
+    penalty: Annotated[Positive, Field(description="weight of the squared norm of dB")] = 0.01
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED for LoRA and a head. Raises ConfigError for another kind of adapter."""

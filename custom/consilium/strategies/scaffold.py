@@ -25,7 +25,9 @@ for Federated Learning", ICML 2020, arXiv 1910.06378: Algorithm 1, Eq. 3 to 5, o
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from consilium.core.linalg.lowrank import summed
 from consilium.core.messages import Payload, SiteInfo, Tensors
@@ -39,12 +41,12 @@ CONTROL = "control/"
 
 @dataclass(frozen=True)
 class Scaffold(FedIT):
-    """Share every adapter tensor, and correct local steps. `global_lr` is eta_g."""
+    """Share every adapter tensor, and correct local steps."""
 
     name: ClassVar[str] = "scaffold"
     needs: ClassVar[Literal["sums", "sites"]] = "sites"
 
-    global_lr: Positive = 1.0
+    global_lr: Annotated[Positive, Field(description="eta_g, the server's step along the mean update")] = 1.0
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED, FROZEN for a correction: it comes down and neither trains nor goes up."""

@@ -9,10 +9,10 @@ from contextlib import suppress
 from multiprocessing import connection
 from typing import Any, TextIO
 
-from consilium.core.child_process import Child, follow
+from consilium.core.child_process import ChildProcess, exit_with_parent
 
 
-class Worker(Child):
+class Worker(ChildProcess):
     """A process of its own, started at once with so many `threads`. `task`: what it is busy with, for its study."""
 
     def __init__(self, threads: int) -> None:
@@ -35,7 +35,7 @@ class Worker(Child):
 
 def serve(pipe: connection.Connection) -> None:
     """Call the functions that come, until the study is gone. Their modules are loaded here, after all output is muted."""
-    follow()
+    exit_with_parent()
     with open(os.devnull, "a") as nothing:
         redirect(nothing)
     with suppress(EOFError, OSError):

@@ -56,7 +56,7 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Guessed:
+class AttackResult:
     """What an attack came to. `auc`: 0.5 is chance; of `guesses` about the counting half, `correct` were right.
 
     `epsilon`: a lower bound, 0 where nothing can be shown; with those of all other attacks together it has `confidence`.
@@ -79,7 +79,7 @@ def attack(
     folder: Path,
     confidence: float = 0.95,
     watch: Callable[[], None] = lambda: None,
-) -> list[Guessed]:
+) -> list[AttackResult]:
     """Return what each attack on a model comes to, on the data of `site` that was called `name` in its run.
 
     `shadows`: models that were trained on other parts of the same list. `folder` takes phantoms. Raises DataError.
@@ -171,7 +171,9 @@ def _chance(correct: int, guesses: int, units: int, epsilon: float, delta: float
     return float(binom.sf(correct - 1, guesses, right) + 2 * units * delta * gain)
 
 
-def judged(attack: str, scores: Values, members: NDArray[np.bool_], delta: float, confidence: float, seed: int = 0) -> Guessed:
+def judged(
+    attack: str, scores: Values, members: NDArray[np.bool_], delta: float, confidence: float, seed: int = 0
+) -> AttackResult:
     """Return what guesses by `scores` show; how many are made is chosen on a random half of the units."""
     order = np.random.default_rng(seed).permutation(len(scores))
     chosen, counted = order[::2], order[1::2]
@@ -179,7 +181,7 @@ def judged(attack: str, scores: Values, members: NDArray[np.bool_], delta: float
     bounds = [epsilon_bound(*_right(scores[chosen], members[chosen], one), len(chosen), delta, confidence) for one in shares]
     correct, guesses = _right(scores[counted], members[counted], shares[int(np.argmax(bounds))])
     found = epsilon_bound(correct, guesses, len(counted), delta, confidence)
-    return Guessed(attack, len(scores), _auc(scores, members), guesses, correct, found, confidence)
+    return AttackResult(attack, len(scores), _auc(scores, members), guesses, correct, found, confidence)
 
 
 def _right(scores: Values, members: NDArray[np.bool_], share: float) -> tuple[int, int]:

@@ -12,7 +12,7 @@ CLASSES, LABELS = "classes.csv", "labels.json"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class OutputOptions:
     """Where predictions go, and what beside the masks is wanted; `force`: files there may be replaced."""
 
     out: Path
@@ -21,7 +21,7 @@ class Wanted:
     force: bool = False
 
 
-def clashes(task: str, inputs: list[Input], wanted: Wanted) -> tuple[list[Input], list[tuple[Input, str]]]:
+def clashes(task: str, inputs: list[Input], wanted: OutputOptions) -> tuple[list[Input], list[tuple[Input, str]]]:
     """Return the inputs that are written apart, and those that would share a file with one before them, with the reason.
 
     A and a are the same: on some disks they are.
@@ -39,7 +39,7 @@ def clashes(task: str, inputs: list[Input], wanted: Wanted) -> tuple[list[Input]
     return apart, clashing
 
 
-def check_files(task: str, inputs: list[Input], apart: list[Input], wanted: Wanted) -> None:
+def check_files(task: str, inputs: list[Input], apart: list[Input], wanted: OutputOptions) -> None:
     """Raise ConfigError where what is written of `apart` would replace an input, or what is there without `force`."""
     names = [*_shared(task), *(name for one in apart for name in _files_of(task, one, wanted))]
     _check_inputs(names, inputs, wanted)
@@ -51,7 +51,7 @@ def _shared(task: str) -> list[str]:
     return {"classification": [CLASSES], "segmentation": [LABELS]}.get(task, [])
 
 
-def _files_of(task: str, one: Input, wanted: Wanted) -> list[str]:
+def _files_of(task: str, one: Input, wanted: OutputOptions) -> list[str]:
     if task == "classification":
         return []
     if task != "segmentation":
@@ -61,7 +61,7 @@ def _files_of(task: str, one: Input, wanted: Wanted) -> list[str]:
     return [mask, *more, *([probability_name(mask)] if wanted.probabilities else [])]
 
 
-def _check_inputs(names: list[str], inputs: list[Input], wanted: Wanted) -> None:
+def _check_inputs(names: list[str], inputs: list[Input], wanted: OutputOptions) -> None:
     """Raise ConfigError, `force` or not, where a file would take the place of an input, or of a file of its series."""
     originals = {_place(path) for one in inputs for path in (one.path.iterdir() if one.path.is_dir() else [one.path])}
     for name in names:
@@ -79,7 +79,7 @@ def _place(path: Path) -> tuple[int, int]:
     return (told.st_dev, told.st_ino)
 
 
-def _check_free(names: list[str], wanted: Wanted) -> None:
+def _check_free(names: list[str], wanted: OutputOptions) -> None:
     if wanted.out.exists() and not wanted.out.is_dir():
         raise ConfigError(f"{wanted.out}: is a file; give a folder")
     inside = {folder for name in names for folder in Path(name).parents if folder != Path()}

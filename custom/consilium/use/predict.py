@@ -21,8 +21,8 @@ from consilium.report.image_grid import overlay
 from consilium.use.batching import gathered
 from consilium.use.inputs import Input
 from consilium.use.labels import label_map, legend
-from consilium.use.outputs import CLASSES, LABELS, Wanted, check_files, clashes, overlay_name, probability_name
-from consilium.use.predictor import Asked, Asking, joined
+from consilium.use.outputs import CLASSES, LABELS, OutputOptions, check_files, clashes, overlay_name, probability_name
+from consilium.use.predictor import Prediction, Predictor, stitch_tiles
 from consilium.use.texts import Answer, answers
 from consilium.use.write_predictions import (
     is_dicom,
@@ -47,14 +47,14 @@ class Outcome:
     bad: list[tuple[str, str]] = field(default_factory=list)
 
 
-def predict(asking: Asking, inputs: list[Input], wanted: Wanted, done: Callable[[Input], None]) -> Outcome:
+def predict(predictor: Predictor, inputs: list[Input], wanted: OutputOptions, done: Callable[[Input], None]) -> Outcome:
     """Predict every input; one that cannot be used is noted, and the rest goes on. `done` is told of each.
 
     So is one that would be written to a file of an input before it.
 
     Raises ConfigError, before anything is written, where files would be replaced.
     """
-    name = asking.opened.config.task.name
+    name = predictor.opened.config.task.name
     work = {"segmentation": _masks, "classification": _classes, "language": _answers, "report": _answers}.get(name)
     if work is None:
         raise ConfigError(f"task.name: {name!r}: predict knows segmentation, classification, language and report")
@@ -64,14 +64,14 @@ def predict(asking: Asking, inputs: list[Input], wanted: Wanted, done: Callable[
     outcome = Outcome(bad=[(one.name, why) for one, why in clashing])
     for one, _ in clashing:
         done(one)
-    asked = answers(asking.opened, apart, asking.batch_size) if work is _answers else gathered(asking, apart)
-    work(asking, _tried(asked, outcome, done), wanted, outcome)
+    asked = answers(predictor.opened, apart, predictor.batch_size) if work is _answers else gathered(predictor, apart)
+    work(predictor, _tried(asked, outcome, done), wanted, outcome)
     return outcome
 
 
 Try = Callable[[Callable[[], None]], None]
 Tried = Iterator[tuple[Input, Iterator[Any], Try]]
-"""Every input with what the model says of it: Asked of a picture's parts, Answer of a file's records."""
+"""Every input with what the model says of it: Prediction of a picture's parts, Answer of a file's records."""
 
 
 def _tried(asked: Iterable[tuple[Input, Iterator[Any]]], outcome: Outcome, done: Callable[[Input], None]) -> Tried:
@@ -97,21 +97,21 @@ def _tried(asked: Iterable[tuple[Input, Iterator[Any]]], outcome: Outcome, done:
 # segmentation ---------------------------------------------------------------------------------------------------------
 
 
-def _masks(asking: Asking, tried: Tried, wanted: Wanted, outcome: Outcome) -> None:
-    values = {str(value): list(meant) for value, meant in legend(asking.task.classes).items()}
+def _masks(predictor: Predictor, tried: Tried, wanted: OutputOptions, outcome: Outcome) -> None:
+    values = {str(value): list(meant) for value, meant in legend(predictor.task.classes).items()}
     write_atomic(wanted.out / LABELS, json.dumps(values, indent=1).encode())
     for one, asked, run in tried:
-        run(lambda one=one, asked=asked: _mask(asking, one, asked, wanted, outcome))  # type: ignore[misc]
+        run(lambda one=one, asked=asked: _mask(predictor, one, asked, wanted, outcome))  # type: ignore[misc]
 
 
-def _mask(asking: Asking, one: Input, asked: Iterator[Asked], wanted: Wanted, outcome: Outcome) -> None:
-    name, names = mask_name(one.name), list(asking.task.classes)
-    parts = joined(asking.segmented(one, asked), str(one.path))
-    found = _Volume(one, asking, wanted) if volumes.is_volume(one.path) else None
-    best: Asked | None = None
+def _mask(predictor: Predictor, one: Input, asked: Iterator[Prediction], wanted: OutputOptions, outcome: Outcome) -> None:
+    name, names = mask_name(one.name), list(predictor.task.classes)
+    parts = stitch_tiles(predictor.segmented(one, asked), str(one.path))
+    found = _Volume(one, predictor, wanted) if volumes.is_volume(one.path) else None
+    best: Prediction | None = None
     for part in parts:
         if found is None:
-            write_picture(wanted.out / name, label_map(part.answer, names, legend(asking.task.classes)))
+            write_picture(wanted.out / name, label_map(part.answer, names, legend(predictor.task.classes)))
             if wanted.probabilities:
                 write_pages(wanted.out / probability_name(name), part.answer.sigmoid().numpy())
         else:
@@ -124,24 +124,24 @@ def _mask(asking: Asking, one: Input, asked: Iterator[Asked], wanted: Wanted, ou
         _drawn(wanted.out / overlay_name(name), best, one)
 
 
-def _area(part: Asked) -> int:
+def _area(part: Prediction) -> int:
     return int((part.answer > 0).any(0).sum())
 
 
 class _Volume:
     """The planes of a volume, put back where they came from."""
 
-    def __init__(self, one: Input, asking: Asking, wanted: Wanted) -> None:
-        self.one, self.names, self.dicom = one, list(asking.task.classes), is_dicom(one.path)
-        self.grid, self.card = volumes.header(one.path).grid, asking.opened.card
-        self.values = legend(asking.task.classes)
+    def __init__(self, one: Input, predictor: Predictor, wanted: OutputOptions) -> None:
+        self.one, self.names, self.dicom = one, list(predictor.task.classes), is_dicom(one.path)
+        self.grid, self.card = volumes.header(one.path).grid, predictor.opened.card
+        self.values = legend(predictor.task.classes)
         shape, count = self.grid.shape, len(self.names)
         kind = np.uint8 if max(self.values) < 256 else np.uint16
         self.labels = np.zeros(shape, kind)
         self.masks = np.zeros((count, *shape), bool) if self.dicom else None
         self.shares = np.zeros((count, *shape), np.float32) if wanted.probabilities else None
 
-    def put(self, part: Asked) -> None:
+    def put(self, part: Prediction) -> None:
         """Take a plane."""
         axis, number = part.item.axis, part.item.slice or 0
         if self.masks is None:
@@ -165,7 +165,7 @@ class _Volume:
             write_dicom(beside, self.shares.transpose(3, 2, 1, 0), self.names, self.one.path, model)
 
 
-def _drawn(path: Path, part: Asked, one: Input) -> None:
+def _drawn(path: Path, part: Prediction, one: Input) -> None:
     """Draw an overlay. Raises DataError, whatever went wrong: the mask is there, and the other inputs go on."""
     try:
         _overlay(path, part)
@@ -176,7 +176,7 @@ def _drawn(path: Path, part: Asked, one: Input) -> None:
         raise DataError(f"{one.path}: {what}; look at the picture") from None
 
 
-def _overlay(path: Path, part: Asked) -> None:
+def _overlay(path: Path, part: Prediction) -> None:
     """Draw what the model says on the picture, of a volume on the plane of which it says most."""
     rows, columns = part.image.shape[:2]
     side = max(rows, columns)
@@ -195,11 +195,11 @@ def _overlay(path: Path, part: Asked) -> None:
 # classification and language ------------------------------------------------------------------------------------------
 
 
-def _classes(asking: Asking, tried: Tried, wanted: Wanted, outcome: Outcome) -> None:
+def _classes(predictor: Predictor, tried: Tried, wanted: OutputOptions, outcome: Outcome) -> None:
     rows: list[list[Any]] = []
 
-    def note(one: Input, asked: Iterator[Asked]) -> None:
-        found = [_row(one, part, asking.task.classes) for part in asking.classified(one, asked)]
+    def note(one: Input, asked: Iterator[Prediction]) -> None:
+        found = [_row(one, part, predictor.task.classes) for part in predictor.classified(one, asked)]
         rows.extend(found)
         outcome.written.append(one.name)
 
@@ -207,19 +207,19 @@ def _classes(asking: Asking, tried: Tried, wanted: Wanted, outcome: Outcome) -> 
         run(lambda one=one, asked=asked: note(one, asked))  # type: ignore[misc]
     file = io.StringIO()
     table = csv.writer(file, lineterminator="\n")
-    table.writerow(["image", "part", "class", "probability", *(f"p({name})" for name in asking.task.classes)])
+    table.writerow(["image", "part", "class", "probability", *(f"p({name})" for name in predictor.task.classes)])
     table.writerows(rows)
     write_atomic(wanted.out / CLASSES, file.getvalue().encode("utf-8", "surrogateescape"), PRIVATE)
 
 
-def _row(one: Input, part: Asked, classes: list[str]) -> list[Any]:
+def _row(one: Input, part: Prediction, classes: list[str]) -> list[Any]:
     chances: Tensor = part.answer
     best = int(chances.argmax())
     numbers = [f"{float(p):.6f}" for p in (chances[best], *chances)]
     return [harmless(one.name), part.item.part, harmless(classes[best]), *numbers]
 
 
-def _answers(asking: Asking, tried: Tried, wanted: Wanted, outcome: Outcome) -> None:
+def _answers(predictor: Predictor, tried: Tried, wanted: OutputOptions, outcome: Outcome) -> None:
     def note(one: Input, found: Iterator[Answer]) -> None:
         said = list(found)
         bad = [(one.name, str(answer)) for answer in said if isinstance(answer, DataError)]

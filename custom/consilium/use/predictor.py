@@ -1,4 +1,4 @@
-"""Asking a model about pictures, planes and tiles, read as training read them."""
+"""Predictions of a model for pictures, planes and tiles, read as training read them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ MOST_NUMBERS = 2**29
 
 
 @dataclass(frozen=True)
-class Loaded:
+class ModelInput:
     """A plane, a tile or a picture (H, W, 3) of 8 bits; `prompts` (C, 4 or 2) in the model's pixels, None without."""
 
     item: Item
@@ -33,7 +33,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Prediction:
     """A plane, a tile or a picture: `image` (H, W, 3) of 8 bits, and the model's raw answer on its own pixels or for all."""
 
     item: Item
@@ -42,7 +42,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Asking:
+class Predictor:
     """A model and how to ask it. `prompts` by input, plane and class, where the task is prompted with boxes or points."""
 
     opened: TrainedModel
@@ -63,15 +63,15 @@ class Asking:
         self._check_met(one, parts)
         return parts
 
-    def loaded(self, one: Input, items: Sequence[Item]) -> Iterator[Loaded]:
+    def loaded(self, one: Input, items: Sequence[Item]) -> Iterator[ModelInput]:
         """Yield the parts of an input with their pixels. Raises DataError."""
         for item in items:
             image = read_image(item, self.task)
             self._check_part(one, image)
-            yield Loaded(item, image, self._given(one, item, image.shape))
+            yield ModelInput(item, image, self._given(one, item, image.shape))
 
     @torch.no_grad()
-    def ask(self, parts: Sequence[Loaded]) -> list[Asked]:
+    def ask(self, parts: Sequence[ModelInput]) -> list[Prediction]:
         """Return the model's raw answers, in float32 on the CPU, of one call for all; the parts may be of several inputs.
 
         Raises ConfigError where the device has no memory for as many.
@@ -87,9 +87,9 @@ class Asking:
         except torch.OutOfMemoryError:
             remedy = "give a smaller number, or --device cpu"
             raise ConfigError(f"--batch: {len(parts)}: do not fit into the memory of {device}; {remedy}") from None
-        return [Asked(part.item, part.image, raw) for part, raw in zip(parts, found.float().cpu(), strict=True)]
+        return [Prediction(part.item, part.image, raw) for part, raw in zip(parts, found.float().cpu(), strict=True)]
 
-    def segmented(self, one: Input, raw: Iterable[Asked]) -> Iterator[Asked]:
+    def segmented(self, one: Input, raw: Iterable[Prediction]) -> Iterator[Prediction]:
         """Yield logits (C, H, W) on each part's own pixels, of the raw answers. Raises DataError where they are no numbers."""
         for part in raw:
             _check_finite(one, part)
@@ -99,7 +99,7 @@ class Asking:
             found = F.interpolate(logits, shape[:2], mode="bilinear", align_corners=False)[0]
             yield replace(part, answer=self._only_asked(one, part.item, found))
 
-    def classified(self, one: Input, raw: Iterable[Asked]) -> Iterator[Asked]:
+    def classified(self, one: Input, raw: Iterable[Prediction]) -> Iterator[Prediction]:
         """Yield the probabilities (C,) of each part, of the raw answers. Raises DataError where they are no numbers."""
         for part in raw:
             _check_finite(one, part)
@@ -155,7 +155,7 @@ class Asking:
         return logits.masked_fill(missing[:, None, None], -1e4)
 
 
-def _check_finite(one: Input, part: Asked) -> None:
+def _check_finite(one: Input, part: Prediction) -> None:
     if not torch.isfinite(part.answer).all():
         raise DataError(f"{one.path}: the model answers with NaN or Inf; look at the picture's values")
 
@@ -179,7 +179,7 @@ def _within(prompt: tuple[float, ...], tile: tuple[int, int, int, int]) -> tuple
     return cut if cut[0] < cut[2] and cut[1] < cut[3] else None
 
 
-def joined(parts: Iterator[Asked], path: str) -> Iterator[Asked]:
+def stitch_tiles(parts: Iterator[Prediction], path: str) -> Iterator[Prediction]:
     """Yield planes as they come, and the tiles of a picture as one: where tiles overlap, the mean of their logits."""
     first = next(parts, None)
     if first is None or first.item.tile is None:
@@ -193,7 +193,7 @@ def joined(parts: Iterator[Asked], path: str) -> Iterator[Asked]:
     yield _stitched(tiles, rows, columns)
 
 
-def _stitched(tiles: list[Asked], rows: int, columns: int) -> Asked:
+def _stitched(tiles: list[Prediction], rows: int, columns: int) -> Prediction:
     total, count = torch.zeros(len(tiles[0].answer), rows, columns), torch.zeros(rows, columns)
     image = np.zeros((rows, columns, 3), np.uint8)
     for one in tiles:
@@ -201,4 +201,4 @@ def _stitched(tiles: list[Asked], rows: int, columns: int) -> Asked:
         total[:, top : top + height, left : left + width] += one.answer
         count[top : top + height, left : left + width] += 1
         image[top : top + height, left : left + width] = one.image
-    return Asked(tiles[0].item, image, total / count.clamp(min=1))
+    return Prediction(tiles[0].item, image, total / count.clamp(min=1))

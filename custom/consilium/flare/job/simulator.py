@@ -19,7 +19,7 @@ from typing import Any, Self
 import psutil
 
 from consilium.config.site import Given
-from consilium.core.child_process import deaf, ended, receive, send
+from consilium.core.child_process import exit_reason, ignore_sigint, receive, send
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Observer, loading
 from consilium.data.store.folder import discard
@@ -51,7 +51,7 @@ class Simulator:
         # Sites that each use all cores slow one another down many times over.
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._threads)))
         self._pipe, theirs = multiprocessing.Pipe()
-        with deaf(), theirs:
+        with ignore_sigint(), theirs:
             # Where this process was started with closed streams, the pipe has the number of one of them.
             passed = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD, 3)
             self._process = subprocess.Popen(
@@ -121,7 +121,7 @@ class Simulator:
             yield
         except (EOFError, OSError):
             lines = self._output().splitlines()
-            why = lines[-1] if lines else ended(self._process.wait(PATIENCE))
+            why = lines[-1] if lines else exit_reason(self._process.wait(PATIENCE))
             raise ConsiliumError(f"FLARE's simulator did not start: {why}") from None
 
     def _output(self) -> str:

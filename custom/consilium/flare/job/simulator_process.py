@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from consilium.core.child_process import SPAWN, Context, elsewhere, receive, send
+from consilium.core.child_process import SPAWN, Context, receive, run_in_subprocess, send
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.flare import patches
 from consilium.flare.job.simulation import LOG, OUTPUT
@@ -132,7 +132,7 @@ def _write_log() -> None:
 def _answer(work: Callable[..., Any], given: tuple[Any, ...]) -> Any:
     """Return `work(*given)` of a child process, or the error that it raises."""
     try:
-        return elsewhere(SiteProcess.context, work, *given)
+        return run_in_subprocess(SiteProcess.context, work, *given)
     except (ConsiliumError, OSError) as error:
         return error
 

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 class CausalLmConfig(FolderConfig):
-    """A frozen causal language model: the tiny one, or `folder`, any of `transformers` by local path.
-
-    `config` is the folder's config.json, because the server has no weights and lays the model out from it: its path, in whose
-    place the tool that makes the job puts the contents, or these. `checkpoint` may start with ${SITE}, the site's checkpoint
-    folder. `max_length`: tokens of prompt and answer together; longer prompts lose their middle.
-    """
+    """A frozen causal language model: the tiny one, or `folder`, any of `transformers` by local path."""
 
     name: Literal["causal_lm"]
-    variant: Literal["tiny", "folder"]
-    max_length: Annotated[int, Field(ge=8, le=131_072, description="tokens")] = 512
+    variant: Annotated[
+        Literal["tiny", "folder"],
+        Field(description="the `tiny` one that ships with the package, or a `folder` of `transformers`"),
+    ]
+    max_length: Annotated[
+        int, Field(ge=8, le=131072, description="tokens of prompt and answer together; longer prompts lose their middle")
+    ] = 512
 
     apart: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3")
 

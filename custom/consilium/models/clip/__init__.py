@@ -12,10 +12,13 @@ if TYPE_CHECKING:
 
 
 class ClipConfig(ModelConfig):
-    """A frozen CLIP vision tower with a trained head, for classification. `checkpoint` as for SAM."""
+    """A frozen CLIP vision tower with a trained head, for classification."""
 
     name: Literal["clip"]
-    variant: Literal["tiny", "biomedclip", "clip"]
+    variant: Annotated[
+        Literal["tiny", "biomedclip", "clip"],
+        Field(description="published weights, or the `tiny` one that ships with the package"),
+    ]
     image_size: Annotated[int, Field(ge=16, le=4096, description="pixels, a multiple of the variant's patch size")]
 
     @property

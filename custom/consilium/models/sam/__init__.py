@@ -1,7 +1,9 @@
 """SAM, a frozen one, for segmentation."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from consilium.models.architecture import PictureFolderConfig
 from consilium.models.registry import Cut, Graph, ModelKind, TargetSet
@@ -17,14 +19,17 @@ if TYPE_CHECKING:
 class SamConfig(PictureFolderConfig):
     """A frozen SAM, for segmentation: Meta's; SAM-Med2D (`med2d`); or `folder`, what `transformers` has of SAM (MedSAM), SAM 2,
     SAM 3 and SAM-HQ.
-
-    `image_size`: a multiple of the patch size; of a folder its own. `checkpoint` may start with ${SITE}, the site's checkpoint
-    folder.
     """
 
     name: Literal["sam"] = "sam"
-    variant: Literal["tiny", "vit_b", "vit_l", "vit_h", "med2d", "folder"]
-    attention: Literal["fused", "original"] = "fused"
+    variant: Annotated[
+        Literal["tiny", "vit_b", "vit_l", "vit_h", "med2d", "folder"],
+        Field(description="Meta's; SAM-Med2D's (`med2d`); a `folder` of `transformers`; `tiny`, which ships with the package"),
+    ]
+    attention: Annotated[
+        Literal["fused", "original"],
+        Field(description="`original` is Meta's code; `fused` is equal up to rounding and needs less memory"),
+    ] = "fused"
 
     apart: ClassVar[tuple[str, ...]] = ("sam", "sam_hq", "sam2", "sam3_tracker")
 

@@ -17,16 +17,16 @@ MEAN = (124, 116, 104)
 
 
 class UnetConfig(ModelConfig):
-    """A U-Net, plain or residual (MONAI), for segmentation. Without `checkpoint` its first weights are drawn from `seed`.
+    """A U-Net, plain or residual (MONAI), for segmentation.
 
-    `checkpoint` is a state dict, such as the model.safetensors of an earlier run. Use adapter kind full.
+    Without `checkpoint` its first weights are drawn from `seed`. Use adapter kind full.
     """
 
     name: Literal["unet"]
-    variant: Literal["unet", "resunet"]
+    variant: Annotated[Literal["unet", "resunet"], Field(description="plain, or with residual units")]
     image_size: Annotated[int, Field(ge=32, le=4096, multiple_of=16, description="pixels, a multiple of 16")]
     width: Annotated[int, Field(ge=1, le=256, description="channels of the first of five levels, doubled in each next")] = 64
-    seed: Seed = 0
+    seed: Annotated[Seed, Field(description="draws the first weights, the same at every site, if there is no checkpoint")] = 0
 
     @property
     def image_side(self) -> int:

@@ -13,19 +13,21 @@ if TYPE_CHECKING:
 
 
 class VisionConfig(PictureFolderConfig):
-    """A frozen vision encoder with a trained head, for classification: CLIP, SigLIP, DINOv2, DINOv3, RAD-DINO and the like.
-
-    `features`: what the encoder pools itself, or `dense`, the mean over the picture's patches. `zero_shot`: how a class is
-    asked for, such as "a picture of {}", where the folder has a text tower and a tokenizer: the frozen model's own answer is
-    then added to the head's, which starts at zero.
-    """
+    """A frozen vision encoder with a trained head, for classification: CLIP, SigLIP, DINOv2, DINOv3, RAD-DINO and the like."""
 
     name: Literal["vision"]
-    variant: Literal["folder"]
-    features: Literal["pooled", "dense"] = "pooled"
-    zero_shot: Annotated[str, Field(max_length=256, description="a text with {}, in whose place the class stands")] | None = (
-        None
-    )
+    variant: Annotated[Literal["folder"], Field(description="a `folder` of `transformers`")]
+    features: Annotated[
+        Literal["pooled", "dense"], Field(description="what the encoder pools itself, or the mean over the picture's patches")
+    ] = "pooled"
+    zero_shot: Annotated[
+        Annotated[str, Field(max_length=256)] | None,
+        Field(
+            description='how a class is asked for, such as "a picture of {}", where the folder has a text tower and a '
+            "tokenizer: the frozen model's own answer is then added to the head's, which starts at zero; a "
+            "text with {}, in whose place the class stands"
+        ),
+    ] = None
 
     apart: ClassVar[tuple[str, ...]] = (
         "clip", "clip_vision_model", "siglip", "siglip2", "dinov2", "dinov2_with_registers", "dinov3_vit", "vit",

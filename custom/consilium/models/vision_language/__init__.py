@@ -18,12 +18,14 @@ TOWER = "language_model"
 class VisionLanguageConfig(PictureFolderConfig):
     """A frozen vision-language model, for answers about pictures: Qwen-VL, PaliGemma, Gemma 3 and MedGemma, LLaVA.
 
-    Adapters go into its language tower. `max_length`: tokens of picture, prompt and answer together.
+    Adapters go into its language tower.
     """
 
     name: Literal["vision_language"]
-    variant: Literal["folder"]
-    max_length: Annotated[int, Field(ge=8, le=131_072, description="tokens, the picture's included")] = 1024
+    variant: Annotated[Literal["folder"], Field(description="a `folder` of `transformers`")]
+    max_length: Annotated[
+        int, Field(ge=8, le=131072, description="tokens of picture, prompt and answer together; tokens, the picture's included")
+    ] = 1024
 
     def keep_apart(self) -> None:
         """See ModelConfig. Raises ValueError."""

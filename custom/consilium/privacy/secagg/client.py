@@ -12,7 +12,6 @@ import torch
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from consilium.config.job import JobConfig
-from consilium.config.secure_aggregation import most_weight, without_noise
 from consilium.core.errors import Reason
 from consilium.core.messages import Payload, Tensors
 from consilium.privacy.randomness import secret_bytes
@@ -80,7 +79,7 @@ class Party:
             raise refused(f"attempt {place} is stale, this site is at {last}")
         self._check_past(values, place, past)
         keys = self._roster(values, question)
-        cohort = read_cohort(question, self.name, keys, whole=without_noise(self.config))
+        cohort = read_cohort(question, self.name, keys, whole=self.config.sums_without_noise)
         terms = self._terms(len(cohort))
         if self.sums is not None:
             self.sums.check(cohort, self._least_shown(terms))
@@ -247,7 +246,7 @@ class Party:
 
     def _largest(self, values: Mapping[str, Any], weight: int) -> int:
         """Return the largest number that this site may send. Raises RefusedError for a weight that sums have no room for."""
-        section, most = self.config.secure_aggregation, most_weight(self.config)
+        section, most = self.config.secure_aggregation, self.config.most_weight
         assert section is not None  # terms_of has looked
         if not 0 < weight <= most:
             raise refused(f"a weight of {weight} where sums have room for 1 to {most}; set federation.max_weight", Reason.JOB)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from consilium.config.job import JobConfig
-from consilium.config.secure_aggregation import without_noise
 from consilium.core.errors import ConsiliumError, RefusedError
 from consilium.core.messages import Payload
 from consilium.core.storage import load_state, save_state, write_atomic
@@ -127,7 +126,7 @@ class Attempt:
     def _too_few(self, there: int) -> ConsiliumError:
         (self.folder / "parties.json").unlink(missing_ok=True)  # nothing has been asked on it: more may come
         need = f"threshold {self.terms.threshold} of {self.terms.asked}"
-        if without_noise(self.config):
+        if self.config.sums_without_noise:
             silent = self.silent("prepare", self.cohort)
             more = f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
             need = f"all that are asked, without noise; {', '.join(silent[:NAMED])}{more} not yet"

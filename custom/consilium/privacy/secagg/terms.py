@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from consilium.config.job import JobConfig
-from consilium.config.secure_aggregation import without_noise
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import Payload, Tensors
 from consilium.core.storage import digest
@@ -71,7 +70,7 @@ def terms_of(config: JobConfig, asked: int) -> Terms:
     if section is None:
         raise RefusedError("secure_aggregation: the job has no such section; nothing was sent", Reason.TASK)
     threshold = section.threshold or default_threshold(asked)
-    least = max(threshold, config.federation.min_sites, asked if without_noise(config) else 0)
+    least = max(threshold, config.federation.min_sites, asked if config.sums_without_noise else 0)
     found = Terms(asked, threshold, least, section.colluders)
     if found.problem:
         among = f"secure aggregation among {asked} sites with threshold {threshold} and {found.colluders} colluders"

@@ -46,16 +46,26 @@ def _paper_tiers() -> dict[str, Tier]:
 
 @dataclass(frozen=True)
 class UnequalRanks(Strategy):
-    """Base of algorithms whose ranks differ by site. `seed` fixes which tier a site that says nothing belongs to."""
+    """Base of algorithms whose ranks differ by site."""
 
     needs: ClassVar[Literal["sums", "sites"]] = "sites"
     ranks_differ: ClassVar[bool] = True
     least_train: ClassVar[float | None] = None
     """0 where a tier may train nothing; None: every tier trains some rank."""
 
-    tiers: Annotated[dict[TierName, Tier], Field(max_length=64)] = field(default_factory=_paper_tiers)
-    profile: Literal["uniform", "skewed"] | Annotated[dict[TierName, Share], Field(min_length=1, max_length=64)] = "uniform"
-    seed: Seed = 0
+    tiers: Annotated[
+        dict[TierName, Tier],
+        Field(
+            max_length=64,
+            description="ranks per layer, on average, that each class of sites trains and downloads; by default 4 and 32 "
+            "(low), 8 and 48 (medium), 16 and 64 (high)",
+        ),
+    ] = field(default_factory=_paper_tiers)
+    profile: Annotated[
+        Literal["uniform", "skewed"] | Annotated[dict[TierName, Share], Field(min_length=1, max_length=64)],
+        Field(description="how likely a site that says nothing is of each tier"),
+    ] = "uniform"
+    seed: Annotated[Seed, Field(description="`seed` fixes which tier a site that says nothing belongs to")] = 0
 
     def __post_init__(self) -> None:
         if unknown := sorted(self._shares().keys() - self.tiers.keys()):

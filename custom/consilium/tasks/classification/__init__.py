@@ -27,19 +27,28 @@ class ClassificationScoresConfig(Section):
 
 
 class ClassificationConfig(PictureSettings, TaskConfig):
-    """One class per image. `classes`: the classes' names, in the order of the model's outputs; integer labels count from 0."""
+    """One class per image."""
 
     name: Literal["classification"]
-    classes: Annotated[list[ClassName], Field(min_length=2, max_length=MOST_CLASSES)]
-    augment: bool = True
+    classes: Annotated[
+        list[ClassName],
+        Field(
+            min_length=2,
+            max_length=MOST_CLASSES,
+            description="the classes' names, in the order of the model's outputs; integer labels count from 0; printable, "
+            "without /",
+        ),
+    ]
+    augment: Annotated[bool, Field(description="random flips, quarter turns and mild changes of intensity in training")] = True
     balance: Annotated[
         Literal["none", "weights", "prior"],
         Field(
             description="how the loss meets a site's mix of classes: `weights`: every class of the site weighs the same; "
-            "`prior`: logits plus the log of the class's share at the site, so that a class it lacks is left alone"
+            "`prior`: logits plus the log of the class's share at the site, so that a class it lacks is left "
+            "alone"
         ),
     ] = "none"
-    scores: ClassificationScoresConfig = ClassificationScoresConfig()
+    scores: Annotated[ClassificationScoresConfig, Field(description="what a score is taken of")] = ClassificationScoresConfig()
 
     @property
     def outputs(self) -> int:

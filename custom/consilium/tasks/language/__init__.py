@@ -34,19 +34,33 @@ BY_RECORD = frozenset({"accuracy", "exact", "rouge_l", "meteor"})
 
 
 class LanguageConfig(TaskConfig):
-    """Answers to instructions. `evaluate`: loss; label, exact or generation add what their greedily written answers score.
-
-    `teacher_forced` scores each position's likeliest token with the true ones before it given, as FedHera's public code does:
-    no answers, and much higher. `labels`: the answers to choose from, in any order, for records that name none of their own.
-    `prompt`: alpaca (our words), alpaca-paper (the published ones), chat (the tokenizer's template), or a template with
-    {instruction} and {input}. `learn`: answers, or prompts with them.
-    """
+    """Answers to instructions."""
 
     name: Literal["language"]
-    evaluate: Literal["loss", "label", "exact", "generation", "teacher_forced"] = "loss"
-    prompt: Annotated[str, Field(min_length=1, description="alpaca, alpaca-paper, chat, or a template")] = "alpaca"
-    learn: Literal["answer", "sequence"] = "answer"
-    labels: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=MOST_CLASSES)] = ()
+    evaluate: Annotated[
+        Literal["loss", "label", "exact", "generation", "teacher_forced"],
+        Field(
+            description="loss; label, exact or generation add what their greedily written answers score. `teacher_forced` "
+            "scores each position's likeliest token with the true ones before it given, as FedHera's public "
+            "code does: no answers, and much higher"
+        ),
+    ] = "loss"
+    prompt: Annotated[
+        str,
+        Field(
+            min_length=1,
+            description="alpaca (our words), alpaca-paper (the published ones), chat (the tokenizer's template), or a "
+            "template with {instruction} and {input}; alpaca, alpaca-paper, chat, or a template",
+        ),
+    ] = "alpaca"
+    learn: Annotated[Literal["answer", "sequence"], Field(description="answers, or prompts with them")] = "answer"
+    labels: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
+        Field(
+            max_length=MOST_CLASSES,
+            description="the answers to choose from, in any order, for records that name none of their own",
+        ),
+    ] = ()
     packed: Annotated[bool, Field(description="several records in a row instead of padding: equal losses, less work")] = False
     bucketed: Annotated[bool, Field(description="batches of records of like length: another order, less padding")] = False
     max_new_tokens: Annotated[int, Field(ge=1, le=4096, description="the most tokens of a written answer")] = 128

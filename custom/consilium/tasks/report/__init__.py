@@ -1,7 +1,9 @@
 """Reports and answers about pictures: texts that are learned and scored as in the language task, each about one picture."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from consilium.data.datalist import DataList
 from consilium.data.settings import PictureSettings, WindowConfig
@@ -16,16 +18,18 @@ if TYPE_CHECKING:
 
 
 class ReportConfig(LanguageConfig):
-    """Reports on pictures, and answers to questions about them. Records are as for language, each with an `image`.
+    """Reports on pictures, and answers to questions about them.
 
-    `window` and `resize` as for pictures. All else as for language; what a record asks stands behind its picture, and with
-    `prompt: chat` both in the user's turn.
+    Records are as for language, each with an `image`. All else is as for language. A record's question stands behind its
+    picture; with `prompt: chat` both are in the user's turn.
     """
 
     name: Literal["report"]  # type: ignore[assignment]
-    learn: Literal["answer"] = "answer"  # type: ignore[assignment]
-    window: WindowConfig | None = None
-    resize: Literal["stretch", "pad"] = "stretch"
+    learn: Annotated[Literal["answer"], Field(description="answers alone are learned")] = "answer"  # type: ignore[assignment]
+    window: Annotated[WindowConfig | None, Field(description="values that become black and white, in the file's unit")] = None
+    resize: Annotated[Literal["stretch", "pad"], Field(description="`stretch` to a square, or `pad` right and below")] = (
+        "stretch"
+    )
 
     @property
     def settings(self) -> PictureSettings:

@@ -37,17 +37,27 @@ def prompts_of(task: Any) -> PromptKind | None:
 
 
 class SegmentationConfig(PictureSettings, TaskConfig):
-    """Masks. `classes`: a list of names (label values 1, 2, ...) or a map from name to its label values."""
+    """Masks."""
 
     name: Literal["segmentation"] = "segmentation"
-    classes: Annotated[dict[ClassName, LabelValues], Field(min_length=1, max_length=MOST_CLASSES)]
-    prompt: Literal["none", "box", "point"] = "none"
-    augment: bool = True
+    classes: Annotated[
+        dict[ClassName, LabelValues],
+        Field(
+            min_length=1,
+            max_length=MOST_CLASSES,
+            description="a list of names (label values 1, 2, ...) or a map from name to its label values; printable, without /",
+        ),
+    ]
+    prompt: Annotated[
+        Literal["none", "box", "point"],
+        Field(description="`box` gives the model the box around each class, `point` a point in it"),
+    ] = "none"
+    augment: Annotated[bool, Field(description="random flips, quarter turns and mild changes of intensity in training")] = True
     loss: Annotated[
         Literal["dice+bce", "bce"],
         Field(description="Dice and binary cross-entropy, or the latter alone, as in FedSCA's Eq. 3"),
     ] = "dice+bce"
-    scores: SegmentationScoresConfig = SegmentationScoresConfig()
+    scores: Annotated[SegmentationScoresConfig, Field(description="what a score is taken of")] = SegmentationScoresConfig()
 
     @field_validator("classes", mode="before")
     @classmethod

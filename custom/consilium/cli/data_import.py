@@ -1,0 +1,84 @@
+"""The command `consilium data import`."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from consilium.cli.options import Format, FormatOption, check_finite, table
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import line, shown
+from consilium.data.importers.base import Options
+from consilium.data.importers.registry import IMPORTERS, import_set
+from consilium.federation.sites import MOST_SITES
+
+
+def data_import(
+    name: Annotated[str, typer.Argument(help="a data set; --list shows all")] = "",
+    source: Annotated[Path | None, typer.Argument(help="the folder it was unpacked into; csv: the file")] = None,
+    dest: Annotated[Path | None, typer.Argument(metavar="DEST", help="receives a folder per site and import.json")] = None,
+    validation: Annotated[float, typer.Option(help="share of patients, where the publisher has no validation split")] = 0.1,
+    test: Annotated[float, typer.Option(help="share of patients, where the publisher has no test split")] = 0.2,
+    seed: Annotated[int, typer.Option(min=0, help="decides who goes where")] = 0,
+    sites: Annotated[
+        int, typer.Option(min=0, max=MOST_SITES, help="pool all and deal patients out to so many sites; 0: the set's own")
+    ] = 0,
+    minimum: Annotated[int, typer.Option(min=1, help="leave sites with fewer samples out")] = 1,
+    types: Annotated[bool, typer.Option("--types", help="label cell classes instead of nuclei (pannuke, monusac)")] = False,
+    resplit: Annotated[bool, typer.Option("--resplit", help="pool the publisher's splits and cut anew by patient")] = False,
+    size: Annotated[str, typer.Option(help="which of several training sets (winogrande: xl, l, m, s, xs, debiased)")] = "",
+    only: Annotated[list[str] | None, typer.Option(metavar="SITE", help="take this site; may be repeated")] = None,
+    rename: Annotated[list[str] | None, typer.Option(metavar="OLD=NEW", help="name a site otherwise; may be repeated")] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD=NAME", help="csv: the heading of image, label, site, patient or split; may be repeated"),
+    ] = None,
+    add: Annotated[bool, typer.Option("--add", help="put the sites beside those that DEST has from other imports")] = False,
+    show: Annotated[bool, typer.Option("--list", help="show the data sets and the folders each expects")] = False,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Turn a published data set into a data list per site; pictures stay where they are, splits never cut a patient."""
+    check_finite(validation=validation, test=test)
+    if show or not name:
+        _print_layouts({key: one.layout for key, one in IMPORTERS.items()}, format)
+    elif source is None or dest is None:
+        raise ConfigError(f"SOURCE and DEST: missing; write consilium data import {name} SOURCE DEST")
+    else:
+        taken, names = tuple(only or ()), _pairs("--rename: {!r}: expected OLD=NEW", rename)
+        columns = _pairs("--column: {!r}: expected FIELD=NAME", column)
+        options = Options(validation, test, seed, sites, minimum, types, resplit, size, taken, names, columns)
+        _print_sites(import_set(name, source, dest, options, add), dest, format)
+
+
+def _pairs(wrong: str, pairs: list[str] | None) -> dict[str, str]:
+    """Return what stands before and behind each =. Raises ConfigError."""
+    for pair in pairs or []:
+        if not all(pair.partition("=")):
+            raise ConfigError(wrong.format(pair))
+    return dict(pair.split("=", 1) for pair in pairs or [])
+
+
+def _print_layouts(layouts: dict[str, str], format: Format) -> None:
+    if format is Format.JSON:
+        print(json.dumps(layouts, indent=1))
+        return
+    for name, layout in layouts.items():
+        typer.echo(f"{name}: {layout}")
+
+
+def _print_sites(summary: dict[str, Any], dest: Path, format: Format) -> None:
+    if format is Format.JSON:
+        print(json.dumps(summary, indent=1))
+        return
+    rows = table("site", "training", "validation", "test", title=f"{summary['name']}: samples per site")
+    for site, counts in summary["sites"].items():
+        rows.add_row(line(site), *(str(n) for n in counts.values()))
+    Console().print(rows)
+    for note in summary["notes"]:
+        typer.echo(f"note: {shown(note, 1000)}")
+    if summary["classes"] is not None:
+        typer.echo(f"task.classes: {json.dumps(summary['classes'])}")
+    files = "JSONL files" if summary["classes"] is None else "datalist.json"
+    typer.echo(f"{dest}: a folder with {files} per site, and import.json")

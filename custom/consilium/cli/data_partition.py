@@ -1,0 +1,72 @@
+"""The command `consilium data partition`."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from consilium.cli.lazy import call
+from consilium.cli.options import Format, FormatOption, check_finite
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import shown
+from consilium.core.storage import undone
+from consilium.data.partition import partition
+from consilium.data.partition_text import partition_texts
+from consilium.data.text import has_texts
+from consilium.federation.sites import MOST_SITES
+
+
+def data_partition(
+    source: Annotated[
+        Path, typer.Argument(help="a folder per class, with or without train/ and test/, a datalist.json, or JSONL")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="DEST", help="receives a folder per site, partition.json, partition.png")],
+    sites: Annotated[int, typer.Option(min=1, max=MOST_SITES)] = 12,
+    beta: Annotated[
+        float, typer.Option(min=0.001, max=1e6, help="Dirichlet concentration: 0.1 very uneven, 100 nearly even")
+    ] = 0.1,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    minimum: Annotated[int, typer.Option(min=1, help="training samples every site gets at least")] = 8,
+    iid: Annotated[bool, typer.Option("--iid", help="give all sites even shares; --beta is not used")] = False,
+    by: Annotated[str, typer.Option(metavar="KEY", help="texts: the key of the records that sites are uneven by")] = "",
+    clusters: Annotated[
+        int, typer.Option(min=0, max=1000, help="texts: make sites uneven by so many K-means clusters of the instructions")
+    ] = 0,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="texts: the transformers folder for --clusters; default: the tiny one"),
+    ] = None,
+    local: Annotated[bool, typer.Option("--local", help="texts: every site cuts its own share 0.8 / 0.1 / 0.1")] = False,
+    exclude: Annotated[list[str] | None, typer.Option(help="leave this class out; may be repeated")] = None,
+    no_test: Annotated[bool, typer.Option("--no-test", help="pictures: no test split, for runs that choose settings")] = False,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Share a classification set, or texts, out among sites with uneven labels or sizes; all sites test alike."""
+    check_finite(beta=beta)
+    shares, left_out = None if iid else beta, exclude or []
+    with undone(folder):
+        if has_texts(source) or source.suffix == ".jsonl":
+            if no_test:
+                raise ConfigError("--no-test: is for pictures; with --local every site tests on its own texts")
+            if clusters == 1 or (clusters and by):
+                raise ConfigError("--clusters: take 2 or more, and without --by")
+            kinds = partial(call, "consilium.cli.text_clusters:text_clusters", clusters, model, seed) if clusters else None
+            found = partition_texts(source, folder, sites, shares, seed, minimum, by, left_out, kinds, local)
+        elif by or clusters:
+            what = f"--by {by}" if by else f"--clusters {clusters}"
+            raise ConfigError(f"{what}: is for texts; pictures are uneven by their class; leave it out")
+        elif local:
+            raise ConfigError("--local: is for texts; cut a site's pictures by patient with consilium data split")
+        else:
+            found = partition(source, folder, sites, shares, seed, minimum, left_out, not no_test)
+    if format is Format.JSON:
+        print(json.dumps(found, indent=1))
+        return
+    for site, counts in found["training"].items():
+        parts = ", ".join(f"{n} {shown(name)}" for name, n in counts.items() if n)
+        typer.echo(f"{site}: {sum(counts.values())} training samples: {parts}")
+    for note in found.get("notes", []):
+        typer.echo(f"note: {note}")
+    typer.echo(f"{folder}: a data list or JSONL files per site, partition.json and partition.png")

@@ -1,0 +1,16 @@
+"""Clusters of texts by the hidden states of a language model, for `consilium data partition --clusters`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from consilium.data.clusters import clusters
+from consilium.models.causal_lm.embedding import embeddings
+from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
+
+
+def text_clusters(count: int, folder: Path | None, seed: int, texts: Sequence[str]) -> list[str]:
+    """Return each text's cluster, of `count`, by the model in the transformers `folder`; None: the tiny model."""
+    variant: Literal["tiny", "folder"] = "folder" if folder else "tiny"
+    points = embeddings(build_causal_lm(variant, folder), load_tokenizer(variant, folder), texts)
+    return clusters(points, count, seed)
