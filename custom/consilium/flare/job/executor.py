@@ -10,7 +10,7 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
 from consilium.client.client import Site
-from consilium.core.errors import ConsiliumError, Reason, RefusedError
+from consilium.core.errors import STOPS, ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload
 from consilium.flare.job import job_context, site_registry, wire
 from consilium.flare.job.gc import tidy
@@ -51,7 +51,9 @@ class SiteExecutor(Executor):
             if not isinstance(task, Task) or task.kind != task_name:
                 raise RefusedError(f"task {task_name}: not as the guard has authorized it; nothing was done", Reason.TASK)
             return wire.hold(Answer(task, self._result(task, fl_ctx, abort_signal)))
-        except Exception as error:  # whatever it was, the round goes on without this site
+        except STOPS:
+            raise
+        except BaseException as error:  # whatever it was, the round goes on without this site
             log_failure(self, fl_ctx, error)
             return wire.refusal(error.reason if isinstance(error, ConsiliumError) else Reason.ERROR)
 

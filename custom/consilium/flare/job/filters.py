@@ -13,7 +13,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
 from consilium.client.build import build_guard
-from consilium.core.errors import ConsiliumError, Reason, RefusedError
+from consilium.core.errors import STOPS, ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload
 from consilium.federation.job import Job
 from consilium.flare.job import job_context, site_registry, wire
@@ -40,7 +40,9 @@ class ClosedFilter(Filter):
         """Return what `handle` makes of it, or a refusal."""
         try:
             return _with_cookies(self.handle(shareable, fl_ctx), shareable)
-        except Exception as error:
+        except STOPS:
+            raise
+        except BaseException as error:
             log_failure(self, fl_ctx, error, "unexpected error in a filter")
             reason = error.reason if isinstance(error, ConsiliumError) else Reason.ERROR
             return self.refused(reason, shareable, fl_ctx)
@@ -95,13 +97,17 @@ class GuardResultFilter(ClosedFilter):
         """Return what may leave in place of a result. A failure to keep it has the same word, whatever there was to keep."""
         try:
             guard = _guard(self, fl_ctx)
-        except Exception as error:  # as without a data list: nothing was trained, and the log is the record
+        except STOPS:
+            raise
+        except BaseException as error:  # as without a data list: nothing was trained, and the log is the record
             self.log_warning(fl_ctx, f"not on record, but sent: refusal {reason.value!r} ({type(error).__name__})")
             return reason
         try:
             said = guard.refuse(reason)
             return said if isinstance(said, Reason) else _encoded(guard, *said)
-        except Exception as error:
+        except STOPS:
+            raise
+        except BaseException as error:
             log_failure(self, fl_ctx, error, "a refusal could not be put on record")
             over = isinstance(error, RefusedError) and error.reason is Reason.BUDGET
             return Reason.BUDGET if over else Reason.LEDGER

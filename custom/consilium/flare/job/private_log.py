@@ -47,7 +47,7 @@ def keep_apart(fl_ctx: FLContext) -> None:
             say_to(PrivateFile(fl_ctx))
 
 
-def log_failure(component: FLComponent, fl_ctx: FLContext, error: Exception, what: str = "unexpected error") -> None:
+def log_failure(component: FLComponent, fl_ctx: FLContext, error: BaseException, what: str = "unexpected error") -> None:
     """Log why there is no answer: an error of settings as it is, one of the data or an unexpected one by its kind only."""
     expected = isinstance(error, ConsiliumError)
     told = error.told if isinstance(error, ConsiliumError) else f"{what} ({type(error).__name__})"
