@@ -2,6 +2,9 @@
 
 from enum import StrEnum
 
+STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+"""What ends a process or a generator. All else is a failure, also what is no Exception: a panic of a library in Rust."""
+
 
 class Reason(StrEnum):
     """All that a site ever tells the server of why there is no result: one of these words. Its own log has the whole text.

@@ -161,8 +161,13 @@ IMPLEMENTATIONS = {
 """Keys that choose the code of a layer, with those values for which `transformers` has the code itself."""
 _COUNTS = re.compile(r"(layer|block|expert|head|stage|group|codebook|quantizer|label|predictor|level|depth)s?(_per_\w+)?$")
 """Keys of what is a module each, or an entry of a list."""
+_BLOCKS = 1024
 _EXPERTS = re.compile(r"experts$")
 """Of these there may be more: they are often rows of a table, and those that are modules are counted as they are made."""
+_STAGES = re.compile(
+    r"(^|_)depths?$|(^|_)(num|n|numb_of)_(\w+_)?(blocks|layers)$|(blocks|layers)_per_\w+$|^(blocks|layers)$|numb_of_layers$"
+)
+"""Keys of a list of counts, the blocks of each stage: of all stages together there are at most as many as of one."""
 _SPECIAL = "__float__"
 """Below this key `transformers` writes the numbers that JSON does not have: Infinity, -Infinity, NaN."""
 _DROPS = re.compile(r"drop")
@@ -241,6 +246,11 @@ def _ties(key: str, value: Any, kind: str) -> tuple[str, str] | None:
     return None
 
 
+def _total(value: list[Any]) -> float:
+    """Return the sum of a list's numbers, nested lists too."""
+    return sum(_total(one) if isinstance(one, list) else abs(one) for one in value if isinstance(one, list | int | float))
+
+
 def _check(value: Any, key: str, depth: int = 0) -> None:
     """Raise ValueError for a number, text or list in a config.json with which a layout would take minutes or gigabytes.
 
@@ -251,13 +261,15 @@ def _check(value: Any, key: str, depth: int = 0) -> None:
     if isinstance(value, dict | list):
         if len(value) > 1024 or depth > 8:
             raise ValueError(f"{key or 'a map'} of at most 1024 entries, nested 8 deep at most")
+        if isinstance(value, list) and _STAGES.search(key) and not _total(value) <= _BLOCKS:
+            raise ValueError(f"{key} of at most {_BLOCKS} in all")
         pairs = value.items() if isinstance(value, dict) else ((key, item) for item in value)
         for name, item in pairs:
             _check(item, str(name)[:64], depth + 1)
     elif isinstance(value, int | float):
         if isinf(value) and not (_EXPERTS.search(key) or _COUNTS.search(key)):
             return  # no limit
-        most = 2**14 if _EXPERTS.search(key) else 1024 if _COUNTS.search(key) else 2**25
+        most = 2**14 if _EXPERTS.search(key) else _BLOCKS if _COUNTS.search(key) else 2**25
         most = 2**40 if isinstance(value, float) or "theta" in key else most
         if not abs(value) <= most:  # so that NaN does not pass
             raise ValueError(f"{key} of at most {most}")

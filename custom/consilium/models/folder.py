@@ -3,7 +3,6 @@
 Nothing is downloaded, and no code of a folder runs: left unsaid, `transformers` would ask on the terminal whether it may.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,14 +14,12 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from consilium.core.errors import CheckpointError, ConfigError
+from consilium.core.errors import STOPS, CheckpointError, ConfigError
 from consilium.models.listed_keys import listed
+from consilium.models.model_folder import TOKENS, WANTED, read_json, tokenizer_of, weights_of
+from consilium.models.tokenizer_bounds import check_backend
 
-_WANTED = "give a transformers folder with config.json, model.safetensors and tokenizer.json"
 _SLOW = "convert it once where sentencepiece is installed: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-_CODELESS = (
-    "its tokenizer is code of its own, which never runs here; give a folder with tokenizer.json and a class of transformers"
-)
 _PACKED = "weights that are quantized already are not read; use the original folder, with model.dtype: nf4 or int8"
 _OTHERS_HEAD = re.compile(r"(^|\.)(classifier|pooler|score|lm_head|qa_outputs|head)\.")
 _PLAIN = "the folder's model is made for another task; give the folder of the model that it was made from"
@@ -77,12 +74,19 @@ def load_tokenizer(folder: Path | None, config: Mapping[str, Any] | None = None)
     is no tokenizer, or none with an end-of-text token that the model knows.
     """
     folder = _require(folder)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **_OWN)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        wanted = f"tokenizer.model alone is not enough: {_SLOW}" if _only_slow(folder) else _WANTED
-        wanted = _CODELESS if "custom code" in str(error) else wanted
-        raise CheckpointError(f"model.checkpoint: {folder}: no tokenizer to read ({short(error)}); {wanted}") from None
+    wanted = f"tokenizer.model alone is not enough: {_SLOW}" if _only_slow(folder) else WANTED
+    with tokenizer_of(folder) as view:
+        if not any((view / name).exists() for name in TOKENS):
+            raise CheckpointError(f"model.checkpoint: {folder}: no tokenizer to read (no tokenizer.json); {wanted}")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(view, local_files_only=True, **_OWN)
+        except STOPS:
+            raise
+        except BaseException as error:  # each class fails in its own way, and a panic of the library is no Exception
+            why = short(error, view, folder)
+            raise CheckpointError(f"model.checkpoint: {folder}: no tokenizer to read ({why}); {wanted}") from None
+        tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(folder)
+    check_backend(tokenizer, str(folder))
     if tokenizer.eos_token_id is None:
         raise CheckpointError(f"model.checkpoint: {folder}: its tokenizer has no eos_token; name one in tokenizer_config.json")
     _require_rows(folder, tokenizer, config or {})
@@ -159,7 +163,7 @@ def require_pixels(folder: Path | None, mean: tuple[float, ...], deviation: tupl
     """Raise CheckpointError where a folder's preprocessor says other pixels than the job: sites must prepare them alike."""
     for name in PREPROCESSOR if folder is not None else ():
         path = Path(folder or "", name)
-        found = _read_json(path) if path.is_file() else {}
+        found = read_json(path.parent, name) if path.is_file() else {}
         found = found.get("image_processor", found)
         for key, field, ours in (("image_mean", "pixel_mean", mean), ("image_std", "pixel_std", deviation)):
             theirs = found.get(key) if isinstance(found, dict) else None
@@ -199,22 +203,15 @@ def require_no_running_means(model: nn.Module, what: str) -> None:
 def _read_config(folder: Path | None) -> dict[str, Any]:
     path = _require(folder) / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"model.checkpoint: {path}: no such file; {_WANTED}")
-    return _read_json(path)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"model.checkpoint: {path}: not valid JSON ({short(error)}); fetch it again") from None
+        raise CheckpointError(f"model.checkpoint: {path}: no such file; {WANTED}")
+    return read_json(path.parent, path.name)
 
 
 def _require(folder: Path | None) -> Path:
     if folder is None:
-        raise CheckpointError(f"model.checkpoint: missing; variant folder needs its weights by path: {_WANTED}")
+        raise CheckpointError(f"model.checkpoint: missing; variant folder needs its weights by path: {WANTED}")
     if not folder.is_dir():
-        raise CheckpointError(f"model.checkpoint: {folder}: no such folder; {_WANTED}")
+        raise CheckpointError(f"model.checkpoint: {folder}: no such folder; {WANTED}")
     return folder
 
 
@@ -240,31 +237,35 @@ def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapp
     """Return the model with the folder's weights; a tensor missing, one too many or of another shape is an error."""
     folder, noisy = _require(folder), logging.is_progress_bar_enabled()
     _require_unpacked(folder)
-    logging.disable_progress_bar()
-    try:
-        model, found = auto.from_pretrained(
-            folder,
-            config=shape,
-            dtype=torch.float32,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **_OWN,
-            **options,
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"model.checkpoint: {folder}: cannot be read ({short(error)}); {_WANTED}") from None
-    finally:
-        if noisy:
-            logging.enable_progress_bar()
+    with weights_of(folder, f"convert it once: {auto.__name__}.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)") as view:
+        logging.disable_progress_bar()
+        try:
+            model, found = auto.from_pretrained(
+                view,
+                config=shape,
+                dtype=torch.float32,
+                local_files_only=True,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **_OWN,
+                **options,
+            )
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
+            why = short(error, view, folder)
+            raise CheckpointError(f"model.checkpoint: {folder}: cannot be read ({why}); {WANTED}") from None
+        finally:
+            if noisy:
+                logging.enable_progress_bar()
+    model.name_or_path = model.config._name_or_path = str(folder)
     _require_equal_layout(folder, found)
     return model
 
 
 def _require_unpacked(folder: Path) -> None:
     """Raise CheckpointError for a folder whose own config.json says that its weights are quantized."""
-    found = _read_json(path) if (path := folder / "config.json").is_file() else {}
-    if isinstance(found, dict) and found.get("quantization_config"):
+    found = read_json(folder, "config.json") if (folder / "config.json").is_file() else {}
+    if found.get("quantization_config"):
         raise CheckpointError(f"model.checkpoint: {folder}: {_PACKED}")
 
 
@@ -282,6 +283,7 @@ def _require_equal_layout(folder: Path, found: Mapping[str, Any]) -> None:
             raise CheckpointError(f"model.checkpoint: {folder}: {reason}; {remedy}")
 
 
-def short(error: Exception) -> str:
-    """Return an error's text on one line of at most 120 characters."""
-    return " ".join(str(error).split())[:120] or type(error).__name__
+def short(error: BaseException, view: Path | None = None, folder: Path | None = None) -> str:
+    """Return an error's text on one line of at most 120 characters; of a view of a folder it names the folder."""
+    text = str(error) if view is None else str(error).replace(str(view), str(folder))
+    return " ".join(text.split())[:120] or type(error).__name__

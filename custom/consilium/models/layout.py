@@ -1,21 +1,26 @@
 """Models that are only laid out: names and shapes, next to nothing in memory (torch's meta device)."""
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from consilium.core.errors import ConfigError
 
 FILLS = (torch.Tensor.normal_, nn.init.normal_)
-MOST = 200_000
-"""Modules of a model, at most, and as many parameters."""
+MOST = 100_000
+"""Modules of a model, at most, and as many parameters: 20 seconds of processor time. One of 1024 blocks has a quarter."""
+_MAKE = nn.Module.__init__
+_LOCK = threading.Lock()
+_counting: list["itertools.count[int]"] = []
+"""The counts of modules of the layouts that are made at this moment."""
 
 
 class _NoNumbers(TorchFunctionMode):
@@ -77,22 +82,31 @@ def layout() -> Iterator[None]:
 def _counted() -> Iterator[None]:
     """Stop a model of so many modules that to lay it out takes minutes and gigabytes. Raises ConfigError.
 
-    Parameters are counted too: a list's layers are modules of their parent only when all of them are made.
+    A module counts as it is made: a list's layers are modules of their parent only when all of them are. So do parameters.
     """
     modules, parameters = itertools.count(), itertools.count()
-
-    def module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        _require_few(next(modules))
 
     def parameter(parent: nn.Module, name: str, own: nn.Parameter | None) -> None:
         _require_few(next(parameters))
 
-    hooks = register_module_module_registration_hook(module), register_module_parameter_registration_hook(parameter)
+    hook = register_module_parameter_registration_hook(parameter)
+    with _LOCK:
+        _counting.append(modules)
+        nn.Module.__init__ = _count_and_make  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
+        with _LOCK:
+            _counting.remove(modules)
+            if not _counting:
+                nn.Module.__init__ = _MAKE  # type: ignore[method-assign]
+
+
+def _count_and_make(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    for modules in tuple(_counting):
+        _require_few(next(modules))
+    _MAKE(module, *args, **kwargs)
 
 
 def _require_few(made: int) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from consilium.core.errors import ConfigError, ConsiliumError, Reason
+from consilium.core.errors import STOPS, ConfigError, ConsiliumError, Reason
 from consilium.privacy.discrete_gaussian import discrete_gaussian
 from consilium.privacy.distributed_noise import clipped_sum, rounding, share_deviation
 from consilium.privacy.randomness import Randomness
@@ -95,7 +95,9 @@ class ClippedSum:
         try:
             with _without_draws(self.trained, self._dp.unit):
                 yield
-        except Exception as error:
+        except STOPS:
+            raise
+        except BaseException as error:  # a library's panic is no Exception
             if isinstance(error, ConsiliumError) and error.reason is Reason.STOPPED:
                 raise
             log_failure(self._dp.unit, error)
@@ -114,7 +116,7 @@ class ClippedSum:
         return torch.zeros(numbers, dtype=torch.int64) if found is None else found
 
 
-def log_failure(unit: str, error: Exception) -> None:
+def log_failure(unit: str, error: BaseException) -> None:
     """Log, at the site alone, why a unit counts as zero."""
     _log.warning(f"a {unit} counts as zero: {type(error).__name__}: {error}")
 

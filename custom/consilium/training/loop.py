@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from consilium.config.job import TrainingConfig
-from consilium.core.errors import ConsiliumError, DataError, Reason
+from consilium.core.errors import STOPS, ConsiliumError, DataError, Reason
 from consilium.core.messages import Tensors
 from consilium.core.seeding import seed_for
 from consilium.data.loading import AHEAD, NOTHING_LEFT, ahead
@@ -212,7 +212,9 @@ def read(model: nn.Module, task: Task, parts: Sequence[list[int]], seed: int) ->
 def _unit(task: Task, device: torch.device, samples: list[int], seed: int) -> Batch:
     try:
         return _batch(task, device, samples, seed)
-    except Exception as error:
+    except STOPS:
+        raise
+    except BaseException as error:  # a library's panic is no Exception
         log_failure("unit", error)
         return {}
 

@@ -15,6 +15,8 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.schema import LARGEST_FILE, read_yaml
 from consilium.federation.job import assemble_job
+from consilium.models import architecture
+from consilium.models.layout import layout
 from consilium.models.registry import MODELS
 from consilium.models.sam import SAM
 from consilium.models.sam.network import build_sam
@@ -167,3 +169,26 @@ def test_class_names_are_printable_and_few() -> None:
         for task in ({"classes": classes}, {"name": "classification", "classes": classes}):
             with pytest.raises(ValueError, match="classes"):
                 JobConfig.model_validate(raw | {"task": task})
+
+
+@pytest.mark.parametrize(
+    "key", ["depths", "depth", "num_blocks", "n_attn_blocks", "blocks_per_stage", "num_hidden_layers", "layers"]
+)
+def test_the_blocks_of_all_stages_together_have_a_bound(key: str) -> None:
+    """1024 stages of 1024 blocks took 46 seconds of processor time and 0.9 GB of the server until they were refused."""
+    architecture.plain({"model_type": "regnet", key: [1, 3, 17, 1003]})
+    for many in ([1024] * 1024, [1, 3, 17, 1004], [[1000], [25]]):
+        with pytest.raises(ValueError, match=rf"{key} of at most 1024 in all"):
+            architecture.plain({"model_type": "regnet", key: many})
+
+
+def test_modules_that_nobody_holds_yet_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list's layers without a parameter are in no model, and so in no count of one, before all of them are made."""
+    monkeypatch.setattr("consilium.models.layout.MOST", 50)
+    made, before = [], torch.nn.Module.__init__
+    with layout(), layout():
+        with pytest.raises(ConfigError, match="over 50 modules or parameters"):
+            made.extend(torch.nn.Identity() for _ in range(1000))
+        assert len(made) <= 50
+    assert torch.nn.Module.__init__ is before
+    assert len([torch.nn.Identity() for _ in range(100)]) == 100

@@ -10,7 +10,7 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
 from consilium.client.client import Site
-from consilium.core.errors import ConsiliumError, Reason, RefusedError
+from consilium.core.errors import STOPS, ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload
 from consilium.flare.job import job_context, site_registry, wire
 from consilium.flare.job.gc import collect_garbage
@@ -45,7 +45,9 @@ class SiteExecutor(Executor):
             if task.answered:  # the guard repeats its reply, whatever the site's state is by now
                 return wire.put(wire.Answer(task, Payload(*task.place, {})))
             return wire.put(wire.Answer(task, self._do(task, self._ready(fl_ctx, abort_signal))))
-        except Exception as error:  # of any kind: the round goes on without this site
+        except STOPS:
+            raise
+        except BaseException as error:  # of any kind: the round goes on without this site
             log_failure(self, fl_ctx, error)
             return wire.refusal(error.reason if isinstance(error, ConsiliumError) else Reason.ERROR)
 

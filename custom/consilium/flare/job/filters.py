@@ -11,7 +11,7 @@ from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
-from consilium.core.errors import ConsiliumError, Reason, RefusedError
+from consilium.core.errors import STOPS, ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload
 from consilium.federation.job import Job
 from consilium.flare.job import job_context, site_registry, wire
@@ -28,7 +28,9 @@ class ClosedFilter(Filter):
         """Return the result of `handle`, or a refusal."""
         try:
             return _with_cookies(self.handle(shareable, fl_ctx), shareable)
-        except Exception as error:
+        except STOPS:
+            raise
+        except BaseException as error:
             log_failure(self, fl_ctx, error, "unexpected error in a filter")
             reason = error.reason if isinstance(error, ConsiliumError) else Reason.ERROR
             return self.refused(reason, shareable, fl_ctx)
@@ -82,13 +84,17 @@ class GuardResultFilter(ClosedFilter):
         """Return the reason or message that may leave in place of a result. All failures to record have one of two reasons."""
         try:
             guard = site_registry.guard(self, fl_ctx)
-        except Exception as error:  # such as no data list: nothing was trained, and the log is the record
+        except STOPS:
+            raise
+        except BaseException as error:  # such as no data list: nothing was trained, and the log is the record
             self.log_warning(fl_ctx, f"not on record, but sent: refusal {reason.value!r} ({type(error).__name__})")
             return reason
         try:
             reply = guard.refuse(reason)
             return reply if isinstance(reply, Reason) else _encoded(guard, *reply)
-        except Exception as error:
+        except STOPS:
+            raise
+        except BaseException as error:
             log_failure(self, fl_ctx, error, "a refusal could not be put on record")
             over = isinstance(error, RefusedError) and error.reason is Reason.BUDGET
             return Reason.BUDGET if over else Reason.LEDGER

@@ -48,7 +48,7 @@ def keep_apart(fl_ctx: FLContext) -> None:
             say_to(PrivateFile(fl_ctx))
 
 
-def log_failure(component: FLComponent, fl_ctx: FLContext, error: Exception, what: str = "unexpected error") -> None:
+def log_failure(component: FLComponent, fl_ctx: FLContext, error: BaseException, what: str = "unexpected error") -> None:
     """Log why a task failed: an error of settings with its text, an error of the data or an unexpected one by its kind only."""
     expected = isinstance(error, ConsiliumError)
     told = error.told if isinstance(error, ConsiliumError) else f"{what} ({type(error).__name__})"

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from consilium.models.folder import positions
+from consilium.models.tokenizer_bounds import plain_failure
 
 LONGEST = 512
 """Tokens of a text that are read."""
@@ -18,7 +19,8 @@ def embeddings(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Sequ
     """Return (N, D) float32. A text is read by itself, so that no other's padding has a say."""
     found, most = [], min(LONGEST, positions(model))
     for text in texts:
-        ids = tokenizer(text or " ", truncation=True, max_length=most, split_special_tokens=True, return_tensors="pt").input_ids
-        states = model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[-1]
+        with plain_failure():
+            read = tokenizer(text or " ", truncation=True, max_length=most, split_special_tokens=True, return_tensors="pt")
+        states = model(input_ids=read.input_ids, output_hidden_states=True, use_cache=False).hidden_states[-1]
         found.append(states[0].float().mean(0))
     return torch.stack(found).numpy()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from consilium.core.errors import UnfitError
+from consilium.core.errors import CheckpointError, UnfitError
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text
 from consilium.models.folder import room
@@ -69,10 +69,13 @@ class LanguageTask:
             logging.getLogger(__name__).warning(f"{self.data.path}: {what}")
 
     def _written(self, text: Text) -> tuple[Text, Encoded]:
-        """Return a record and what the encoder makes of it; in a quiet list an empty one for UnfitError."""
+        """Return a record and what the encoder makes of it; in a quiet list an empty one where it cannot be written.
+
+        A tokenizer that fails for some words would else tell by a site's silence who has them.
+        """
         try:
             return text, self._encoder.pair(text)
-        except UnfitError:
+        except (UnfitError, CheckpointError):
             if not self.quiet:
                 raise
         empty = replace(text, instruction="", input="", outputs=("",), final_answer=None)

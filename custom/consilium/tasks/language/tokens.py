@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from consilium.data.text import Text
+from consilium.models.tokenizer_bounds import plain_failure
 from consilium.tasks.language.prompts import Prompt, specials
 
 IGNORED = -100
@@ -50,7 +51,8 @@ class Encoder:
         self.tokenizer, self.max_length, self._whole = tokenizer, max_length, whole_sequence
         self._prompt = Prompt(form, tokenizer)
         begin = tokenizer.bos_token_id
-        self._begin = [begin] if begin is not None and tokenizer("a").input_ids[:1] == [begin] else []
+        with plain_failure():
+            self._begin = [begin] if begin is not None and tokenizer("a").input_ids[:1] == [begin] else []
         self._least = max_length // 2
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self.ends = self._ends()
@@ -95,7 +97,8 @@ class Encoder:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return written tokens as text, without special tokens and outer spaces."""
-        return self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+        with plain_failure():
+            return self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
 
     def collate(self, pairs: Sequence[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
         """Return "input_ids", "attention_mask" and "labels" (N, T), padded on the right."""
@@ -127,7 +130,9 @@ class Encoder:
 
     def _plain(self, text: str) -> list[int]:
         """Return a text's tokens; names of special tokens are such tokens, unless they are broken."""
-        parts = [self.tokenizer(part, add_special_tokens=False, verbose=False).input_ids for part in text.split(BREAK) if part]
+        texts = [part for part in text.split(BREAK) if part]
+        with plain_failure():
+            parts = [self.tokenizer(part, add_special_tokens=False, verbose=False).input_ids for part in texts]
         return [token for part in parts for token in part]
 
 

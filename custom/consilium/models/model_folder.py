@@ -1,0 +1,277 @@
+"""What `transformers` gets to see of a model folder: a view of listed files, which lie in the folder and name no others.
+
+A folder is a stranger's. Left to itself `transformers` follows all that lies in it: adapters, indices and settings that name
+files anywhere, pickles. `weights_of` and `tokenizer_of` make a folder of links for one load. `models/folder.py` calls them.
+"""
+
+import json
+import re
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+from consilium.core.errors import CheckpointError
+from consilium.core.sanitize import shown
+from consilium.models.tokenizer_bounds import check_program
+
+WANTED = "give a transformers folder with config.json, model.safetensors and tokenizer.json"
+CODELESS = (
+    "its tokenizer is code of its own, which never runs here; give a folder with tokenizer.json and a class of transformers"
+)
+WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
+PROGRAM = "tokenizer.json"
+VOCABULARIES = ("vocab.json", "merges.txt", "vocab.txt")
+"""What a class of `transformers` makes a tokenizer of where there is no tokenizer.json."""
+TOKENS = (PROGRAM, "vocab.json", "vocab.txt")
+"""Files of which a tokenizer needs one."""
+LARGEST_JSON = 64 * 2**20
+"""Bytes of a JSON file or a vocabulary; Gemma 3's tokenizer.json has 33 million."""
+LONGEST_TOKEN = 1024
+LONGEST_TEMPLATE = 2**20
+_SHARD = re.compile(r"[A-Za-z0-9_][\w.-]*\.safetensors", re.ASCII)
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
+_CLASS = re.compile(r"[A-Za-z]\w*(Tokenizer|TokenizerFast|Backend)", re.ASCII)
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
+_VERSION = re.compile(r"[0-9a-z.+]{1,32}", re.ASCII)
+_MERGED = (
+    "merge the adapter into the weights first: PeftModel.from_pretrained(base, FOLDER).merge_and_unload().save_pretrained(NEW)"
+)
+_FLAGS = frozenset(
+    {
+        "add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces", "do_basic_tokenize",
+        "do_lower_case", "fix_mistral_regex", "keep_accents", "legacy", "remove_space", "spaces_between_special_tokens",
+        "split_special_tokens", "strip_accents", "tokenize_chinese_chars", "trim_offsets", "use_default_system_prompt",
+    }
+)  # fmt: skip
+_WORDS = {
+    "padding_side": ("left", "right"),
+    "truncation_side": ("left", "right"),
+    "errors": ("strict", "ignore", "replace"),
+}
+_TOKEN = re.compile(r"[a-z][a-z0-9_]{0,63}_token", re.ASCII)
+_LISTS = ("additional_special_tokens", "extra_special_tokens")
+_ADDED = {"content": str, "lstrip": bool, "normalized": bool, "rstrip": bool, "single_word": bool, "special": bool}
+
+
+@contextmanager
+def weights_of(folder: Path, remedy: str) -> Iterator[Path]:
+    """Give a folder of links to model.safetensors, or to the parts that its index names, for the length of the block.
+
+    Raises CheckpointError, with `remedy` for weights that are pickles.
+    """
+    if (folder / ADAPTER).exists() or (folder / ADAPTER).is_symlink():
+        raise CheckpointError(f"model.checkpoint: {folder / ADAPTER}: the folder holds an adapter beside a base; {_MERGED}")
+    with _view() as view:
+        if _present(folder / WEIGHTS):
+            _link(view, folder, WEIGHTS)
+        elif _present(folder / INDEX):
+            parts = _parts(folder)
+            for name in sorted(set(parts.values())):
+                _link(view, folder, name)
+            (view / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": parts}), encoding="utf-8")
+        else:
+            found = next((path.name for form in _PICKLES for path in sorted(folder.glob(form))), None)
+            what = "no such file" if found is None else f"missing, and {shown(found, 64)!r} may be a pickle, which is not read"
+            raise CheckpointError(f"model.checkpoint: {folder / WEIGHTS}: {what}; {WANTED if found is None else remedy}")
+        (view / "generation_config.json").write_text("{}", encoding="utf-8")  # transformers fails without one
+        yield view
+
+
+def _parts(folder: Path) -> dict[str, str]:
+    """Return an index' file of each tensor. Raises CheckpointError for a name that is more than a name."""
+    path = folder / INDEX
+    found = read_json(folder, INDEX).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise CheckpointError(f"model.checkpoint: {path}: weight_map: {_value(found)} is no map of tensors to files; {WANTED}")
+    for tensor, name in found.items():
+        if not (isinstance(name, str) and _SHARD.fullmatch(name)):
+            what = f"weight_map.{shown(tensor, 64)}: {_value(name)} is no name of a .safetensors file in the folder"
+            raise CheckpointError(f"model.checkpoint: {path}: {what}; fetch the index and its files again")
+    return dict(found)
+
+
+@contextmanager
+def tokenizer_of(folder: Path) -> Iterator[Path]:
+    """Give a folder with the tokenizer's files, of its settings only those listed, for the length of the block.
+
+    Raises CheckpointError for settings of another form, and for a tokenizer.json that may grow or backtrack without bound.
+    """
+    model = read_json(folder, "config.json") if _present(folder / "config.json") else None
+    given = read_json(folder, "tokenizer_config.json") if _present(folder / "tokenizer_config.json") else None
+    if given and "auto_map" in given and isinstance(name := given.get("tokenizer_class"), str) and not _known(name):
+        raise CheckpointError(f"model.checkpoint: {folder}: no tokenizer to read; {CODELESS}")
+    with _view() as view:
+        if model is not None:
+            (view / "config.json").write_text(json.dumps(_of_model(model)), encoding="utf-8")
+        if given is not None:
+            _write_settings(view, folder, "tokenizer_config.json", given)
+        if _present(folder / "special_tokens_map.json"):
+            _write_settings(view, folder, "special_tokens_map.json", read_json(folder, "special_tokens_map.json"))
+        if _present(folder / "added_tokens.json"):
+            _write_added(view, folder)
+        if _present(folder / "chat_template.jinja"):
+            _link(view, folder, "chat_template.jinja", LONGEST_TEMPLATE)
+        if _present(folder / PROGRAM):
+            check_program(read_json(folder, PROGRAM), str(folder / PROGRAM))
+            _link(view, folder, PROGRAM, LARGEST_JSON)
+        for name in VOCABULARIES:
+            if _present(folder / name):
+                _link(view, folder, name, LARGEST_JSON)
+        yield view
+
+
+def _known(name: str) -> bool:
+    """Tell whether a tokenizer's class is one of `transformers`."""
+    if not _CLASS.fullmatch(name):
+        return False
+    return any(tokenizer_class_from_name(one) is not None for one in (name, name.removesuffix("Fast")))
+
+
+def _of_model(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a config.json says of the tokenizer: architecture, class and the version that wrote it."""
+    kind, named, version = (config.get(key) for key in ("model_type", "tokenizer_class", "transformers_version"))
+    found = {"model_type": kind} if isinstance(kind, str) and kind in CONFIG_MAPPING else {}
+    found |= {"tokenizer_class": named} if isinstance(named, str) and _CLASS.fullmatch(named) else {}
+    return found | ({"transformers_version": version} if isinstance(version, str) and _VERSION.fullmatch(version) else {})
+
+
+def _write_settings(view: Path, folder: Path, name: str, given: Mapping[str, Any]) -> None:
+    """Write the listed part of a tokenizer's settings. Raises CheckpointError for a listed key of another form."""
+    kept = dict[str, Any]()
+    for key, value in given.items():
+        fits = _fits(key, value)
+        if fits is False:
+            what = f"{shown(key, 64)}: {_value(value)} is no value of this key"
+            raise CheckpointError(f"model.checkpoint: {folder / name}: {what}; use the file that the model's publisher ships")
+        kept |= {key: value} if fits else {}
+    (view / name).write_text(json.dumps(kept), encoding="utf-8")
+
+
+def _fits(key: str, value: Any) -> bool | None:
+    """Tell whether a listed key has a value of its form, None for a key that is not listed and not passed on."""
+    if key in _FLAGS:
+        return value is None or isinstance(value, bool)
+    if key == "model_max_length":
+        return value is None or (isinstance(value, int | float) and value > 0)
+    if key in _WORDS:
+        return value is None or value in _WORDS[key]
+    if key == "tokenizer_class":
+        return value is None or (isinstance(value, str) and _CLASS.fullmatch(value) is not None)
+    if key == "chat_template":
+        return value is None or _is_template(value)
+    if key in _LISTS:
+        named = isinstance(value, dict) and all(_NAME.fullmatch(name) and _is_token(one) for name, one in value.items())
+        return value is None or named or (isinstance(value, list) and all(map(_is_token, value)))
+    if key == "added_tokens_decoder":
+        return isinstance(value, dict) and all(
+            at.isdecimal() and isinstance(v, dict) and _is_token(v) for at, v in value.items()
+        )
+    return value is None or _is_token(value) if _TOKEN.fullmatch(key) else None
+
+
+def _is_token(value: Any) -> bool:
+    """Tell whether a value is a token: its text, or a map with the text and how it is matched."""
+    if isinstance(value, dict):
+        kinds = _ADDED | {"__type": str}
+        return (
+            "content" in value
+            and all(type(one) is kinds.get(name) for name, one in value.items())
+            and _is_token(value["content"])
+        )
+    return isinstance(value, str) and len(value) <= LONGEST_TOKEN
+
+
+def _is_template(value: Any) -> bool:
+    """Tell whether a value is a chat template, or several by name."""
+    if isinstance(value, list):
+        return all(
+            isinstance(one, dict) and one.keys() == {"name", "template"} and all(map(_is_text, one.values())) for one in value
+        )
+    return all(map(_is_text, value.values())) if isinstance(value, dict) else _is_text(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= LONGEST_TEMPLATE
+
+
+def _write_added(view: Path, folder: Path) -> None:
+    name = "added_tokens.json"
+    given = read_json(folder, name)
+    for token, at in given.items():
+        if type(at) is not int or not _is_token(token):
+            what = f"{shown(token, 64)}: {_value(at)} is no token's number"
+            raise CheckpointError(f"model.checkpoint: {folder / name}: {what}; use the file that the model's publisher ships")
+    (view / name).write_text(json.dumps(given), encoding="utf-8")
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Return a folder's JSON file. Raises CheckpointError for one that is no map, or outside of the folder."""
+    path = plain_file(folder, name, LARGEST_JSON)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
+    except (OSError, ValueError, RecursionError) as error:
+        why = " ".join(str(error).split())[:120]
+        raise CheckpointError(f"model.checkpoint: {folder / name}: not valid JSON ({why}); fetch it again") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"model.checkpoint: {folder / name}: no JSON map, but {_value(found)}; fetch it again")
+    return found
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a map of JSON. Raises ValueError for a key that is there twice: another reader may take the other value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"a key is there twice: {next(ascii(name)[:64] for name in names if names.count(name) > 1)}")
+    return found
+
+
+def plain_file(folder: Path, name: str, most: int | None = None) -> Path:
+    """Return where a folder's file lies, which must be a plain file inside the folder, of at most `most` bytes.
+
+    A folder of Hugging Face's cache is one of links to the `blobs` beside it; these are followed. Raises CheckpointError.
+    """
+    path = folder / name
+    try:
+        home, real = folder.resolve(strict=True), path.resolve(strict=True)
+        found = real.stat()
+    except (OSError, RuntimeError) as error:
+        why = getattr(error, "strerror", None) or "a link to itself"
+        raise CheckpointError(f"model.checkpoint: {path}: cannot be read ({why}); {WANTED}") from None
+    if not real.is_relative_to(home) and real.parent != _blobs(home):
+        raise CheckpointError(f"model.checkpoint: {path}: a link to {real}, outside the folder; copy the file into the folder")
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"model.checkpoint: {path}: no plain file; {WANTED}")
+    if most is not None and found.st_size > most:
+        raise CheckpointError(f"model.checkpoint: {path}: {found.st_size:,} bytes, at most {most:,} are read; fetch it again")
+    return real
+
+
+def _blobs(home: Path) -> Path | None:
+    """Return where the files of a folder of Hugging Face's cache (models--NAME/snapshots/REVISION) lie; None of another."""
+    cache = home.parent.parent
+    return cache / "blobs" if home.parent.name == "snapshots" and cache.name.startswith("models--") else None
+
+
+def _link(view: Path, folder: Path, name: str, most: int | None = None) -> None:
+    (view / name).symlink_to(plain_file(folder, name, most))
+
+
+def _present(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
+@contextmanager
+def _view() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="consilium-model-") as folder:
+        yield Path(folder)
+
+
+def _value(value: Any) -> str:
+    return ascii(value)[:80]

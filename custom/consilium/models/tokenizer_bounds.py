@@ -1,0 +1,368 @@
+"""Bounds for the tokenizer of a model folder: its tokenizer.json is a program of a stranger's, which each record runs through.
+
+Unbounded it may write millions of tokens for one letter, search for minutes, or fail for records of one kind only, and so tell
+who has them. `check_program` passes the kinds of step that published tokenizers have, with limits; `plain_failure` turns
+what still fails into one error. `models/folder.py` checks with it, `tasks/language` and the embeddings encode within it.
+"""
+
+import base64
+import binascii
+import json
+import re
+import struct
+import unicodedata
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from consilium.core.errors import STOPS, CheckpointError, ConsiliumError
+
+GROWTH = 32
+"""Characters that a tokenizer may make of one, at most, beside what Unicode's own forms do. Those of the SentencePiece
+tokenizers make up to 18, of the Arabic ligature U+FDFA."""
+STEPS = 64
+"""Normalizers, pre-tokenizers, decoders and post-processors of a tokenizer, of each at most."""
+LONGEST_WORD = 256
+"""Characters of a text within a step; a special token is one."""
+LONGEST_PATTERN = 4096
+LONGEST_PIECE = 128
+"""Characters of a Unigram token: every place of a text is searched for all of them."""
+LONGEST_UNKNOWN = 200
+"""Characters of a word that WordPiece searches, in a time that grows with the square; BERT has 100."""
+_REMEDY = "use the tokenizer that the model's publisher ships"
+_MODELS = ("BPE", "WordPiece", "WordLevel", "Unigram")
+_STEPS = {
+    "normalizer": (
+        "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend", "Replace",
+        "Strip", "StripAccents",
+    ),
+    "pre_tokenizer": (
+        "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "FixedLength", "Metaspace", "Punctuation", "Split",
+        "UnicodeScripts", "Whitespace", "WhitespaceSplit",
+    ),
+    "post_processor": ("BertProcessing", "ByteLevel", "RobertaProcessing", "TemplateProcessing"),
+    "decoder": ("BPEDecoder", "ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"),
+}  # fmt: skip
+"""The kinds of step, by where they stand in a tokenizer.json. Each may also be a Sequence of them."""
+_PARTS = ("normalizers", "pretokenizers", "processors", "decoders")
+_ONCE = frozenset({"BertNormalizer", "ByteLevel", "Metaspace", "Precompiled"})
+"""Steps that lengthen texts, and would lengthen them again and again."""
+_CASES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])?", ""
+_CAPITALS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+_NOT_HAN = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+_ASCII = r"[^\r\n\p{L}\p{N}]?((?=[\p{L}])([^a-z]))*((?=[\p{L}])([^A-Z]))+"
+_KNOWN = frozenset(
+    {
+        *(words + case for words in (_CAPITALS, _NOT_HAN, _ASCII) for case in _CASES),
+        r"[^\r\n\p{L}\p{N}]?((?=[\p{L}])([^a-z]))+((?=[\p{L}])([^A-Z]))*",  # of Mistral's Tekken and its likes
+        r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+",  # EXAONE
+        *(rf"\s*{end}" for end in (r"[\r\n]+", r"[\r\n]", "[\r\n]+", "[\r\n]", r"\r?\n")),
+        *(rf"\s{some}(?!\S)" for some in ("+", "*", *(f"{{{2**k}}}" for k in range(10)), "{1,2}")),
+        r"\p{N}{1,3}+", r"\s++$", "<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+        r"\s+(?=\S)", r"\s+$", r"^\s+", " +▁", "^▁+$", "▁+$", " +$",
+        r"\d{1,3}(?=(?:\d{3})*\b)", r"\p{N}{1,3}(?=(?:\p{N}{3})*\b)", r"(?=(\d{3})+(?!\d))",
+        r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))", r"(?<=\d)(?=(?:\d{3})+(?!\d))", r"\b", r"(?<=\d)(?=\D)",
+    }
+)  # fmt: skip
+"""Alternatives of published patterns that step back at most over one run of letters, digits or blanks."""
+_ESCAPE = re.compile(
+    r"\\(?:[pP]\{\^?\w{1,32}\}|[sSdDwWhHrntfv]|x[0-9A-Fa-f]{2}|x\{[0-9A-Fa-f]{1,6}\}|u[0-9A-Fa-f]{4}|[^\w\s])", re.ASCII
+)
+_TIMES = re.compile(r"\{(\d{1,3})(?:(,)(\d{0,3}))?\}|([?*+])\+?")
+_MOST_TIMES = 16
+
+
+@contextmanager
+def plain_failure() -> Iterator[None]:
+    """Turn whatever a tokenizer raises in the block into CheckpointError, without a word of the text.
+
+    A panic of the library, as of a search that takes too many steps, is no Exception: it would end a job's process in silence.
+    """
+    try:
+        yield
+    except (*STOPS, ConsiliumError):
+        raise
+    except BaseException as error:
+        what = f"its tokenizer fails for a text ({type(error).__name__})"
+        raise CheckpointError(f"model.checkpoint: {what}; {_REMEDY}") from None
+
+
+def check_program(program: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError unless a tokenizer.json, read from the file `where`, is of listed steps within bounds."""
+    try:
+        _check_model(program.get("model"))
+        _check_steps(program)
+    except ValueError as error:
+        raise CheckpointError(f"model.checkpoint: {where}: {error}; {_REMEDY}") from None
+
+
+def check_backend(tokenizer: Any, where: str) -> None:
+    """Raise CheckpointError unless a tokenizer that was made of the folder `where` is of listed steps within bounds.
+
+    A class of `transformers` may have put steps of its own in the place of the file's, or be none of the `tokenizers` library.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        what = f"{type(tokenizer).__name__} is no tokenizer with a tokenizer.json"
+        raise CheckpointError(f"model.checkpoint: {where}: tokenizer_class: {what}; give a folder with tokenizer.json")
+    steps = {name: getattr(backend, name) for name in _STEPS}
+    try:
+        _check_steps({name: None if step is None else json.loads(step.__getstate__()) for name, step in steps.items()})
+        if getattr(backend.model, "dropout", None):
+            raise ValueError(
+                f"model.dropout: {backend.model.dropout!r} draws tokens anew for every text, only null is possible"
+            )
+    except ValueError as error:
+        raise CheckpointError(f"model.checkpoint: {where}: {error}; {_REMEDY}") from None
+
+
+def _check_model(model: Any) -> None:
+    """Raise ValueError for a model, the words and how they are put together, that is not listed or without bounds."""
+    if not isinstance(model, dict):
+        raise ValueError(f"model: {_value(model)} is no map")
+    if "type" in model and model["type"] not in _MODELS:  # versions before 2021 wrote no type
+        raise ValueError(f"model.type: {_value(model['type'])} is none of {', '.join(_MODELS)}")
+    if model.get("dropout"):
+        raise ValueError(f"model.dropout: {_value(model['dropout'])} draws tokens anew for every text, only null is possible")
+    most = model.get("max_input_chars_per_word", 100)
+    if type(most) is not int or not 0 < most <= LONGEST_UNKNOWN:
+        raise ValueError(f"model.max_input_chars_per_word: {_value(most)}, at most {LONGEST_UNKNOWN} are possible")
+    for key in ("unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
+        if not (model.get(key) is None or (isinstance(model[key], str) and len(model[key]) <= LONGEST_WORD)):
+            raise ValueError(f"model.{key}: {_value(model[key])} is no text of at most {LONGEST_WORD} characters")
+    pieces = model.get("vocab")
+    for piece in pieces if isinstance(pieces, list) else ():
+        if not (isinstance(piece, list) and piece and isinstance(piece[0], str) and len(piece[0]) <= LONGEST_PIECE):
+            raise ValueError(f"model.vocab: {_value(piece)} is no token of at most {LONGEST_PIECE} characters")
+
+
+def _check_steps(program: Mapping[str, Any]) -> None:
+    """Raise ValueError for a step that is not listed, or for steps that let a text grow without bound."""
+    lengthening = list[str]()
+    for place, kinds in _STEPS.items():
+        steps, growth = list(_flat(program.get(place), place)), 1.0
+        if len(steps) > STEPS:
+            raise ValueError(f"{place}: {len(steps)} steps, at most {STEPS} are possible")
+        for where, step in steps:
+            kind = step.get("type")
+            if kind not in kinds:
+                raise ValueError(f"{where}.type: {_value(kind)} is none of {', '.join(kinds)}")
+            if kind in _ONCE and place in ("normalizer", "pre_tokenizer"):
+                if kind in lengthening:
+                    raise ValueError(f"{where}.type: {kind!r} is there twice, and lengthens texts each time")
+                lengthening.append(kind)
+            growth *= _checked(step, where)
+            if growth > GROWTH:
+                raise ValueError(
+                    f"{where}: with the steps before it may write {growth:.0f} characters for one, at most {GROWTH}"
+                )
+
+
+def _flat(step: Any, where: str, depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the steps of one, which may be a sequence of steps, and where each stands."""
+    if step is None:
+        return
+    if not isinstance(step, dict) or depth > 4:
+        raise ValueError(f"{where}: {_value(step)} is no step")
+    if step.get("type") != "Sequence":
+        yield where, step
+        return
+    for key in _PARTS:
+        parts = step.get(key, [])
+        if not isinstance(parts, list):
+            raise ValueError(f"{where}.{key}: {_value(parts)} is no list of steps")
+        for number, part in enumerate(parts):
+            yield from _flat(part, f"{where}.{key}[{number}]", depth + 1)
+
+
+def _checked(step: Mapping[str, Any], where: str) -> float:
+    """Return how many characters a step may make of one. Raises ValueError for a part of it without bound."""
+    kind = step["type"]
+    if kind == "Precompiled":
+        return _longest_replacement(step.get("precompiled_charsmap"), f"{where}.precompiled_charsmap")
+    grown = 1.0
+    for key, value in step.items():
+        if key == "pattern":
+            least = _check_pattern(value, f"{where}.pattern")
+            content = step.get("content", "")
+            if isinstance(content, str) and content != unicodedata.normalize("NFKD", content):
+                raise ValueError(f"{where}.content: {_value(content)} is lengthened again by Unicode's forms")
+            grown = max(1.0, len(content) / least) if isinstance(content, str) else 1.0
+        else:
+            _check_words(value, f"{where}.{key}")
+    if kind == "Strip" and step.get("stop"):
+        raise ValueError(f"{where}.stop: {_value(step['stop'])}, only 0 is possible")  # the library fails for a shorter token
+    if kind == "FixedLength" and not (type(step.get("length")) is int and step["length"] > 0):
+        raise ValueError(f"{where}.length: {_value(step.get('length'))} is no number of characters")
+    return grown
+
+
+def _check_words(value: Any, where: str) -> None:
+    """Raise ValueError for a long text or a long list anywhere in a step's settings."""
+    if isinstance(value, str) and len(value) > LONGEST_WORD:
+        raise ValueError(f"{where}: {_value(value)} of over {LONGEST_WORD} characters")
+    if isinstance(value, dict | list):
+        if len(value) > STEPS:
+            raise ValueError(f"{where}: {len(value)} entries, at most {STEPS} are possible")
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_words(item, f"{where}.{str(key)[:64]}")
+
+
+def _longest_replacement(charsmap: Any, where: str) -> float:
+    """Return the characters of the longest text that a SentencePiece charsmap writes for one, in Unicode's longest form.
+
+    A charsmap is base64 of a little-endian 32-bit size, a trie of that many bytes, and the replacements, each ended by a NUL.
+    """
+    if charsmap in (None, ""):
+        return 1.0
+    try:
+        raw = base64.b64decode(charsmap, validate=True) if isinstance(charsmap, str) else bytes(charsmap)
+        (size,) = struct.unpack_from("<I", raw)
+        texts = raw[4 + size :].decode("utf-8").split("\0")
+    except (ValueError, TypeError, struct.error, binascii.Error):
+        raise ValueError(f"{where}: {_value(charsmap)} is no charsmap of SentencePiece") from None
+    longest = max(len(unicodedata.normalize("NFKD", text)) for text in texts)
+    if longest > GROWTH:
+        raise ValueError(f"{where}: writes {longest} characters for one, at most {GROWTH} are possible")
+    return float(longest)
+
+
+def _check_pattern(value: Any, where: str) -> int:
+    """Return the least number of characters that a pattern matches. Raises ValueError for one that may search for long."""
+    named = value if isinstance(value, dict) and len(value) == 1 else {}
+    if isinstance(text := named.get("String"), str) and 0 < len(text) <= LONGEST_WORD:
+        return len(text)
+    if not (isinstance(pattern := named.get("Regex"), str) and 0 < len(pattern) <= LONGEST_PATTERN):
+        raise ValueError(f"{where}: {_value(value)} is no text or pattern")
+    if why := unbounded(pattern):
+        raise ValueError(f"{where}.Regex: {_value(pattern)}: {why}")
+    return 1
+
+
+def unbounded(pattern: str) -> str:
+    """Return why a pattern of Oniguruma may search for longer than a text is long; "" for one that does not.
+
+    Each alternative is one of _KNOWN, or of single characters and classes in a row, of which none that must be there follows
+    one that may be there any number of times: what has matched is never given back, so that the search only goes forward.
+    """
+    try:
+        for branch in _branches(pattern):
+            if branch not in _KNOWN:
+                _check_branch(branch)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _branches(pattern: str) -> list[str]:
+    """Return the alternatives of a pattern; a pattern that is one group of them, or one of _KNOWN, counts as them."""
+    if pattern in _KNOWN:
+        return [pattern]
+    found, start, at, depth = list[str](), 0, 0, 0
+    while at < len(pattern):
+        if pattern[at] == "\\" or pattern[at] == "[":
+            at = _atom(pattern, at)
+            continue
+        depth += {"(": 1, ")": -1}.get(pattern[at], 0)
+        if pattern[at] == "|" and depth == 0:
+            found.append(pattern[start:at])
+            start = at + 1
+        at += 1
+    found.append(pattern[start:])
+    whole = found[0]
+    if len(found) == 1 and whole.startswith("(") and whole.endswith(")") and not whole.startswith("(?") and _closes(whole):
+        return _branches(whole[1:-1])
+    return found
+
+
+def _closes(text: str) -> bool:
+    """Tell whether a text's first bracket is closed by its last character, and by none before."""
+    at, depth = 0, 0
+    while at < len(text):
+        if text[at] in "\\[":
+            at = _atom(text, at)
+            continue
+        depth += {"(": 1, ")": -1}.get(text[at], 0)
+        at += 1
+        if depth == 0:
+            return at == len(text)
+    return False
+
+
+def _check_branch(branch: str) -> None:
+    """Raise ValueError for an alternative that may give back what it has matched more than a few times."""
+    at, ways, endless = 0, 1, False
+    while at < len(branch):
+        start, at = at, _group(branch, at) if branch[at] == "(" else _atom(branch, at)
+        least, most, at = _times(branch, at)
+        if endless and least > 0:
+            raise ValueError(f"{ascii(branch[start:at])[:64]} must follow what may be there any number of times")
+        if branch[start] == "(" and most is None:
+            raise ValueError(f"{ascii(branch[start:at])[:64]} repeats a group")
+        endless = endless or most is None
+        ways *= 1 if most is None else most - least + 1
+        if ways > 2**10:
+            raise ValueError(f"{ascii(branch)[:64]} may be read in over {2**10} ways")
+
+
+def _times(branch: str, at: int) -> tuple[int, int | None, int]:
+    """Return how often, at least and at most (None: any number of times), what was read may be there, and what follows it."""
+    found = _TIMES.match(branch, at)
+    if found is None:
+        return 1, 1, at
+    if branch[found.end() : found.end() + 1] in ("?", "*", "+") and found.end() < len(branch):
+        raise ValueError(f"{branch[at : found.end() + 1]!a}: repeats a repetition")
+    if found[4]:
+        least, most = {"?": (0, 1), "*": (0, None), "+": (1, None)}[found[4]]
+        return least, most, found.end()
+    least = int(found[1])
+    most = least if not found[2] else int(found[3]) if found[3] else None
+    if least > 2**9 or (most is not None and most - least > _MOST_TIMES):
+        raise ValueError(f"{found[0]} is over {_MOST_TIMES} times")
+    return least, most, found.end()
+
+
+def _atom(text: str, at: int) -> int:
+    """Return where the character, escape or class ends that begins here. Raises ValueError for anything else."""
+    if text[at] == "\\":
+        if found := _ESCAPE.match(text, at):
+            return found.end()
+        raise ValueError(f"{text[at : at + 8]!a} is no escape known here")
+    if text[at] == "[":
+        return _class(text, at)
+    if text[at] in "](){}*+?|^$":
+        raise ValueError(f"{text[at]!r} at character {at + 1} has a meaning that is not allowed there")
+    return at + 1
+
+
+def _class(text: str, at: int) -> int:
+    """Return where a class in brackets ends, which may hold others."""
+    begin, at = at, at + (2 if text[at + 1 : at + 2] == "^" else 1)
+    if text[at : at + 1] == "]":
+        raise ValueError(f"{text[begin : at + 1]!a} is an empty class")
+    while at < len(text) and text[at] != "]":
+        if text[at] == "\\":
+            found = _ESCAPE.match(text, at)
+            if found is None:
+                raise ValueError(f"{text[at : at + 8]!a} is no escape known here")
+            at = found.end()
+        else:
+            at = _class(text, at) if text[at] == "[" else at + 1
+    if at >= len(text):
+        raise ValueError(f"{ascii(text[begin:])[:32]} has no end")
+    return at + 1
+
+
+def _group(branch: str, at: int) -> int:
+    """Return where a group of alternatives ends, each of characters and classes once."""
+    found = re.compile(r"\((\?i:|\?:)?").match(branch, at)
+    at = found.end() if found else at
+    while at < len(branch) and branch[at] != ")":
+        at = at + 1 if branch[at] == "|" else _atom(branch, at)
+    if at >= len(branch):
+        raise ValueError(f"{ascii(branch)[:32]} has a group without end")
+    return at + 1
+
+
+def _value(value: Any) -> str:
+    return ascii(value)[:80]
