@@ -48,7 +48,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Made:
+class DerivedFile:
     """A file to write into the site's folder: `name` under `folder`, with the bytes that `make` returns."""
 
     folder: str
@@ -57,7 +57,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Found:
+class SourceSample:
     """One sample of the source. `group` is never cut by a split; `split` is the publisher's, if any.
 
     `is_patient`: the group is one patient, slide or video, as far as the set tells, and the list says so.
@@ -65,16 +65,16 @@ class Found:
 
     site: str
     group: str
-    image: Path | Made
-    label: Path | Made | str
+    image: Path | DerivedFile
+    label: Path | DerivedFile | str
     slice: int | None = None
     split: str | None = None
     is_patient: bool = False
 
 
 @dataclass(frozen=True)
-class Line:
-    """One record of a text set, as a JSONL file holds it; `group` and `split` as for Found."""
+class TextRecord:
+    """One record of a text set, as a JSONL file holds it; `group` and `split` as for SourceSample."""
 
     site: str
     group: str
@@ -82,11 +82,11 @@ class Line:
     split: str | None = None
 
 
-Sample = Found | Line
+Sample = SourceSample | TextRecord
 
 
 @dataclass(frozen=True)
-class Reading:
+class ImportResult:
     """All that an importer found; `classes` is what a job's task.classes should say, None for texts.
 
     `notes` is what a user should know.
@@ -105,7 +105,7 @@ class Importer:
     """
 
     layout: str
-    read: Callable[[Path, Options], Reading]
+    read: Callable[[Path, Options], ImportResult]
     has_types: bool = False
     sizes: tuple[str, ...] = ()
     is_file: bool = False
@@ -227,6 +227,6 @@ def png(array: np.ndarray, **how: int) -> bytes:
     return buffer.getvalue()
 
 
-def mask_png(name: str, make: Callable[..., np.ndarray], *arguments: Any) -> Made:
+def mask_png(name: str, make: Callable[..., np.ndarray], *arguments: Any) -> DerivedFile:
     """Return a label picture to write: what `make(*arguments)` returns, as masks/NAME.png."""
-    return Made("masks", f"{name}.png", lambda: png(make(*arguments), compress_level=1, compress_type=RUN_LENGTHS))
+    return DerivedFile("masks", f"{name}.png", lambda: png(make(*arguments), compress_level=1, compress_type=RUN_LENGTHS))

@@ -11,35 +11,20 @@ from consilium.data.importers.base import Importer, Options
 from consilium.data.importers.write_datalists import earlier_imports, write_sites
 
 _ROOM = "consilium.data.importers"
+_MODULES = {
+    "image_folders": ("own",),
+    "table": ("csv",),
+    "published_pictures": ("polyp", "polyp-pranet", "fundus", "fundus-feddg", "tnbc", "oct-c8", "kvasir-v2"),
+    "nuclei": ("pannuke", "monuseg", "monusac"),
+    "volumes": ("prostate", "mnms"),
+    "published_texts": (
+        "gsm8k", "metamathqa", "medquad", "alpaca", "e2e", "boolq", "piqa", "hellaswag", "winogrande",
+    ),
+}  # fmt: skip
 IMPORTERS: Registry[Importer] = Registry(
-    "data set",
-    {
-        "own": f"{_ROOM}.own:SETS",
-        "csv": f"{_ROOM}.table:SETS",
-        "polyp": f"{_ROOM}.polyps:SETS",
-        "polyp-pranet": f"{_ROOM}.polyps:SETS",
-        "fundus": f"{_ROOM}.pictures:SETS",
-        "fundus-feddg": f"{_ROOM}.pictures:SETS",
-        "pannuke": f"{_ROOM}.nuclei:SETS",
-        "monuseg": f"{_ROOM}.nuclei:SETS",
-        "monusac": f"{_ROOM}.nuclei:SETS",
-        "tnbc": f"{_ROOM}.nuclei:SETS",
-        "prostate": f"{_ROOM}.volumes:SETS",
-        "mnms": f"{_ROOM}.volumes:SETS",
-        "oct-c8": f"{_ROOM}.classes:SETS",
-        "kvasir-v2": f"{_ROOM}.classes:SETS",
-        "gsm8k": f"{_ROOM}.answers:SETS",
-        "metamathqa": f"{_ROOM}.answers:SETS",
-        "medquad": f"{_ROOM}.answers:SETS",
-        "alpaca": f"{_ROOM}.answers:SETS",
-        "e2e": f"{_ROOM}.answers:SETS",
-        "boolq": f"{_ROOM}.choices:SETS",
-        "piqa": f"{_ROOM}.choices:SETS",
-        "hellaswag": f"{_ROOM}.choices:SETS",
-        "winogrande": f"{_ROOM}.choices:SETS",
-    },
+    "data set", {name: f"{_ROOM}.{module}:SETS" for module, names in _MODULES.items() for name in names}
 )
-"""Importers by the name a user gives. A new one: an Importer in a file, and its line here."""
+"""Importers by the name a user gives. A new one: an Importer in a file, and its name here."""
 
 
 def import_set(
