@@ -22,7 +22,7 @@ from monai.transforms import Resize
 from PIL import Image
 
 from consilium.config.job import TrainingConfig
-from consilium.data import header_check
+from consilium.data import sample_check
 from consilium.data.datalist import DataList, read_datalist
 from consilium.data.images import shrink
 from consilium.data.loading import Loading
@@ -150,7 +150,7 @@ def look(data: DataList, name: str, loading: Loading) -> None:
     """Print how long the look before training takes."""
     store, listed = open_store(loading.folder, loading.most), replace(data, loading=loading)
     clock, spent = timed(
-        lambda: list(header_check.faults(listed, lambda i: header_check.look_at_sample(i, CLASSES), "", store))
+        lambda: list(sample_check.find_errors(listed, lambda i: sample_check.check_sample(i, CLASSES), "", store))
     )
     print(f"the look before training, {name}: {clock:.1f} s, {spent:.1f} s of processor time")
 

@@ -15,12 +15,13 @@ from tests.data import dicoms  # skips where the extra is missing
 from pydicom import uid  # isort: skip
 
 from consilium.core.errors import DataError
-from consilium.data import dicom, volumes
+from consilium.data import volumes
 from consilium.data.codes import coded_shape
 from consilium.data.dicom import files as dicom_files
 from consilium.data.dicom import frames as dicom_frames
 from consilium.data.dicom import parsing
 from consilium.data.dicom.contours import contours
+from consilium.data.file_kinds import is_dicom
 
 GREY = np.arange(24, dtype=np.uint8).reshape(4, 6)
 SECRETS = {
@@ -232,9 +233,9 @@ def test_what_is_no_file_is_left_out_of_a_series(tmp_path: Path) -> None:
     (tmp_path / "up").symlink_to(tmp_path)
     (tmp_path / "folder.dcm").mkdir()
     assert volumes.header(tmp_path).grid.shape == (6, 4, 3)
-    assert not dicom.is_own(tmp_path / "pipe.dcm")
-    assert not dicom.is_own(tmp_path / "loop.dcm")
-    assert dicom.is_own(tmp_path)
+    assert not is_dicom(tmp_path / "pipe.dcm")
+    assert not is_dicom(tmp_path / "loop.dcm")
+    assert is_dicom(tmp_path)
 
 
 def test_a_broken_file_in_a_series_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from consilium.core.errors import ConfigError, DataError
-from consilium.data.check_text import check_texts
+from consilium.data.check import check_texts
 from consilium.data.datalist import SPLITS
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import import_set

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from consilium.core.errors import DataError
-from consilium.data.check_text import check_texts
+from consilium.data.check import check_texts
 from consilium.data.partition_text import partition_texts
 from consilium.data.text import read_texts
 from tests.conftest import run

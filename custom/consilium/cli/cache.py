@@ -15,12 +15,12 @@ def data_cache(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Show how many decoded samples a site keeps on its disk, and how large they are."""
-    from consilium.data.store import folder as cache_folder
+    from consilium.data import store as cache_folder
 
-    found = cache_folder.find(folder)
-    samples, size = cache_folder.contents(found)
+    found = cache_folder.find_cache(folder)
+    samples, size = cache_folder.cache_contents(found)
     if clear:
-        cache_folder.clear(found)
+        cache_folder.clear_cache(found)
     if format is Format.JSON:
         print(json.dumps({"folder": str(found), "samples": samples, "bytes": size, "cleared": clear}))
         return

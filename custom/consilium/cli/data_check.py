@@ -36,7 +36,7 @@ def data_check(
     """Open every image and label, or every record of JSONL lists, and name all bad ones; exit code 1 if there are problems."""
     from consilium.config.job import load_job
     from consilium.config.site import kit_plugins
-    from consilium.data.duplicates import shared_by_sites
+    from consilium.data.check import shared_by_sites
 
     plugins = kit_plugins(kit / "local") if kit else NO_PLUGINS
     config = load_job(job, plugins=plugins) if job else None

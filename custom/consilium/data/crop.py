@@ -1,19 +1,16 @@
 """A fixed part of every picture: the same in every round and in a resumed run."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from consilium.core.seeding import seed_for
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _UNIT = 2**32
 
 
 @dataclass(frozen=True)
 class Crop:
-    """A square of `side` pixels of a picture whose size nobody need know yet.
+    """A square of `side` pixels of a picture whose size is not known yet.
 
     `down`, `across`: where it lies, as shares (0 to 1, 1 left out) of the places that there are. A shorter side stays whole.
     """
@@ -26,7 +23,7 @@ class Crop:
         """Return the (rows, columns) that are left of a picture."""
         return min(rows, self.side), min(columns, self.side)
 
-    def cut(self, array: "np.ndarray") -> "np.ndarray":
+    def cut(self, array: Any) -> Any:
         """Return its part of a picture or a mask (H, W, ...), as a view."""
         rows, columns = self.shape(*array.shape[:2])
         top = int(self.down * (array.shape[0] - rows + 1))

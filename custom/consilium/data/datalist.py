@@ -11,11 +11,12 @@ from typing import Any, Literal, get_args
 
 from consilium.core.errors import DataError
 from consilium.data.crop import Crop
-from consilium.data.folders import SLIDES, read_folders
+from consilium.data.file_kinds import SLIDES, is_volume
+from consilium.data.folders import read_folders
 from consilium.data.identifiers import identifier, pseudonym
 from consilium.data.loading import IN_MEMORY, Loading
 from consilium.data.safe_open import MOST_BYTES as MOST_FILE
-from consilium.data.safe_open import MOST_SLIDE, MOST_VOLUME_FILE, check_file, parse_json, read_text, whole
+from consilium.data.safe_open import MOST_SLIDE, MOST_VOLUME_FILE, check_file, is_encodable, parse_json, read_text
 from consilium.data.settings import Axis, Value
 
 SPLITS = ("training", "validation", "test")
@@ -27,7 +28,9 @@ MOST_BYTES = 256 * 1024**2
 Tile = tuple[int, int, int, int]
 """Left, top, width and height in pixels."""
 Bad = Callable[[str, int, DataError], None]
-"""Takes split and place of an entry that cannot be used, and why."""
+"""Takes split and index of an entry that cannot be used, and why."""
+Lost = tuple[str, DataError]
+"""The split of a sample that cannot be read, and why."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: t
         raise DataError(f'{where}: has no "image" path; write {{"image": "a.png", "label": "b.png"}}')
     if unknown := sorted(entry.keys() - ENTRY_KEYS):
         raise DataError(f"{where}: unknown key {unknown[0][:80]!r}; known are {', '.join(sorted(ENTRY_KEYS))}")
-    if broken := [value for value in entry.values() if isinstance(value, str) and not whole(value)]:
+    if broken := [value for value in entry.values() if isinstance(value, str) and not is_encodable(value)]:
         raise DataError(f"{where}: {broken[0][:80]!r} has half a character in it (a surrogate); write the whole one")
     image, label = path.parent / entry["image"], _label(path, where, entry.get("label"), classes)
     for file in (image, label):
@@ -168,9 +171,9 @@ def _check_parts(where: str, item: Item) -> None:
     """Raise DataError for a plane of what is no volume, or a tile of what is one: neither would be read."""
     files = [file for file in (item.image, item.label) if isinstance(file, Path)]
     key = "slice" if item.slice is not None else "axis" if item.axis != "stored" else ""
-    if key and not any(map(_is_volume, files)):
+    if key and not any(map(is_volume, files)):
         raise DataError(f'{where}: {item.image}: is one picture, without planes; take "{key}" off its entry', "wrong slice")
-    if item.tile is not None and _is_volume(item.image):
+    if item.tile is not None and is_volume(item.image):
         raise DataError(f'{where}: {item.image}: is a volume, without tiles; take "tile" off its entry', "wrong tile")
 
 
@@ -189,7 +192,7 @@ def _check_there(where: str, file: Path) -> None:
         what = f"{str(file)[:300]}: no such file"
         raise DataError(f"{where}: {what}; paths are relative to the data list's folder", "missing file")
     try:
-        if not (file.is_dir() and _is_volume(file)):  # a folder may hold a DICOM series
+        if not (file.is_dir() and is_volume(file)):  # a folder may hold a DICOM series
             check_file(file, most=_most(file))
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
@@ -204,13 +207,7 @@ def _most(file: Path) -> int:
     """Return how many bytes a file of its kind may have."""
     if file.name.lower().endswith((*SLIDES, ".tif", ".tiff")):
         return MOST_SLIDE
-    return MOST_VOLUME_FILE if _is_volume(file) else MOST_FILE
-
-
-def _is_volume(path: Path) -> bool:
-    from consilium.data.volumes import is_volume  # numpy, which reading a job does without
-
-    return is_volume(path)
+    return MOST_VOLUME_FILE if is_volume(file) else MOST_FILE
 
 
 def _slice(where: str, value: Any) -> int | None:

@@ -13,7 +13,7 @@ from nibabel.volumeutils import apply_read_scaling
 from consilium.core.errors import DataError
 from consilium.data.grid import Grid
 from consilium.data.labels import Labels
-from consilium.data.numbers import whole_numbers
+from consilium.data.pixel_values import whole_numbers
 from consilium.data.safe_open import MOST_VOLUME_FILE, most_unpacked, reading
 from consilium.data.volumes import Header
 
@@ -23,11 +23,6 @@ MOST_EXTENSIONS = 2**26
 """Bytes of a header's extensions, which lie before the voxels and are read with the header."""
 _HEADERS = {348: (nibabel.Nifti1Image, 108, "f"), 540: (nibabel.Nifti2Image, 168, "q")}
 """By the header's size: who reads it, and where and how it says where its voxels begin."""
-
-
-def is_own(path: Path) -> bool:
-    """Tell whether a path is a NIfTI file, by its name."""
-    return path.name.lower().endswith((".nii", ".nii.gz"))
 
 
 def header(path: Path) -> Header:

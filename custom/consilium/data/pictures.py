@@ -7,7 +7,7 @@ from PIL import Image, ImageOps
 
 from consilium.core.errors import DataError
 from consilium.data.labels import Labels
-from consilium.data.numbers import check_numbers, whole_numbers
+from consilium.data.pixel_values import check_numbers, whole_numbers
 from consilium.data.safe_open import check_pixels, open_picture, reading
 
 ORIENTATION = 0x0112

@@ -223,8 +223,8 @@ def _too_large(path: Path, found: str) -> DataError:
     return UnfitError(f"{path}: {what}; save it as a tiled TIFF and set task.tiles to read it by parts", "too large")
 
 
-def whole(text: str) -> bool:
-    """Tell whether a text is one that can be written down: JSON may hold halves of characters (surrogates)."""
+def is_encodable(text: str) -> bool:
+    """Tell whether a text can be encoded: JSON may hold halves of characters (surrogates)."""
     try:
         text.encode()
     except UnicodeEncodeError:

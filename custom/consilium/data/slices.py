@@ -7,10 +7,10 @@ from pathlib import Path
 from consilium.core.errors import DataError, UnfitError
 from consilium.core.seeding import seed_for
 from consilium.data import slides, volumes
-from consilium.data.datalist import DataList, Item
-from consilium.data.header_check import Lost, left_of
+from consilium.data.datalist import DataList, Item, Lost
 from consilium.data.identifiers import pseudonym, pseudonym_of
 from consilium.data.images import read_labels
+from consilium.data.sample_check import count_lost
 from consilium.data.settings import DEFAULTS, PictureSettings, SlicesConfig, TilesConfig
 
 _UNIT = 2**32
@@ -26,7 +26,7 @@ def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
     """
     lost: list[Lost] = []
     splits = {split: tuple(_expanded(data, split, settings, lost)) for split in data.splits}
-    return left_of(replace(data, splits=splits), lost)
+    return count_lost(replace(data, splits=splits), lost)
 
 
 def _expanded(data: DataList, split: str, settings: PictureSettings, lost: list[Lost]) -> Iterator[Item]:
@@ -34,7 +34,7 @@ def _expanded(data: DataList, split: str, settings: PictureSettings, lost: list[
         try:
             yield from list(_opened(item, index, split, settings))
         except DataError as error:
-            if data.loading.quiet and isinstance(error, UnfitError):
+            if data.loading.ignore_unfit and isinstance(error, UnfitError):
                 yield item
             elif data.loading.skip:
                 lost.append((split, error))

@@ -17,9 +17,9 @@ from consilium.core.errors import DataError, UnfitError
 from consilium.data import pictures
 from consilium.data.codes import check_work, coded_shape
 from consilium.data.datalist import Tile
-from consilium.data.folders import SLIDES
+from consilium.data.file_kinds import SLIDES
 from consilium.data.labels import Labels
-from consilium.data.numbers import check_numbers, whole_numbers
+from consilium.data.pixel_values import check_numbers, whole_numbers
 from consilium.data.safe_open import MOST_PIXELS, MOST_SLIDE, pages, reading
 from consilium.data.settings import PictureSettings
 

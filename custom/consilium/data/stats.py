@@ -17,9 +17,9 @@ from consilium.data import slides, volumes
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import classes_of, level_of, read_labels
-from consilium.data.intensity import windowed
 from consilium.data.labels import Labels
-from consilium.data.parallel_files import by_file
+from consilium.data.loading import by_file
+from consilium.data.pixel_values import windowed
 from consilium.data.settings import DEFAULTS, PictureSettings, Value
 
 PERCENTILES = (1, 25, 50, 75, 99)

@@ -14,7 +14,7 @@ from typing import Any
 from consilium.core.errors import DataError
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.identifiers import identifier, pseudonym
-from consilium.data.safe_open import check_line, parse_json, text_lines, whole
+from consilium.data.safe_open import check_line, is_encodable, parse_json, text_lines
 
 FILES = {
     "training": ("training.jsonl", "train.jsonl"),
@@ -126,7 +126,7 @@ def _record(where: str, file: str, number: int, line: str, answered: bool = True
         )
     outputs = _outputs(where, raw) if answered else ("",)
     labels, final = _texts(where, "labels", raw.get("labels", [])), _final(where, raw.get("final_answer"))
-    if not all(whole(part) for part in (instruction, given, *outputs, *labels, final or "")):
+    if not all(is_encodable(part) for part in (instruction, given, *outputs, *labels, final or "")):
         raise DataError(f"{where}: has half a character in it (a surrogate, as \\ud800); write the whole one")
     patient = pseudonym(identifier(where, raw, "patient"))
     return Text(f"{file}:{number}", instruction, given, outputs, final, labels, patient=patient)

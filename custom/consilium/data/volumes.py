@@ -13,14 +13,14 @@ from typing import TypeVar
 import numpy as np
 
 from consilium.core.errors import DataError, UnfitError
+from consilium.data.file_kinds import forget_formats, is_volume, volume_format
 from consilium.data.grid import Grid, disagreement, resampled
 from consilium.data.labels import Labels
-from consilium.data.numbers import check_numbers
+from consilium.data.pixel_values import check_numbers
 from consilium.data.safe_open import Stamp, stamp
 
+__all__ = ["Header", "forget", "header", "held", "is_volume", "labels", "percentiles", "spread", "voxels"]
 T = TypeVar("T")
-_KINDS = ("consilium.data.nifti", "consilium.data.dicom")
-"""Each offers is_own(path), header(path), voxels(path) and labels(path, image): see nifti.py."""
 KEPT = 2
 """Volumes that are kept in memory, and as many masks; as many threads may hold others, see `held`."""
 _holders, _local = BoundedSemaphore(KEPT), local()
@@ -39,11 +39,6 @@ class Header:
     patient: str = ""
     study: str = ""
     space: str = ""
-
-
-def is_volume(path: Path) -> bool:
-    """Tell whether a path is a volume (NIfTI, DICOM file or series folder) and not a picture."""
-    return _kind(path) is not None
 
 
 def header(path: Path) -> Header:
@@ -97,8 +92,9 @@ def _once(read: Callable[..., T], *args: object) -> T:
 
 def forget() -> None:
     """Let go of the volumes that are kept."""
-    for kept in (_header, _voxels, _labels, _spread, _kind_at):
+    for kept in (_header, _voxels, _labels, _spread):
         kept.cache_clear()
+    forget_formats()
 
 
 MOST_COUNTED = 2**22
@@ -113,7 +109,7 @@ def percentiles(values: np.ndarray) -> tuple[float, float]:
 
 @lru_cache(maxsize=4096)
 def _header(path: Path, stamp: Stamp) -> Header:
-    found: Header = _known(path).header(path)
+    found: Header = _reader(path).header(path)
     affine = found.grid.affine
     if affine is not None and not (np.isfinite(affine).all() and abs(np.linalg.det(affine[:3, :3])) > 0):
         what = "its header gives the voxels no size or place (an affine that cannot be inverted)"
@@ -123,12 +119,12 @@ def _header(path: Path, stamp: Stamp) -> Header:
 
 @lru_cache(maxsize=KEPT)
 def _voxels(path: Path, stamp: Stamp) -> np.ndarray:
-    return check_numbers(path, _known(path).voxels(path))
+    return check_numbers(path, _reader(path).voxels(path))
 
 
 @lru_cache(maxsize=KEPT)
 def _labels(path: Path, stamp: Stamp, image: Header, resample: bool) -> Labels:
-    found: Labels = _known(path).labels(path, image)
+    found: Labels = _reader(path).labels(path, image)
     if found.regions is not None and found.grid is None:
         return found  # drawn on the image's own grid
     own = found.grid or header(path).grid
@@ -145,21 +141,9 @@ def _spread(path: Path, stamp: Stamp) -> tuple[float, float]:
     return percentiles(voxels(path))
 
 
-def _known(path: Path) -> ModuleType:
-    kind = _kind(path)
+def _reader(path: Path) -> ModuleType:
+    """Return the module that reads a volume: it has header(path), voxels(path) and labels(path, image). Raises DataError."""
+    kind = volume_format(path)
     if kind is None:
         raise DataError(f"{path}: is no volume; give NIfTI or DICOM")
-    return kind
-
-
-def _kind(path: Path) -> ModuleType | None:
-    """Return the module that reads a path. A folder is another when its time is: where a share is away, it is an empty one."""
-    try:
-        return _kind_at(path, path.stat().st_mtime_ns if path.is_dir() else 0)
-    except OSError:
-        return None
-
-
-@lru_cache(maxsize=65536)
-def _kind_at(path: Path, time: int) -> ModuleType | None:
-    return next((module for module in map(import_module, _KINDS) if module.is_own(path)), None)
+    return import_module(f"consilium.data.{kind}")

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from consilium.data.store import Raw, Store
-from consilium.data.store.index import salted
+from consilium.data.store import CachedSample, Store, salted
 
 
 class Embeddings:
@@ -50,12 +49,12 @@ class Embeddings:
         return self._store.salt
 
 
-def _raw(made: Tensor) -> Raw:
+def _raw(made: Tensor) -> CachedSample:
     """Return a tensor as the store has them: its bytes, under the name of its type."""
     flat = made.detach().cpu().contiguous()
     return {str(made.dtype).removeprefix("torch."): flat.view(torch.uint8).numpy()}
 
 
-def _tensor(raw: Raw) -> Tensor:
+def _tensor(raw: CachedSample) -> Tensor:
     ((dtype, array),) = raw.items()
     return torch.from_numpy(np.array(array)).view(getattr(torch, dtype))

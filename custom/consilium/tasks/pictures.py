@@ -9,7 +9,7 @@ from consilium.tasks.registry import Change
 
 if TYPE_CHECKING:
     from consilium.data.check_report import Findings
-    from consilium.data.header_check import Lost
+    from consilium.data.datalist import Lost
 
 
 def reader(classes: bool) -> Callable[[Path], DataList]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from consilium.data.check_report import Findings
-    from consilium.data.header_check import Lost
+    from consilium.data.datalist import Lost
 
 
 COUNT, LOW, HIGH = "n", "_low", "_high"

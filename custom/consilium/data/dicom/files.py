@@ -16,8 +16,8 @@ import pydicom
 from pydicom import Dataset
 
 from consilium.core.errors import DataError
-from consilium.data.dicom import MOST_FILES, is_own
 from consilium.data.dicom.parsing import MOST_OF_FOLDER, Budget, parse
+from consilium.data.file_kinds import MOST_FILES, is_dicom
 from consilium.data.identifiers import canonical
 from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, check_file
 
@@ -106,7 +106,7 @@ def _files(folder: Path) -> list[Path]:
         entries.append(entry)
         if len(entries) > MOST_FILES:
             raise DataError(f"{folder}: holds more than {MOST_FILES:,} files; give each series a folder of its own")
-    return sorted(entry for entry in entries if not entry.is_dir() and is_own(entry))
+    return sorted(entry for entry in entries if not entry.is_dir() and is_dicom(entry))
 
 
 def is_image(elements: Dataset) -> bool:

@@ -13,9 +13,9 @@ import numpy as np
 from pydicom import Dataset
 
 from consilium.core.errors import DataError
-from consilium.data.dicom import MOST_FILES
 from consilium.data.dicom.files import CONTOURS, SEGMENTATIONS, reading, series, whose
 from consilium.data.dicom.values import Scale, scale_of, shown
+from consilium.data.file_kinds import MOST_FILES
 from consilium.data.grid import Grid
 from consilium.data.safe_open import most_unpacked
 from consilium.data.volumes import Header

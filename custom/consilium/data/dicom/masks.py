@@ -17,7 +17,7 @@ from consilium.data.dicom.frames import Frame, stack
 from consilium.data.dicom.pixels import pictures, voxels
 from consilium.data.grid import TOLERANCE, Grid
 from consilium.data.labels import Labels
-from consilium.data.numbers import whole_numbers
+from consilium.data.pixel_values import whole_numbers
 from consilium.data.safe_open import MOST_VOLUME
 from consilium.data.settings import Value
 from consilium.data.volumes import Header

@@ -17,7 +17,7 @@ from consilium.core.storage import PUBLIC, write_atomic
 from consilium.data.datalist import SPLITS
 from consilium.data.identifiers import canonical
 from consilium.data.importers.base import DerivedFile, ImportResult, Options, Sample, SourceSample, TextRecord
-from consilium.data.safe_open import whole
+from consilium.data.safe_open import is_encodable
 
 Sites = dict[str, dict[str, list[Sample]]]
 """Samples by site and split."""
@@ -214,7 +214,7 @@ def _write_site(folder: Path, site: str, splits: dict[str, list[Sample]], classe
 def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """Write a JSONL file, unless there are no records. Raises DataError for a text that cannot be written down."""
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
-    if broken := next((line for line in lines if not whole(line)), None):
+    if broken := next((line for line in lines if not is_encodable(line)), None):
         raise DataError(
             f"{path.name}: a record has half a character in it (a surrogate): {ascii(broken)[:160]}; mend the source"
         )

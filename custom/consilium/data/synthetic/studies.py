@@ -15,7 +15,7 @@ from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
-from consilium.data.intensity import windowed
+from consilium.data.pixel_values import windowed
 from consilium.data.settings import PictureSettings, WindowConfig
 from consilium.data.synthetic.organs import draw_anatomy, draw_study, scan
 from consilium.data.synthetic.sentences import made

@@ -25,7 +25,7 @@ from consilium.core.child_process import deaf, ended, receive, send
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Observer, loading
 from consilium.core.storage import private_folder, write_atomic
-from consilium.data.store.folder import discard
+from consilium.data.store import discard_cache
 from consilium.federation.sites import kept
 from consilium.flare.kit.class_allow_list import CLASSES, allow_classes
 
@@ -114,7 +114,7 @@ class Simulator:
             _end(self._mark)
         self._check(workspace, observer)
         for name in self._sites:
-            discard(workspace / "sites" / name)
+            discard_cache(workspace / "sites" / name)
 
     def _start(self, job: Path, workspace: Path) -> None:
         """Tell the process what to run."""

@@ -13,10 +13,10 @@ from consilium.core.errors import DataError, UnfitError
 from consilium.data.augment import augment
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.header_check import look_at_picture
 from consilium.data.images import BLACK, Colour, Sample, read_picture_bytes
+from consilium.data.sample_check import image_shape
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
-from consilium.data.store import Raw
+from consilium.data.store import CachedSample
 from consilium.tasks.base import Batch, Classified, Scored, evaluating
 from consilium.tasks.bootstrap import group_of, grouped, intervals, numbered
 from consilium.tasks.registry import COUNT
@@ -55,7 +55,7 @@ class ClassificationTask:
         self._balance, self._counts = balance, torch.bincount(labels, minlength=len(classes))
         self._whose = {split: numbered([group_of(item) for item in data.splits[split]]) for split in SPLITS}
         self._by_patient = by_patient
-        if by_patient and not data.loading.quiet:
+        if by_patient and not data.loading.ignore_unfit:
             for split in SPLITS[1:]:
                 check_patients(data.splits[split], self._labels[split], self._whose[split])
         self._samples = SampleCache(
@@ -70,7 +70,7 @@ class ClassificationTask:
         try:
             return class_index(item, self.classes)
         except UnfitError:
-            if not self.data.loading.quiet:
+            if not self.data.loading.ignore_unfit:
                 raise
             return NONE
 
@@ -88,7 +88,7 @@ class ClassificationTask:
     @property
     def quiet(self) -> bool:
         """See Task."""
-        return self.data.loading.quiet and not self._samples.all_lost
+        return self.data.loading.ignore_unfit and not self._samples.all_lost
 
     def read_again(self, split: str, index: int) -> None:
         """See ReadsAgain."""
@@ -104,10 +104,10 @@ class ClassificationTask:
         {} if none of them can be read.
         """
 
-        def made(index: int, raw: Raw) -> Sample:
+        def made(index: int, raw: CachedSample) -> Sample:
             return augment(raw, seed, index) if self.augment else to_float(index, raw)
 
-        return self._collate("training", self._samples.many("training", indices, made))
+        return self._collate("training", self._samples.map("training", indices, made))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross-entropy of a batch, in float32, balanced as the job says."""
@@ -152,7 +152,7 @@ class ClassificationTask:
 
         The model sees one at a time, to save memory.
         """
-        batch = self._collate(split, self._samples.many(split, indices, to_float))
+        batch = self._collate(split, self._samples.map(split, indices, to_float))
         if not batch:
             return None
         device = next(model.parameters()).device
@@ -198,7 +198,7 @@ def spread(labels: Sequence[int], count: int) -> list[int]:
 
 def look_at(item: Item, classes: Sequence[str], settings: PictureSettings) -> None:
     """Raise DataError for a sample without a class of the task, or whose header tells that it cannot be read."""
-    look_at_picture(item, settings)
+    image_shape(item, settings)
     class_index(item, classes)
 
 

@@ -87,7 +87,7 @@ def _build(config: LanguageConfig, model: Any, data: DataList, tokenizer: Any) -
 def _check(
     path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None
 ) -> "Findings":
-    from consilium.data.check_text import check_texts
+    from consilium.data.check import check_texts
 
     if config is None:
         return check_texts(path)  # a site's labels are not for texts: nothing changes

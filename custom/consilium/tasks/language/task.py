@@ -42,7 +42,7 @@ class LanguageTask:
 
     def __init__(self, data: DataList, tokenizer: PreTrainedTokenizerBase, max_length: int, config: LanguageConfig) -> None:
         self.config, self.kind = config, config.evaluate
-        self.num_samples, self.quiet = len(data.splits["training"]), data.loading.quiet
+        self.num_samples, self.quiet = len(data.splits["training"]), data.loading.ignore_unfit
         self.scored: Scored | None = None
         self._minds: bool | None = None
         self._cut_asked = 0  # prompts that were cut, of those that were answered last

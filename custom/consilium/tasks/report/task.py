@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from consilium.core.errors import ConfigError, UnfitError
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import DataList, Item
-from consilium.data.header_check import look_at_picture
 from consilium.data.images import Sample, read_picture_bytes
+from consilium.data.sample_check import image_shape
 from consilium.data.settings import PictureSettings, read_as
 from consilium.data.text import Text
 from consilium.models.vision_language import VisionLanguageConfig
@@ -100,7 +100,7 @@ class ReportTask(LanguageTask):
             try:
                 return {"image": read_picture_bytes(item, side, settings, padding)}
             except UnfitError:
-                if not data.loading.quiet:
+                if not data.loading.ignore_unfit:
                     raise
                 return {"image": blank}
 
@@ -109,7 +109,7 @@ class ReportTask(LanguageTask):
             DataList(data.path, pictures, loading=replace(data.loading, skip=False)),  # nobody else has looked at them
             read,
             partial(_look, settings),
-            read_as("report, or black" if data.loading.quiet else "report", settings, side, padding),
+            read_as("report, or black" if data.loading.ignore_unfit else "report", settings, side, padding),
         )
 
     def read_again(self, split: str, index: int) -> None:
@@ -130,4 +130,4 @@ class ReportTask(LanguageTask):
 
 
 def _look(settings: PictureSettings, item: Item) -> None:
-    look_at_picture(item, settings)
+    image_shape(item, settings)

@@ -71,9 +71,9 @@ def _build(config: SegmentationConfig, model: ModelConfig, data: DataList, token
 
 
 def _look(config: Any, item: Any) -> None:
-    from consilium.data.header_check import look_at_sample
+    from consilium.data.sample_check import check_sample
 
-    look_at_sample(item, config.classes, config)
+    check_sample(item, config.classes, config)
 
 
 def _scores(config: SegmentationConfig) -> Scores:

@@ -14,10 +14,10 @@ from consilium.core.seeding import seed_for
 from consilium.data.augment import augment
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.header_check import look_at_sample, seen_shape
-from consilium.data.images import BLACK, Colour, Sample, check_annotated, inner, read_bytes, read_masks
+from consilium.data.images import BLACK, Colour, Sample, check_annotated, read_bytes, read_masks, valid_size
+from consilium.data.sample_check import check_sample, cropped_shape
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
-from consilium.data.store import Raw
+from consilium.data.store import CachedSample
 from consilium.tasks.base import Batch, Scored, Segmented, evaluating
 from consilium.tasks.embeddings import Embeddings
 from consilium.tasks.segmentation.measures import counts, dice_loss, overlaps
@@ -63,7 +63,7 @@ class SegmentationTask:
         self._samples = SampleCache(
             data,
             lambda item: read_bytes(item, classes, image_size, settings, padding),
-            lambda item: look_at_sample(item, classes, settings),
+            lambda item: check_sample(item, classes, settings),
             read_as("segmentation", settings, image_size, [classes, padding]),
         )
 
@@ -75,7 +75,7 @@ class SegmentationTask:
     @property
     def quiet(self) -> bool:
         """See Task."""
-        return self.data.loading.quiet and not self._samples.all_lost
+        return self.data.loading.ignore_unfit and not self._samples.all_lost
 
     def read_again(self, split: str, index: int) -> None:
         """See ReadsAgain."""
@@ -91,7 +91,7 @@ class SegmentationTask:
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
         """Return these samples of the training split, augmented as `seed` says; {} if none of them can be read."""
-        found = self._samples.many("training", indices, lambda index, raw: self._training_sample(index, raw, seed))
+        found = self._samples.map("training", indices, lambda index, raw: self._training_sample(index, raw, seed))
         return self._collate([sample for _, sample in found])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -142,7 +142,7 @@ class SegmentationTask:
 
         The model sees one at a time, to save memory.
         """
-        found = self._samples.many(split, indices, to_float)
+        found = self._samples.map(split, indices, to_float)
         if not found:
             return None
         items, samples = [self.data.splits[split][index] for index, _ in found], [sample for _, sample in found]
@@ -201,7 +201,7 @@ class SegmentationTask:
     def _inner(self, item: Item) -> tuple[int, int]:
         if self.settings.resize == "stretch":
             return self.size, self.size
-        return inner(seen_shape(item, self.settings), self.size, self.settings)
+        return valid_size(cropped_shape(item, self.settings), self.size, self.settings)
 
     def _known(self, item: Item) -> Tensor:
         return torch.tensor([item.annotated is None or name in item.annotated for name in self.classes])
@@ -213,7 +213,7 @@ class SegmentationTask:
             return sample
         return sample | {"annotated": known.float()}
 
-    def _training_sample(self, index: int, raw: Raw, seed: int) -> Sample:
+    def _training_sample(self, index: int, raw: CachedSample, seed: int) -> Sample:
         moved = augment(raw, seed, index) if self.augment else to_float(index, raw)
         return self._annotated("training", index, self._prompted(moved, seed_for(seed, self._prompt, index)))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from consilium.data import volumes
 from consilium.data.datalist import Item
-from consilium.data.header_check import seen_shape
+from consilium.data.sample_check import cropped_shape
 from consilium.tasks.bootstrap import group_of, grouped, intervals, numbered
 from consilium.tasks.registry import COUNT
 from consilium.tasks.segmentation.measures import counts, distances, overlaps
@@ -128,7 +128,7 @@ def spacing_of(item: Item, shape: tuple[int, int]) -> tuple[float, float, float]
     grid = volumes.header(item.image).grid if volumes.is_volume(item.image) else None
     if grid is None or grid.voxel is None or (pixel := grid.pixel(item.axis)) is None:
         return None
-    rows, columns = (step * old / new for step, old, new in zip(pixel, seen_shape(item), shape, strict=True))
+    rows, columns = (step * old / new for step, old, new in zip(pixel, cropped_shape(item), shape, strict=True))
     found = grid.voxel[grid.across(item.axis)], rows, columns
     return found if all(math.isfinite(step) and step > 0 for step in found) else None
 
