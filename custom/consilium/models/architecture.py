@@ -8,15 +8,13 @@ architecture is told so.
 import re
 from collections.abc import Iterator, Mapping
 from math import inf, isinf, nan
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from consilium.core.lazy import lazy
 from consilium.core.schema import LONGEST_TEXT
 from consilium.models.registry import ModelConfig, TargetSet
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class FolderConfig(ModelConfig):
@@ -255,13 +253,5 @@ def _check(value: Any, key: str, depth: int = 0) -> None:
 
 def named_sets(tower: str = "") -> dict[str, TargetSet]:
     """Return the sets of layers to adapt, looked up in the model, or in its `tower`, by what they do; `paper` is qkv."""
-
-    def one(name: str) -> TargetSet:
-        def select(model: "nn.Module") -> str:
-            from consilium.models.targets import pattern
-
-            return pattern(name, model, tower)
-
-        return TargetSet(select=select)
-
-    return {name: one(name) for name in ("paper", "qv", "qkv", "attention", "all-linear")}
+    names = ("paper", "qv", "qkv", "attention", "all-linear")
+    return {name: TargetSet(select=lazy("consilium.models.targets:pattern", name, tower)) for name in names}

@@ -32,6 +32,7 @@ _OWN: dict[str, Any] = {"trust_remote_code": False}
 """Loads with the classes of `transformers` alone."""
 LEAST = 8
 """Tokens that a prompt must have room for, as in `model.max_length`."""
+PIXELS = ("pixel_mean", "pixel_std")
 PREPROCESSOR = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -188,6 +189,24 @@ def answer_plainly(model: PreTrainedModel) -> None:
     for shape in (model.config, model.config.get_text_config()):
         if getattr(shape, "output_router_logits", False):
             shape.output_router_logits = False
+
+
+def register_pixels(model: nn.Module, pixels: tuple[Any, Any]) -> None:
+    """Give a model the mean and deviation of its pixels, in 0..255, as buffers that no state dict has."""
+    for name, values in zip(PIXELS, pixels, strict=True):
+        model.register_buffer(name, 255 * torch.tensor(values).view(3, 1, 1), persistent=False)
+
+
+def extend_class(model: Any, ours: type) -> None:
+    """Give a model, in place, a class that derives from `ours` and its own class."""
+    model.__class__ = type(f"{ours.__name__}{type(model).__name__}", (ours, type(model)), {})
+
+
+def restore_class(model: Any, *added: str) -> None:
+    """Undo `extend_class` and `register_pixels`, and remove what else was `added`."""
+    for name in (*PIXELS, *added):
+        delattr(model, name)
+    model.__class__ = type(model).__mro__[2]
 
 
 def require_no_running_means(model: nn.Module, what: str) -> None:

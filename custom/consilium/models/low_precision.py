@@ -6,6 +6,7 @@ a number. Kept as bfloat16 it costs 2, and what is computed under `precision: bf
 """
 
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -14,11 +15,7 @@ from torch import Tensor, nn
 
 from consilium.core.errors import ConfigError
 from consilium.models.custom_weight_access import architectures, is_read
-
-QUANTIZED = frozenset({"nf4", "int8"})
-"""Types that bitsandbytes keeps; see quantized.py."""
-BLOCK = 64
-"""Numbers that share a scale in NF4, counted through a whole weight, from row to row."""
+from consilium.models.dtypes import QUANTIZED
 
 
 class StoredLinear(nn.Linear):
@@ -30,17 +27,6 @@ class StoredLinear(nn.Linear):
             return F.linear(input, self.weight, self.bias)
         bias = None if self.bias is None else self.bias.to(input.dtype)
         return F.linear(input, self.weight.to(input.dtype), bias)
-
-
-def computing(input: Tensor) -> torch.dtype:
-    """Return the type in which a quantized layer computes: autocast's, or that of what comes in.
-
-    Raises ConfigError for integers, which a model has cast to the type of a weight's bytes.
-    """
-    if not input.is_floating_point():
-        raise ConfigError("model.dtype: this model casts numbers to the type of a layer's weight; use bf16 or fp32")
-    kind = input.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
 
 
 def store(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> nn.Module:
@@ -118,9 +104,10 @@ def require_library(dtype: str) -> None:
 
 def _quantizer(dtype: str) -> Callable[[nn.Linear, str], None]:
     try:
-        from consilium.models.quantized import quantize
+        module = import_module("consilium.models.quantized")  # loads bitsandbytes
     except Exception as error:  # bitsandbytes may be missing, or fail at its own libraries while it loads
         why = " ".join(str(error).split())[:120]
         what = f"model.dtype: {dtype!r}: bitsandbytes cannot be loaded here ({why})"
         raise ConfigError(f"{what}; pip install 'consilium[quant]', or use bf16") from None
-    return quantize
+    found: Callable[[nn.Linear, str], None] = module.quantize
+    return found

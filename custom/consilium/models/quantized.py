@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from consilium.models.low_precision import BLOCK, computing
+from consilium.models.dtypes import BLOCK, computing
 
 OUTLIERS = 6.0
 """From where on LLM.int8() computes a column of inputs in 16 bits, as in the paper."""

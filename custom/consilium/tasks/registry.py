@@ -3,19 +3,13 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from consilium.core.registry import Registry
 from consilium.core.schema import Section
-from consilium.data.datalist import DataList
+from consilium.data.check_report import Findings
+from consilium.data.datalist import DataList, Lost
 from consilium.tasks.base import Task
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from consilium.data.check_report import Findings
-    from consilium.data.datalist import Lost
-
 
 COUNT, LOW, HIGH = "n", "_low", "_high"
 """The metric that says how many were scored, and what ends the names of a 95 % interval's ends; see bootstrap.py."""
@@ -72,7 +66,7 @@ class Check(Protocol):
 
     def __call__(
         self, path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None
-    ) -> "Findings":
+    ) -> Findings:
         """Raise DataError where the list itself cannot be read. `change` makes the list what the job gets of it."""
         ...
 
@@ -100,8 +94,8 @@ class TaskKind:
     models: frozenset[str] = frozenset()
     prepare: Callable[[Any, DataList], DataList] = lambda config, data: data
     look: Callable[[Any, Any], None] | None = None
-    usable: "Callable[[Path, list[Lost]], DataList] | None" = None
-    rehearse: "Callable[[Any, Any, nn.Module, int], Tensor] | None" = None
+    usable: Callable[[Path, list[Lost]], DataList] | None = None
+    rehearse: Callable[[Any, Any, Any, int], Any] | None = None
 
 
 TASKS: Registry[TaskKind] = Registry(

@@ -16,12 +16,26 @@ from transformers.pytorch_utils import Conv1D
 
 from consilium.core.errors import ConfigError
 from consilium.models import folder
+from consilium.models.causal_lm import CausalLmConfig
+from consilium.models.export import page, save_text_model
 
 TINY_FOLDER = Path(__file__).parent.parent / "weights" / "tiny_lm"
 """config.json, model.safetensors (half precision) and tokenizer files; made by tests/pretraining/lm.py."""
 TURNED = "turned"
 """Marks a linear layer whose weight the model's own architecture has the other way round."""
 Variant = Literal["tiny", "folder"]
+_LOAD = """import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".")
+model = AutoModelForCausalLM.from_pretrained(".", dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def logits(input_ids, attention_mask):
+    \"\"\"Map token ids and mask (N, T) to logits (N, T, vocabulary).\"\"\"
+    return model(input_ids=input_ids, attention_mask=attention_mask).logits
+"""
 _BOTH_WAYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_decoder": ((False,), "true"),
     "is_causal": ((False,), "true"),
@@ -117,3 +131,29 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer beside the weights; see folder.py."""
     return folder.load_tokenizer(TINY_FOLDER if variant == "tiny" else checkpoint, config)
+
+
+def build(
+    config: CausalLmConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool
+) -> PreTrainedModel:
+    """See registry.Build."""
+    model = build_causal_lm(config.variant, checkpoint, config.config, weights, use_checkpointing)
+    folder.require_positions(model, config.max_length, getattr(task, "max_new_tokens", 0))  # another task may write no answers
+    return model
+
+
+def tokenizer_of(config: CausalLmConfig, checkpoint: Path | None) -> PreTrainedTokenizerBase:
+    """See registry.ModelKind."""
+    return load_tokenizer(config.variant, checkpoint, config.config)
+
+
+def save(target: Path, model: PreTrainedModel, config: CausalLmConfig, task: Any, tokenizer: PreTrainedTokenizerBase) -> str:
+    """See registry.Saved."""
+    cache = model.generation_config.use_cache if model.generation_config else None
+    use_own_layers(model)
+    save_text_model(target, model, tokenizer, cache)
+    about = (
+        "A `transformers` folder with its tokenizer, in 32 bits, as it was evaluated. "
+        "Prompts must be built as in training: see `task:` in job.yaml."
+    )
+    return page(about, _LOAD)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ from consilium.data.images import BLACK, Colour, Sample, read_picture_bytes
 from consilium.data.sample_check import image_shape
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
 from consilium.data.store import CachedSample
+from consilium.models.registry import ModelConfig
 from consilium.tasks.base import Batch, Classified, Scored, evaluating
 from consilium.tasks.bootstrap import group_of, grouped, intervals, numbered
+from consilium.tasks.classification import ClassificationConfig
 from consilium.tasks.registry import COUNT
 
 EXAMPLES = 6
@@ -61,7 +64,7 @@ class ClassificationTask:
         self._samples = SampleCache(
             data,
             lambda item: self._read(item, image_size, settings, padding),
-            lambda item: look_at(item, self.classes, settings),
+            lambda item: _check_item(item, self.classes, settings),
             read_as("classification", settings, image_size, [self.classes, padding]),
         )
 
@@ -196,12 +199,6 @@ def spread(labels: Sequence[int], count: int) -> list[int]:
     return sorted(index for _, index in sorted(turns)[:count])
 
 
-def look_at(item: Item, classes: Sequence[str], settings: PictureSettings) -> None:
-    """Raise DataError for a sample without a class of the task, or whose header tells that it cannot be read."""
-    image_shape(item, settings)
-    class_index(item, classes)
-
-
 def class_index(item: Item, classes: Sequence[str]) -> int:
     """Return a sample's class by name or number from 0. Raises UnfitError if it has none of `classes`."""
     known = f"task.classes has {', '.join(classes)}"
@@ -264,3 +261,27 @@ def score(logits: Tensor, labels: Tensor, classes: Sequence[str], confusion: boo
     if confusion:
         found |= {f"confusion/{classes[i]}/{classes[j]}": float(counts[i, j]) for i in seen for j in range(size)}
     return found
+
+
+def _check_item(item: Item, classes: Sequence[str], settings: PictureSettings) -> None:
+    image_shape(item, settings)
+    class_index(item, classes)
+
+
+def check_item(config: ClassificationConfig, item: Item) -> None:
+    """Raise DataError for a sample without a class of the task, or whose header says that it cannot be read."""
+    _check_item(item, config.classes, config)
+
+
+def build(config: ClassificationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> ClassificationTask:
+    """See TaskKind."""
+    return ClassificationTask(
+        data, config.classes, model.image_side, config.augment, config, config.scores.per == "patient", model.padding,
+        config.balance,
+    )  # fmt: skip
+
+
+def rehearse(config: ClassificationConfig, base: ModelConfig, model: nn.Module, count: int) -> Tensor:
+    """See TaskKind."""
+    side = base.image_side
+    return F.cross_entropy(model(torch.zeros(count, 3, side, side)).float(), torch.zeros(count, dtype=torch.long))

@@ -298,3 +298,25 @@ def _is_known(model: nn.Module) -> bool:
 
 def _parts(rows: range, size: int) -> Iterator[range]:
     yield from (rows[start : start + size] for start in range(0, len(rows), size))
+
+
+def build(config: LanguageConfig, model: Any, data: DataList, tokenizer: Any) -> LanguageTask:
+    """See TaskKind."""
+    return LanguageTask(data, tokenizer, model.max_length, config)
+
+
+def rehearse(config: LanguageConfig, base: Any, model: nn.Module, count: int) -> Tensor:
+    """See TaskKind."""
+    ids, mask = full_rows(base.max_length, count)
+    return mean_loss(model, {"input_ids": ids, "attention_mask": mask, "labels": ids})
+
+
+def full_rows(length: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return token ids and mask (N, T) of a batch of full length; the last token is padding, as with unequal lengths.
+
+    Without padding `transformers` leaves its mask out, and a step takes less memory.
+    """
+    ids = torch.zeros(count, length, dtype=torch.long)
+    mask = torch.ones_like(ids)
+    mask[:, -1] = 0
+    return ids, mask

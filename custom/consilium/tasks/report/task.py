@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -20,7 +22,7 @@ from consilium.models.vision_language import VisionLanguageConfig
 from consilium.models.vision_language.layout import Picture
 from consilium.models.vision_language.network import picture
 from consilium.tasks.base import Batch
-from consilium.tasks.language.task import LanguageTask
+from consilium.tasks.language.task import LanguageTask, full_rows
 from consilium.tasks.language.tokens import Encoder
 from consilium.tasks.report import ReportConfig
 
@@ -131,3 +133,15 @@ class ReportTask(LanguageTask):
 
 def _look(settings: PictureSettings, item: Item) -> None:
     image_shape(item, settings)
+
+
+def build(config: ReportConfig, model: VisionLanguageConfig, data: DataList, tokenizer: Any) -> ReportTask:
+    """See TaskKind."""
+    return ReportTask(data, tokenizer, model, config)
+
+
+def rehearse(config: ReportConfig, base: VisionLanguageConfig, model: Any, count: int) -> Tensor:
+    """Return the loss of texts of full length alone: the frozen vision tower keeps nothing for a backward pass."""
+    ids, mask = full_rows(base.max_length, count)
+    logits = model(**model.read(ids, mask), use_cache=False).logits[:, :-1].float()
+    return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:])

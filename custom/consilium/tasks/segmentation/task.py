@@ -4,6 +4,7 @@ Classes may nest (a cup lies in its disc), so every class is a binary problem of
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,10 @@ from consilium.data.images import BLACK, Colour, Sample, check_annotated, read_b
 from consilium.data.sample_check import check_sample, cropped_shape
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
 from consilium.data.store import CachedSample
+from consilium.models.registry import ModelConfig
 from consilium.tasks.base import Batch, Scored, Segmented, evaluating
 from consilium.tasks.embeddings import Embeddings
+from consilium.tasks.segmentation import SegmentationConfig, prompts_of
 from consilium.tasks.segmentation.measures import counts, dice_loss, overlaps
 from consilium.tasks.segmentation.prompts import TAKEN
 from consilium.tasks.segmentation.scores import SegmentationScoresConfig
@@ -229,3 +232,26 @@ class SegmentationTask:
         if known is not None:
             samples = [{"annotated": torch.ones_like(known)} | sample for sample in samples]
         return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]} if samples else {}
+
+
+def build(config: SegmentationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> SegmentationTask:
+    """See TaskKind."""
+    return SegmentationTask(
+        data, config.classes, model.image_side, config.prompt, config.augment, config, config.scores, model.padding, config.loss
+    )
+
+
+def check_item(config: SegmentationConfig, item: Item) -> None:
+    """Raise DataError for a sample whose headers or labels are bad."""
+    check_sample(item, config.classes, config)
+
+
+def rehearse(config: SegmentationConfig, base: ModelConfig, model: nn.Module, count: int) -> Tensor:
+    """See TaskKind."""
+    side, classes = base.image_side, len(config.classes)
+    label = torch.zeros(count, classes, side, side)
+    kind = prompts_of(config)
+    prompts = torch.zeros(count, classes, len(kind.numbers)) if kind else None
+    logits = model(torch.zeros(count, 3, side, side), prompts).float()
+    guess = logits.sigmoid()  # MONAI's Dice reads numbers, which a rehearsal on the meta device does not have
+    return F.binary_cross_entropy_with_logits(logits, label) - 2 * (guess * label).sum() / (guess + label).sum()
