@@ -172,8 +172,7 @@ def data_partition(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Share a classification set, or texts, out among sites with uneven labels or sizes; all sites test alike."""
-    from consilium.data.partition import partition
-    from consilium.data.partition_text import partition_texts
+    from consilium.data.partition import partition, partition_texts
     from consilium.data.text import has_texts
 
     check_finite(beta=beta)

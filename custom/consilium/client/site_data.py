@@ -14,8 +14,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.seeding import seed_for
-from consilium.data.crop import drawn
-from consilium.data.datalist import SPLITS, DataList, Item, Lost
+from consilium.data.datalist import SPLITS, DataList, Item, Lost, drawn
 from consilium.data.label_map import relabelled
 from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.data.patients import by_patient, item_patient, most_of_one

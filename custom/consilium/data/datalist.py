@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from consilium.core.errors import DataError
-from consilium.data.crop import Crop
+from consilium.core.seeding import seed_for
 from consilium.data.file_kinds import SLIDES, is_volume
 from consilium.data.folders import read_folders
 from consilium.data.identifiers import identifier, pseudonym
@@ -18,6 +18,38 @@ from consilium.data.loading import IN_MEMORY, Loading
 from consilium.data.safe_open import MOST_BYTES as MOST_FILE
 from consilium.data.safe_open import MOST_SLIDE, MOST_VOLUME_FILE, check_file, is_encodable, parse_json, read_text
 from consilium.data.settings import Axis, Value
+
+_UNIT = 2**32
+
+
+@dataclass(frozen=True)
+class Crop:
+    """A square of `side` pixels of a picture whose size is not known yet.
+
+    `down`, `across`: where it lies, as shares (0 to 1, 1 left out) of the places that there are. A shorter side stays whole.
+    """
+
+    side: int
+    down: float
+    across: float
+
+    def shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the (rows, columns) that are left of a picture."""
+        return min(rows, self.side), min(columns, self.side)
+
+    def cut(self, array: Any) -> Any:
+        """Return its part of a picture or a mask (H, W, ...), as a view."""
+        rows, columns = self.shape(*array.shape[:2])
+        top = int(self.down * (array.shape[0] - rows + 1))
+        left = int(self.across * (array.shape[1] - columns + 1))
+        return array[top : top + rows, left : left + columns]
+
+
+def drawn(side: int, seed: int, name: str) -> Crop:
+    """Return the crop that a seed and a picture's name fix."""
+    down, across = (seed_for(seed, "crop", way, name) % _UNIT / _UNIT for way in ("down", "across"))
+    return Crop(side, down, across)
+
 
 SPLITS = ("training", "validation", "test")
 MISTAKEN = {"train": "training", "val": "validation", "valid": "validation", "testing": "test", "tests": "test"}

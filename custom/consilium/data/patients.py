@@ -1,7 +1,7 @@
 """Whose samples are whose: the patients of a split, by what a data list says."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from consilium.data.datalist import DataList
@@ -31,6 +31,24 @@ def together(samples: Sequence[S]) -> list[list[S]]:
     for place, item in enumerate(samples):
         found.setdefault(item_patient(item) or place, []).append(item)
     return list(found.values())
+
+
+def linked(keys: Sequence[Iterable[Hashable]]) -> list[int]:
+    """Return for each sample, by its keys, the first sample that shares a key with it, directly or through others."""
+    head = list(range(len(keys)))
+
+    def root(index: int) -> int:
+        while head[index] != index:
+            head[index] = head[head[index]]
+            index = head[index]
+        return index
+
+    first: dict[Hashable, int] = {}
+    for index, own in enumerate(keys):
+        for key in own:
+            one, other = sorted((root(first.setdefault(key, index)), root(index)))
+            head[other] = one
+    return [root(index) for index in range(len(keys))]
 
 
 def warn_of_alike(data: DataList) -> None:

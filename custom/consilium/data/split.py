@@ -20,6 +20,7 @@ from consilium.data import volumes
 from consilium.data.datalist import SPLITS, Item, read_datalist, read_json
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import read_mask
+from consilium.data.patients import linked
 
 
 @dataclass(frozen=True)
@@ -115,22 +116,9 @@ def share_out(samples: Sequence[Sample], shares: dict[str, float], seed: int) ->
 
 def grouped(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Return samples that share any key, directly or through others, as one group each, in the order of the list."""
-    head = list(range(len(samples)))
-
-    def root(index: int) -> int:
-        while head[index] != index:
-            head[index] = head[head[index]]
-            index = head[index]
-        return index
-
-    first: dict[Hashable, int] = {}
-    for index, sample in enumerate(samples):
-        for key in sample.keys:
-            one, other = sorted((root(first.setdefault(key, index)), root(index)))
-            head[other] = one
     found: dict[int, list[Sample]] = {}
-    for index, sample in enumerate(samples):
-        found.setdefault(root(index), []).append(sample)
+    for sample, first in zip(samples, linked([sample.keys for sample in samples]), strict=True):
+        found.setdefault(first, []).append(sample)
     return list(found.values())
 
 
@@ -163,18 +151,16 @@ def _read(source: Path) -> tuple[list[Sample], dict[str, Any]]:
     for split in SPLITS:
         entries = raw.get(split) or [{}] * len(data.splits[split])
         for item, entry in zip(data.splits[split], entries, strict=True):
-            found.append(_sample(split, item, entry if isinstance(entry, dict) else {}))
+            own = entry if isinstance(entry, dict) else {}
+            label = {} if item.label is None else {"label": item.label}
+            if isinstance(item.label, Path):
+                label = {"label": str(item.label.resolve())}
+            whole = own | {"image": str(item.image.resolve())} | label
+            found.append(Sample(split, whole, _keys(item), frozenset(_labels(item))))
     volumes.forget()
     if not found:
         raise DataError(f"{source}: holds no samples; give a list with some")
     return found, {key: value for key, value in raw.items() if key not in SPLITS}
-
-
-def _sample(split: str, item: Item, entry: dict[str, Any]) -> Sample:
-    label = {} if item.label is None else {"label": item.label}
-    if isinstance(item.label, Path):
-        label = {"label": str(item.label.resolve())}
-    return Sample(split, entry | {"image": str(item.image.resolve())} | label, _keys(item), frozenset(_labels(item)))
 
 
 def _keys(item: Item) -> tuple[Hashable, ...]:

@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 
 from consilium.core.errors import DataError
 from consilium.data.importers.base import Importer, ImportResult, Options, TextRecord, files, slug, wrong_layout
+from consilium.data.patients import linked
 from consilium.data.safe_open import check_file, check_line, parse_json, read_text, text_lines
 
 REMEDY = "give the publisher's file"
@@ -112,20 +113,12 @@ def _read_labels(path: Path, count: int) -> list[str]:
 
 def one_split_per_prompt(lines: Iterable[TextRecord]) -> list[TextRecord]:
     """Return the records with groups that share a prompt merged: no prompt is ever cut into two splits of a site."""
-    lines, parents, first = list(lines), dict[tuple[str, str], tuple[str, str]](), dict[tuple[str, str, str], tuple[str, str]]()
-
-    def root(key: tuple[str, str]) -> tuple[str, str]:
-        while (above := parents.setdefault(key, key)) != key:
-            parents[key] = parents[above]
-            key = above
-        return key
-
-    for line in lines:
-        mine = (line.site, line.group)
-        prompt = (line.site, line.record.get("instruction", ""), line.record.get("input", ""))
-        one, other = sorted((root(mine), root(first.setdefault(prompt, mine))))
-        parents[other] = one
-    return [replace(line, group=root((line.site, line.group))[1]) for line in lines]
+    lines = list(lines)
+    keys = [[(x.site, x.group), (x.site, x.record.get("instruction", ""), x.record.get("input", ""))] for x in lines]
+    first, least = linked(keys), dict[int, str]()
+    for line, root in zip(lines, first, strict=True):
+        least[root] = min(line.group, least.get(root, line.group))
+    return [replace(line, group=least[root]) for line, root in zip(lines, first, strict=True)]
 
 
 def _task(instruction: str, output: str, text: str = "") -> Record:

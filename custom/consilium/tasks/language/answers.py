@@ -2,8 +2,12 @@
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from fractions import Fraction
+
+from consilium.core.errors import UnfitError
+from consilium.data.text import Text
+from consilium.tasks.language import LanguageConfig
 
 _DECIMAL = r"(?:(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
 """Behind a word "." begins no number: "Fig.5" ends with 5."""
@@ -144,3 +148,32 @@ def _exact(match: re.Match[str]) -> str:
         value = Fraction(match["decimal"].replace(",", ""))
     value *= _SCALES.get((match["scale"] or "").lower(), 1)
     return str(-value if (match["sign"] or "").startswith("-") else value)
+
+
+# which answers are right -----------------------------------------------------------------------------------------------------
+
+
+def truth(text: Text, config: LanguageConfig) -> frozenset[str]:
+    """Return a record's right labels or final answers, none where none is asked for. Raises UnfitError if it has none."""
+    if config.evaluate == "label":
+        given = (text.final_answer,) if text.final_answer else text.outputs
+        found, known = [_said(one, text, config) for one in given], text.labels or config.labels
+        what = f"output has none of the labels ({', '.join(known) or 'none given'}); set task.labels"
+    elif config.evaluate == "exact":
+        found = [settled(text.final_answer)] if text.final_answer else [final_answer(one) for one in text.outputs]
+        what = "has no final answer; add final_answer, or a number behind ####"
+    else:
+        return frozenset()
+    if right := frozenset(one for one in found if one is not None):
+        return right
+    raise UnfitError(f"{text.name}: {what}")
+
+
+def judged(written: Sequence[str], texts: Sequence[Text], truths: Sequence[Set[str]], config: LanguageConfig) -> list[float]:
+    """Return 1 of each written answer that is right, else 0; where nobody knows the truth none is."""
+    said = [_said(one, text, config) for one, text in zip(written, texts, strict=True)]
+    return [float(one in true) for one, true in zip(said, truths, strict=True)]
+
+
+def _said(written: str, text: Text, config: LanguageConfig) -> str | None:
+    return final_answer(written) if config.evaluate == "exact" else first_label(written, text.labels or config.labels)

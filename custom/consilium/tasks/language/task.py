@@ -18,8 +18,7 @@ from consilium.models.folder import room
 from consilium.tasks.base import Answered, Batch, Scored, evaluating
 from consilium.tasks.bootstrap import intervals_of_means
 from consilium.tasks.language import ASKS, CUT, CUT_ASKED, WRITTEN, LanguageConfig, text_scores
-from consilium.tasks.language.judging import judged, truth
-from consilium.tasks.language.neighbours import minds_others
+from consilium.tasks.language.answers import judged, truth
 from consilium.tasks.language.packing import grouped, packed_losses
 from consilium.tasks.language.tokens import IGNORED, Encoded, Encoder
 from consilium.tasks.registry import COUNT
@@ -320,3 +319,16 @@ def full_rows(length: int, count: int) -> tuple[Tensor, Tensor]:
     mask = torch.ones_like(ids)
     mask[:, -1] = 0
     return ids, mask
+
+
+ROUNDING = 0.005
+"""By how much of their deviation scores in 32 bits may differ because they were added up otherwise."""
+
+
+def minds_others(model: nn.Module, alone: Batch, beside: Batch, pad: int) -> bool:
+    """Tell whether scores of the first two words behind a prompt, `alone` or `beside` another, differ but for rounding."""
+    how = GenerationConfig(max_new_tokens=2, pad_token_id=pad, output_logits=True, return_dict_in_generate=True)
+    with torch.autocast(alone["input_ids"].device.type, enabled=False):
+        one, other = (cast(Any, model).generate(**it, generation_config=how) for it in (alone, beside))
+    pairs = [(a[0].float(), b[0].float()) for a, b in zip(one.logits, other.logits, strict=True)]
+    return any(bool((a - b).abs().max() > ROUNDING * a.std()) for a, b in pairs)
