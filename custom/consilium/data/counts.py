@@ -95,7 +95,7 @@ def tally(data: DataList, task: Any, count: int, stop: Callable[[], None] = lamb
 
 
 def person(item: Any) -> str:
-    """Return who a sample is of: its patient, else its study, else nobody knows and it counts as its own."""
+    """Return a sample's patient, else its study, else the sample itself."""
     if isinstance(item, Item):
         return item.patient or item.study or str(item.image)
     return str(item.patient or item.name)
@@ -143,20 +143,14 @@ def _look(found: Tally, number: int, item: Any, settings: PictureSettings, count
         if isinstance(item.label, Path) and not volumes.is_volume(item.label):
             with suppress(UnfitError):
                 check_pair(item, image.shape[:2], read_labels(item, settings))
-        size, spacing = _bin(max(image.shape[:2]), _SIDES, SIZES), _spacing(item)
+        size = _bin(max(image.shape[:2]), _SIDES, SIZES)
+        pixel = volumes.header(item.image).grid.pixel(item.axis) if volumes.is_volume(item.image) else None
+        spacing = SPACING[-1] if pixel is None else _bin(max(pixel), _STEPS, SPACING)  # of the larger side, in millimetres
         levels = np.bincount(image.reshape(-1), minlength=256).reshape(count, -1).sum(1)
         light = levels / levels.sum()
     found.sizes[size].append(number)
     found.spacing[spacing].append(number)
     found.light.append(light)
-
-
-def _spacing(item: Item) -> str:
-    """Return the bin of the larger side of a pixel in millimetres."""
-    if not volumes.is_volume(item.image):
-        return SPACING[-1]
-    pixel = volumes.header(item.image).grid.pixel(item.axis)
-    return SPACING[-1] if pixel is None else _bin(max(pixel), _STEPS, SPACING)
 
 
 def _bin(value: float, edges: Sequence[float], names: Sequence[str]) -> str:

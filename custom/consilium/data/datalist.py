@@ -24,7 +24,7 @@ _UNIT = 2**32
 
 @dataclass(frozen=True)
 class Crop:
-    """A square of `side` pixels of a picture whose size is not known yet.
+    """A square crop of `side` pixels, for a picture of any size.
 
     `down`, `across`: where it lies, as shares (0 to 1, 1 left out) of the places that there are. A shorter side stays whole.
     """
@@ -95,7 +95,7 @@ class Item:
 
     @property
     def part(self) -> str:
-        """How a name tells the slice or the tile, "" of a whole picture."""
+        """The slice or the tile in a sample's name, "" for a whole picture."""
         if self.tile is not None:
             return f"[{self.tile[0]},{self.tile[1]}]"
         return "" if self.slice is None else f"[{self.slice}]"
@@ -138,7 +138,7 @@ def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = No
 
 
 def read_json(path: Path) -> Any:
-    """Return what a data list's file holds. Raises DataError."""
+    """Return the parsed JSON of a data list's file. Raises DataError."""
     text = read_text(path, "give the path of a data list", MOST_BYTES)
     return parse_json(str(path), text, "write a list of entries per split")
 
@@ -200,7 +200,7 @@ def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: t
 
 
 def _check_parts(where: str, item: Item) -> None:
-    """Raise DataError for a plane of what is no volume, or a tile of what is one: neither would be read."""
+    """Raise DataError for a plane of a file that is no volume, or a tile of a volume: neither would be read."""
     files = [file for file in (item.image, item.label) if isinstance(file, Path)]
     key = "slice" if item.slice is not None else "axis" if item.axis != "stored" else ""
     if key and not any(map(is_volume, files)):

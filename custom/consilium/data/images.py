@@ -29,17 +29,10 @@ BLACK: Colour = (0, 0, 0)
 def read_sample(
     item: Item, classes: Classes, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK
 ) -> Sample:
-    """Return image (3, size, size) in 0..255 and label (C, size, size) in {0, 1}, one channel per class, both float32.
+    """Return image (3, size, size) in 0..255 and label (C, size, size) in {0, 1}, one channel per class, both 8 bits.
 
     Raises DataError for a missing mask, a mask of another size or grid than its image, or a label value no class declares.
     """
-    return {key: tensor.float() for key, tensor in read_bytes(item, classes, size, settings, padding).items()}
-
-
-def read_bytes(
-    item: Item, classes: Classes, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK
-) -> Sample:
-    """Return what `read_sample` does, as 8 bits. Raises DataError."""
     image, labels, classes = read_image(item, settings), read_labels(item, settings), classes_of(item, classes)
     check_pair(item, image.shape[:2], labels)
     check_values(item, labels, classes)
@@ -52,19 +45,14 @@ def read_bytes(
 def read_masks(item: Item, classes: Classes, settings: PictureSettings = DEFAULTS) -> np.ndarray:
     """Return a label (C, H, W) bool on the picture's own grid, of its crop if it has one.
 
-    Raises DataError; what read_sample checks is taken as right.
+    Raises DataError. The checks of read_sample are not repeated.
     """
     labels = read_labels(item, settings).map(lambda values: crop(item, values))
     return np.stack([labels.where(wanted) for wanted in classes_of(item, classes).values()])
 
 
 def read_picture(item: Item, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK) -> Tensor:
-    """Return a sample's image alone, (3, size, size) float32 in 0..255. Raises DataError."""
-    return read_picture_bytes(item, size, settings, padding).float()
-
-
-def read_picture_bytes(item: Item, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK) -> Tensor:
-    """Return what `read_picture` does, as 8 bits. Raises DataError."""
+    """Return a sample's image alone, (3, size, size) of 8 bits. Raises DataError."""
     return _tensor(resize(crop(item, read_image(item, settings)), size, settings, padding))
 
 
@@ -161,7 +149,7 @@ def check_values(item: Item, labels: Labels, classes: Classes) -> None:
 
 
 def check_annotated(item: Item, classes: Classes) -> None:
-    """Raise DataError where an item says it is annotated for what is no class."""
+    """Raise DataError where an item's `annotated` names no class of the task."""
     if unknown := [name for name in item.annotated or () if name not in classes]:
         what = f"annotated class {unknown[0][:80]!r} is no class of the task"
         raise DataError(f"{item.image}: {what}; task.classes has {', '.join(classes)}", "undeclared class")

@@ -31,7 +31,7 @@ from numpy.random import Generator
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic
-from consilium.data.datalist import SPLITS, DataList, Item, own_names, read_datalist
+from consilium.data.datalist import SPLITS, Item, own_names, read_datalist
 from consilium.data.patients import item_patient, together
 from consilium.data.safe_open import text_lines
 from consilium.data.text import FILES, Text, read_texts
@@ -54,7 +54,7 @@ S = TypeVar("S", bound=Labelled)
 Sites = dict[str, dict[str, list[S]]]
 """Samples by site and split."""
 Patient = Sequence[S]
-"""The samples of one patient, or one sample of nobody's."""
+"""The samples of one patient, or one sample without a patient."""
 
 
 def partition(
@@ -79,13 +79,16 @@ def partition(
     found = share_out(splits, classes, names, beta, seed, minimum)
     patients = own_names(source)
     for name in names:
-        _write_list(folder / name / "datalist.json", name, classes, found[name], patients)
+        entries = {split: [_entry(item, patients) for item in items] for split, items in found[name].items()}
+        (folder / name).mkdir(parents=True)
+        text = json.dumps({"name": name, "labels": dict(enumerate(classes)), **entries}, indent=1)
+        (folder / name / "datalist.json").write_text(text)
     asked = {"sites": sites, "beta": beta, "seed": seed, "minimum": minimum, "excluded": list(exclude)}
     return write_summary(source, folder, asked | {"notes": _notes(splits["training"])}, classes, found)
 
 
 def _notes(samples: Sequence[Item]) -> list[str]:
-    """Return what a user should know: nobody's pictures are shared out one by one."""
+    """Return a note on samples without a patient: they are shared out one by one."""
     nameless = sum(not item_patient(item) for item in samples)
     what = f"{nameless} of {len(samples)} training samples name no patient, so one patient's pictures may be at several sites"
     return [f"{what}; name them as `patient` in the list, if you know them"] if nameless else []
@@ -101,7 +104,7 @@ def check_asked(source: Path, folder: Path, training: int, sites: int, minimum: 
 
 
 def write_summary(source: Path, folder: Path, asked: dict[str, Any], classes: list[str], found: Sites[S]) -> dict[str, Any]:
-    """Write partition.json and partition.png; returns what the first says: counts by split, site and class."""
+    """Write partition.json and partition.png; returns the content of the first: counts by split, site and class."""
     summary = {"source": str(source.resolve()), **asked, "classes": classes}
     summary |= {split: {name: _counts(mine[split], classes) for name, mine in found.items()} for split in SPLITS}
     (folder / "partition.json").write_text(json.dumps(summary, indent=1))
@@ -117,7 +120,7 @@ def share_out(
     seed: int,
     minimum: int,
 ) -> Sites[S]:
-    """Return who gets which samples by the rule above. Raises DataError where no site can have `minimum` training samples."""
+    """Return the samples of each site by the rule above. Raises DataError where no site can have `minimum` training samples."""
     rng = np.random.default_rng(seed_for(seed, "partition"))
     found: dict[str, dict[str, list[Patient[S]]]] = {name: {"training": [], "validation": []} for name in names}
     of_class = {split: _by_class(splits[split]) for split in ("training", "validation")}
@@ -218,14 +221,8 @@ def _read(source: Path, exclude: Sequence[str]) -> tuple[dict[str, list[Item]], 
     return kept, [name for name in known if name not in exclude]
 
 
-def _write_list(path: Path, name: str, classes: list[str], splits: dict[str, list[Item]], patients: dict[str, str]) -> None:
-    path.parent.mkdir(parents=True)
-    entries = {split: [_entry(item, patients) for item in items] for split, items in splits.items()}
-    path.write_text(json.dumps({"name": name, "labels": dict(enumerate(classes)), **entries}, indent=1))
-
-
 def _entry(item: Item, patients: dict[str, str]) -> dict[str, Any]:
-    patient = patients.get(item.patient)  # the list's own word; what a file says stays in the file
+    patient = patients.get(item.patient)  # the list's own identifier; identifiers of files are never written
     found = {"image": str(item.image.resolve()), "label": item.label, "slice": item.slice, "patient": patient}
     return {key: value for key, value in found.items() if value is not None}
 
@@ -239,7 +236,7 @@ def _counts(items: Sequence[Labelled], classes: list[str]) -> dict[str, int]:
 
 
 Kinds = Callable[[Sequence[str]], list[str]]
-"""Says of each text what kind it is."""
+"""Returns the kind of each text."""
 COMMON = "common_test.jsonl"
 ALL = "records"
 """The class of every record where no key is named."""
@@ -249,7 +246,7 @@ MOST_VALUES = 1000
 
 @dataclass(frozen=True)
 class Record:
-    """A line of a JSONL file, the value of the key that sites are made uneven by, and whose it is, "" where nobody knows."""
+    """A line of a JSONL file, its value of the key that sites differ in, and its patient, "" where unknown."""
 
     line: str
     label: str
@@ -300,7 +297,7 @@ def partition_texts(
 def _cut_locally(records: list[Record], seed: int) -> dict[str, list[Record]]:
     """Return a site's patients, shuffled, as its splits: a tenth each to validate and to test, at least one of three.
 
-    A record that names nobody is one of its own.
+    A record without a patient is a patient of its own.
     """
     patients = together(records)
     order = [patients[i] for i in np.random.default_rng(seed).permutation(len(patients))]
@@ -325,12 +322,13 @@ def _read_records(
     source: Path, by: str, exclude: Sequence[str], kinds: Kinds | None
 ) -> tuple[dict[str, list[Record]], list[str]]:
     """Return the records by split and the values of the key, sorted. Raises DataError."""
-    data = read_texts(source)  # whatever is wrong with a record is said now
+    data = read_texts(source)  # raises for a bad record
     folder = data.path
     paths = {split: next((f for name in FILES[split] if (f := folder / name).is_file()), None) for split in SPLITS}
     splits = {split: _lines_of(path, data.splits[split], by) if path else [] for split, path in paths.items()}
-    if kinds:
-        splits = _of_kinds(splits, data, kinds)
+    if kinds:  # the splits are clustered together
+        of_texts = iter(kinds([text.prompt_words for split in SPLITS for text in data.splits[split]]))
+        splits = {split: [replace(record, label=next(of_texts)) for record in splits[split]] for split in SPLITS}
     values = sorted({record.label for records in splits.values() for record in records})
     if len(values) > MOST_VALUES:
         raise DataError(f"{source}: --by {by}: {len(values):,} values, at most {MOST_VALUES:,} are kinds; name another key")
@@ -338,13 +336,6 @@ def _read_records(
         raise DataError(f"{source}: --exclude: no value {unknown[0]!r}; there are {', '.join(values)[:300]}")
     kept = {split: [record for record in records if record.label not in exclude] for split, records in splits.items()}
     return kept, [value for value in values if value not in exclude]
-
-
-def _of_kinds(splits: dict[str, list[Record]], data: DataList, kinds: Kinds) -> dict[str, list[Record]]:
-    """Return the records with the kinds of their texts; all splits are told apart together."""
-    texts = [text.prompt_words for split in SPLITS for text in data.splits[split]]
-    found = iter(kinds(texts))
-    return {split: [replace(record, label=next(found)) for record in splits[split]] for split in SPLITS}
 
 
 def _lines_of(path: Path, texts: Sequence[Text], by: str) -> list[Record]:

@@ -1,4 +1,4 @@
-"""Whose samples are whose: the patients of a split, by what a data list says."""
+"""The patients of a split, by the data list's identifiers."""
 
 import logging
 from collections.abc import Hashable, Iterable, Sequence
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 def by_patient(data: DataList) -> tuple[tuple[int, ...], ...]:
     """Return the places of every patient's samples in the training split, in the list's order.
 
-    What names no patient is left out: it would belong to somebody whom nothing hides.
+    Samples without a patient are left out: their patient would have no privacy.
     """
     return _groups(data.splits["training"])
 
@@ -26,7 +26,7 @@ def most_of_one(samples: Sequence[Any]) -> tuple[int, int]:
 
 
 def together(samples: Sequence[S]) -> list[list[S]]:
-    """Return every patient's samples, and each that names nobody on its own, in the order of their first."""
+    """Return the samples of each patient, and each sample without one alone, in the order of their first."""
     found: dict[str | int, list[S]] = {}
     for place, item in enumerate(samples):
         found.setdefault(item_patient(item) or place, []).append(item)
@@ -52,7 +52,7 @@ def linked(keys: Sequence[Iterable[Hashable]]) -> list[int]:
 
 
 def warn_of_alike(data: DataList) -> None:
-    """Name, in the site's own log, samples of patients whose identifiers are nearly equal: they may be one person."""
+    """Warn, in the site's own log, of patients whose identifiers are nearly equal: they may be one person."""
     first: dict[str, str] = {}
     for split, items in data.splits.items():
         for item in items:
@@ -70,5 +70,5 @@ def _groups(samples: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def item_patient(item: Any) -> str:
-    """Return who a sample is of, "" where nobody knows."""
+    """Return a sample's patient, "" where unknown."""
     return str(getattr(item, "patient", ""))

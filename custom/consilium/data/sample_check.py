@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class SampleReport:
-    """What the check found in one entry of a list.
+    """Findings of the check about one entry of a list.
 
     `stop`: why training cannot read it; `classes`: the job's classes that it shows; `marks` and `hash`: see Trace.
     """

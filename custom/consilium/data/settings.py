@@ -1,4 +1,4 @@
-"""What a job says about reading pictures: which planes of a volume, which window of values, which shape."""
+"""A job's settings for reading pictures: planes of volumes, tiles, window of values, shape."""
 
 import json
 from typing import Annotated, Literal, Self
@@ -77,6 +77,6 @@ DEFAULTS = PictureSettings()
 
 
 def read_as(kind: str, settings: PictureSettings, size: int, classes: object = None) -> str:
-    """Return all that decides how a task of this kind reads its pictures, as a text that is equal for what is read alike."""
+    """Return all settings that decide how a task of this kind reads pictures, as a text: equal texts, equal samples."""
     said = settings.model_dump(include=set(PictureSettings.model_fields) - {"slices"})
     return json.dumps([kind, said, size, classes], sort_keys=True, default=str)

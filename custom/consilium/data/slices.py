@@ -1,4 +1,4 @@
-"""Volumes become their planes, and files tell whose they are: what a data list leaves to the files themselves."""
+"""Volumes as their planes, large pictures as their tiles, and patients from the files' own identifiers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,8 +21,8 @@ def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
 
     So is a large picture by its tiles, where the settings ask for tiles. Only headers are read, and the masks of training
     samples if planes or tiles without labels are to be left out; which of these stay depends on nothing but their place.
-    Raises DataError; where the list's loading says `skip`, what cannot be read is left out and counted instead, and where it
-    says `quiet`, what cannot be parted as the settings ask stays one sample.
+    Raises DataError; with the list's `skip`, unreadable samples are left out and counted instead, and with `ignore_unfit`,
+    a sample that cannot be cut as the settings ask stays one sample.
     """
     lost: list[Lost] = []
     splits = {split: tuple(_expanded(data, split, settings, lost)) for split in data.splits}

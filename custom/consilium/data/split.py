@@ -1,6 +1,6 @@
-"""Cut a data list into training, validation and test, or into folds. What belongs together is never cut apart.
+"""Cut a data list into training, validation and test, or into folds. Linked samples are never separated.
 
-Together are entries of one patient, one study, one volume, or one mask, as the list's own keys and DICOM files tell. Labels are
+Entries of one patient, study, volume or mask are linked, by the list's own keys and by DICOM files. Labels are
 spread alike by iterative stratification (Sechidis, Tsoumakas and Vlahavas, ECML PKDD 2011), group by group instead of sample
 by sample: the rarest label first, each of its groups to the part that lacks most of it. Same list, numbers and seed, same cut.
 """
@@ -144,7 +144,7 @@ def _notes(samples: Sequence[Sample], lists: dict[str, Parts], cut: Cut) -> list
 
 
 def _read(source: Path) -> tuple[list[Sample], dict[str, Any]]:
-    """Return all samples, and what else the list says."""
+    """Return all samples, and the list's other keys."""
     data = read_datalist(source, None)
     raw = {} if source.is_dir() else read_json(source)
     found = []

@@ -1,4 +1,4 @@
-"""Volumes: what a file's header says, its voxels, its labels. A kind of file is a module with these functions."""
+"""Volumes: headers, voxels and labels. nifti.py and dicom/ have these functions for their formats."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ _holders, _local = BoundedSemaphore(KEPT), local()
 
 @dataclass(frozen=True, eq=False)
 class Header:
-    """What is known of a volume before it is read. `window`: the file's own (center, width).
+    """A volume's header. `window`: the file's own (center, width).
 
     `patient`, `study` and `space` (its frame of reference) are the file's own identifiers: they stay in this process, see
     datalist.py.
@@ -79,7 +79,7 @@ def held() -> Iterator[None]:
 
 
 def _once(read: Callable[..., T], *args: object) -> T:
-    """Return what `read` returns, from what this thread holds if it does."""
+    """Return `read(*args)`, from this thread's held results if it has them."""
     mine: dict[object, T] | None = getattr(_local, "held", None)
     if mine is None:
         return read(*args)
@@ -91,7 +91,7 @@ def _once(read: Callable[..., T], *args: object) -> T:
 
 
 def forget() -> None:
-    """Let go of the volumes that are kept."""
+    """Forget all volumes that are kept in memory."""
     for kept in (_header, _voxels, _labels, _spread):
         kept.cache_clear()
     forget_formats()

@@ -1,4 +1,4 @@
-"""Models of `transformers` by a local folder: what a job says of them. Their config.json travels in the job.
+"""Sections of job.yaml for models of `transformers` in a local folder. The job contains their config.json.
 
 The server has no weights, yet must know every adapter's shape. So a job carries the architecture as `model.config`, the
 contents of the folder's config.json: server and sites lay the model out from it, and a site whose checkpoint is of another
@@ -132,21 +132,21 @@ _NOTES = frozenset(
     {"id2label", "label2id", "auto_map", "_name_or_path", "_commit_hash"}
     | {"tokenizer_class", "task_specific_params", "prefix", "finetuning_task"}
 )
-"""Keys of a config.json that nothing here reads, and that say nothing of a model's layers: they are left out at every depth.
+"""Keys of a config.json without influence on a model's layers: they are left out at every depth.
 
 A publisher's names of classes, of which there may be thousands, its folder, its own code, and settings of pipelines.
 """
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*|[0-9]{1,4}", re.ASCII)
 """A setting, or the number of a layer that has settings of its own."""
 _WORD = re.compile(r"[A-Za-z0-9_.+-]*", re.ASCII)
-"""What a value may be made of: no path, no repository, no address, no sentence."""
+"""Allowed characters of a value: no path, no repository, no address, no sentence."""
 IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa"),
     "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
 }
 """Keys that choose the code of a layer, with those values for which `transformers` has the code itself."""
 _COUNTS = re.compile(r"(layer|block|expert|head|stage|group|codebook|quantizer|label|predictor|level|depth)s?(_per_\w+)?$")
-"""Keys of what is a module each, or an entry of a list."""
+"""Keys of counts whose units are modules, or entries of a list."""
 _EXPERTS = re.compile(r"experts$")
 """Of these there may be more: they are often rows of a table, and those that are modules are counted as they are made."""
 _SPECIAL = "__float__"
@@ -155,7 +155,7 @@ _DROPS = re.compile(r"drop")
 _STATIC = ("default", "linear", "llama3", "yarn")
 """Rotary positions whose frequencies are the same for every text; dynamic and longrope follow the longest of a batch."""
 _DRAWN: dict[str, dict[str, Any]] = {"dinov3_vit": {"pos_embed_rescale": 2.0}}
-"""What an architecture draws in training where its config.json says nothing."""
+"""Random augmentations that an architecture has by default."""
 _DRAWS = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
 
 
@@ -174,7 +174,7 @@ def _form(values: Mapping[str, Any], place: str) -> dict[str, Any]:
     found = dict[str, Any]()
     for key, value in values.items():
         where = f"{place}{key}"
-        hidden = str(key).startswith("_") and key != _SPECIAL  # what `transformers` writes for itself
+        hidden = str(key).startswith("_") and key != _SPECIAL  # written by `transformers` for its own use
         if key in _NOTES or (hidden and (value is None or value == "" or isinstance(value, bool | int | float))):
             continue
         if hidden or (key != _SPECIAL and not (isinstance(key, str) and _NAME.fullmatch(key))):
@@ -199,7 +199,7 @@ def _check_words(value: Any, where: str) -> None:
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what is no map in a config.json, by its dotted key."""
+    """Yield the values of a config.json that are no maps, with their dotted keys."""
     if not isinstance(value, dict):
         yield key, value
         return

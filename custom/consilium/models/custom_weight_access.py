@@ -1,4 +1,4 @@
-"""Linear layers whose weight a model's code reads by itself, past the layer: what adapters and stored types must know of them.
+"""Linear layers whose .weight is read directly instead of through forward(): adapters and low precision skip them.
 
 By the code of `transformers`, which tests/models/test_reading.py reads.
 """
@@ -19,7 +19,7 @@ _USED = {
 _ASKED = frozenset({"patch_embedding", "weights_proj", "prediction_coefs", "correction_coefs"})
 """Layers, in any architecture, whose weight is asked for its type (SigLIP 2, DeepSeek 3.2) or cut to a range (Gemma 3n)."""
 _WRAPPED = (".base_layer", ".base")
-"""What an adapter calls the layer that it is put around."""
+"""An adapter's names for the layer that it wraps."""
 
 
 def architectures(model: nn.Module) -> set[str]:
@@ -39,7 +39,7 @@ def is_read(name: str, kinds: Set[str]) -> bool:
 
 
 def _own(name: str) -> str:
-    """Return what a layer is called in its module, whatever adapter is around it."""
+    """Return a layer's name in its module, without an adapter's wrapper."""
     for wrapped in _WRAPPED:
         name = name.removesuffix(wrapped)
     return name.rpartition(".")[2]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 WEIGHTS = "model.safetensors"
 HEAD_FILE = "head.safetensors"
-"""What stands behind an encoder that is a folder of its own."""
+"""The file of an encoder's head, where the encoder is a folder of `transformers`."""
 
 
 def save_weights(folder: Path, model: nn.Module) -> None:
@@ -17,7 +17,7 @@ def save_weights(folder: Path, model: nn.Module) -> None:
 
 
 def save_head(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write what stands behind an encoder."""
+    """Write the tensors of an encoder's head."""
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / HEAD_FILE)
 
 

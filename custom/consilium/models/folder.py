@@ -27,7 +27,7 @@ _PACKED = "weights that are quantized already are not read; use the original fol
 _OTHERS_HEAD = re.compile(r"(^|\.)(classifier|pooler|score|lm_head|qa_outputs|head)\.")
 _PLAIN = "the folder's model is made for another task; give the folder of the model that it was made from"
 _WITHOUT_CACHE = ("xlstm",)
-"""Architectures whose code in `transformers` makes a cache of other sizes than it takes."""
+"""Architectures whose cache has wrong sizes in `transformers`."""
 _OWN: dict[str, Any] = {"trust_remote_code": False}
 """Loads with the classes of `transformers` alone."""
 LEAST = 8
@@ -37,7 +37,7 @@ PREPROCESSOR = ("preprocessor_config.json", "processor_config.json")
 
 
 class Known(NamedTuple):
-    """What kind of model a folder must hold, as a message says it, and which are known."""
+    """The kind of model that a folder must hold, and known examples, for messages."""
 
     what: str
     examples: str
@@ -81,7 +81,8 @@ def load_tokenizer(folder: Path | None, config: Mapping[str, Any] | None = None)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **_OWN)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        wanted = f"tokenizer.model alone is not enough: {_SLOW}" if _only_slow(folder) else _WANTED
+        only_slow = (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file()
+        wanted = f"tokenizer.model alone is not enough: {_SLOW}" if only_slow else _WANTED
         wanted = _CODELESS if "custom code" in str(error) else wanted
         raise CheckpointError(f"model.checkpoint: {folder}: no tokenizer to read ({short(error)}); {wanted}") from None
     if tokenizer.eos_token_id is None:
@@ -116,7 +117,7 @@ def _beyond(tokenizer: Any, rows: int) -> str:
 
 
 def positions(model: nn.Module) -> int:
-    """Return how many tokens a model can read; a great many where its config does not say.
+    """Return a model's context length in tokens; 2**30 where its config names none.
 
     `transformers` knows the other names of `max_position_embeddings` (`n_positions`), all but MPT's.
     """
@@ -152,12 +153,8 @@ def require_positions(model: PreTrainedModel, longest: int, written: int) -> Non
         raise ConfigError(f"model.max_length: {longest}: {what}; use {most} at most, or rope_type linear or yarn")
 
 
-def _only_slow(folder: Path) -> bool:
-    return (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file()
-
-
 def require_pixels(folder: Path | None, mean: tuple[float, ...], deviation: tuple[float, ...]) -> None:
-    """Raise CheckpointError where a folder's preprocessor says other pixels than the job: sites must prepare them alike."""
+    """Raise CheckpointError where a folder's preprocessor normalizes pixels otherwise than the job."""
     for name in PREPROCESSOR if folder is not None else ():
         path = Path(folder or "", name)
         found = _read_json(path) if path.is_file() else {}
@@ -179,7 +176,7 @@ def use_checkpointing(model: PreTrainedModel) -> None:
 
 
 def answer_plainly(model: PreTrainedModel) -> None:
-    """Let the weights alone say what is answered: a folder's generation_config would change greedy answers in silence.
+    """Remove a folder's generation_config, which would change greedy answers silently.
 
     Nor are experts' choices kept for a loss of theirs, which counts only whole texts and no steps of an answer.
     """
@@ -210,7 +207,7 @@ def restore_class(model: Any, *added: str) -> None:
 
 
 def require_no_running_means(model: nn.Module, what: str) -> None:
-    """Raise ConfigError for a model whose frozen layers would change while it trains."""
+    """Raise ConfigError for a model with batch norm: its running means would change although it is frozen."""
     if found := next((n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None):
         raise ConfigError(f"model.config: {what}: {found!r} keeps running means of what it trains on; use a transformer")
 
@@ -258,7 +255,9 @@ def shape_of(config: Mapping[str, Any], auto: Any, known: Known) -> PreTrainedCo
 def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapping[str, Any]) -> PreTrainedModel:
     """Return the model with the folder's weights; a tensor missing, one too many or of another shape is an error."""
     folder, noisy = _require(folder), logging.is_progress_bar_enabled()
-    _require_unpacked(folder)
+    own = _read_json(path) if (path := folder / "config.json").is_file() else {}
+    if isinstance(own, dict) and own.get("quantization_config"):
+        raise CheckpointError(f"model.checkpoint: {folder}: {_PACKED}")
     logging.disable_progress_bar()
     try:
         model, found = auto.from_pretrained(
@@ -278,13 +277,6 @@ def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapp
             logging.enable_progress_bar()
     _require_equal_layout(folder, found)
     return model
-
-
-def _require_unpacked(folder: Path) -> None:
-    """Raise CheckpointError for a folder whose own config.json says that its weights are quantized."""
-    found = _read_json(path) if (path := folder / "config.json").is_file() else {}
-    if isinstance(found, dict) and found.get("quantization_config"):
-        raise CheckpointError(f"model.checkpoint: {folder}: {_PACKED}")
 
 
 def _require_equal_layout(folder: Path, found: Mapping[str, Any]) -> None:

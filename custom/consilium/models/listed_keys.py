@@ -30,7 +30,7 @@ _BASE = frozenset(
 )
 """Keys that `transformers` takes for every class, beside the fields that the class declares."""
 _STAGES, _STAGE = ("out_features", "stage_names"), re.compile(r"stem|stage[0-9]{1,3}")
-"""What a backbone of several stages calls them."""
+"""Names of the stages of a backbone."""
 _GENERATION = frozenset(GenerationConfig._get_default_generation_params())
 """Keys that earlier versions wrote into a config.json; `transformers` itself drops them."""
 _REMEDY = "leave it out, or give the contents of the model's own config.json"

@@ -19,7 +19,7 @@ from consilium.models.dtypes import QUANTIZED
 
 
 class StoredLinear(nn.Linear):
-    """A linear layer whose weight is of another type than what it computes with: cast at each use, but not under autocast."""
+    """A linear layer whose weight is cast to the input's type at each use, but not under autocast."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return (..., out) of input (..., in), in its type or autocast's."""
@@ -55,7 +55,7 @@ def replace(model: nn.Module, trained: Iterable[Tensor], dtype: str, quantize: C
 
 
 def _outputs(model: nn.Module) -> set[int]:
-    """Return the ids of the modules that write a model's output, with what is in them: an adapter may be around the layer."""
+    """Return the ids of a model's output layers and of their submodules: an adapter may wrap the layer."""
     found = [cast(Any, m).get_output_embeddings() for m in model.modules() if hasattr(m, "get_output_embeddings")]
     return {id(part) for output in found if output is not None for part in output.modules()}
 

@@ -20,7 +20,7 @@ OUTLIERS = 6.0
 
 
 class _Product(torch.autograd.Function):
-    """A frozen layer's output, of which nothing but the layer is kept for the backward pass.
+    """The product of a frozen layer, which saves only the layer for the backward pass.
 
     bitsandbytes' own keeps an int8 layer's input, and that where checkpointing does not find it. NF4's multiplies with a weight
     for each row where a batch has four dimensions.
@@ -85,7 +85,7 @@ class Int8Linear(bnb.nn.Linear8bitLt):
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., out) of x (..., in), in its type or autocast's."""
         self.state.is_training = self.training
-        if self.weight.SCB is not None:  # what PEFT's DoRA has looked at has numbers without scales, which are here already
+        if self.weight.SCB is not None:  # PEFT's DoRA leaves a weight without its scales, which the state has already
             self.init_8bit_state()
         return _computed(x, self)
 

@@ -29,7 +29,7 @@ class ModelConfig(Section):
 
     @property
     def title(self) -> str:
-        """What a person reads while it is loaded."""
+        """The name that is shown while it is loaded."""
         return f"model {self.name} {self.variant}"
 
     @property
@@ -39,7 +39,7 @@ class ModelConfig(Section):
 
     @property
     def padding(self) -> tuple[int, int, int]:
-        """The 8-bit colour that fills what a picture leaves of its square: the model's pixel mean, which it takes for 0."""
+        """The 8-bit colour of padding: the model's pixel mean, which becomes 0."""
         return 0, 0, 0
 
     def packs(self) -> bool:
@@ -87,7 +87,7 @@ class Cut(NamedTuple):
 
 
 class Saved(Protocol):
-    """Writes a model that has no adapter as those lay it out who publish such models, and says in Markdown how to load it.
+    """Writes a model without an adapter in its publishers' layout; returns a page in Markdown that says how to load it.
 
     The Markdown holds one block of Python that runs in the folder and leaves a function `logits` of the model's inputs.
     """
@@ -107,9 +107,9 @@ class Graph(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelKind:
-    """What the rest must know of a model. `task`: the task it is made for; `targets`: sets of layers to adapt, by name.
+    """A kind of model. `task`: the task it is made for; `targets`: sets of layers to adapt, by name.
 
-    `tokenizer(config, checkpoint)` returns a language model's tokenizer. `cut(model)` says where encoder and head meet; it
+    `tokenizer(config, checkpoint)` returns a language model's tokenizer. `cut(model)` returns the cut before its head; it
     raises AttributeError for a model laid out otherwise. `save`: see Saved; by default a state dict by the model's own names.
     `graphs(model)` parts a model, by name: the outputs of one are inputs of the next, whose first inputs are the model's. By
     default it is one. `head_apart`: an exported head gets a file of its own, because PEFT would take layers of the encoder that

@@ -1,4 +1,4 @@
-"""Which layers of a model a named set means, by what they do, whatever an architecture calls them.
+"""Named sets of layers to adapt, found by the layers' function instead of an architecture's names.
 
 Architectures of `transformers` differ in names (q_proj, Wqkv, c_attn), in what is fused, and in what is no linear layer at all
 (experts kept as one block of numbers). So the sets are looked up in the model: a block's linear layers below a module that is
@@ -16,9 +16,9 @@ from consilium.models.registry import pattern_of
 
 _ATTENTION = re.compile(r"attn|attention")
 _OUT = {"o_proj", "o_a_proj", "o_b_proj", "out_proj", "dense", "c_proj", "wo", "Wo", "proj", "output", "attention_out"}
-"""What architectures call the projection of an attention's result."""
+"""Names of the output projection of attention."""
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
-"""Linear layers that choose experts: no projections of what flows on."""
+"""Linear layers that choose experts."""
 _CROSS = re.compile(r"(^|\.)(encoder_attn|crossattention|cross_attn)\.")
 """Attention to what an encoder says. A decoder that stands alone has these layers, and never runs them."""
 _NO_PROJECTION = re.compile(r"norm|embed|conv|bias|A_log|dt_")

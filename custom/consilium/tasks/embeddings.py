@@ -1,4 +1,4 @@
-"""What a frozen encoder makes of a picture, made once and kept on the site's disk beside its decoded samples.
+"""Embeddings of pictures by a frozen encoder, computed once and cached beside the site's decoded samples.
 
 Where nothing in the encoder trains, its answer to a picture is the same in every step, round and stage. Each picture is encoded
 by itself, kept or not, so that no result depends on what is kept. The store is that of the samples: salted names, the user's

@@ -16,7 +16,7 @@ from consilium.data.volumes import Header
 
 
 def header(path: Path) -> Header:
-    """Return where a file's or a series' voxels lie, and whose they are; of a segmentation, its own. Raises DataError."""
+    """Return the header of a file, a series or a segmentation: its grid, window and identifiers. Raises DataError."""
     found: Header = _part(path, "frames").header(path)
     return found
 

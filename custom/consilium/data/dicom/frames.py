@@ -49,7 +49,7 @@ class Scale:
 
 
 def scale_of(file: Path, own: Dataset) -> Scale:
-    """Return what a frame's values mean, by its own elements. Raises DataError."""
+    """Return the scale of a frame's values by its own elements. Raises DataError."""
     bits, signed = int(own.get("BitsStored") or own.get("BitsAllocated") or 16), bool(own.get("PixelRepresentation"))
     stored = (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) if signed else (0.0, 2.0**bits - 1)
     slope, intercept = _first_number(own, "RescaleSlope", 1.0), _first_number(own, "RescaleIntercept", 0.0)
@@ -98,7 +98,7 @@ def _padding(own: Dataset) -> Window | None:
 
 
 def shown(scale: Scale) -> Window | None:
-    """Return (center, width) of what `in_unit` returns and the file says to show; None where it says nothing."""
+    """Return the file's window (center, width) for the values of `in_unit`; None for a file without one."""
     if scale.curve:
         return 0.5, 1.0
     if scale.window is None:
@@ -143,7 +143,7 @@ SLICE_TOLERANCE = 0.25
 _SAME = 1e-3
 """Millimetres below which two positions are one, and by which direction cosines may differ."""
 _OF_FRAME = 32
-"""Bytes that a segment's frame takes of a deflated file, with what says where it lies."""
+"""Bytes that a segment's frame, with its position, takes in a deflated file."""
 _TO_RAS = np.diag([-1.0, -1.0, 1.0, 1.0])
 
 
@@ -218,7 +218,8 @@ def frames_of(file: Path, elements: Dataset) -> Iterator[Frame]:
     """Yield the frames of one file as it stores them."""
     count = count_of(elements)
     shape = int(elements.Rows), int(elements.Columns)
-    common = _without_place(elements)
+    common = Dataset()
+    common.update({e.tag: e for e in (elements[k] for k in _COMMON if k in elements)})
     for number in range(count):
         own = flat(elements, number, common)
         yield Frame(file, number, shape, _place(own), scale_of(file, own), own)
@@ -237,9 +238,9 @@ _MACROS = (
 
 
 def flat(elements: Dataset, number: int, common: Dataset) -> Dataset:
-    """Return the elements that say where frame `number` lies and what its values mean, as a file of one frame has them.
+    """Return position and scale of frame `number` as the elements of a single-frame file.
 
-    `common`: what all frames have.
+    `common`: the elements that all frames share.
     """
     groups = [elements.get("SharedFunctionalGroupsSequence"), elements.get("PerFrameFunctionalGroupsSequence")]
     if not any(groups):
@@ -253,13 +254,6 @@ def flat(elements: Dataset, number: int, common: Dataset) -> Dataset:
     return found
 
 
-def _without_place(elements: Dataset) -> Dataset:
-    """Return what all frames of a file have in common, without the place of the first."""
-    found = Dataset()
-    found.update({e.tag: e for e in (elements[k] for k in _COMMON if k in elements)})
-    return found
-
-
 _COMMON = (
     "PhotometricInterpretation", "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation", "RescaleSlope",
     "RescaleIntercept", "ModalityLUTSequence", "WindowCenter", "WindowWidth", "VOILUTFunction", "VOILUTSequence",
@@ -268,7 +262,7 @@ _COMMON = (
 
 
 def _place(own: Dataset) -> Place | None:
-    """Return where a frame lies; None where the file does not say it."""
+    """Return a frame's position; None where the file does not state it."""
     position, turn, pixel = (own.get(k) for k in ("ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing"))
     if not (position and turn and pixel):
         return None
@@ -316,16 +310,18 @@ def on_lattice(path: Path, frames: Sequence[Frame]) -> Order:
 
 
 def _places(path: Path, frames: Sequence[Frame]) -> list[Place] | None:
-    """Return where frames lie, None where not all of them say it. Raises DataError where they are not parallel."""
+    """Return the positions of frames, None where one is missing. Raises DataError where they are not parallel."""
     places = [frame.place for frame in frames if frame.place is not None]
     if len(places) < len(frames):
         return None
-    _check_parallel(path, places)
+    for place in places:
+        if not (np.allclose(place.i, places[0].i, atol=_SAME) and np.allclose(place.j, places[0].j, atol=_SAME)):
+            raise DataError(f"{path}: holds images turned or scaled differently; give each series a folder of its own")
     return places
 
 
 def _sorted(places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return heights along the normal (N,) in order, whose they are (N,), and the first pixels (N, 3) in that order."""
+    """Return sorted heights along the normal (N,), the order (N,), and the sorted positions of first pixels (N, 3)."""
     heights = np.array([place.origin @ places[0].normal for place in places])
     order = np.argsort(heights, kind="stable")
     return heights[order], order, np.array([places[n].origin for n in order])
@@ -335,12 +331,6 @@ def _affine(place: Place, step: np.ndarray, origin: np.ndarray) -> np.ndarray:
     affine = np.eye(4)
     affine[:3] = np.stack([place.i, place.j, step, origin], axis=1)
     return _TO_RAS @ affine
-
-
-def _check_parallel(path: Path, places: Sequence[Place]) -> None:
-    for place in places:
-        if not (np.allclose(place.i, places[0].i, atol=_SAME) and np.allclose(place.j, places[0].j, atol=_SAME)):
-            raise DataError(f"{path}: holds images turned or scaled differently; give each series a folder of its own")
 
 
 def _check_even(path: Path, heights: np.ndarray, origins: np.ndarray, step: np.ndarray) -> None:

@@ -31,14 +31,14 @@ _LONGEST_NUMBER = 64
 
 
 def check_space(path: Path, elements: Dataset, image: Header) -> None:
-    """Raise DataError where a mask was drawn in another frame of reference than its image's: nobody knows where it lies."""
+    """Raise DataError where mask and image have different frames of reference: their relative position is unknown."""
     own = str(elements.get("ReferencedFrameOfReferenceUID") or elements.get("FrameOfReferenceUID") or "").strip()
     if own and image.space and own != image.space:
         raise DataError(f"{path}: was drawn in another frame of reference than its image's; give the image it was drawn on")
 
 
 def contours(path: Path, elements: Dataset, image: Header) -> Labels:
-    """Return what closed contours enclose, by the structure's name: voxels whose middle lies inside, holes left out.
+    """Return the voxels whose centres lie inside closed contours, without holes, by the structure's name.
 
     Raises DataError for contours that lie on no plane of the image, or in another frame of reference.
     """
@@ -183,7 +183,7 @@ def _onto(frame: Frame, grid: Grid) -> np.ndarray | None:
 
 
 def _onto_source(frame: Frame, grid: Grid) -> np.ndarray | None:
-    """Return the same by the frame of the image that a frame was drawn on, where nobody knows places."""
+    """Return the same by the referenced frame of the source image, where positions are missing."""
     sources = frame.own.get("SourceImageSequence")
     number = int((sources[0].get("ReferencedFrameNumber") if sources else None) or 1) - 1
     fits = frame.shape[::-1] == grid.shape[:2] and (sources or grid.shape[2] == 1) and grid.affine is None

@@ -1,4 +1,4 @@
-"""A DICOM file's elements, read within bounds: how many there are, how long some may be, and what a deflated file grows to.
+"""Parsing of DICOM files within bounds: the number of elements, the length of values, the inflated size.
 
 pydicom makes up to 1.3 kB of an item of 8 bytes and hundreds of bytes of a number of one digit, and inflates a file at once.
 """
@@ -36,7 +36,7 @@ MOST_LEVELS = 32
 _ITEM = 4
 _ITEM_TAGS = (b"\xfe\xff\x00\xe0", b"\xff\xfe\xe0\x00")
 _UNCOUNTED = 2**18
-"""Bytes of a sequence whose items are not counted, for they cannot be too many: 32,768."""
+"""Bytes of a sequence whose items are not counted: it can hold 32,768 at most."""
 _SPARE = 2**16
 _END = 0xFFFE, 0xE0DD
 _PIXELS = frozenset({0x7FE00008, 0x7FE00009, 0x7FE00010})

@@ -154,7 +154,7 @@ def _check_palette(file: Path, elements: Dataset) -> None:
 
 
 def _syntax(elements: Dataset) -> UID:
-    """Return how the pixels are coded; a file without its first part does not say it, and is not compressed."""
+    """Return the transfer syntax; a file without a meta header is uncompressed."""
     meta = elements.file_meta
     if "TransferSyntaxUID" not in meta:
         implicit, little = elements.original_encoding

@@ -1,4 +1,4 @@
-"""What the importers share: the samples they report, finding files and folders, label pictures, errors of one line."""
+"""Shared by the importers: records of samples, finding files and folders, label pictures, one-line errors."""
 
 import io
 import os
@@ -26,7 +26,7 @@ PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may ask for.
+    """A user's options.
 
     `validation` and `test`: shares cut off where the publisher has no such split. `sites`: pool everything and deal patients
     out to so many sites, 0 keeps the set's own. `minimum`: samples a site has at least. `types`: cell classes, not just nuclei.
@@ -221,12 +221,12 @@ def usable(path: Path, allowed: Sequence[int]) -> bool:
 
 
 def png(array: np.ndarray, **how: int) -> bytes:
-    """Return a PNG of (H, W) or (H, W, 3) values in 0..255, compressed as PIL is told."""
+    """Return a PNG of (H, W) or (H, W, 3) values in 0..255; `how`: PIL's options of compression."""
     buffer = io.BytesIO()
     Image.fromarray(array.astype(np.uint8)).save(buffer, format="PNG", **how)
     return buffer.getvalue()
 
 
 def mask_png(name: str, make: Callable[..., np.ndarray], *arguments: Any) -> DerivedFile:
-    """Return a label picture to write: what `make(*arguments)` returns, as masks/NAME.png."""
+    """Return a label picture to write as masks/NAME.png, with the values that `make(*arguments)` returns."""
     return DerivedFile("masks", f"{name}.png", lambda: png(make(*arguments), compress_level=1, compress_type=RUN_LENGTHS))

@@ -76,7 +76,9 @@ def _read_fold(source: Path, path: Path, published: bool, types: bool) -> list[S
     found = []
     for index, tissue in enumerate(tissues):
         name, site = f"{start}-{index:05d}", slug(str(tissue))
-        image = DerivedFile("images", f"{name}.png", partial(_pannuke_image, images, index))
+        image = DerivedFile(
+            "images", f"{name}.png", partial(lambda images, index: png(np.clip(images[index], 0, 255)), images, index)
+        )
         label = mask_png(name, _pannuke_mask, masks, index, types)
         found.append(SourceSample(site, name, image, label, split=FOLDS[fold] if published else None))
     return found
@@ -96,10 +98,6 @@ def _load(path: Path) -> np.ndarray:
         return np.load(path, mmap_mode="r")
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: expected a NumPy array; found none that can be read ({error})") from None
-
-
-def _pannuke_image(images: np.ndarray, index: int) -> bytes:
-    return png(np.clip(images[index], 0, 255))
 
 
 def _pannuke_mask(masks: np.ndarray, index: int, types: bool) -> np.ndarray:

@@ -154,7 +154,7 @@ def pool(samples: Sequence[Sample], name: str, options: Options) -> list[Sample]
 
 
 def _moved(sample: Sample, site: str) -> Sample:
-    """Return the sample at another site; what it names keeps its old site's name in front, so that nothing meets."""
+    """Return the sample at another site; its names get the old site's name as a prefix, so that none collide."""
     group = f"{sample.site}/{sample.group}"
     if isinstance(sample, TextRecord):
         return replace(sample, site=site, group=group)
@@ -223,7 +223,7 @@ def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def _place(folder: Path, part: Path | DerivedFile | str, done: Counter[str]) -> str:
-    """Return what the list says: a class, an original's absolute path, or the path of a file written here, once."""
+    """Return an entry's class, the absolute path of an original, or the path of a file that is written here once."""
     if not isinstance(part, DerivedFile):
         return part if isinstance(part, str) else str(part.resolve())
     relative = f"{part.folder}/{part.name}"

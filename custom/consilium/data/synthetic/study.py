@@ -1,4 +1,4 @@
-"""A generated study: an organ with a lesion, its labels, and whose it is."""
+"""A generated study: an organ with a lesion, its labels, its made-up patient."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from consilium.data.settings import WindowConfig
 
 LABELS = ("background", "organ", "lesion")
 WINDOW = WindowConfig(center=60, width=400)
-"""What the scanner's files, and the PNGs, show."""
+"""The window of the scanner's files and of the PNGs."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from consilium.models.export import page, save_text_model
 TINY_FOLDER = Path(__file__).parent.parent / "weights" / "tiny_lm"
 """config.json, model.safetensors (half precision) and tokenizer files; made by tests/pretraining/lm.py."""
 TURNED = "turned"
-"""Marks a linear layer whose weight the model's own architecture has the other way round."""
+"""Marks a linear layer whose weight is transposed in the model's own architecture."""
 Variant = Literal["tiny", "folder"]
 _LOAD = """import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -43,7 +43,7 @@ _BOTH_WAYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "attn_type": (("bi",), "uni"),
     "use_bidirectional_attention": ((True, "all"), "false"),
 }
-"""By what keys, of what values, a model of `transformers` sees words behind, and which value it takes to see none."""
+"""Keys and values by which a model of `transformers` attends to later tokens, and the value that prevents it."""
 _ALWAYS_BOTH_WAYS = ("cpmant",)
 _NO_STEPS = {"reformer": "its code trains on texts of one length only, and hashes them otherwise at every look"}
 """Architectures that cannot be adapted here, and why."""
@@ -89,7 +89,7 @@ def require_causal(model: PreTrainedModel) -> None:
     shape = model.config.get_text_config()
     key = next((key for key, (both, _) in _BOTH_WAYS.items() if getattr(shape, key, None) in both), None)
     if key == "is_decoder" and not any(vars(module).get(key) is False for module in model.modules()):
-        key = None  # it stands in the config.json of GPT-NeoX too, whose code never asks
+        key = None  # GPT-NeoX has this key too, and its code never reads it
     if key is None and shape.model_type not in _ALWAYS_BOTH_WAYS:
         return
     what = f"{shape.model_type!r} sees the words behind the one that it learns to say"

@@ -15,7 +15,7 @@ from segment_anything.modeling import Sam
 from torch import Tensor, nn
 
 MARK = "image_encoder.blocks.0.Adapter.norm.weight"
-"""A tensor that tells such a file from Meta's."""
+"""A tensor that only such a file has, not Meta's."""
 SOURCE = """
 
 class Adapter(torch.nn.Module):

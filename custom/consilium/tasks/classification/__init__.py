@@ -13,7 +13,7 @@ from consilium.tasks.registry import Scores, TaskConfig, TaskKind, interval_name
 
 
 class ClassificationScoresConfig(Section):
-    """What a score is taken of."""
+    """The unit of a score."""
 
     per: Annotated[
         Literal["image", "patient"], Field(description="each image, or the mean probability over a patient's images")

@@ -14,7 +14,7 @@ from consilium.core.errors import DataError, UnfitError
 from consilium.data.augment import augment
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.images import BLACK, Colour, Sample, read_picture_bytes
+from consilium.data.images import BLACK, Colour, Sample, read_picture
 from consilium.data.sample_check import image_shape
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
 from consilium.data.store import CachedSample
@@ -31,7 +31,7 @@ NONE = -1
 
 
 class ClassificationTask:
-    """One site's images, each of one class. All are looked at once at the start, so that bad data stops before any training.
+    """One site's images, each of one class. All are checked at the start, so that bad data stops before any training.
 
     Metrics: see `score`, of each image, or `by_patient` of the mean probability over a patient's images.
     A class without samples in the evaluated split has no recall and is left out of macro F1. In a quiet list an image of no
@@ -79,7 +79,7 @@ class ClassificationTask:
 
     def _read(self, item: Item, size: int, settings: PictureSettings, padding: Colour) -> Sample:
         """Return an image of some class of the task. Raises DataError."""
-        found = {"image": read_picture_bytes(item, size, settings, padding)}
+        found = {"image": read_picture(item, size, settings, padding)}
         class_index(item, self.classes)  # last: whether a file can be read must not depend on what the job asks for
         return found
 
@@ -94,7 +94,7 @@ class ClassificationTask:
         return self.data.loading.ignore_unfit and not self._samples.all_lost
 
     def read_again(self, split: str, index: int) -> None:
-        """See ReadsAgain."""
+        """Read a sample from its files, even if it is cached. Raises DataError."""
         self._samples.read_again(split, index)
 
     def has(self, split: str) -> bool:

@@ -19,7 +19,7 @@ WRITTEN: dict[str, tuple[str, ...]] = {
 
 
 CUT = ("cut_prompts", "cut_answers")
-"""Shares of a split's records whose prompt, or answer, did not fit in whole."""
+"""Shares of a split's records whose prompt, or answer, was cut."""
 CUT_ASKED = "cut_asked"
 """The same of prompts that were answered: an answer needs positions of the model too."""
 ASKS = ("label", "exact", "generation")

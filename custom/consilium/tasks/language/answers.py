@@ -1,4 +1,4 @@
-"""What a written answer says: the label it settles on, or its final answer."""
+"""Labels and final answers in texts that a model wrote, and which of them are right."""
 
 import re
 import unicodedata
@@ -34,7 +34,7 @@ _BEHIND = re.compile(
 """What may stand behind a number that is all of an answer: words and units, and another sentence. "2x" and "1 in 4"
 are no numbers."""
 _LOOKS = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ\b)|\\(?:left|right)\b|\\[!,;:%$ ()\[\]]|[$€£]|(?<=\w)(?:\*\*|__|`)(?!\w)")
-"""What changes no answer: degrees, money, LaTeX's spaces and the bounds of its formulas, where Markdown's bold and code end."""
+"""Characters without influence on an answer: degrees, currencies, LaTeX's spaces and delimiters, Markdown's marks."""
 _MARKS = r"(?:\\(?:boxed|text|mathrm)\s*\{|[\"'(\[*_`$\\]){0,8}"
 _ENDS = r"(?=\s*(?:[.,;:!?)\]\"'\n*_`}$\\]|$))"
 """Where a small letter behind "answer" is a label and no word: "the answer is a cat" does not say A."""
@@ -52,7 +52,7 @@ def first_label(text: str, labels: Sequence[str]) -> str | None:
     where nothing but a mark follows; else the first as whole words, in its own case for a single letter ("a question" does not
     say A), in any case for longer ones; of two at one place the longer.
     """
-    said = [found for label in labels for found in _said(text, label)]
+    said = [found for label in labels for found in _after_answer(text, label)]
     if said:
         return min(said, key=lambda place: (-place[0], place[1]))[2]
     places = [
@@ -61,7 +61,7 @@ def first_label(text: str, labels: Sequence[str]) -> str | None:
     return min(places)[2] if places else None
 
 
-def _said(text: str, label: str) -> list[tuple[int, int, str]]:
+def _after_answer(text: str, label: str) -> list[tuple[int, int, str]]:
     """Return where a label stands behind "answer"."""
     pattern = rf"{_SAYS}(?P<label>{re.escape(label)}){_END}"
     alone = _places(f"{pattern}{_ENDS}", text, label, any_case=True) if _is_letter(label) else []
@@ -157,7 +157,7 @@ def truth(text: Text, config: LanguageConfig) -> frozenset[str]:
     """Return a record's right labels or final answers, none where none is asked for. Raises UnfitError if it has none."""
     if config.evaluate == "label":
         given = (text.final_answer,) if text.final_answer else text.outputs
-        found, known = [_said(one, text, config) for one in given], text.labels or config.labels
+        found, known = [_label_or_answer(one, text, config) for one in given], text.labels or config.labels
         what = f"output has none of the labels ({', '.join(known) or 'none given'}); set task.labels"
     elif config.evaluate == "exact":
         found = [settled(text.final_answer)] if text.final_answer else [final_answer(one) for one in text.outputs]
@@ -170,10 +170,10 @@ def truth(text: Text, config: LanguageConfig) -> frozenset[str]:
 
 
 def judged(written: Sequence[str], texts: Sequence[Text], truths: Sequence[Set[str]], config: LanguageConfig) -> list[float]:
-    """Return 1 of each written answer that is right, else 0; where nobody knows the truth none is."""
-    said = [_said(one, text, config) for one, text in zip(written, texts, strict=True)]
+    """Return 1 for each right answer, else 0; without a reference no answer is right."""
+    said = [_label_or_answer(one, text, config) for one, text in zip(written, texts, strict=True)]
     return [float(one in true) for one, true in zip(said, truths, strict=True)]
 
 
-def _said(written: str, text: Text, config: LanguageConfig) -> str | None:
+def _label_or_answer(written: str, text: Text, config: LanguageConfig) -> str | None:
     return final_answer(written) if config.evaluate == "exact" else first_label(written, text.labels or config.labels)

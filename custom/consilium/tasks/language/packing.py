@@ -63,7 +63,7 @@ def _places(lengths: list[int], width: int) -> tuple[Tensor, Tensor, int]:
 
 
 def packed_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return what `token_losses` returns, by way of packed rows."""
+    """Return the result of `token_losses`, computed on packed rows."""
     device, rows = next(model.parameters()).device, pack(batch)
     ids, positions, labels, segments = (part.to(device, non_blocking=True) for part in rows[:4])
     mask = (segments[:, None, :, None] == segments[:, None, None, :]).tril()  # padding attends to padding: no empty row

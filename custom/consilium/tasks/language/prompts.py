@@ -1,4 +1,4 @@
-"""What a model reads before it answers: the job's prompt around a record's instruction and input."""
+"""Prompts: the job's template around a record's instruction and input."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,7 +71,7 @@ class Prompt:
 
     @cached_property
     def _around(self) -> tuple[str, str]:
-        """What the chat template writes before and behind an answer. Raises ConfigError if none can follow the question.
+        """The chat template's text before and after an answer. Raises ConfigError if none can follow the question.
 
         Words before it, such as an empty thought, are given with the question. Blanks alone are not: tokenizers that need one
         before a word put it there.

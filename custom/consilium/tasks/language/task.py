@@ -68,7 +68,7 @@ class LanguageTask:
             logging.getLogger(__name__).warning(f"{self.data.path}: {what}")
 
     def _written(self, text: Text) -> tuple[Text, Encoded]:
-        """Return a record and what the encoder makes of it; in a quiet list an empty one for UnfitError."""
+        """Return a record with its tokens; for UnfitError an empty one if the list ignores unfit samples."""
         try:
             return text, self._encoder.pair(text)
         except UnfitError:
@@ -165,7 +165,7 @@ class LanguageTask:
         return answers
 
     def _apart(self, model: nn.Module, rows: Sequence[list[int]], given: Callable[[Sequence[int]], Batch]) -> bool:
-        """Tell, after one look, whether prompts have to be answered one by one, because answers depend on who is beside.
+        """Tell, by one trial, whether prompts must be answered one by one, because answers depend on their batch.
 
         A recurrence may read the padding or mix rows up, and a decoder taken from an encoder-decoder may count the padding.
         """
@@ -175,11 +175,11 @@ class LanguageTask:
             order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
             found = minds_others(model, given(order[:1]), given([order[0], order[-1]]), self._encoder.pad)
             padded = len(rows[order[0]]) < len(rows[order[-1]])
-            self._minds = found or (False if padded else None)  # without padding only who is found out is known
+            self._minds = found or (False if padded else None)  # without padding only a known architecture is safe
         return bool(self._minds)
 
     def _prompts(self, texts: Sequence[Text], most: int) -> list[list[int]]:
-        """Return the prompts' tokens, counting those that are cut; who has too few positions of the model is told."""
+        """Return the prompts' tokens and count cut ones; warn if the model's context length is too short."""
         found = [self._encoder.prompt(text, most) for text in texts]
         self._cut_asked = sum(cut for _, cut in found)
         if most < self._encoder.max_length and self._cut_asked:
@@ -239,7 +239,7 @@ class LanguageTask:
         return each, {"loss": means / len(each), "perplexity": math.exp(min(total / count, 700.0))}
 
     def _true(self, text: Text) -> frozenset[str]:
-        """Return what `truth` does, but for UnfitError nothing in a quiet list."""
+        """Return `truth` of a record; nothing for UnfitError if the list ignores unfit samples."""
         try:
             return truth(text, self.config)
         except UnfitError as error:

@@ -22,7 +22,7 @@ Grams = Counter[tuple[str, ...]]
 
 
 class _NoSynonyms:
-    """In WordNet's place: knows no word."""
+    """An empty WordNet."""
 
     def synsets(self, word: str) -> list[str]:
         """Return no synonym of any word."""
@@ -122,7 +122,7 @@ def _brevity(written: int, expected: float) -> float:
 
 
 def _mteval() -> Callable[[str], list[str]]:
-    """Return what splits a text into mteval-v13a's words, in lower case."""
+    """Return the tokenizer of mteval-v13a, in lower case."""
     from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 
     split = Tokenizer13a()

@@ -19,7 +19,7 @@ IGNORED = -100
 
 
 BREAK = "\ufdd0"
-"""Where a record's own words are cut into texts that become tokens apart; Unicode gives it to nobody's text."""
+"""Marks places where a record's text is cut into separately tokenized parts: a private-use character."""
 
 
 WHOLE = 2**40

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from consilium.core.errors import ConfigError, UnfitError
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import DataList, Item
-from consilium.data.images import Sample, read_picture_bytes
+from consilium.data.images import Sample, read_picture
 from consilium.data.sample_check import image_shape
 from consilium.data.settings import PictureSettings, read_as
 from consilium.data.text import Text
@@ -27,7 +27,7 @@ from consilium.tasks.language.tokens import Encoder
 from consilium.tasks.report import ReportConfig
 
 MARK = "\ufffc"
-"""What Unicode has in the place of a picture in a text; here only within a prompt, before it becomes tokens."""
+"""Unicode's object replacement character: stands for the picture in a prompt until it becomes tokens."""
 LEAST = 16
 """Tokens that a prompt and its answer need beside the picture."""
 
@@ -83,7 +83,7 @@ class SeeingEncoder(Encoder):
 
 
 class ReportTask(LanguageTask):
-    """One site's pictures with texts. All records are turned into tokens, and all pictures looked at, once at the start.
+    """One site's pictures with texts. All records are tokenized, and all pictures checked, at the start.
 
     Metrics: see LanguageTask. In a quiet list a picture that does not fit the job is black.
     """
@@ -100,7 +100,7 @@ class ReportTask(LanguageTask):
 
         def read(item: Item) -> Sample:
             try:
-                return {"image": read_picture_bytes(item, side, settings, padding)}
+                return {"image": read_picture(item, side, settings, padding)}
             except UnfitError:
                 if not data.loading.ignore_unfit:
                     raise
@@ -108,14 +108,14 @@ class ReportTask(LanguageTask):
 
         pictures = {split: tuple(Item(Path(text.image), None) for text in texts) for split, texts in data.splits.items()}
         self._pictures = SampleCache(
-            DataList(data.path, pictures, loading=replace(data.loading, skip=False)),  # nobody else has looked at them
+            DataList(data.path, pictures, loading=replace(data.loading, skip=False)),  # no other code has checked them
             read,
             partial(_look, settings),
             read_as("report, or black" if data.loading.ignore_unfit else "report", settings, side, padding),
         )
 
     def read_again(self, split: str, index: int) -> None:
-        """See ReadsAgain."""
+        """Read a sample from its files, even if it is cached. Raises DataError."""
         self._pictures.read_again(split, index)
 
     def _encoder_of(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Encoder:

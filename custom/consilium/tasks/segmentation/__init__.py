@@ -61,7 +61,7 @@ def _scores(config: SegmentationConfig) -> Scores:
 
 
 SCORES = scores.scores(SegmentationScoresConfig())
-"""How the scores of a job that says nothing of them are shown."""
+"""How scores are shown by default."""
 _TASK = "consilium.tasks.segmentation.task"
 SEGMENTATION = TaskKind(
     SegmentationConfig,

@@ -15,7 +15,7 @@ from consilium.core.seeding import seed_for
 from consilium.data.augment import augment
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.images import BLACK, Colour, Sample, check_annotated, read_bytes, read_masks, valid_size
+from consilium.data.images import BLACK, Colour, Sample, check_annotated, read_masks, read_sample, valid_size
 from consilium.data.sample_check import check_sample, cropped_shape
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
 from consilium.data.store import CachedSample
@@ -33,7 +33,7 @@ EXAMPLES = 3
 
 
 class SegmentationTask:
-    """One site's images. All samples are looked at once at the start, so that bad data stops before any training.
+    """One site's images. All samples are checked at the start, so that bad data stops before any training.
 
     Metrics are of each image, volume or patient, as `scores` say, averaged over those where they are defined: a reference that
     lacks the class has neither HD95 nor ASSD, and Dice and IoU only if empty references count. A prediction that lacks the
@@ -65,7 +65,7 @@ class SegmentationTask:
         self._embeddings: Embeddings | None = None
         self._samples = SampleCache(
             data,
-            lambda item: read_bytes(item, classes, image_size, settings, padding),
+            lambda item: read_sample(item, classes, image_size, settings, padding),
             lambda item: check_sample(item, classes, settings),
             read_as("segmentation", settings, image_size, [classes, padding]),
         )
@@ -81,7 +81,7 @@ class SegmentationTask:
         return self.data.loading.ignore_unfit and not self._samples.all_lost
 
     def read_again(self, split: str, index: int) -> None:
-        """See ReadsAgain."""
+        """Read a sample from its files, even if it is cached. Raises DataError."""
         self._samples.read_again(split, index)
 
     def remember(self, encoder: str) -> None:
@@ -94,7 +94,12 @@ class SegmentationTask:
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
         """Return these samples of the training split, augmented as `seed` says; {} if none of them can be read."""
-        found = self._samples.map("training", indices, lambda index, raw: self._training_sample(index, raw, seed))
+
+        def made(index: int, raw: CachedSample) -> Sample:
+            moved = augment(raw, seed, index) if self.augment else to_float(index, raw)
+            return self._annotated("training", index, self._prompted(moved, seed_for(seed, self._prompt, index)))
+
+        found = self._samples.map("training", indices, made)
         return self._collate([sample for _, sample in found])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -215,10 +220,6 @@ class SegmentationTask:
         if item.annotated is None or (known := self._known(item)).all():
             return sample
         return sample | {"annotated": known.float()}
-
-    def _training_sample(self, index: int, raw: CachedSample, seed: int) -> Sample:
-        moved = augment(raw, seed, index) if self.augment else to_float(index, raw)
-        return self._annotated("training", index, self._prompted(moved, seed_for(seed, self._prompt, index)))
 
     def _prompted(self, sample: Sample, seed: int | None = None) -> Sample:
         return sample | {"prompt": TAKEN[self._prompt](sample["label"], seed)} if self._prompt in TAKEN else sample

@@ -1,4 +1,4 @@
-"""From pictures to what a score is taken of: an image, a volume, a patient.
+"""From pictures to the unit of a score: an image, a volume, a patient.
 
 Volumes come one after the other, so that the masks of one at most are kept, a bit a voxel. Without distances only counts are.
 """
@@ -115,7 +115,7 @@ def order(items: Sequence[Item], config: SegmentationScoresConfig) -> list[int]:
 
 
 def volume_of(item: Item) -> object:
-    """Return what is equal for planes of one volume, cut in one direction; a picture is its own volume.
+    """Return a key of an item's volume and cutting direction; a picture is its own volume.
 
     One volume with two masks is two: two raters are not added up.
     """
@@ -124,7 +124,7 @@ def volume_of(item: Item) -> object:
 
 
 def spacing_of(item: Item, shape: tuple[int, int]) -> tuple[float, float, float] | None:
-    """Return millimetres between planes, rows and columns of an item brought to `shape`; None where nobody knows."""
+    """Return millimetres between planes, rows and columns of an item brought to `shape`; None where unknown."""
     grid = volumes.header(item.image).grid if volumes.is_volume(item.image) else None
     if grid is None or grid.voxel is None or (pixel := grid.pixel(item.axis)) is None:
         return None
