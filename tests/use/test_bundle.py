@@ -17,8 +17,9 @@ from PIL import Image
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
+from consilium.data import images as pictures
 from consilium.data.datalist import Item
-from consilium.data.images import read_image, read_picture, valid_size
+from consilium.data.images import read_image, valid_size
 from consilium.federation.model_card import Card
 from consilium.use import bundle, bundle_template, probe
 from tests.conftest import small_text
@@ -54,6 +55,11 @@ SCHEMA = {
 }
 """What MONAI's bundle specification (docs.monai.io, mb_specification) asks of metadata.json; its own schema is downloaded."""
 PADDED = changed(FUNDUS, task={"classes": {"disc": [1, 2], "optic cup": [2]}, "resize": "pad"})
+
+
+def read_picture(*arguments: Any) -> torch.Tensor:
+    """Return a picture as a model takes it, in float32."""
+    return pictures.read_picture(*arguments).float()
 
 
 def card(config: JobConfig) -> Card:

@@ -21,9 +21,9 @@ def relabelled(
 ) -> DataList:
     """Return a data list with every sample's labels as `labels` say, and `annotated` where the list does not say it.
 
-    `classes` are the job's, None for a task without any. Masks get their map along, pictures of a class their new class; those
+    `classes` are the job's, None for a task without any. Masks get the map, pictures with a class their new class; those
     whose class has an empty list are left out. Raises DataError for a class that is not in the map, and for a class of the job
-    that no label stands for although masks are said to show it, or that a picture has none or two of; `quiet`: such masks do
+    that no label is mapped to although it is annotated, or that a picture has none or two of; `quiet`: such masks do
     not show it, and such pictures have none.
     """
     if labels is None and annotated is None:

@@ -121,7 +121,7 @@ def _intensities(found: Measure, values: np.ndarray, settings: PictureSettings, 
 
 
 def _count(found: Measure, item: Item, classes: Classes, settings: PictureSettings) -> None:
-    """Keep how many pixels each label and each class has; a class of the whole picture has all."""
+    """Count the pixels of each label and class; a class of the whole picture has all of them."""
     if item.label is None:
         return
     if not isinstance(item.label, Path):

@@ -2,7 +2,7 @@
 
 A record is {"instruction": ..., "input": ..., "output": ...}, or without an instruction. Optional: "outputs", a list of
 references instead of "output"; "final_answer", what exact match compares with; "labels", the record's own answers to choose
-from; "patient", whose it is, as in a list of pictures. Other keys are left alone.
+from; "patient", as in a list of pictures. Other keys are ignored.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ WITHOUT_INPUT = "Below is a task. Write an answer that does what it asks.\n\n###
 class Text:
     """One record; `name` is its file and line. `outputs` are its references, the first of which is trained on.
 
-    `image`: the picture that it is about, for a task that looks at one. `patient`: a pseudonym, "" where nobody knows.
+    `image`: its picture, for a task with pictures. `patient`: a pseudonym, "" where unknown.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Text:
 
     @property
     def prompt_words(self) -> str:
-        """Instruction and input as they stand, without the template around them."""
+        """Instruction and input, without the template around them."""
         return "\n".join(part for part in (self.instruction, self.input) if part)
 
     @property
     def prompt(self) -> str:
-        """What the model reads before it answers; an input without an instruction is the instruction."""
+        """The prompt in the default template; an input without an instruction is the instruction."""
         if not self.instruction or not self.input:
             return WITHOUT_INPUT.format(instruction=self.instruction or self.input)
         return WITH_INPUT.format(instruction=self.instruction, input=self.input)

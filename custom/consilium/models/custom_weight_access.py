@@ -1,6 +1,6 @@
 """Linear layers whose .weight is read directly instead of through forward(): adapters and low precision skip them.
 
-By the code of `transformers`, which tests/models/test_reading.py reads.
+By the code of `transformers`, which tests/models/test_custom_weight_access.py reads.
 """
 
 from collections.abc import Set

@@ -94,7 +94,7 @@ def series(path: Path) -> list[tuple[Path, Dataset]]:
 
 
 def alone(path: Path) -> Path:
-    """Return the only DICOM file of a folder, else the path itself. Raises DataError for a folder of too many files."""
+    """Return a folder's only DICOM file, else the path itself. Raises DataError for a folder of too many files."""
     files = _files(path) if path.is_dir() else []
     return files[0] if len(files) == 1 else path
 

@@ -26,7 +26,7 @@ Window = tuple[float, float]
 
 @dataclass(frozen=True, eq=False)
 class Scale:
-    """From stored values to those of the unit: value = stored * slope + intercept, or by tables.
+    """The scale from stored values to the file's unit: value = stored * slope + intercept, or by tables.
 
     `window`: the values shown, from the first to black and to the second to white; `curve`: how, if not evenly (SIGMOID, LUT).
     `stored`: least and largest value of the stored bits; `inverted`: MONOCHROME1, so the largest is the darkest.
@@ -44,7 +44,7 @@ class Scale:
 
     @property
     def plain(self) -> bool:
-        """Tell whether stored values are already those of the unit."""
+        """Whether stored values are already in the unit."""
         return (self.slope, self.intercept) == (1.0, 0.0) and not self.curve and "ModalityLUTSequence" not in self.tables
 
 
@@ -139,9 +139,9 @@ def _curved(values: np.ndarray, scale: Scale) -> np.ndarray:
 
 
 SLICE_TOLERANCE = 0.25
-"""Share of the distance between slices by which one may lie off its place."""
+"""Share of the slice distance by which a slice may lie off its position."""
 _SAME = 1e-3
-"""Millimetres below which two positions are one, and by which direction cosines may differ."""
+"""Tolerance in millimetres between equal positions, and between direction cosines."""
 _OF_FRAME = 32
 """Bytes that a segment's frame, with its position, takes in a deflated file."""
 _TO_RAS = np.diag([-1.0, -1.0, 1.0, 1.0])
@@ -149,7 +149,7 @@ _TO_RAS = np.diag([-1.0, -1.0, 1.0, 1.0])
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a frame lies: the middle of its first pixel (3), steps along columns i and rows j (3), mm in DICOM's own axes."""
+    """A frame's position: centre of its first pixel (3), steps along columns i and rows j (3), in mm on DICOM's axes."""
 
     origin: np.ndarray
     i: np.ndarray
@@ -165,7 +165,7 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """One picture, of rows and columns: the `number`-th, from 0, of its file. `own`: the elements that are about it."""
+    """A frame, the `number`-th (from 0) of its file. `own`: the elements that apply to it."""
 
     file: Path
     number: int
@@ -234,7 +234,7 @@ _MACROS = (
     "PlanePositionSequence", "PlaneOrientationSequence", "PixelMeasuresSequence", "PixelValueTransformationSequence",
     "FrameVOILUTSequence", "SegmentIdentificationSequence", "DerivationImageSequence",
 )  # fmt: skip
-"""Groups of elements that a file of several frames has for each, or for all."""
+"""Functional groups of a multi-frame file, per frame or shared."""
 
 
 def flat(elements: Dataset, number: int, common: Dataset) -> Dataset:
@@ -277,13 +277,13 @@ def _place(own: Dataset) -> Place | None:
 
 
 Order = tuple[list[Frame], int, np.ndarray | None]
-"""Frames along their normal, how many slices there are, and the affine (4, 4) to mm: None where frames have no place."""
+"""Frames along their normal, the number of slices, and the affine (4, 4) to mm, None where frames have no position."""
 
 
 def in_order(path: Path, frames: Sequence[Frame]) -> Order:
-    """Return the frames of an image, a slice each.
+    """Return the frames of an image in order, a slice each.
 
-    Raises DataError for frames that make no even stack: other sizes or directions, a place taken twice, one missing.
+    Raises DataError for an uneven stack: different sizes or directions, two frames at one position, a missing one.
     """
     if any(frame.shape != frames[0].shape for frame in frames):
         raise DataError(f"{path}: holds images of several sizes; give each series a folder of its own")
@@ -296,7 +296,7 @@ def in_order(path: Path, frames: Sequence[Frame]) -> Order:
 
 
 def on_lattice(path: Path, frames: Sequence[Frame]) -> Order:
-    """Return the frames of a segmentation: several at a place, and none at places where nothing is drawn."""
+    """Return the frames of a segmentation in order: several may share a position, and empty slices have none."""
     if (places := _places(path, frames)) is None:
         return list(frames), len(frames), None
     heights, order, origins = _sorted(places)
@@ -356,7 +356,7 @@ def _check_even(path: Path, heights: np.ndarray, origins: np.ndarray, step: np.n
 
 
 def _check_size(path: Path, files: Mapping[Path, Dataset]) -> None:
-    """Raise DataError for images that would take more memory than files of their size may, before one is decoded."""
+    """Raise DataError, before decoding, for images that would take more memory than files of their size may."""
     segments = next(iter(files.values())).get("SOPClassUID") in SEGMENTATIONS  # each frame is a part of a mask: see masks.py
     most, frames, needed = MOST_FILES * (10 if segments else 1), 0, 0
     packed = sum(file.stat().st_size for file in files)

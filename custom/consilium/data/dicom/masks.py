@@ -24,7 +24,7 @@ from consilium.data.settings import Value
 from consilium.data.volumes import Header
 
 CLOSED = frozenset({"CLOSED_PLANAR", "CLOSEDPLANAR_XOR"})
-"""Kinds of contours that enclose something; points and open lines do not."""
+"""Kinds of contours that enclose an area."""
 _AT_ONCE = 2**22
 _LONGEST_NUMBER = 64
 """Characters; the standard has 16. numpy makes all numbers of a contour as long as the longest."""
@@ -125,7 +125,7 @@ def _crossings(polygon: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
 
 
 HALF = 0.5
-"""A pixel of a fractional segment belongs to it from this share on."""
+"""Share from which on a pixel of a fractional segment belongs to it."""
 _TO_RAS = np.array([-1.0, -1.0, 1.0])
 
 
@@ -165,9 +165,9 @@ def _segments(path: Path, elements: Dataset, image: Grid) -> Labels:
 
 
 def _onto(frame: Frame, grid: Grid) -> np.ndarray | None:
-    """Return the voxel of a frame's first pixel, and the steps to the next column and row: (3, 3) whole numbers, as columns.
+    """Return the voxel of a frame's first pixel and the steps to the next column and row, as columns of (3, 3) integers.
 
-    None where its pixels are no voxels of the grid. A frame beside an image of one plane is put outside of it.
+    None where its pixels do not match voxels of the grid. A frame beside a single-plane image gets a place outside.
     """
     if frame.place is None or grid.affine is None:
         return _onto_source(frame, grid)
@@ -191,7 +191,7 @@ def _onto_source(frame: Frame, grid: Grid) -> np.ndarray | None:
 
 
 def _empty(path: Path, elements: Dataset, grid: Grid) -> dict[int, np.ndarray]:
-    """Return a mask without voxels for every segment. Raises DataError for more than memory is given to."""
+    """Return an empty mask for every segment. Raises DataError for masks of over MOST_VOLUME bytes."""
     numbers = [int(segment.SegmentNumber) for segment in elements.get("SegmentSequence") or []]
     needed = len(numbers) * prod(grid.shape)
     if needed > MOST_VOLUME:

@@ -28,11 +28,11 @@ MOST_OF_FOLDER = 4 * MOST_ELEMENTS
 MOST_HEADER = 2**28
 """Bytes before the pixels of a deflated file."""
 MOST_VALUE = 2**16
-"""Bytes of a value that is read as a text or as numbers, each of which becomes an object."""
+"""Bytes of a value that is parsed into texts or numbers, each a Python object."""
 MOST_TABLE = 2**18
-"""The same of a table of values or colours, which has up to 65,536 entries."""
+"""Bytes of a table of values or colours, which has up to 65,536 entries."""
 MOST_LEVELS = 32
-"""Sequences within sequences."""
+"""Levels of nested sequences."""
 _ITEM = 4
 _ITEM_TAGS = (b"\xfe\xff\x00\xe0", b"\xff\xfe\xe0\x00")
 _UNCOUNTED = 2**18
@@ -62,20 +62,20 @@ _LONGEST = {tag_for_keyword(keyword): MOST_VALUE for keyword in _READ} | dict.fr
 
 
 class Budget:
-    """How many elements may still be read of a file, or of all files of a folder."""
+    """A budget of elements that may be read from a file, or from all files of a folder."""
 
     def __init__(self, path: Path, most: int = MOST_ELEMENTS) -> None:
         self._path, self._left, self._most = path, most, most
         self.error: DataError | None = None
 
     def take(self, count: int) -> None:
-        """Raise DataError where no more elements may be read."""
+        """Take `count` elements from the budget. Raises DataError where it is exceeded."""
         self._left -= count
         if self._left < 0:
             raise self.refused(f"more than {self._most:,} elements and items of sequences")
 
     def refused(self, what: str) -> DataError:
-        """Return the error for a file that asks for too much, and keep it."""
+        """Return, and keep, the error for a file that exceeds a bound."""
         self.error = DataError(f"{self._path}: cannot be read as DICOM ({what}); {TAKE_OFF}")
         return self.error
 
@@ -171,7 +171,7 @@ def _parsed(path: Path, pixels: bool, budget: Budget) -> Dataset:
 
 
 def _unread(elements: Dataset) -> Iterator[RawDataElement]:
-    """Yield the sequences that pydicom reads when they are asked for."""
+    """Yield the sequences that pydicom has not parsed yet."""
     for one in elements._dict.values():
         yield from _unread_of(one)
 
@@ -190,7 +190,7 @@ def _is_sequence(tag: int) -> bool:
 
 
 def _count(sequence: RawDataElement, budget: Budget, level: int = 0) -> None:
-    """Take all that a sequence holds from a budget. Raises DataError, also for more than MOST_LEVELS."""
+    """Take all elements of a sequence from a budget. Raises DataError, also for more than MOST_LEVELS."""
     if level > MOST_LEVELS:
         raise budget.refused(f"sequences nested over {MOST_LEVELS} deep")
     value, order = sequence.value or b"", "<>"[not sequence.is_little_endian]
@@ -207,7 +207,7 @@ def _count(sequence: RawDataElement, budget: Budget, level: int = 0) -> None:
 
 
 def _inflated(file: IO[bytes], meta: FileMetaDataset, most: int, pixels: bool, budget: Budget) -> Dataset:
-    """Return the elements of a deflated file, as they are in one that is not."""
+    """Return the elements of a deflated file."""
     inflating = _Inflating(file, budget, min(most, MOST_HEADER))
     stream: Any = _Metered(inflating, 2**63, budget)
     found = read_dataset(stream, False, True, stop_when=lambda tag, vr, length: tag in _PIXELS)

@@ -1,4 +1,4 @@
-"""The values of DICOM images: decoded frame by frame, each put in its place."""
+"""Pixel values of DICOM images, decoded frame by frame."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,13 +55,13 @@ def _lengths(code: bytes) -> Iterator[int]:
 MOST_ENTRIES = 2**16
 """Of a palette."""
 _DECODERS = ("pillow", "pyjpegls", "pydicom", "gdcm")
-"""Of several that decode a file, the first of these does."""
+"""Decoders in the order of preference."""
 
 
 def voxels(path: Path, padding: bool = False) -> np.ndarray:
     """Return values (i, j, k) in their unit, or colours (i, j, k, 3) of 8 bits. Raises DataError.
 
-    Pixels that only fill up a picture (PixelPaddingValue) get the least value of the others, unless `padding`.
+    Padding pixels (PixelPaddingValue) get the least value of the others, unless `padding`.
     """
     with reading(path):
         found = stack(path)
@@ -74,7 +74,7 @@ def voxels(path: Path, padding: bool = False) -> np.ndarray:
 
 
 def _filled(found: Stack) -> tuple[np.ndarray, np.ndarray]:
-    """Return values (i, j, k, ...), and where they are padding: a mask of that shape, or of one voxel where none is."""
+    """Return values (i, j, k, ...) and a mask of padding, of that shape, or of one voxel without any padding."""
     shape = found.header.grid.shape
     values = np.empty((*shape[::-1], 3) if found.colours else shape[::-1], _dtype(found)).swapaxes(0, 2)  # slices in one piece
     padded = any(frame.scale.padding for frame in found.frames) and not found.colours
@@ -114,7 +114,7 @@ def pictures(file: Path) -> Iterator[np.ndarray]:
 
 
 def _unpacked(elements: Dataset) -> Iterator[np.ndarray]:
-    """Yield frames of one bit a pixel, 8 to a byte throughout: pydicom fails where a frame ends within a byte."""
+    """Yield frames of one bit a pixel: pydicom fails where a frame ends within a byte."""
     pixels = int(elements.Rows) * int(elements.Columns)
     for number in range(count_of(elements)):
         first, last = number * pixels, (number + 1) * pixels
@@ -124,7 +124,7 @@ def _unpacked(elements: Dataset) -> Iterator[np.ndarray]:
 
 
 def _coloured(file: Path, picture: np.ndarray, elements: Dataset) -> np.ndarray:
-    """Return colours of 8 bits where a picture has any; grey as it is."""
+    """Return colours as 8 bits, and grey unchanged."""
     bits = int(elements.BitsStored)
     if elements.get("PhotometricInterpretation") == "PALETTE COLOR":
         _check_palette(file, elements)
@@ -165,7 +165,7 @@ def _syntax(elements: Dataset) -> UID:
 
 
 def _check_pixels(file: Path, elements: Dataset, syntax: UID) -> None:
-    """Raise DataError for pixels that are not there, or that nothing here decodes."""
+    """Raise DataError for missing pixels, or a transfer syntax without a decoder."""
     if not has_pixels(elements):
         raise DataError(f"{file}: has no pixels, or ends within them; {TAKE_OFF}")
     if int(elements.get("HighBit", elements.BitsStored - 1)) != elements.BitsStored - 1:
