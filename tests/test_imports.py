@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from consilium.core.lazy import lazy
+
 ROOT = Path(__file__).parents[1]
 HEAVY = (
     "monai",
@@ -67,6 +69,14 @@ def test_a_command_line_that_reads_a_job_loads_no_torch() -> None:
     found = loaded(READ)
     assert "consilium.config.job" in found
     assert found & {"torch", "numpy", "nvflare", *HEAVY} == set()
+
+
+def test_lazy_functions_are_imported_when_they_are_called() -> None:
+    found = lazy("fractions:Fraction", 1)
+    assert str(found(3)) == "1/3"
+    missing = lazy("consilium.no_such_module:build")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        missing()
 
 
 @pytest.mark.parametrize("job", ["quickstart", pytest.param("quickstart_cells", marks=pytest.mark.slow)])

@@ -70,9 +70,9 @@ class Item:
     """One sample. `image`: a picture, a volume or a folder of DICOM files; `label`: a mask's path or a class.
 
     `slice`: a plane of a volume, counted across `axis`; `tile`: a part of a large picture. `patient` and `study`: pseudonyms of
-    what belongs together, "" where nobody knows. `annotated`: the classes that the mask shows, all of the task's without it.
-    `label_map`: classes by the site's own label values, where they differ from the job's. `others`: what values of no
-    class are. `alone`: a part of a file that nothing else of the file may move. `crop`: what a job sees of the picture.
+    linked samples, "" where unknown. `annotated`: the classes that the mask shows, all of the task's without it.
+    `label_map`: classes by the site's own label values, where they differ from the job's. `others`: how values of no
+    class count. `alone`: a part that no other part of its file may influence. `crop`: the part of the picture that a job uses.
     """
 
     image: Path
@@ -122,7 +122,7 @@ def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = No
     """Read a data list or a folder per class; relative paths start at its folder, and may lead out of it: see safe_open.py.
 
     `classes`: text labels are class names, not masks; None decides it by label: a text without a suffix is a name.
-    `bad`: told of every entry that cannot be used, which is then left out; without it the first one is an error.
+    `bad`: called for every unusable entry, which is then left out; without it the first one is an error.
     Raises DataError, naming file, entry and remedy.
     """
     if path.is_dir():

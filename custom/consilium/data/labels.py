@@ -28,7 +28,7 @@ class Labels:
         return next((mask.shape for mask in (self.regions or {}).values()), ())
 
     def present(self) -> set[Value]:
-        """Return the labels that some voxel has; 0 is what has none."""
+        """Return the labels that some voxel has; 0 is background."""
         if self.values is not None:
             if self.values.dtype in (np.uint8, np.uint16):  # counting is ten times faster than sorting
                 return set(np.flatnonzero(np.bincount(self.values.reshape(-1))).tolist())

@@ -52,7 +52,7 @@ class PictureSettings(Section):
 
     `window`: without it a DICOM file's own; without that 8-bit values stay, and others map the volume's 0.5 to 99.5
     percentiles. `resize`: stretch to a square, or keep the aspect ratio and pad at the right and the bottom, as SAM does.
-    `slices`: what becomes of a volume whose entry names no plane. `tiles`: pictures larger than a tile are cut into tiles;
+    `slices`: planes of a volume whose entry names none. `tiles`: pictures larger than a tile are cut into tiles;
     without it each is one sample.
     `crop`: of every picture one square part, of so many pixels, is all that is seen, in training and in scores. A shorter side
     stays whole. Where it lies follows from the file's name, and for training from `training.seed` too.

@@ -27,7 +27,7 @@ from consilium.data.patients import linked
 class Cut:
     """How to cut: shares of all samples, or `folds` parts each of which is the test split once.
 
-    `keep_test`: the list's own test split stays as it is, only the rest is cut. `validation` is a share of what is left then.
+    `keep_test`: the list's own test split stays as it is, only the rest is cut. `validation` is a share of the rest.
     """
 
     validation: float = 0.1

@@ -1,6 +1,6 @@
 """Decoded samples on the site's disk, for any number of threads and processes: 8-bit arrays, mapped into memory.
 
-Names are salted hashes of what a sample is made from: files' content, settings, the reading code. A changed file, or a job with
+Names are salted hashes of a sample's sources: files' content, settings, the reading code. A changed file, or a job with
 other settings, makes another sample. Nothing here is unpickled, and every file has a checksum: a torn or altered one is made
 again. Where the disk is full or cannot be written to, samples are not kept, and training goes on without.
 """
@@ -43,7 +43,7 @@ RECENT = 2.0
 SALT, DIGEST = 32, 16
 """Bytes of the salt, and of a salted hash."""
 MOST_LINES = 500_000
-"""A longer index is begun anew."""
+"""A longer index is started again."""
 _MAGIC = b"consmp01"
 _HEAD = len(_MAGIC) + 32
 _CHECK = 8
@@ -58,7 +58,7 @@ class Store:
     """Samples under `folder`, at most `most` bytes. Raises OSError.
 
     Samples that were used longest ago are evicted, but none that was used since this process began: otherwise a data set larger
-    than the cache would be written anew in every epoch.
+    than the cache would be rewritten in every epoch.
     """
 
     def __init__(self, folder: Path, most: int) -> None:
@@ -130,7 +130,7 @@ class Store:
         return True
 
     def _write(self, path: Path, parts: Iterable[bytes | memoryview]) -> None:
-        """Write a file under a hidden name, then rename it. It is not flushed: what a crash leaves fails its checksum."""
+        """Write a file under a hidden name, then rename it. It is not flushed: a file torn by a crash fails its checksum."""
         temporary = path.with_name(f".{path.stem}-{threading.get_ident()}.{os.getpid()}")
         try:
             with open(temporary, "wb", opener=_private) as file:
@@ -244,7 +244,7 @@ class Fingerprints:
 
 
 def _position(item: Item) -> list[object]:
-    """Return what a sample depends on beside its files' content and the settings."""
+    """Return the other values that a sample depends on, beside its files' content and the settings."""
     return [VERSION, PIL.__version__, *(getattr(item, one.name) for one in fields(item) if one.name not in _APART)]
 
 

@@ -66,7 +66,7 @@ def spread(path: Path) -> tuple[float, float]:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Keep what this thread reads in the block until its end, whatever others read: planes of a volume are read in a row.
+    """Keep the volumes that this thread reads in the block until its end: the planes of a volume are read in a row.
 
     A few threads at a time may, so that memory is bounded; others wait.
     """

@@ -89,7 +89,7 @@ class PictureFolderConfig(FolderConfig):
     """Base of the sections of folder models that take pictures.
 
     `pixel_mean` and `pixel_std`, in 0..1, are those of the folder's preprocessor_config.json; without them the architecture's
-    usual ones, and a site whose folder says otherwise is told so.
+    usual ones; a site whose folder has others gets an error.
     """
 
     image_size: Annotated[int, Field(ge=16, le=4096, description="pixels")]

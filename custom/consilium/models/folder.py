@@ -107,7 +107,7 @@ def _require_rows(folder: Path, tokenizer: Any, config: Mapping[str, Any]) -> No
 def _beyond(tokenizer: Any, rows: int) -> str:
     """Return the first token, and its number, that texts may hold and a model of `rows` tokens cannot read; "" for none.
 
-    Special ones that no text holds by itself may lie beyond: Code Llama 34B's do, whose model knows none of them.
+    Special tokens may lie beyond, because no text contains them: those of Code Llama 34B do.
     """
     named = {"eos_token": tokenizer.eos_token_id, "bos_token": tokenizer.bos_token_id}
     if len(tokenizer) > rows:
@@ -167,7 +167,7 @@ def require_pixels(folder: Path | None, mean: tuple[float, ...], deviation: tupl
 
 
 def use_checkpointing(model: PreTrainedModel) -> None:
-    """Keep the blocks' inputs alone for the backward pass. Raises ConfigError where the model's code cannot."""
+    """Use gradient checkpointing. Raises ConfigError where the model's code does not support it."""
     try:
         model.activation_checkpointing_enable({"use_reentrant": False})
     except ValueError:
@@ -178,7 +178,7 @@ def use_checkpointing(model: PreTrainedModel) -> None:
 def answer_plainly(model: PreTrainedModel) -> None:
     """Remove a folder's generation_config, which would change greedy answers silently.
 
-    Nor are experts' choices kept for a loss of theirs, which counts only whole texts and no steps of an answer.
+    Router logits are switched off too: their loss is defined for whole texts, not for steps of an answer.
     """
     model.generation_config = GenerationConfig()
     if model.config.model_type in _WITHOUT_CACHE:

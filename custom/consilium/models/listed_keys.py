@@ -40,7 +40,7 @@ def listed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a config.json that its architecture's class declares, `model_type` included.
 
     Left out are labels and notes of earlier versions, and numbers that neither the class nor the architecture's code names.
-    Raises ConfigError for every other key, for a map in a number's place, and for a word that the architecture does not know.
+    Raises ConfigError for every other key, for a map in a number's place, and for an unknown word.
     """
     try:
         values = plain(config)
@@ -95,7 +95,7 @@ def _section(values: Mapping[str, Any], kind: type[PreTrainedConfig], place: str
 
 
 def _owner(kind: type[PreTrainedConfig], key: str) -> type[PreTrainedConfig] | None:
-    """Return the class that declares a key: `kind`, or one of its parts, whose keys older files write beside the others."""
+    """Return the configuration class that declares a key: `kind`, or one of its parts, whose keys older files write inline."""
     if key in _BASE or key in _fields(kind) or key in kind.attribute_map:
         return kind
     parts = (_default_part(kind, name) for name in kind.sub_configs_defaults)

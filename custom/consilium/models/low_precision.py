@@ -1,4 +1,4 @@
-"""A frozen base in half the memory: its linear layers' weights kept as bfloat16, or in less still; see quantized.py.
+"""A frozen base in less memory: its linear layers' weights as bfloat16, or quantized by quantized.py.
 
 Autocast makes a bfloat16 copy of a float32 weight in every step and keeps it for the backward pass: a frozen base costs 6 bytes
 a number. Kept as bfloat16 it costs 2, and what is computed under `precision: bf16` is the same, bit for bit. All that trains
@@ -32,7 +32,7 @@ class StoredLinear(nn.Linear):
 def store(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> nn.Module:
     """Keep the plain linear layers of `model` as `dtype`, see ModelConfig, in place, but for those `trained`; return it.
 
-    A layer that shares its weight with another module (an output layer with the embedding) stays as it is. Raises ConfigError
+    A layer that shares its weight with another module (an output layer with the embedding) is unchanged. Raises ConfigError
     for nf4 and int8 where bitsandbytes is missing.
     """
     if dtype != "fp32":
@@ -43,7 +43,7 @@ def store(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> nn.Module:
 def replace(model: nn.Module, trained: Iterable[Tensor], dtype: str, quantize: Callable[[nn.Linear, str], None] | None) -> None:
     """Keep the frozen linear layers as bfloat16, or as `quantize` does, in place.
 
-    A layer that writes the output is not quantized: it counts most, and Mamba-2 and xLSTM cast what goes into it to its type.
+    An output layer is not quantized: its errors count most, and Mamba-2 and xLSTM cast its input to its weight's type.
     """
     outputs = _outputs(model)
     for layer in frozen_linear(model, trained):

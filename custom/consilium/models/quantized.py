@@ -2,7 +2,7 @@
 
 NF4 (Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 2023) keeps 4 bits a number and a scale for every
 64; int8 (Dettmers et al., "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale", NeurIPS 2022) 8 bits and a scale
-a row, with columns of inputs over 6 computed apart. Products are in autocast's type, or that of what comes in.
+a row, with columns of inputs over 6 computed separately. Products are in autocast's type, or the input's.
 """
 
 from copy import copy

@@ -43,7 +43,7 @@ class ModelConfig(Section):
         return 0, 0, 0
 
     def packs(self) -> bool:
-        """Tell whether it reads several texts in a row, each with positions of its own, as if they stood alone."""
+        """Tell whether several texts can be packed into one row without influence on each other."""
         return False
 
     def keep_apart(self) -> None:
@@ -52,9 +52,9 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True)
 class TargetSet:
-    """Linear layers to adapt: those whose full names `pattern` (RE2) matches, or the pattern that `select` finds for a model.
+    """Linear layers to adapt, by a `pattern` (RE2) of full names, or by the pattern that `select(model)` returns.
 
-    `prepare` changes the model before names are looked up, `fuse` what was trained back into layers that the unchanged base
+    `prepare` changes the model before names are looked up, `fuse` maps trained tensors back to layers that the unchanged base
     has. `known`: the model's own sets, for messages.
     """
 
@@ -79,7 +79,7 @@ class Build(Protocol):
 
 
 class Cut(NamedTuple):
-    """Where encoder and head meet: behind `module`, whose output (N, ...) has `width` features along `axis`."""
+    """The cut between encoder and head: after `module`, whose output (N, ...) has `width` features along `axis`."""
 
     module: "nn.Module"
     width: int

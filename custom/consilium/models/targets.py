@@ -2,7 +2,7 @@
 
 Architectures of `transformers` differ in names (q_proj, Wqkv, c_attn), in what is fused, and in what is no linear layer at all
 (experts kept as one block of numbers). So the sets are looked up in the model: a block's linear layers below a module that is
-called attention are its attention, all others its MLP. A set that would miss a part of what it names is refused, with the list.
+called attention are its attention, all others its MLP. A set that would miss some of its layers is refused, with the list.
 """
 
 import re
@@ -20,12 +20,12 @@ _OUT = {"o_proj", "o_a_proj", "o_b_proj", "out_proj", "dense", "c_proj", "wo", "
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
 """Linear layers that choose experts."""
 _CROSS = re.compile(r"(^|\.)(encoder_attn|crossattention|cross_attn)\.")
-"""Attention to what an encoder says. A decoder that stands alone has these layers, and never runs them."""
+"""Cross-attention. A decoder without an encoder has these layers, and never runs them."""
 _NO_PROJECTION = re.compile(r"norm|embed|conv|bias|A_log|dt_")
 
 
 class Layers(NamedTuple):
-    """Full names of a model's linear layers by what they do, and of its larger weights that no linear layer has."""
+    """Full names of a model's linear layers by function, and of its larger weights outside linear layers."""
 
     inputs: list[str]
     outputs: list[str]
@@ -34,7 +34,7 @@ class Layers(NamedTuple):
 
     @property
     def attention(self) -> list[str]:
-        """What reads the attention's input, and what writes its result."""
+        """Input and output projections of attention."""
         return self.inputs + self.outputs
 
 

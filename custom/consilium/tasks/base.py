@@ -93,7 +93,7 @@ class Task(Protocol):
     num_samples: int
 
     def has(self, split: str) -> bool:
-        """Tell whether the split holds any sample."""
+        """Tell whether the split has any sample."""
         ...
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:

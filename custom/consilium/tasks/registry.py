@@ -29,7 +29,7 @@ class TaskConfig(Section):
 
     @property
     def outputs(self) -> int:
-        """Numbers that a model's head has for one sample; 0 for a task whose models have no such head."""
+        """Outputs of a model's head for one sample; 0 for a task whose models have no such head."""
         return 0
 
     def keep_apart(self) -> None:
@@ -78,7 +78,7 @@ class TaskKind:
     `metric_names(config)`: every metric it can report; `read(path)`: a site's data list; `prepare(config, data)`: the samples
     that this job makes of it, such as a volume's planes; `look(config, item)`: raises DataError for a sample that is bad at a
     look, which a site may have left out; `usable(path, lost)`: `read` without the entries that cannot be used, which go into
-    `lost`; `file`: what such a list is called; `models`: names of models made for another
+    `lost`; `file`: the name of such a list; `models`: names of models made for another
     task that do this one too, their head having the task's `outputs`; `rehearse(config, model config, model, n)`: the training
     loss of n samples of full size that hold nothing, on which a step's memory is counted, and what a site can carry measured
     in a private job.

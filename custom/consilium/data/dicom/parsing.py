@@ -97,7 +97,7 @@ class _Metered(io.RawIOBase):
                 if size > _LONGEST.get(group << 16 | number, size):
                     raise self._budget.refused(f"{size:,} bytes in the element {group:04X},{number:04X}")
         if size > 8:
-            return self._file.read(min(size, max(0, self._size - self._file.tell())))  # Python makes room for what is asked
+            return self._file.read(min(size, max(0, self._size - self._file.tell())))  # read() allocates its argument
         found = self._file.read(size)
         if size == 8:
             self._head = found.ljust(8, b"\0")
@@ -148,7 +148,7 @@ def parse(path: Path, pixels: bool, budget: Budget | None = None) -> Dataset:
     try:
         return _parsed(path, pixels, budget)
     except Exception as error:
-        raise (budget.error or error) from None  # pydicom makes an OSError of what is raised between items
+        raise (budget.error or error) from None  # pydicom turns errors between items into an OSError
 
 
 def _parsed(path: Path, pixels: bool, budget: Budget) -> Dataset:

@@ -31,7 +31,7 @@ class Options:
     `validation` and `test`: shares cut off where the publisher has no such split. `sites`: pool everything and deal patients
     out to so many sites, 0 keeps the set's own. `minimum`: samples a site has at least. `types`: cell classes, not just nuclei.
     `resplit`: forget the publisher's splits. `size`: which of several training sets. `only`: sites to take, all if empty;
-    `rename`: their new names. `columns`: a table's headings by what they hold.
+    `rename`: their new names. `columns`: a table's headings by field.
     """
 
     validation: float = 0.1
@@ -87,9 +87,9 @@ Sample = SourceSample | TextRecord
 
 @dataclass(frozen=True)
 class ImportResult:
-    """All that an importer found; `classes` is what a job's task.classes should say, None for texts.
+    """The result of an importer; `classes`: the job's task.classes for this set, None for texts.
 
-    `notes` is what a user should know.
+    `notes` are for the user.
     """
 
     samples: Sequence[Sample]
@@ -99,7 +99,7 @@ class ImportResult:
 
 @dataclass(frozen=True)
 class Importer:
-    """A data set: how its folders look, in a line, and what reads them; `sizes` of its training set, the default first.
+    """A data set: its layout in one line, and its reader; `sizes` of its training set, the default first.
 
     `is_file`: the source is a file, not a folder.
     """
@@ -112,7 +112,7 @@ class Importer:
 
 
 def wrong_layout(source: Path, expected: str) -> DataError:
-    """Return the error for a folder that does not look as published, with what is there instead."""
+    """Return the error for a folder that differs from the published layout, with its actual entries."""
     names = sorted(p.name + "/" * p.is_dir() for p in source.iterdir() if not p.name.startswith(".")) if source.is_dir() else []
     found = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     return DataError(f"{source}: expected {expected}; found {found or ('nothing' if source.is_dir() else 'no such folder')}")
@@ -145,7 +145,7 @@ def renamed_notes(names: Mapping[str, str]) -> list[str]:
 
 
 def folders(root: Path) -> Iterator[Path]:
-    """Yield the folder and all below it, parents first, sorted; hidden ones and what macOS packs along are left out."""
+    """Yield the folder and all below it, parents first, sorted, without hidden folders and __MACOSX."""
     for folder, below, _ in os.walk(root):
         below[:] = sorted(name for name in below if not name.startswith(".") and name != "__MACOSX")
         yield Path(folder)
@@ -179,7 +179,7 @@ def composed(name: str) -> str:
 
 
 def partner(stem: str, among: dict[str, Path], image: Path, what: str) -> Path:
-    """Return the file of that stem, else the one of that stem in another case. Raises DataError naming what has none."""
+    """Return the file of that stem, else of that stem in another case. Raises DataError naming the picture without one."""
     if (wanted := composed(stem)) in among:
         return among[wanted]
     alike = [path for name, path in among.items() if name.lower() == wanted.lower()]

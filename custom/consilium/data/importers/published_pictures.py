@@ -44,7 +44,7 @@ Pairs = Sequence[tuple[str, str]]
 class Drawn(NamedTuple):
     """A picture with the files that its mask is made from. `name`: of the mask's file, by default the picture's.
 
-    `group`: what no split may cut, by default the picture alone; see SourceSample.
+    `group`: samples that no split may separate, by default the picture alone; see SourceSample.
     """
 
     image: Path
@@ -229,7 +229,7 @@ def cup_from_dark(values: np.ndarray) -> np.ndarray:
 
 
 def _drishti(folder: Path) -> Iterator[Drawn]:
-    """Drishti-GS1: pictures in folders named Images; soft maps of disc and cup; what lies below a folder Test* is for test."""
+    """Drishti-GS1: pictures in folders named Images; soft maps of disc and cup; a folder Test* is the test split."""
     images = by_stem(p for p in files(folder, [".png"]) if "images" in [part.lower() for part in p.relative_to(folder).parts])
     for disc in files(folder, ["_odsegsoftmap.png"]):
         stem = disc.name[: -len("_ODsegSoftmap.png")]
@@ -406,7 +406,7 @@ class ClassSet:
 
     @property
     def layout(self) -> str:
-        """What its folder holds."""
+        """The layout of its folder."""
         start = "train/, val/ and test/ with a folder" if self.splits else "a folder"
         return f"{start} per class: {', '.join(self.classes)}"
 

@@ -137,7 +137,7 @@ def _choice(where: str, task: str, text: str, options: Sequence[Any], label: str
 
 
 def _gsm8k(where: str, raw: Record, label: str) -> tuple[str, Record]:
-    """Take the calculator's notes <<...>> out of an answer; `final_answer` is what stands behind ####."""
+    """Remove the calculator's notes <<...>> from an answer; `final_answer` is the text after ####."""
     steps, mark, result = raw["answer"].rpartition("####")
     if not mark or not result.strip():
         raise DataError(f"{where}: expected an answer with its result behind ####; found {raw['answer'][-80:]!r}; {REMEDY}")
@@ -146,7 +146,7 @@ def _gsm8k(where: str, raw: Record, label: str) -> tuple[str, Record]:
 
 
 def _metamath(where: str, raw: Record, label: str) -> tuple[str, Record] | None:
-    """Write "The answer is: X" as "#### X", which exact match reads; what was made of one question is one group."""
+    """Write "The answer is: X" as "#### X", which exact match reads; variants of one question are one group."""
     steps, mark, result = raw["response"].rpartition(RESULT)
     if not mark or not (result := result.strip()):
         return None
@@ -172,7 +172,7 @@ def _piqa(where: str, raw: Record, label: str) -> tuple[str, Record]:
 
 
 def _hellaswag(where: str, raw: Record, label: str) -> tuple[str, Record]:
-    """What comes from one video or article is one group. `activity_label` is kept."""
+    """Texts of one video or article are one group. `activity_label` is kept."""
     text = f"{raw['activity_label']}: {raw['ctx']}"
     record = _choice(where, "How does the text go on?", text, raw["endings"], str(raw["label"]), 0)
     return str(raw.get("source_id") or ""), record | {"activity_label": raw["activity_label"]}

@@ -34,7 +34,7 @@ def import_set(
     options: Options = Options(),  # noqa: B008 - frozen
     add: bool = False,
 ) -> dict[str, Any]:
-    """Read the data set `name` from its published folders and write a data list per site; returns what import.json says.
+    """Read the data set `name` from its published folders and write a data list per site; returns its record in import.json.
 
     `add`: beside the sites of earlier imports. Raises ConfigError for an unknown name or impossible options, DataError for
     folders that look otherwise.

@@ -41,7 +41,7 @@ def read_prostate(source: Path, options: Options) -> ImportResult:
     Label values 1 and 2 (two zones, where a hospital draws them) are both prostate: task.classes names both. A case is a
     patient.
     Where a segmentation's header turns its axes otherwise than the image's, voxels are assumed to lie in the same order, as
-    for the publisher's own loader, and the segmentation is written anew with the image's header.
+    for the publisher's own loader, and the segmentation is rewritten with the image's header.
     Raises DataError for another layout.
     """
     named = {name: _hospital(source, name, other) for name, other in HOSPITALS.items()}

@@ -22,13 +22,13 @@ from consilium.data.safe_open import is_encodable
 Sites = dict[str, dict[str, list[Sample]]]
 """Samples by site and split."""
 HOLDS = ("import.json", "*/datalist.json", "*/site.yaml", "datalist.json", "*/training.jsonl", "*/train.jsonl")
-"""What says that a folder holds sites."""
+"""Files by which a folder of sites is recognised."""
 
 
 def write_sites(
     reading: ImportResult, name: str, source: Path, dest: Path, options: Options, add: bool = False
 ) -> dict[str, Any]:
-    """Write `dest`/SITE/datalist.json, or JSONL files for texts, and import.json; returns what import.json says of it.
+    """Write `dest`/SITE/datalist.json, or JSONL files for texts, and import.json; returns the record there.
 
     With `add` the folder may hold sites of earlier imports. Everything is written beside its place first, so a failure leaves
     `dest` as it was. Raises DataError.
@@ -73,7 +73,7 @@ def _write_all(dest: Path, sites: Sites, classes: Any, record: dict[str, Any]) -
 
 
 def earlier_imports(dest: Path, add: bool) -> list[dict[str, Any]]:
-    """Return what import.json says of the imports before, with `add`. Raises DataError if the folder cannot take more."""
+    """Return the records of earlier imports, with `add`. Raises DataError if the folder cannot take more."""
     if dest.exists() and not dest.is_dir():
         raise DataError(f"{dest}: is a file; give a folder")
     if not any(next(dest.glob(pattern), None) for pattern in HOLDS):

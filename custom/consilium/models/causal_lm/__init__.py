@@ -39,7 +39,7 @@ class CausalLmConfig(FolderConfig):
 
 
 def _cut(model: Any) -> Cut:
-    """Return the cut behind the last norm, before the output embedding (N, T, D)."""
+    """Return the cut after the last norm, before the output embedding (N, T, D)."""
     return Cut(model.model.norm, model.get_output_embeddings().in_features, -1)
 
 

@@ -84,7 +84,7 @@ def build_causal_lm(
 def require_causal(model: PreTrainedModel) -> None:
     """Raise ConfigError for a model in which a token sees those behind it: its loss would be read off the answer.
 
-    `transformers` makes a language model of encoders too, and some architectures can be told to see both ways.
+    `transformers` builds language models from encoders too, and some architectures have a bidirectional option.
     """
     shape = model.config.get_text_config()
     key = next((key for key, (both, _) in _BOTH_WAYS.items() if getattr(shape, key, None) in both), None)
@@ -100,10 +100,10 @@ def require_causal(model: PreTrainedModel) -> None:
 
 
 def use_linear_layers(model: nn.Module) -> None:
-    """Put linear layers in the place of GPT-2's `Conv1D`, which is one with its weight (in, out) the other way round.
+    """Replace GPT-2's `Conv1D`, a linear layer with a transposed weight (in, out), by linear layers.
 
     Adapters, merges and per-sample gradients then know one kind of layer. An adapter's own tensors are the same for both.
-    Falcon's linear layer is a plain one that writes the product out.
+    Falcon's linear layer is a plain one with its product written out.
     """
     for module in model.modules():
         if type(module).__name__ == "FalconLinear":
@@ -118,7 +118,7 @@ def use_linear_layers(model: nn.Module) -> None:
 
 
 def use_own_layers(model: nn.Module) -> None:
-    """Put a model's own `Conv1D` back where `use_linear_layers` has put linear layers, with what these have by now."""
+    """Undo `use_linear_layers`: put `Conv1D` back, with the current weights of the linear layers."""
     for name, module in [(n, m) for n, m in model.named_modules() if TURNED in vars(m)]:
         parent, _, own = name.rpartition(".")
         layer = Conv1D(module.out_features, module.in_features)

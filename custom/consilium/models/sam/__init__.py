@@ -23,7 +23,7 @@ class SamConfig(PictureFolderConfig):
 
 
 def _cut(model: Any) -> Cut:
-    """Return the cut behind the encoder's neck, whose output is the image embedding (N, C, h, w).
+    """Return the cut after the encoder's neck, whose output is the image embedding (N, C, h, w).
 
     Raises AttributeError for SAM 2 and 3, whose neck has several.
     """

@@ -1,4 +1,4 @@
-"""SAM and what followed it (SAM 2, SAM 3's tracker, SAM-HQ) by `transformers`' classes for mask generation, from a folder.
+"""SAM and its successors (SAM 2, SAM 3's tracker, SAM-HQ) by `transformers`' classes for mask generation, from a folder.
 
 All of them take pictures, boxes and points by the same names and return masks alike, so one forward serves them all. Names of
 layers are those of `transformers`: plain PEFT loads what is exported.
@@ -47,7 +47,7 @@ _GIVEN = {
         "input_points=prompts[:, :, None], input_labels=torch.ones_like(prompts[:, :, :1], dtype=torch.int64), ",
     ),
 }
-"""How an exported page speaks of prompts, and how it gives them."""
+"""An exported page's words about prompts, and its arguments for them."""
 _OWN = "masks.diagonal(dim1=1, dim2=2).movedim(-1, 1)"
 
 

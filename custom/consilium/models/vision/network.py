@@ -19,7 +19,7 @@ KNOWN = folder.Known("vision encoder", "clip, siglip, siglip2, dinov2, dinov3_vi
 TEXTS = ("texts", "text_scale")
 """Buffers of the classes' texts (C, F), and the factor of their cosines with a picture."""
 OURS = ("head", "pooled", "dense", "texts")
-"""What a classifier has beside its encoder, by these names."""
+"""Names of a classifier's own parts, beside its encoder."""
 FIRST = 2
 """Tokens, at most, that stand before a picture's patches, registers aside: a class, and what a model was distilled from."""
 _LOAD = """import torch
@@ -52,7 +52,7 @@ def inputs(pixels, side={side}, patch={patch}):
 """
 _PIXELS = "(images - mean) / std"
 TEXT_PARTS = ("text_model", "text_projection")
-"""What a picture does not need of a model with two towers."""
+"""Parts of a model with two towers that pictures do not need."""
 
 
 class Classifier(PreTrainedModel):
@@ -85,7 +85,7 @@ class Classifier(PreTrainedModel):
 
     @property
     def interpolates(self) -> bool:
-        """Whether the encoder must be told that pictures are of another size than its own."""
+        """Whether the encoder needs an argument for pictures of another size than its own."""
         return self.config.model_type in ("clip", "clip_vision_model", "siglip", "vit")
 
     def patches(self, side: int) -> int:
@@ -99,7 +99,7 @@ def sees(config: Any) -> Any:
 
 
 def _as_patches(pixels: Tensor, patch: int) -> dict[str, Tensor]:
-    """Return what NaFlex models take of pictures (N, 3, S, S): patches (N, P, patch * patch * 3), row by row."""
+    """Return a NaFlex model's inputs of pictures (N, 3, S, S): patches (N, P, patch * patch * 3), row by row."""
     count, side = len(pixels), pixels.shape[-1] // patch
     grid = pixels.view(count, 3, side, patch, side, patch).permute(0, 2, 4, 3, 5, 1)
     return {
@@ -139,7 +139,7 @@ def build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: boo
 
 
 def _sizes(model: Any, side: int) -> Any:
-    """Return the sizes of the vision tower. Raises ConfigError for what is none, or a size of picture it cannot take."""
+    """Return the vision tower's config. Raises ConfigError for a model without one, or a picture size it cannot take."""
     own = sees(model.config)
     patch = getattr(own, "patch_size", None)
     if not isinstance(patch, int) or not hasattr(own, "hidden_size"):
@@ -182,7 +182,7 @@ def _rehearse(model: Classifier, config: VisionConfig, width: int) -> None:
 def _texts(
     model: Any, config: VisionConfig, classes: list[str], checkpoint: Path | None, weights: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the classes' texts (C, F), of length 1, and by what their cosines with a picture are multiplied.
+    """Return the classes' text embeddings (C, F), of length 1, and the factor of their cosines with a picture.
 
     (0, 0) and 0 where the job does not ask. Raises ConfigError for a folder without a text tower, CheckpointError without a
     tokenizer.

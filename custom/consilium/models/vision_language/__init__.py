@@ -28,7 +28,7 @@ class VisionLanguageConfig(PictureFolderConfig):
 
 
 def _cut(model: Any) -> Cut:
-    """Return the cut behind the language tower's last norm, before the output embedding (N, T, D)."""
+    """Return the cut after the language tower's last norm, before the output embedding (N, T, D)."""
     return Cut(model.model.language_model.norm, model.get_output_embeddings().in_features, -1)
 
 

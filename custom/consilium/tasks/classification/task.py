@@ -80,7 +80,7 @@ class ClassificationTask:
     def _read(self, item: Item, size: int, settings: PictureSettings, padding: Colour) -> Sample:
         """Return an image of some class of the task. Raises DataError."""
         found = {"image": read_picture(item, size, settings, padding)}
-        class_index(item, self.classes)  # last: whether a file can be read must not depend on what the job asks for
+        class_index(item, self.classes)  # last: whether a file can be read must not depend on the job's settings
         return found
 
     @property
@@ -98,7 +98,7 @@ class ClassificationTask:
         self._samples.read_again(split, index)
 
     def has(self, split: str) -> bool:
-        """Tell whether the split holds any sample."""
+        """Tell whether the split has any sample."""
         return bool(self.data.splits[split])
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:

@@ -23,13 +23,13 @@ CUT = ("cut_prompts", "cut_answers")
 CUT_ASKED = "cut_asked"
 """The same of prompts that were answered: an answer needs positions of the model too."""
 ASKS = ("label", "exact", "generation")
-"""Kinds of evaluation that have answers written."""
+"""Kinds of evaluation in which the model writes answers."""
 BY_RECORD = frozenset({"accuracy", "exact", "rouge_l", "meteor"})
-"""Those of them that are means over records, so that an interval tells how sure they are; so is the loss."""
+"""Metrics that are means over records and so have an interval, as the loss has."""
 
 
 class LanguageConfig(TaskConfig):
-    """Answers to instructions. `evaluate`: loss; label, exact or generation add what their greedily written answers score.
+    """Answers to instructions. `evaluate`: loss; label, exact or generation add scores of greedily written answers.
 
     `teacher_forced` scores each position's likeliest token with the true ones before it given, as FedHera's public code does:
     no answers, and much higher. `labels`: the answers to choose from, in any order, for records that name none of their own.

@@ -10,7 +10,7 @@ from consilium.data.text import Text
 from consilium.tasks.language import LanguageConfig
 
 _DECIMAL = r"(?:(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
-"""Behind a word "." begins no number: "Fig.5" ends with 5."""
+"""After a word "." starts no number: "Fig.5" ends with 5."""
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}])[-+]\\?[$€£]?)?(?<![0-9A-Za-z\u00c0-\u04ff_])"
     r"(?:(?<![/.])(?:(?P<whole>\d{1,18})\s+)?(?P<top>\d{1,18})\s*/\s*(?P<bottom>\d{1,18})(?![\d/]|\.\d)"
@@ -31,13 +31,13 @@ _BEHIND = re.compile(
     r"(?=\s*$|\s*[.,;:!?)\]]|\s+(?:[^\W\d_]{2}|(?![eiknxyz]\b)[A-Za-z]\b|\())"
     r"(?:(?<=[^\W\d_])\s*\^\{?[23]\}?|\D)*?(?:[.!?]\s+[^\W\d_].*)?"
 )
-"""What may stand behind a number that is all of an answer: words and units, and another sentence. "2x" and "1 in 4"
+"""Text that may follow a number that is a whole answer: words, units, another sentence. "2x" and "1 in 4"
 are no numbers."""
 _LOOKS = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ\b)|\\(?:left|right)\b|\\[!,;:%$ ()\[\]]|[$€£]|(?<=\w)(?:\*\*|__|`)(?!\w)")
 """Characters without influence on an answer: degrees, currencies, LaTeX's spaces and delimiters, Markdown's marks."""
 _MARKS = r"(?:\\(?:boxed|text|mathrm)\s*\{|[\"'(\[*_`$\\]){0,8}"
 _ENDS = r"(?=\s*(?:[.,;:!?)\]\"'\n*_`}$\\]|$))"
-"""Where a small letter behind "answer" is a label and no word: "the answer is a cat" does not say A."""
+"""Contexts in which a small letter after "answer" is a label and no word: "the answer is a cat" does not mean A."""
 _END = r"(?!_*[^\W_])"
 """Where a label ends: Markdown's _B_ is B, and A_1 is not A."""
 _ANSWER = r"\banswer\b(?:\s+(?:is|should be|would be))?[\s*_]{0,8}[:=]?[\s*_]{0,8}(?:(?:option|choice)\s+)?"
@@ -62,7 +62,7 @@ def first_label(text: str, labels: Sequence[str]) -> str | None:
 
 
 def _after_answer(text: str, label: str) -> list[tuple[int, int, str]]:
-    """Return where a label stands behind "answer"."""
+    """Return the places of a label after "answer"."""
     pattern = rf"{_SAYS}(?P<label>{re.escape(label)}){_END}"
     alone = _places(f"{pattern}{_ENDS}", text, label, any_case=True) if _is_letter(label) else []
     return [*_places(pattern, text, label), *alone]

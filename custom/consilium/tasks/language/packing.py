@@ -29,7 +29,7 @@ class Packed(NamedTuple):
 
 
 def pack(batch: Batch) -> Packed:
-    """Return a batch of records (N, T), padded on the right, in rows. It is looked at where it is: on the CPU."""
+    """Return a batch of records (N, T) on the CPU, padded on the right, packed in rows."""
     mask, width = batch["attention_mask"].cpu().bool(), batch["input_ids"].shape[1]
     places, segments, count = _places(mask.sum(1).tolist(), width)
     following = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)

@@ -1,4 +1,4 @@
-"""Language: answers to instructions, learned by cross-entropy on their tokens, judged by loss or by what is written."""
+"""Language: answers to instructions, learned by cross-entropy on their tokens, scored by loss or by written answers."""
 
 import logging
 import math
@@ -24,7 +24,7 @@ from consilium.tasks.language.tokens import IGNORED, Encoded, Encoder
 from consilium.tasks.registry import COUNT
 
 CAUSAL = ("llama", "mistral", "qwen2", "qwen3")
-"""Language models (`model_type`) in which a token is known to look at none behind it, and at no padding."""
+"""Architectures (`model_type`) whose tokens attend neither to later tokens nor to padding."""
 
 
 class LanguageTask:
@@ -78,7 +78,7 @@ class LanguageTask:
         return empty, self._encoder.pair(empty)
 
     def has(self, split: str) -> bool:
-        """Tell whether the split holds any sample."""
+        """Tell whether the split has any sample."""
         return bool(self.data.splits[split])
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
@@ -273,7 +273,7 @@ def token_losses(model: nn.Module, batch: Batch, packed: bool = False) -> tuple[
 
 
 def inputs_of(model: nn.Module, batch: Batch) -> Batch:
-    """Return what a language model takes of a batch, on its device; one that sees makes its inputs of pictures itself."""
+    """Return a language model's inputs of a batch, on its device; a vision-language model makes its own of pictures."""
     device = next(model.parameters()).device
     moved = {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
     text = {key: moved[key] for key in ("input_ids", "attention_mask")}
@@ -284,7 +284,7 @@ def inputs_of(model: nn.Module, batch: Batch) -> Batch:
 
 
 def _sees_no_padding(model: nn.Module, device: torch.device) -> bool:
-    """Tell whether scores are the same to the bit without a mask: no token looks at the padding on its right.
+    """Tell whether scores are equal to the bit without a mask: no token attends to the padding on its right.
 
     A CPU then computes a tenth less. Gradients are not the same to the bit, so training keeps its mask.
     """
@@ -326,7 +326,7 @@ ROUNDING = 0.005
 
 
 def minds_others(model: nn.Module, alone: Batch, beside: Batch, pad: int) -> bool:
-    """Tell whether scores of the first two words behind a prompt, `alone` or `beside` another, differ but for rounding."""
+    """Tell whether scores of the first two tokens after a prompt, `alone` or `beside` another, differ beyond rounding."""
     how = GenerationConfig(max_new_tokens=2, pad_token_id=pad, output_logits=True, return_dict_in_generate=True)
     with torch.autocast(alone["input_ids"].device.type, enabled=False):
         one, other = (cast(Any, model).generate(**it, generation_config=how) for it in (alone, beside))

@@ -6,7 +6,7 @@ are our own: NIST is mteval-v13a's, as E2E's evaluation has it, CIDEr-D on equal
 NIST split words as mteval-v13a does, METEOR and CIDEr-D lower-case text at words and punctuation. ROUGE-L drops punctuation; of
 ASCII texts its words are rouge-score's own, which knows no other letters. A letter and its mark are the same as both in one.
 
-No score knows where a word ends in a script without spaces (Chinese, Japanese, Thai): all up to the next mark is one word.
+Scripts without spaces (Chinese, Japanese, Thai) are not segmented: all text up to the next mark is one word.
 """
 
 import math
@@ -115,7 +115,7 @@ def nist(written: Sequence[str], references: Sequence[Sequence[str]], longest: i
 
 
 def _brevity(written: int, expected: float) -> float:
-    """Return NIST's factor for answers of so many words: 1/2 at two thirds of what their references have."""
+    """Return NIST's brevity factor: 1/2 for answers with two thirds of the words of their references."""
     if not written or written >= expected:
         return float(written > 0)
     return float(0.5 ** ((math.log(written / expected) / math.log(1.5)) ** 2))

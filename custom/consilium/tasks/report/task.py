@@ -50,7 +50,7 @@ class SeeingEncoder(Encoder):
             self._begin = [*self._shown, *self._begin] if seen.leads else [*self._begin, *self._shown]
 
     def prompt(self, text: Text, most: int) -> tuple[list[int], bool]:
-        """See Encoder. Raises UnfitError for a record that says what stands for a picture, or too long to hold its own."""
+        """See Encoder. Raises UnfitError for a record that contains the picture's stand-in, or has no room for its picture."""
         found, cut = super().prompt(self._marked(text), most)
         if found.count(self._seen.token) != self._seen.ids.count(self._seen.token):
             why = "has words that stand for a picture, or is too long to keep its own"
@@ -58,7 +58,7 @@ class SeeingEncoder(Encoder):
         return found, cut
 
     def answer(self, text: Text) -> list[int]:
-        """See Encoder. Raises UnfitError for an answer that says what stands for a picture."""
+        """See Encoder. Raises UnfitError for an answer that contains the picture's stand-in."""
         found = super().answer(text)
         if self._seen.token in found:
             raise UnfitError(f"{text.name}: its output has words that stand for a picture; remove them")
@@ -73,7 +73,7 @@ class SeeingEncoder(Encoder):
         )
 
     def _begun(self, tokens: list[int]) -> list[int]:
-        """Return tokens behind what begins every text; a chat template may have written it already."""
+        """Return tokens after the tokenizer's start token, unless a chat template has written it already."""
         return tokens if tokens[: len(self._begin)] == self._begin else [*self._begin, *tokens]
 
     def _plain(self, text: str) -> list[int]:

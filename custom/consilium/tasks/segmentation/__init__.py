@@ -16,7 +16,7 @@ LabelValues = Annotated[list[Annotated[int, Field(ge=0, lt=2**16)]], Field(min_l
 
 
 class PromptKind(NamedTuple):
-    """A kind of prompt: what several are called, and the numbers that make one, in pixels from the left and the top."""
+    """A kind of prompt: its plural, and the names of its numbers, in pixels from the left and the top."""
 
     many: str
     numbers: tuple[str, ...]

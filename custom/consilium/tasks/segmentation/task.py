@@ -89,7 +89,7 @@ class SegmentationTask:
         self._embeddings = Embeddings(self._samples.store, encoder)
 
     def has(self, split: str) -> bool:
-        """Tell whether the split holds any sample."""
+        """Tell whether the split has any sample."""
         return bool(self.data.splits[split])
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
