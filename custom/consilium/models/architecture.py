@@ -117,11 +117,6 @@ class PictureFolderConfig(FolderConfig):
         return self.pixel_mean or mean, self.pixel_std or deviation
 
     @property
-    def image_side(self) -> int:
-        """See ModelConfig."""
-        return self.image_size
-
-    @property
     def padding(self) -> tuple[int, int, int]:
         """See ModelConfig."""
         red, green, blue = (round(255 * one) for one in self.pixels[0])

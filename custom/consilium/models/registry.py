@@ -34,8 +34,8 @@ class ModelConfig(Section):
 
     @property
     def image_side(self) -> int:
-        """Pixels a side of the pictures it takes; 0 for a model that takes none."""
-        return 0
+        """Pixels a side of the pictures it takes, its `image_size`; 0 for a model without pictures."""
+        return int(getattr(self, "image_size", 0))
 
     @property
     def padding(self) -> tuple[int, int, int]:

@@ -16,11 +16,6 @@ class ClipConfig(ModelConfig):
     image_size: Annotated[int, Field(ge=16, le=4096, description="pixels, a multiple of the variant's patch size")]
 
     @property
-    def image_side(self) -> int:
-        """See ModelConfig."""
-        return self.image_size
-
-    @property
     def padding(self) -> tuple[int, int, int]:
         """See ModelConfig."""
         return 123, 117, 104  # 255 times 0.481, 0.458, 0.408

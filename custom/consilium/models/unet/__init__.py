@@ -25,11 +25,6 @@ class UnetConfig(ModelConfig):
     seed: Seed = 0
 
     @property
-    def image_side(self) -> int:
-        """See ModelConfig."""
-        return self.image_size
-
-    @property
     def padding(self) -> tuple[int, int, int]:
         """See ModelConfig."""
         return MEAN
