@@ -152,7 +152,7 @@ def test_precision_and_device() -> None:
 
 
 class Slope(nn.Module):
-    """A linear layer, whose per-sample gradients record-level privacy needs."""
+    """A linear layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from consilium.adapters.names import trained_layers
 from consilium.client.client import Site
 from consilium.client.ddp_checks import ranks_of
 from consilium.client.site_data import of_patients, patients_of, site_data, units_of, watched
@@ -95,7 +94,6 @@ def build_guard(
         SumLedger(
             root,
             (patients, str(data.path.resolve())) if own else (GENERATED,),
-            trained_layers(job.initial),
             job.config.title,
             "uniform" if job.config.weighting == "uniform" else f"samples, at most {most_weight(job.config)}",
         ),

@@ -22,7 +22,7 @@ from consilium.data.datalist import DataList
 from consilium.data.patients import by_patient
 from consilium.data.sample_check import FileWatch
 from consilium.models.registry import MODELS
-from consilium.privacy.dpsgd import DpSgd
+from consilium.privacy.dpsgd import DpSgd, rehearse
 from consilium.privacy.plan import Plan, dpsgd, per_patient
 from consilium.report.tensorboard_file import SiteEvents
 from consilium.strategies.local_plan import Pass
@@ -57,12 +57,28 @@ class LocalTraining:
     """The site's other devices."""
     watch: FileWatch | None = None
     """The files that a round reads."""
+    _rehearsed = False
 
     def begin(self) -> None:
         """Make sure that a round can be trained: its files can be read, and other devices are there. Raises ConsiliumError."""
         if self.watch:
             self.watch.check(getattr(self.task, "read_again", lambda split, index: None))
+        if self.plan is not None and self.config.dpsgd and not self._rehearsed:
+            self._rehearse(self.config.dpsgd.unit)
         self._start()
+
+    def _rehearse(self, unit: str) -> None:
+        """Refuse a private step that would fail on any data, before it is charged. Raises ConsiliumError."""
+        kind, device = TASKS[self.config.task.name], next(self.model.parameters()).device
+        trained = {n: p for n, p in layers.tensors(self.model).items() if isinstance(p, nn.Parameter)}
+        if (made := kind.rehearse) is not None:
+
+            def loss() -> Tensor:
+                with device, autocast(device, "fp32"):
+                    return made(self.config.task, self.config.model, self.model, per_patient(self.config.dpsgd) or 1)
+
+            rehearse(self.model, trained, unit, loss)
+        self._rehearsed = True
 
     @jointly
     def _start(self) -> None:

@@ -1,6 +1,7 @@
 """Atomic, checksummed files of tensors with a JSON header: the server's checkpoint and a site's private state. No pickle."""
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -18,12 +19,15 @@ from safetensors import SafetensorError, TensorSpec, safe_open, serialize
 from consilium.core.errors import CheckpointError, Reason, RefusedError
 
 if TYPE_CHECKING:  # every command reads this file, and most have no use for torch
+    from matplotlib.figure import Figure
     from torch import Tensor
 
 PATIENCE = 600.0
 """Seconds to wait for another process' lock: longer than anything that is done under one."""
 PRIVATE, PUBLIC = 0o600, 0o666
 """Modes of new files: for this user alone, which is what all state is; and what the umask leaves, for what a user exports."""
+MOST_NOTES = 2**26
+"""Bytes of a JSON file of keys and values: the largest, of every round's drift, has about 10,000 a round."""
 _TEMPORARY = re.compile(r"\..+\.(\d{1,9})")
 
 
@@ -83,6 +87,13 @@ def write_atomic(path: Path, data: bytes, mode: int = PRIVATE) -> None:
         raise
 
 
+def write_figure(path: Path, figure: "Figure", dpi: int, mode: int = PRIVATE, **settings: Any) -> None:
+    """Write a figure as PNG, as `write_atomic` does: matplotlib writes through a link. `settings` as for `savefig`."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=dpi, **settings)
+    write_atomic(path, drawn.getvalue(), mode)
+
+
 @contextmanager
 def room_for(what: Path) -> Iterator[None]:
     """Make a disk on which `what` cannot be written a refusal with the word `ledger`, as where nothing can be put on record."""
@@ -125,8 +136,11 @@ def undone(folder: Path) -> Iterator[None]:
 
 
 def note(path: Path, key: str, values: Mapping[str, Any]) -> None:
-    """Put JSON-able values under a key into a JSON file of the user's alone; again under the same key, they replace those."""
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """Put JSON-able values under a key into a JSON file of the user's alone; again under the same key, they replace those.
+
+    Raises ValueError for a file that holds something else.
+    """
+    kept = _read_notes(path)
     write_atomic(path, json.dumps({**kept, key: dict(values)}).encode())
 
 
@@ -136,11 +150,25 @@ def noted(path: Path, remedy: str) -> dict[str, Any]:
     Raises RefusedError, which names the file and the `remedy`, where nobody can read it.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError):
+        return _read_notes(path)
+    except (OSError, ValueError):
+        raise unreadable(path, remedy) from None
+
+
+def _read_notes(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, {} where there is no file. Raises ValueError for others, or over MOST_NOTES bytes."""
+    if not path.is_file():
+        return {}
+    with path.open("rb") as file:
+        text = file.read(MOST_NOTES + 1)
+    if len(text) > MOST_NOTES:
+        raise ValueError(f"{path}: over {MOST_NOTES:,} bytes; restore it")
+    try:
+        found = json.loads(text)
+    except RecursionError:
         found = None
     if not isinstance(found, dict):
-        raise unreadable(path, remedy)
+        raise ValueError(f"{path}: holds no JSON object; restore it")
     return found
 
 

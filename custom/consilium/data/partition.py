@@ -30,7 +30,7 @@ from numpy.random import Generator
 
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
-from consilium.core.storage import PUBLIC, write_atomic
+from consilium.core.storage import PUBLIC, write_atomic, write_figure
 from consilium.data.datalist import SPLITS, Item, own_names, read_datalist
 from consilium.data.patients import item_patient, together
 from consilium.data.safe_open import text_lines
@@ -82,7 +82,7 @@ def partition(
         entries = {split: [_entry(item, patients) for item in items] for split, items in found[name].items()}
         (folder / name).mkdir(parents=True)
         text = json.dumps({"name": name, "labels": dict(enumerate(classes)), **entries}, indent=1)
-        (folder / name / "datalist.json").write_text(text)
+        write_atomic(folder / name / "datalist.json", text.encode(), PUBLIC)
     asked = {"sites": sites, "beta": beta, "seed": seed, "minimum": minimum, "excluded": list(exclude)}
     return write_summary(source, folder, asked | {"notes": _notes(splits["training"])}, classes, found)
 
@@ -107,8 +107,8 @@ def write_summary(source: Path, folder: Path, asked: dict[str, Any], classes: li
     """Write partition.json and partition.png; returns the content of the first: counts by split, site and class."""
     summary = {"source": str(source.resolve()), **asked, "classes": classes}
     summary |= {split: {name: _counts(mine[split], classes) for name, mine in found.items()} for split in SPLITS}
-    (folder / "partition.json").write_text(json.dumps(summary, indent=1))
-    plot(summary).savefig(folder / "partition.png", dpi=120)
+    write_atomic(folder / "partition.json", json.dumps(summary, indent=1).encode(), PUBLIC)
+    write_figure(folder / "partition.png", plot(summary), dpi=120, mode=PUBLIC)
     return summary
 
 

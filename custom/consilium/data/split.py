@@ -16,6 +16,7 @@ import numpy as np
 
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
+from consilium.core.storage import PUBLIC, write_atomic
 from consilium.data import volumes
 from consilium.data.datalist import SPLITS, Item, read_datalist, read_json
 from consilium.data.identifiers import pseudonym
@@ -65,12 +66,11 @@ def split_list(source: Path, folder: Path, cut: Cut) -> dict[str, Any]:
     summary: dict[str, Any] = {"source": str(source.resolve()), "seed": cut.seed, "groups": len(grouped(samples))}
     summary["lists"] = {}
     for name, parts in lists.items():
-        path = folder / name / "datalist.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(more | {split: [s.entry for s in parts[split]] for split in SPLITS}, indent=1))
+        entries = {split: [s.entry for s in parts[split]] for split in SPLITS}
+        write_atomic(folder / name / "datalist.json", json.dumps(more | entries, indent=1).encode(), PUBLIC)
         summary["lists"][name or "datalist.json"] = {split: _counts(parts[split]) for split in SPLITS}
     summary["notes"] = _notes(samples, lists, cut)
-    (folder / "split.json").write_text(json.dumps(summary, indent=1))
+    write_atomic(folder / "split.json", json.dumps(summary, indent=1).encode(), PUBLIC)
     return summary
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from consilium.core.errors import DataError
+from consilium.core.schema import MOST_CLASSES
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.identifiers import identifier, pseudonym
 from consilium.data.safe_open import check_line, is_encodable, parse_json, text_lines
@@ -24,6 +25,8 @@ FILES = {
 """File names of each split; the first that is there counts."""
 MOST_RECORDS = 2 * 10**6
 """Of one file: over five times MetaMathQA."""
+MOST_TEXTS = {"outputs": 256, "labels": MOST_CLASSES}
+"""Of one record: an answer is compared with each of them. E2E has up to 46 references."""
 WITH_INPUT = (
     "Below is a task, and a text that belongs to it. Write an answer that does what the task asks.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
@@ -162,4 +165,6 @@ def _text(where: str, key: str, value: Any) -> str:
 def _texts(where: str, key: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise DataError(f'{where}: {key}: {repr(value)[:80]} is not a list of texts; write ["a", "b"]')
+    if len(value) > MOST_TEXTS[key]:
+        raise DataError(f"{where}: {key}: {len(value):,} texts, at most {MOST_TEXTS[key]:,} are; leave some out")
     return tuple(value)

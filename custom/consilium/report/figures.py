@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from torch import Tensor
+
+from consilium.core.storage import write_figure
 
 SHOWN = 12
 """A plot shows at most this many rounds, evenly spread, the first and the last among them."""
@@ -75,7 +77,7 @@ def plot_matrices(path: Path, rounds: Sequence[Mapping[str, Any]]) -> None:
     for axis in axes[len(picked) :]:
         axis.axis("off")
     figure.suptitle("rows receive, columns give", fontsize=9)
-    figure.savefig(path, dpi=110)
+    write_figure(path, figure, dpi=110)
 
 
 def plot_curves(path: Path, rounds: Sequence[Mapping[str, float]], from_zero: bool = False) -> None:
@@ -107,7 +109,7 @@ def plot_curves(path: Path, rounds: Sequence[Mapping[str, float]], from_zero: bo
         axis.set_title(group, fontsize=9)
         axis.set_xlabel("round", fontsize=8)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.savefig(path, dpi=110)
+    write_figure(path, figure, dpi=110)
 
 
 def plot_drift(path: Path, rounds: Sequence[tuple[tuple[int, int], Mapping[str, float]]]) -> None:
@@ -127,10 +129,10 @@ def plot_drift(path: Path, rounds: Sequence[tuple[tuple[int, int], Mapping[str, 
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_ylabel("change / its size before", fontsize=8)
     axis.legend(fontsize=7, ncols=2)
-    figure.savefig(path, dpi=110)
+    write_figure(path, figure, dpi=110)
 
 
-def plot_cross_sites(file: BinaryIO, values: np.ndarray, models: Sequence[str], sites: Sequence[str], title: str) -> None:
+def plot_cross_sites(path: Path, values: np.ndarray, models: Sequence[str], sites: Sequence[str], title: str) -> None:
     """Draw a score of every site's model (rows) on every site's data (columns)."""
     from matplotlib.figure import Figure
 
@@ -141,7 +143,7 @@ def plot_cross_sites(file: BinaryIO, values: np.ndarray, models: Sequence[str], 
     axis.set_xlabel("tested on", fontsize=8)
     axis.set_ylabel("model of", fontsize=8)
     figure.colorbar(image, ax=axis, shrink=0.8)
-    figure.savefig(file, dpi=150)
+    write_figure(path, figure, dpi=150)
 
 
 def plot_confusions(path: Path, tables: Mapping[str, np.ndarray], classes: Sequence[str]) -> None:
@@ -160,4 +162,4 @@ def plot_confusions(path: Path, tables: Mapping[str, np.ndarray], classes: Seque
         axis.set_title(stage, fontsize=9)
         axis.set_xlabel("predicted", fontsize=7)
         axis.set_ylabel("true", fontsize=7)
-    figure.savefig(path, dpi=150)
+    write_figure(path, figure, dpi=150)

@@ -1,6 +1,5 @@
 """Numbers with names on both sides: every model on every site's data, and which class was taken for which."""
 
-import io
 import json
 import math
 from collections.abc import Sequence
@@ -55,9 +54,7 @@ class CrossSiteMatrix:
 
     def write(self, folder: Path) -> None:
         """Write the matrix as a picture and as JSON."""
-        file = io.BytesIO()
-        figures.plot_cross_sites(file, self.values, self.models, self.sites, self.title)
-        write_atomic(folder / PICTURE, file.getvalue())
+        figures.plot_cross_sites(folder / PICTURE, self.values, self.models, self.sites, self.title)
         write_atomic(folder / VALUES, json.dumps(self.to_dict(), indent=1).encode())
 
 

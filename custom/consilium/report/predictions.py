@@ -5,7 +5,9 @@ The file says where each part lies, so a simulation can join rows of several sit
 
 import io
 import math
+import warnings
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +20,7 @@ from pydantic.dataclasses import dataclass
 from consilium.core.messages import Stage
 from consilium.core.storage import write_atomic
 from consilium.report.image_grid import BLACK, GREY, RIGHT, WHITE, WRONG, arrange, colours, fit, font, overlay, panel, words
+from consilium.report.plain_files import read_plain
 from consilium.tasks.base import Classified, Examples, Segmented
 
 PREDICTIONS = "predictions.png"
@@ -32,6 +35,8 @@ EDGE, NAMES = 48, 190
 """Pixels of a strip for a site's name, and of one for the names of models."""
 KEYS = 24
 """A key names at most this many classes."""
+MOST_PIXELS, MOST_PARTS = 2**25, 100
+"""Of a page that is read, and parts on it: a run draws 6 pictures at most, and as many predictions of each of its models."""
 LAYOUT, REFERENCE = "layout", "reference"
 """The PNG's text with the layout, and the name of the parts with a picture and its reference."""
 _Pixels = Annotated[int, Field(ge=0, le=10**6)]
@@ -169,11 +174,36 @@ def _write(path: Path, page: Page) -> None:
 
 
 def read_page(path: Path) -> Page | None:
-    """Return a page that a run drew; None where there is none, it is damaged, or another program's."""
+    """Return a page that a run drew; None where there is none, it is damaged, another program's, or behind a link.
+
+    The file may be a stranger's: only PIL's PNG reader sees it, within MOST_PIXELS, and no part may be larger than a run's.
+    """
+    if path.parent.is_symlink() or path.parent.parent.is_symlink() or (data := read_plain(path)) is None:
+        return None
     try:
-        with Image.open(path) as sheet:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            sheet = Image.open(io.BytesIO(data), formats=("PNG",))
+        with sheet:
             layout = _LAYOUT.validate_json(str(sheet.info[LAYOUT]))
-            body = sheet.convert("RGB").crop((MARGIN, MARGIN, sheet.width - MARGIN, sheet.height - MARGIN))
+            right, bottom = sheet.width - MARGIN, sheet.height - MARGIN
+            if sheet.width * sheet.height > MOST_PIXELS or not _fits(layout, right - MARGIN, bottom - MARGIN):
+                return None
+            body = sheet.convert("RGB").crop((MARGIN, MARGIN, right, bottom))
     except (OSError, KeyError, ValueError, SyntaxError, ValidationError, Image.DecompressionBombError):
         return None  # a torn PNG is a SyntaxError too
     return body, layout
+
+
+def _fits(layout: Layout, width: int, height: int) -> bool:
+    """Tell whether all parts lie on a page of this size, as many of each model as of references, none larger than is drawn."""
+    boxes = [box for some in layout.boxes.values() for box in some]
+    rows = [*layout.rows, height]
+    return (
+        all(above <= below for above, below in pairwise(rows))
+        and layout.side <= PANEL
+        and len({len(some) for some in layout.boxes.values()}) <= 1
+        and len(boxes) <= MOST_PARTS
+        and all(left < right <= width and top < bottom <= height for left, top, right, bottom in boxes)
+        and all(right - left <= 2 * PANEL + GAP and bottom - top <= PANEL + LINE for left, top, right, bottom in boxes)
+    )

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from consilium.core.sanitize import line, shown
+from consilium.core.storage import write_figure
 
 WIDTH = 80
 Answers = Mapping[str, Mapping[str, Any]]
@@ -104,4 +105,4 @@ def plot(path: Path, sites: Answers) -> None:
         greys.step([int(one.split()[0]) for one in names], shares, where="post", label=name)  # merged cells share equally
     if greys.lines:
         greys.legend(fontsize=6)
-    figure.savefig(path, dpi=110)
+    write_figure(path, figure, dpi=110)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from consilium.core.errors import DataError
 from consilium.core.sanitize import shown
-from consilium.core.storage import open_private, private_folder
+from consilium.core.storage import open_private, private_folder, write_figure
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.images import read_image
 from consilium.data.settings import PictureSettings
@@ -53,8 +53,7 @@ def write_stats(
     private_folder(folder)
     with open_private(folder / "stats.json", "w") as file:
         json.dump(stats, file, indent=1)
-    with open_private(folder / "stats.png", "w"):
-        draw(stats, lists, settings).savefig(folder / "stats.png", dpi=110)
+    write_figure(folder / "stats.png", draw(stats, lists, settings), dpi=110)
 
 
 def draw(stats: Mapping[str, Mapping[str, Any]], lists: Mapping[str, DataList], settings: PictureSettings) -> Figure:

@@ -16,6 +16,8 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
+FORMATS = ("PNG", "JPEG", "TIFF", "BMP")
+"""Pillow's other readers start other programs, such as Ghostscript."""
 MODES = ("L", "I;16", "I;16B", "I;16L", "I", "F", "RGB", "1")
 MOST_COUNTED = 2**22
 
@@ -110,7 +112,7 @@ class ReadPicture:
 
 def read(path: str) -> np.ndarray:
     """Return (H, W) or (H, W, 3) numbers of a picture, turned as its EXIF tag says."""
-    with Image.open(path) as opened:
+    with Image.open(path, formats=FORMATS) as opened:
         upright = ImageOps.exif_transpose(opened)
         array = np.asarray(upright if upright.mode in MODES else upright.convert("RGB"))
     return array.astype(np.uint8) * 255 if array.dtype == bool else array

@@ -13,12 +13,14 @@ from consilium.core.errors import ConfigError, DataError
 from consilium.core.sanitize import shown
 from consilium.data import volumes
 from consilium.data.file_kinds import PICTURES
-from consilium.data.safe_open import read_text
+from consilium.data.safe_open import parse_json, read_text
 from consilium.tasks.segmentation import PROMPTS
 
 TEXTS = (".jsonl",)
 TABLE = "DICOMDIR"
 """A disc's table of contents, which is DICOM and no image."""
+MOST_PROMPTS = 2**26
+"""Bytes of a file of prompts: over a million."""
 Place = tuple[str, int | None, str]
 Prompts = Mapping[Place, tuple[float, ...]]
 """Boxes (left, top, right, bottom), or points (x, y), in pixels of the picture, by input, plane (None: all) and class."""
@@ -105,7 +107,8 @@ def read_prompts(path: Path, kind: str, classes: list[str]) -> Prompts:
 
     Raises DataError, naming the row.
     """
-    text, columns = read_text(path, f"give a CSV or JSON file of {kind} prompts"), ("image", "class", *PROMPTS[kind].numbers)
+    text = read_text(path, f"give a CSV or JSON file of {kind} prompts", MOST_PROMPTS)
+    columns = ("image", "class", *PROMPTS[kind].numbers)
     found: dict[Place, tuple[float, ...]] = {}
     for number, row in enumerate(_rows(path, text, columns), start=1):
         place, prompt = _prompt(f"{path}: {kind} {number}", row, columns, classes)
@@ -124,10 +127,7 @@ def _rows(path: Path, text: str, columns: tuple[str, ...]) -> Iterator[Any]:
         except csv.Error as error:
             raise DataError(f"{path}: not valid CSV ({error}); write {','.join(columns)}") from None
         return
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        raise DataError(f"{path}: not valid JSON; write a list of objects") from None
+    found = parse_json(str(path), text, "write a list of objects")
     if not isinstance(found, list):
         example = json.dumps(dict.fromkeys(columns, 1) | {"image": "a.png", "class": "disc"})
         raise DataError(f"{path}: is no list; write [{example}, ...]")

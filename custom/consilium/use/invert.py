@@ -32,6 +32,7 @@ from consilium.adapters import layers
 from consilium.config.site import CacheConfig, SiteConfig
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.messages import Tensors
+from consilium.core.storage import write_figure
 from consilium.federation.job import build_task
 from consilium.privacy.secagg.arithmetic import UNIT, flat, layout, quantize, unflat
 from consilium.privacy.secagg.sealing import mask
@@ -232,4 +233,4 @@ def draw(path: Path, found: Inversion) -> None:
             axis.set_axis_off()
             if row == 0:
                 axis.set_title(title, fontsize=8)
-    figure.savefig(path, dpi=150)
+    write_figure(path, figure, dpi=150)

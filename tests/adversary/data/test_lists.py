@@ -10,6 +10,7 @@ import pytest
 
 from consilium.core.errors import DataError
 from consilium.data.synthetic.phantoms import check_own
+from consilium.use.inputs import read_prompts
 from tests.adversary.data.lists import SECONDS, data_check, picture, refusal, write_list
 
 
@@ -91,3 +92,15 @@ def test_generated_data_replace_nobodys_list(tmp_path: Path) -> None:
     (tmp_path / "texts" / "training.jsonl").touch()
     with pytest.raises(DataError, match="was not generated, so it is not replaced"):
         check_own(tmp_path / "texts")
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [("[" + "0," * 2**24 + "0]", "holds more than 16,777,216 values"), (" " * 2**26 + "[]", "at most 67,108,864 are")],
+    ids=["values", "bytes"],
+)
+def test_prompts_of_gigabytes(content: str, why: str, tmp_path: Path) -> None:
+    """`predict --boxes` is given a file of somebody's: 2 GiB of JSON would be 100 GB of Python's objects."""
+    (tmp_path / "boxes.json").write_text(content)
+    with pytest.raises(DataError, match=why):
+        read_prompts(tmp_path / "boxes.json", "box", ["disc"])

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from consilium.core.errors import DataError
 from consilium.data.text import read_texts
+from consilium.tasks.language.answers import final_answer, first_label, settled
+from consilium.tasks.language.text_scores import of_corpus, of_records
 from tests.adversary.data.lists import SECONDS, one_line
 
 GOOD = {"instruction": "a", "input": "b", "output": "c"}
@@ -78,3 +81,27 @@ def test_a_pipe_of_records(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "test.jsonl")
     (tmp_path / "train.jsonl").write_text(json.dumps(GOOD))
     assert read_texts(tmp_path).splits["test"] == ()
+
+
+@pytest.mark.parametrize("key", ["outputs", "labels"])
+def test_too_many_references_or_labels(key: str, tmp_path: Path) -> None:
+    """Each is compared with an answer on its own: 200,000 in one record would take an hour."""
+    assert f"{key}: 257 texts, at most 256 are" in refused(tmp_path, json.dumps(GOOD | {key: ["a"] * 257}).encode())
+
+
+@pytest.mark.parametrize("seen", [final_answer, settled, lambda text: first_label(text, ["A", "yes"])])
+def test_a_million_groups_of_digits(seen: Callable[[str], str | None]) -> None:
+    """A number with a group of two digits at its end was read to that end from each of its groups."""
+    began = time.process_time()
+    seen("1" + ",23" * 340_000)
+    assert time.process_time() - began < SECONDS
+
+
+def test_a_reference_of_a_million_characters() -> None:
+    """ROUGE-L's table and METEOR's alignment are quadratic. The words that count are the first ones."""
+    answer, reference = "cd " * 255 + "ab", "ab " * 340_000
+    began = time.process_time()
+    each = of_records([answer], [[reference]])
+    of_corpus([answer], [[reference]])
+    assert time.process_time() - began < SECONDS
+    assert 0 < each["rouge_l"][0] < 0.01

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
@@ -14,12 +15,14 @@ from nvflare.apis.workspace import Workspace
 from nvflare.fuel.hci.server.sess import Session, SessionManager
 from nvflare.lighter.utils import load_crt, sign_content
 from nvflare.private.fed.server.client_manager import ClientManager
+from nvflare.private.fed.server.training_cmds import TrainingCommandModule
 from nvflare.private.fed.utils.identity_utils import IdentityVerifier, InvalidAsserterCert
 
 from consilium.core.storage import note
 from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare.job import job_context
 from consilium.flare.kit import revocation
+from consilium.flare.kit.heartbeat_server import Attendance
 from consilium.flare.kit.revocation import COMPONENT, revoke
 from consilium.flare.kit.revocation_check import RevocationCheck
 from consilium.privacy.secagg.simulated import certificate_for, pem_of
@@ -160,6 +163,57 @@ def test_a_revocation_by_a_clock_that_is_behind_holds_once_the_clock_is_right(
     clock(begins(server, "rootCA.pem") - 365 * DAY)
     revoke("clinic", server)
     clock(begins(server, "clinic.crt") + DAY)
+    with pytest.raises(InvalidAsserterCert, match="revoked"):
+        registers(server, keys[1])
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("former", [False, True], ids=["", "a file of a former version"])
+def test_heartbeats_by_a_clock_that_was_set_back_do_not_lower_the_latest_time(
+    restarted: bool,
+    former: bool,
+    server: Path,
+    keys: list[rsa.RSAPrivateKey],
+    check: RevocationCheck,
+    clock: SetClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server's certificate is of 30 days ago and the clinic's of a day ago. One heartbeat came by the right clock."""
+    monkeypatch.setattr(TrainingCommandModule, "check_status", TrainingCommandModule.check_status)
+    monkeypatch.setattr(ClientManager, "heartbeat", lambda *_: True)  # FLARE takes each; `Attendance` wraps this one
+    engine = SimpleNamespace(get_clients=list, run_processes={})
+    fl_ctx: Any = SimpleNamespace(
+        get_prop=lambda key: (
+            SimpleNamespace(get_root_dir=lambda: str(server)) if key == FLContextKey.WORKSPACE_OBJECT else None
+        ),
+        get_engine=lambda: engine,
+        get_peer_context=lambda: None,
+    )
+
+    def begin() -> Attendance:
+        started = Attendance()
+        started.handle_event("_system_bootstrap", fl_ctx)
+        return started
+
+    def beat(component: Attendance) -> None:
+        ClientManager.heartbeat(ClientManager(), "token", "clinic", fl_ctx)
+        component._written = 0.0  # as after ten seconds
+        component.handle_event("_client_heartbeat_processed", fl_ctx)
+
+    right = begins(server, "clinic.crt") + DAY
+    clock(right)
+    component = begin()
+    beat(component)
+    if former:
+        path = server / STATE / ATTENDANCE
+        path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "latest"}))
+    clock(right - 10 * DAY)
+    if restarted or former:
+        monkeypatch.setattr(ClientManager, "heartbeat", lambda *_: True)
+        component = begin()
+    beat(component)
+    revoke("clinic", server)
+    clock(right)
     with pytest.raises(InvalidAsserterCert, match="revoked"):
         registers(server, keys[1])
 

@@ -46,6 +46,8 @@ LEDGER, ACCEPTED = "ledger.sqlite", "accepted.json"
 FORMAT = 1
 MOST_FILES, MOST_BYTES = 200, 2**30
 """Of an archive that is checked: a stranger may have made it."""
+MOST_VALUES, MOST_JSON = 2**25, 2**24
+"""Values of a record, 3 GB of Python's objects at most, and bytes of manifest.json and of accepted.json."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _RECORD = re.compile(r"audit-\d+\.jsonl")
 _SUM = re.compile(r"[0-9a-f]{64}")
@@ -79,6 +81,9 @@ def chains(files: Mapping[str, bytes]) -> dict[str, Any]:
         found: dict[str, Any] = {"messages": 0, "record": None, "rows": 0, "ledger": None}
         named, known = set[str](), {"", *_accepted(files)}
         for name in filter(_RECORD.fullmatch, sorted(files)):
+            if sum(map(files[name].count, b"[{,")) > MOST_VALUES:
+                found["record"] = f"{name} holds over {MOST_VALUES:,} values"
+                continue
             path = Path(place) / name
             path.write_bytes(files[name])
             try:
@@ -105,7 +110,8 @@ def chains(files: Mapping[str, bytes]) -> dict[str, Any]:
 def _accepted(files: Mapping[str, bytes]) -> set[str]:
     """Return the seals of rows whose loss the site's administrator has put on record."""
     try:
-        return {str(one) for one in json.loads(files.get(ACCEPTED, b"[]"))}
+        found = files.get(ACCEPTED, b"[]")
+        return {str(one) for one in json.loads(found)} if len(found) <= MOST_JSON else set()
     except (ValueError, TypeError, RecursionError):
         return set()
 
@@ -211,6 +217,8 @@ def _manifest(path: Path, files: Mapping[str, bytes]) -> Manifest:
     if missing := [name for name in (MANIFEST, SIGNATURE, CERTIFICATE, ROOT) if name not in files]:
         raise ConfigError(f"{path}: has no {missing[0]}; give what `consilium evidence` wrote")
     try:
+        if len(files[MANIFEST]) > MOST_JSON:
+            raise ValueError(f"over {MOST_JSON:,} bytes")
         manifest = validate(Manifest, json.loads(files[MANIFEST]), Path(MANIFEST))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {MANIFEST} cannot be read ({error})") from None

@@ -24,7 +24,7 @@ from consilium.config.site import SIMULATION, Given, TrackingConfig, find_site
 from consilium.core.child_process import deaf, ended, receive, send
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Observer, loading
-from consilium.core.storage import private_folder, write_atomic
+from consilium.core.storage import write_atomic
 from consilium.data.store import discard_cache
 from consilium.federation.sites import kept
 from consilium.flare.kit.class_allow_list import CLASSES, allow_classes
@@ -46,8 +46,7 @@ def export_job(config: JobConfig, workspace: Path) -> Path:
     from consilium.flare.job.recipe import export  # loads PyTorch, which who waits for a simulation need not have
 
     source = workspace / "flare" / "source" / "job.yaml"
-    private_folder(source.parent)
-    source.write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
+    write_atomic(source, yaml.safe_dump(config.model_dump(), sort_keys=False).encode())
     return export(source, workspace / "flare" / "job")
 
 

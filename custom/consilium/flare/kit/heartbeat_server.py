@@ -24,6 +24,7 @@ from consilium.core.storage import private_folder, write_atomic
 from consilium.federation.compatibility import are_libraries, is_version
 from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare.kit.heartbeat_client import KEY, Facts, own_facts
+from consilium.flare.kit.revocation import latest_heartbeat
 from consilium.flare.method_wrapper import wrap
 
 MOST_SITES = 10_000
@@ -46,6 +47,7 @@ class Attendance(FLComponent):
         self._engine: ServerEngine | None = None
         self._sites: dict[str, Facts] = {}
         self._written = 0.0
+        self._latest = 0.0
         wrap(ClientManager, "heartbeat", self._heartbeat)
         wrap(TrainingCommandModule, "check_status", self._status)
 
@@ -54,6 +56,7 @@ class Attendance(FLComponent):
         if event_type == EventType.SYSTEM_BOOTSTRAP:
             self._folder = Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT).get_root_dir()) / STATE
             self._sites = _kept(self._folder / ATTENDANCE)
+            self._latest = latest_heartbeat(self._folder / ATTENDANCE)
         elif event_type == EventType.CLIENT_HEARTBEAT_PROCESSED:
             self._engine = fl_ctx.get_engine()
             if time.monotonic() - self._written >= EVERY:
@@ -64,8 +67,9 @@ class Attendance(FLComponent):
         """Note what a site says, once FLARE has taken its heartbeat: then the name is its certificate's."""
         found, fl_ctx = beat(manager, token, name, *rest), rest[-1]
         if not fl_ctx.get_prop(FLContextKey.UNAUTHENTICATED) and (name in self._sites or len(self._sites) < MOST_SITES):
-            peer = fl_ctx.get_peer_context()
-            self._sites[name] = checked_facts(peer.get_prop(KEY) if peer else None, time.time())
+            peer, now = fl_ctx.get_peer_context(), time.time()
+            self._latest = max(self._latest, now)  # a clock that is set back must not make a revocation weaker
+            self._sites[name] = checked_facts(peer.get_prop(KEY) if peer else None, now)
         return found
 
     def _status(self, status: Callable[..., None], module: TrainingCommandModule, conn: Connection, args: list[str]) -> None:
@@ -89,7 +93,8 @@ class Attendance(FLComponent):
         if self._folder is None:
             return
         try:
-            write_atomic(private_folder(self._folder) / ATTENDANCE, json.dumps(self._answer()).encode())
+            told = self._answer() | {"latest": self._latest}
+            write_atomic(private_folder(self._folder) / ATTENDANCE, json.dumps(told).encode())
         except OSError as error:  # FLARE would log a traceback every ten seconds
             self.logger.warning(f"{self._folder / ATTENDANCE}: cannot be written ({error.strerror}); make room")
 

@@ -7,10 +7,11 @@ process, `RoundController` in a job's, so that a running job goes on without the
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from nvflare.lighter.utils import load_crt
 
@@ -38,19 +39,24 @@ def revoke(name: str, kit: Path) -> str:
         raise ConfigError(f"{kit}: its server does not look at revocations; run `consilium allow KIT` and restart it first")
     if not name or name != name.strip() or name == "server":
         raise ConfigError(f"{shown(name)!r}: no name of a site or a person; give it as in sites.yml")
-    now = max(time.time(), *_passed(name, kit))
+    made = load_crt(kit / "startup" / "server.crt").not_valid_before_utc.timestamp()
+    now = max(time.time(), made, latest_heartbeat(kit / STATE / ATTENDANCE), *read(kit / "local").values())
     with locked(kit / "local"):
         note(kit / "local" / FILE, name, {"until": now})
     return f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
-def _passed(name: str, kit: Path) -> Iterator[float]:
-    """Yield times that a server's kit has noted: its certificate's start, this name's last revocation, sites' heartbeats."""
-    yield load_crt(kit / "startup" / "server.crt").not_valid_before_utc.timestamp()
-    yield read(kit / "local").get(name, 0.0)
-    with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):  # the server writes a damaged file anew
-        found = json.loads((kit / STATE / ATTENDANCE).read_text(encoding="utf-8"))["sites"]
-        yield from [float(one["last_seen"]) for one in found.values()]
+def latest_heartbeat(path: Path) -> float:
+    """Return the latest time of a heartbeat that the server's attendance.json has noted, by any clock; 0.0 for none.
+
+    `latest` is never lowered. A file of an earlier version has only `last_seen` of each site.
+    """
+    times: list[Any] = []
+    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):  # the server writes a damaged file anew
+        found = json.loads(path.read_text(encoding="utf-8"))
+        times.append(found.get("latest"))
+        times += [one.get("last_seen") for one in found.get("sites", {}).values()]
+    return max((float(one) for one in times if type(one) in (int, float) and 0 <= one < 1e11), default=0.0)
 
 
 def read(local: Path) -> dict[str, float]:

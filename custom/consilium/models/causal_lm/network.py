@@ -102,7 +102,7 @@ def require_causal(model: PreTrainedModel) -> None:
 def use_linear_layers(model: nn.Module) -> None:
     """Replace GPT-2's `Conv1D`, a linear layer with a transposed weight (in, out), by linear layers.
 
-    Adapters, merges and per-sample gradients then know one kind of layer. An adapter's own tensors are the same for both.
+    Adapters and merges then know one kind of layer. An adapter's own tensors are the same for both.
     Falcon's linear layer is a plain one with its product written out.
     """
     for module in model.modules():

@@ -34,6 +34,10 @@ LATER = "mechanism"
 """The column that ledgers of versions up to 0.2.0 lack. It is empty in their rows, whose seals are made without it."""
 _CREATE = f"""CREATE TABLE IF NOT EXISTS releases (time REAL NOT NULL, {", ".join(f'"{c}" NOT NULL' for c in COLUMNS)},
 seal NOT NULL)"""
+_STEP, _STEPS = 10_000, 10**7
+"""Steps of SQLite's machine between two looks at their number, and steps allowed beyond 4 for each byte of the file."""
+_LONGEST = 2**20
+"""Bytes of a row, or of a definition in the file."""
 _INSERT = f"INSERT INTO releases (time, {', '.join(COLUMNS)}, seal) VALUES (?{', ?' * (len(COLUMNS) + 1)})"
 
 
@@ -135,11 +139,30 @@ class Ledger:
             if not self.path.exists():
                 open_private(self.path.resolve(), "a").close()
             with closing(sqlite3.connect(self.path, timeout=60, isolation_level=None)) as db:
+                _check_plain(db, self.path)  # first: any other statement reads the definitions in the file
                 db.execute("PRAGMA synchronous = FULL")  # a committed row survives a power cut
                 yield db
         except sqlite3.Error as error:
             what = f"{self.path}: the privacy ledger cannot be used ({error}); nothing was sent; restore it"
             raise RefusedError(what, Reason.LEDGER) from None
+
+
+def _check_plain(db: sqlite3.Connection, path: Path) -> None:
+    """Raise RefusedError unless the file holds a ledger's one plain table, or nothing yet; bound what reading it may take.
+
+    The file may be a stranger's, as in an archive of evidence. Reading a view or a computed column runs what its author wrote.
+    """
+    for limit in (sqlite3.SQLITE_LIMIT_LENGTH, sqlite3.SQLITE_LIMIT_SQL_LENGTH):
+        db.setlimit(limit, _LONGEST)
+    left = iter(range((_STEPS + 4 * path.stat().st_size) // _STEP))
+    db.set_progress_handler(lambda: next(left, None) is None, _STEP)  # pages of a damaged file may lead to each other
+    db.execute("PRAGMA trusted_schema = OFF")
+    found = [sql for (sql,) in db.execute("SELECT sql FROM sqlite_master LIMIT 2")]
+    columns = db.execute("PRAGMA table_xinfo(releases)").fetchall()
+    plain = len(found) == 1 and str(found[0]).startswith("CREATE TABLE releases") and found[0].count("(") == 1
+    if found and not (plain and all(name in {"time", *COLUMNS, "seal"} and not hidden for _, name, *_, hidden in columns)):
+        why = "it holds something other than its one table, releases"
+        raise RefusedError(f"{path}: the privacy ledger cannot be used ({why}); nothing was sent; restore it", Reason.LEDGER)
 
 
 def _select(db: sqlite3.Connection, path: Path, whole: bool = True) -> list[Sealed]:

@@ -17,6 +17,7 @@ from consilium.core.sanitize import shown
 from consilium.core.storage import write_atomic
 from consilium.report.compare.comparability import Group
 from consilium.report.image_grid import arrange, fit, font, words
+from consilium.report.plain_files import subfolders
 from consilium.report.predictions import GAP, LINE, MARGIN, PANEL, POINTS, PREDICTIONS, REFERENCE, Page, read_page
 from consilium.report.tables import few, shortened
 
@@ -33,8 +34,9 @@ def draw_examples(folder: Path, group: Group, stage: Stage, end: str) -> tuple[l
     runs = {m: group.runs[m, seed] for m in group.methods if (m, seed) in group.runs}
     files: list[Path] = []
     undrawn: dict[str, list[str]] = {}
-    for site in sorted(group.first.sites):
-        paths = {m: run.folder / "sites" / site / PREDICTIONS for m, run in list(runs.items())[:MOST_METHODS]}
+    places = {m: {one.name: one for one in subfolders(run.folder / "sites")} for m, run in list(runs.items())[:MOST_METHODS]}
+    for site in sorted(group.first.sites):  # a stranger's record may name a site "..", or with a path
+        paths = {method: inside[site] / PREDICTIONS for method, inside in places.items() if site in inside}
         read = {method: read_page(path) for method, path in paths.items()}
         pages = {method: page for method, page in read.items() if page is not None and page[1].boxes.get(stage)}
         parts = [[(part.size, part.tobytes()) for part in _parts(page, REFERENCE)] for page in pages.values()]

@@ -17,6 +17,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from consilium.core.messages import Stage
 from consilium.core.sanitize import shown
+from consilium.core.storage import PUBLIC, write_figure
 from consilium.report.compare.comparability import Group
 from consilium.report.compare.examples import draw_examples
 from consilium.report.compare.scores import GroupScores, mean, scores_of
@@ -61,7 +62,7 @@ def draw(folder: Path, groups: Sequence[Group], stage: Stage, metric: str | None
                 notes.append(group.titled(f"no {name}{end}.png: {why}"))
             else:
                 files.append(folder / f"{name}{end}.png")
-                figure.savefig(files[-1], dpi=DPI, metadata={"Software": None})
+                write_figure(files[-1], figure, dpi=DPI, mode=PUBLIC, metadata={"Software": None})
         examples, undrawn = draw_examples(folder, group, stage, end)
         files += examples
         notes += map(group.titled, undrawn)

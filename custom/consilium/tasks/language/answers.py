@@ -1,16 +1,15 @@
-"""Labels and final answers in texts that a model wrote, and which of them are right."""
+"""Labels and final answers in texts that a model wrote."""
 
 import re
 import unicodedata
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from fractions import Fraction
 
-from consilium.core.errors import UnfitError
-from consilium.data.text import Text
-from consilium.tasks.language import LanguageConfig
-
-_DECIMAL = r"(?:(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
-"""After a word "." starts no number: "Fig.5" ends with 5."""
+MOST = 2**15
+"""Characters of an answer or a reference that are read. A record may have a million, and some patterns read one often."""
+_DECIMAL = r"(?:(?:\d{1,3}(?:,\d{2,3}){0,133},\d{3}(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
+"""After a word "." starts no number: "Fig.5" ends with 5. So many groups have over _LONGEST characters; without a bound,
+"1,23,23,23" is read to its end from each of its groups."""
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}])[-+]\\?[$€£]?)?(?<![0-9A-Za-z\u00c0-\u04ff_])"
     r"(?:(?<![/.])(?:(?P<whole>\d{1,18})\s+)?(?P<top>\d{1,18})\s*/\s*(?P<bottom>\d{1,18})(?![\d/]|\.\d)"
@@ -50,8 +49,9 @@ def first_label(text: str, labels: Sequence[str]) -> str | None:
 
     That is the one behind the last "answer", "answer is" or "answer:", or in \\boxed{}, a single letter in another case only
     where nothing but a mark follows; else the first as whole words, in its own case for a single letter ("a question" does not
-    say A), in any case for longer ones; of two at one place the longer.
+    say A), in any case for longer ones; of two at one place the longer. Of a longer text the first and last MOST characters.
     """
+    text = text if len(text) <= 2 * MOST else f"{text[:MOST]}\n{text[-MOST:]}"
     said = [found for label in labels for found in _after_answer(text, label)]
     if said:
         return min(said, key=lambda place: (-place[0], place[1]))[2]
@@ -82,8 +82,9 @@ def _is_letter(label: str) -> bool:
 def final_answer(text: str) -> str | None:
     """Return the final answer of a text in its plain form: behind the last "####", in the last \\boxed{}, or its last number.
 
-    None where there is nothing.
+    None where there is nothing. Of a longer text the last MOST characters.
     """
+    text = text[-MOST:]
     if marked := text.rpartition("####")[2].strip() if "####" in text else "":
         return settled(marked)
     if (boxed := _boxed(text)) is not None:
@@ -96,8 +97,9 @@ def settled(answer: str) -> str | None:
     """Return an answer that stands alone in its plain form, so that equal ones are equal texts; None for an empty one.
 
     That is the number it begins with in lowest terms, 0.50 as 1/2, if nothing but words follow; else all of its first line, so
-    that "2x + 3" is no 2. A name before a sign, "x = 7", is left out.
+    that "2x + 3" is no 2. A name before a sign, "x = 7", is left out. Of a longer answer the first MOST characters.
     """
+    answer = answer[:MOST]
     boxed = _boxed(answer)
     first = next(iter(_spelt(answer if boxed is None else boxed).strip().splitlines()), "")
     bare = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 ", _LOOKS.sub("", first))
@@ -148,32 +150,3 @@ def _exact(match: re.Match[str]) -> str:
         value = Fraction(match["decimal"].replace(",", ""))
     value *= _SCALES.get((match["scale"] or "").lower(), 1)
     return str(-value if (match["sign"] or "").startswith("-") else value)
-
-
-# which answers are right -----------------------------------------------------------------------------------------------------
-
-
-def truth(text: Text, config: LanguageConfig) -> frozenset[str]:
-    """Return a record's right labels or final answers, none where none is asked for. Raises UnfitError if it has none."""
-    if config.evaluate == "label":
-        given = (text.final_answer,) if text.final_answer else text.outputs
-        found, known = [_label_or_answer(one, text, config) for one in given], text.labels or config.labels
-        what = f"output has none of the labels ({', '.join(known) or 'none given'}); set task.labels"
-    elif config.evaluate == "exact":
-        found = [settled(text.final_answer)] if text.final_answer else [final_answer(one) for one in text.outputs]
-        what = "has no final answer; add final_answer, or a number behind ####"
-    else:
-        return frozenset()
-    if right := frozenset(one for one in found if one is not None):
-        return right
-    raise UnfitError(f"{text.name}: {what}")
-
-
-def judged(written: Sequence[str], texts: Sequence[Text], truths: Sequence[Set[str]], config: LanguageConfig) -> list[float]:
-    """Return 1 for each right answer, else 0; without a reference no answer is right."""
-    said = [_label_or_answer(one, text, config) for one, text in zip(written, texts, strict=True)]
-    return [float(one in true) for one, true in zip(said, truths, strict=True)]
-
-
-def _label_or_answer(written: str, text: Text, config: LanguageConfig) -> str | None:
-    return final_answer(written) if config.evaluate == "exact" else first_label(written, text.labels or config.labels)

@@ -18,7 +18,7 @@ from consilium.models.folder import room
 from consilium.tasks.base import Answered, Batch, Scored, evaluating
 from consilium.tasks.bootstrap import intervals_of_means
 from consilium.tasks.language import ASKS, CUT, CUT_ASKED, WRITTEN, LanguageConfig, text_scores
-from consilium.tasks.language.answers import judged, truth
+from consilium.tasks.language.correctness import judged, truth
 from consilium.tasks.language.packing import grouped, packed_losses
 from consilium.tasks.language.tokens import IGNORED, Encoded, Encoder
 from consilium.tasks.registry import COUNT

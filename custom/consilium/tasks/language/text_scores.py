@@ -1,10 +1,11 @@
 """Scores of written answers against one or more references each: ROUGE-L, BLEU, METEOR, NIST and CIDEr-D.
 
-ROUGE-L by rouge-score, BLEU by sacrebleu (its own tokenization, scaled to 0..1), METEOR by nltk. METEOR matches exact words and
-stems only: its synonyms need WordNet's data, which nothing here downloads, so it lies below published values. NIST and CIDEr-D
-are our own: NIST is mteval-v13a's, as E2E's evaluation has it, CIDEr-D on equal words the COCO caption evaluation's. BLEU and
-NIST split words as mteval-v13a does, METEOR and CIDEr-D lower-case text at words and punctuation. ROUGE-L drops punctuation; of
-ASCII texts its words are rouge-score's own, which knows no other letters. A letter and its mark are the same as both in one.
+ROUGE-L as rouge-score has it, BLEU by sacrebleu (its own tokenization, scaled to 0..1), METEOR by nltk. METEOR matches exact
+words and stems only: its synonyms need WordNet's data, which nothing here downloads, so it lies below published values. NIST
+and CIDEr-D are our own: NIST is mteval-v13a's, as E2E's evaluation has it, CIDEr-D on equal words the COCO caption
+evaluation's. BLEU and NIST split words as mteval-v13a does, METEOR and CIDEr-D lower-case text at words and punctuation.
+ROUGE-L drops punctuation; of ASCII texts its words are rouge-score's own, which knows no other letters. A letter and its mark
+are the same as both in one.
 
 Scripts without spaces (Chinese, Japanese, Thai) are not segmented: all text up to the next mark is one word.
 """
@@ -16,6 +17,8 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, reduce
 from operator import or_
 from typing import Any
+
+from consilium.tasks.language.answers import MOST
 
 NAMES = ("rouge_l", "bleu", "meteor", "nist", "cider")
 Grams = Counter[tuple[str, ...]]
@@ -32,22 +35,50 @@ class _NoSynonyms:
 def of_records(written: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, list[float]]:
     """Return ROUGE-L (F) and METEOR, 0..1, of each of N written answers with the best of its references.
 
-    A split's score is their mean.
+    A split's score is their mean. Of longer texts the first MOST characters are compared.
     """
+    written, references = _cut(written, references)
     return {"rouge_l": rouge_l(written, references), "meteor": meteor(written, references)}
 
 
 def of_corpus(written: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return BLEU, 0..1, NIST (up to 5-grams) and CIDEr of N written answers as one corpus."""
+    """Return BLEU, 0..1, NIST (up to 5-grams) and CIDEr of N written answers as one corpus; texts as for `of_records`."""
+    written, references = _cut(written, references)
     return {"bleu": bleu(written, references), "nist": nist(written, references), "cider": cider(written, references)}
+
+
+def _cut(written: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    return [one[:MOST] for one in written], [[one[:MOST] for one in refs] for refs in references]
 
 
 def rouge_l(written: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
     """Return each answer's F-measure of the longest common subsequence with its best reference, words stemmed."""
-    from rouge_score.rouge_scorer import RougeScorer
+    from rouge_score.scoring import fmeasure
 
-    scorer = RougeScorer(["rougeL"], tokenizer=_Stems())
-    return [scorer.score_multi(list(refs), one)["rougeL"].fmeasure for one, refs in zip(written, references, strict=True)]
+    split, found = _Stems().tokenize, []
+    for one, refs in zip(written, references, strict=True):
+        own, scores = split(one), [0.0]
+        for true in filter(None, map(split, refs if own else ())):
+            common = _longest_common(own, true)
+            scores.append(fmeasure(common / len(own), common / len(true)))
+        found.append(max(scores))
+    return found
+
+
+def _longest_common(one: Sequence[str], other: Sequence[str]) -> int:
+    """Return the length of the longest common subsequence (Hyyrö, "Bit-Parallel LCS-length Computation Revisited", 2004).
+
+    rouge-score's own table has a Python number for each pair of words: 20 s for 256 words beside 20,000.
+    """
+    places: dict[str, int] = {}
+    for place, word in enumerate(other):
+        places[word] = places.get(word, 0) | 1 << place
+    whole = (1 << len(other)) - 1
+    left = whole
+    for word in one:
+        match = left & places.get(word, 0)
+        left = (left + match | left - match) & whole
+    return len(other) - left.bit_count()
 
 
 class _Stems:

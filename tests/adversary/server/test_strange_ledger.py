@@ -1,0 +1,61 @@
+"""A ledger of a stranger, in an archive of evidence or a run's folder: SQLite that does something when it is read."""
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from consilium.core.errors import RefusedError
+from consilium.flare.admin.evidence import LEDGER, chains
+from consilium.privacy.ledger.ledger import COLUMNS, Ledger
+from tests.privacy.test_ledger import ONE
+
+NAMES = ", ".join(COLUMNS)
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT"
+EMPTY = f"SELECT {', '.join(f'0 AS {name}' for name in ('time', *COLUMNS, 'seal'))} WHERE 0"
+TABLE = f"CREATE TABLE releases (time REAL NOT NULL, {', '.join(f'{name} NOT NULL' for name in COLUMNS)}, seal NOT NULL"
+HOSTILE = {
+    "a view": f"CREATE VIEW releases AS {EMPTY}",
+    "an endless view": f"CREATE VIEW releases AS {ENDLESS} i AS time, {', '.join(f'i AS {n}' for n in COLUMNS)}, i AS seal, "
+    "i AS rowid FROM n WHERE i < 0",
+    "a large view": f"CREATE VIEW releases AS SELECT 0 AS time, {', '.join(f'randomblob(9999999) AS {n}' for n in COLUMNS)}, "
+    "0 AS seal, 1 AS rowid",
+    "a computed column": f"{TABLE}, more AS (hex(zeroblob(9))) VIRTUAL)",
+    "a computed seal": f"{TABLE.removesuffix('seal NOT NULL')}seal AS (hex(zeroblob(9))))",
+    "a virtual table": f"CREATE VIRTUAL TABLE releases USING fts5(time, {NAMES}, seal)",
+    "another column": f"{TABLE}, more)",
+    "a checked column": f"{TABLE}, CHECK (length(hex(zeroblob(9))) > 1))",
+    "a trigger": f"{TABLE}); CREATE TRIGGER t AFTER INSERT ON releases BEGIN DELETE FROM releases; END",
+    "another table": f"{TABLE}); CREATE TABLE more (x)",
+}
+
+
+def written(path: Path, script: str) -> bytes:
+    db = sqlite3.connect(path)
+    db.executescript(script)
+    db.close()
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("script", [pytest.param(script, id=name) for name, script in HOSTILE.items()])
+def test_a_ledger_of_something_other_than_its_table(script: str, tmp_path: Path) -> None:
+    """In evidence it is no whole ledger, and for a site it is none: nothing in it is run, whatever it would take."""
+    path = tmp_path / "ledger.sqlite"
+    assert "it holds something other than its one table" in str(chains({LEDGER: written(path, script)})["ledger"])
+    for use in (lambda: Ledger(path).seals(), lambda: Ledger(path).spend(ONE, {})):
+        with pytest.raises(RefusedError, match="nothing was sent; restore it"):
+            use()
+
+
+def test_a_row_of_many_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    Ledger(path).spend(ONE, {})
+    written(path, "UPDATE releases SET job = zeroblob(100000000)")
+    assert "too big" in str(chains({LEDGER: path.read_bytes()})["ledger"])
+
+
+@pytest.mark.parametrize("line", [lambda count: "[" + "0," * count + "0]", lambda count: "{}\n" + "{" * count])
+def test_a_record_of_too_many_values(line: Callable[[int], str]) -> None:
+    found = chains({"audit-1.jsonl": line(2**25).encode()})
+    assert found["record"] == "audit-1.jsonl holds over 33,554,432 values"
