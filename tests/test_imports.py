@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from consilium.core.lazy import lazy
+
 ROOT = Path(__file__).parents[1]
 HEAVY = (
     "monai",
@@ -80,6 +82,14 @@ def test_light_commands_load_no_torch(words: list[str], module: str) -> None:
     found = loaded(READ.format(words=words))
     assert f"consilium.cli.{module}" in found
     assert found & {"torch", *HEAVY} == set()
+
+
+def test_lazy_functions_are_imported_when_they_are_called() -> None:
+    found = lazy("fractions:Fraction", 1)
+    assert str(found(3)) == "1/3"
+    missing = lazy("consilium.no_such_module:build")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        missing()
 
 
 @pytest.mark.parametrize("job", ["quickstart", pytest.param("quickstart_cells", marks=pytest.mark.slow)])

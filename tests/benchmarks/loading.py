@@ -22,9 +22,8 @@ from monai.transforms import Resize
 from PIL import Image
 
 from consilium.config.job import TrainingConfig
-from consilium.data import header_check
+from consilium.data import images, sample_check
 from consilium.data.datalist import DataList, read_datalist
-from consilium.data.images import shrink
 from consilium.data.loading import Loading
 from consilium.data.store import open_store
 from consilium.tasks.base import Batch
@@ -124,10 +123,10 @@ def resize(folder: Path) -> None:
     picture = np.asarray(Image.open(data.splits["training"][0].image))
     theirs = Resize((SIDE, SIDE), mode="bilinear", anti_aliasing=True)
     tensor = torch.from_numpy(picture.copy()).permute(2, 0, 1).float()
-    ways: tuple[Callable[[], object], ...] = (lambda: theirs(tensor), lambda: shrink(picture, SIDE))
+    ways: tuple[Callable[[], object], ...] = (lambda: theirs(tensor), lambda: images.resize(picture, SIDE))
     times = [[timed(way)[1] for way in ways] for _ in range(TURNS)]
     former, ours = (statistics.median(one[i] for one in times) for i in (0, 1))
-    apart = np.abs(theirs(tensor).permute(1, 2, 0).numpy() - shrink(picture, SIDE))
+    apart = np.abs(theirs(tensor).permute(1, 2, 0).numpy() - images.resize(picture, SIDE))
     print(f"resize {LARGE} to {SIDE}, processor time: MONAI {former * 1e3:.0f} ms, PIL {ours * 1e3:.0f} ms")
     print(f"their difference: mean {apart.mean():.2f} grey levels")
 
@@ -150,7 +149,7 @@ def look(data: DataList, name: str, loading: Loading) -> None:
     """Print how long the look before training takes."""
     store, listed = open_store(loading.folder, loading.most), replace(data, loading=loading)
     clock, spent = timed(
-        lambda: list(header_check.faults(listed, lambda i: header_check.look_at_sample(i, CLASSES), "", store))
+        lambda: list(sample_check.find_errors(listed, lambda i: sample_check.check_sample(i, CLASSES), "", store))
     )
     print(f"the look before training, {name}: {clock:.1f} s, {spent:.1f} s of processor time")
 

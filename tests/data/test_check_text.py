@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from consilium.data.check_text import check_texts
+from consilium.data.check import check_texts
 from consilium.models.causal_lm.network import load_tokenizer
 from consilium.tasks.language import LanguageConfig
 from consilium.tasks.language.tokens import Encoder

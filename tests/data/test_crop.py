@@ -14,8 +14,7 @@ from consilium.client.site_data import cropped, site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
-from consilium.data.crop import Crop, drawn
-from consilium.data.datalist import SPLITS, DataList, Item, read_datalist
+from consilium.data.datalist import SPLITS, Crop, DataList, Item, drawn, read_datalist
 from consilium.data.images import read_masks, read_picture, read_sample
 from consilium.data.settings import PictureSettings
 from consilium.data.slices import expand

@@ -14,6 +14,7 @@ from pydicom import Dataset, dcmread  # isort: skip
 from consilium.core.errors import DataError
 from consilium.data import dicom, volumes
 from consilium.data.datalist import read_datalist
+from consilium.data.file_kinds import is_dicom
 from consilium.data.slices import expand
 
 with warnings.catch_warnings():
@@ -227,7 +228,7 @@ def test_a_file_without_its_first_part_is_known_by_its_name(tmp_path: Path) -> N
     made = dicoms.placed(PLANES[0], (0, 0, 0))
     del made.file_meta
     made.save_as(tmp_path / "old.DCM", implicit_vr=True, little_endian=True)
-    assert dicom.is_own(tmp_path / "old.DCM")
+    assert is_dicom(tmp_path / "old.DCM")
     assert np.array_equal(volumes.voxels(tmp_path / "old.DCM")[:, :, 0], PLANES[0].T)
 
 

@@ -15,12 +15,13 @@ from tests.data import dicoms  # skips where the extra is missing
 from pydicom import uid  # isort: skip
 
 from consilium.core.errors import DataError
-from consilium.data import dicom, volumes
+from consilium.data import volumes
 from consilium.data.codes import coded_shape
 from consilium.data.dicom import files as dicom_files
 from consilium.data.dicom import frames as dicom_frames
 from consilium.data.dicom import parsing
-from consilium.data.dicom.contours import contours
+from consilium.data.dicom.masks import contours
+from consilium.data.file_kinds import is_dicom
 
 GREY = np.arange(24, dtype=np.uint8).reshape(4, 6)
 SECRETS = {
@@ -232,9 +233,9 @@ def test_what_is_no_file_is_left_out_of_a_series(tmp_path: Path) -> None:
     (tmp_path / "up").symlink_to(tmp_path)
     (tmp_path / "folder.dcm").mkdir()
     assert volumes.header(tmp_path).grid.shape == (6, 4, 3)
-    assert not dicom.is_own(tmp_path / "pipe.dcm")
-    assert not dicom.is_own(tmp_path / "loop.dcm")
-    assert dicom.is_own(tmp_path)
+    assert not is_dicom(tmp_path / "pipe.dcm")
+    assert not is_dicom(tmp_path / "loop.dcm")
+    assert is_dicom(tmp_path)
 
 
 def test_a_broken_file_in_a_series_is_named(tmp_path: Path) -> None:
@@ -266,7 +267,6 @@ def test_a_series_too_large_for_memory_is_refused_by_its_headers(tmp_path: Path,
 
 
 def test_masks_of_many_regions_are_refused_before_they_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from consilium.data.dicom import contours as dicom_contours
     from consilium.data.dicom import masks as dicom_masks
 
     files = dicoms.stack(tmp_path / "ct", np.stack([GREY] * 3))
@@ -274,9 +274,9 @@ def test_masks_of_many_regions_are_refused_before_they_are_made(tmp_path: Path, 
     dicoms.segmentation(files, np.ones((3, 4, 6, 2), np.uint8), ["a", "b"]).save_as(tmp_path / "seg.dcm")
     drawn = dicoms.outlines({name: [np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0]])] for name in "abc"})
     monkeypatch.setattr(dicom_masks, "MOST_VOLUME", 143)
-    monkeypatch.setattr(dicom_contours, "MOST_VOLUME", 215)
     with pytest.raises(DataError, match="2 segments, 144 bytes; at most 143 are"):
         volumes.labels(tmp_path / "seg.dcm", image)
+    monkeypatch.setattr(dicom_masks, "MOST_VOLUME", 215)
     with pytest.raises(DataError, match="3 structures, 216 bytes; at most 215 are"):
         contours(tmp_path / "rt.dcm", drawn, image)
 

@@ -13,7 +13,7 @@ from pydicom import Dataset  # isort: skip
 from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.datalist import Item
-from consilium.data.dicom.contours import inside
+from consilium.data.dicom.masks import inside
 from consilium.data.images import read_labels, read_sample
 from consilium.data.labels import Labels
 from consilium.data.settings import PictureSettings

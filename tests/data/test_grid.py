@@ -15,7 +15,7 @@ from consilium.data import volumes
 from consilium.data.datalist import DataList, Item, read_datalist
 from consilium.data.grid import Grid, disagreement, resampled
 from consilium.data.images import read_image, read_labels, read_sample
-from consilium.data.sample_check import look
+from consilium.data.sample_check import check_samples
 from consilium.data.settings import Axis, PictureSettings
 from consilium.data.slices import expand
 
@@ -222,7 +222,7 @@ def test_an_axis_of_one_picture_is_refused(tmp_path: Path) -> None:
 def test_the_check_of_data_looks_at_the_planes_that_training_sees(tmp_path: Path) -> None:
     write(tmp_path, stored("SPL"))
     data = listed(tmp_path, {"image": "v.nii.gz", "axis": "coronal"}, {"image": "v.nii.gz"})
-    found = look(data.splits["test"], PictureSettings.model_validate({"slices": {"axis": "axial"}}), None)
+    found = check_samples(data.splits["test"], PictureSettings.model_validate({"slices": {"axis": "axial"}}), None)
     assert [(one.planes, one.size) for one in found] == [
         (6, "x".join(map(str, seen("coronal", 0).shape))),
         (5, "x".join(map(str, seen("axial", 0).shape))),

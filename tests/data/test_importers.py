@@ -9,10 +9,9 @@ import pytest
 from consilium.core.errors import ConfigError, DataError
 from consilium.data.datalist import SPLITS
 from consilium.data.images import read_image, read_mask
-from consilium.data.importers import polyps as polyp_sets
-from consilium.data.importers import registry
-from consilium.data.importers.base import Found, Options, Reading, mask_png
-from consilium.data.importers.classes import KVASIR_CLASSES, OCT_CLASSES
+from consilium.data.importers import published_pictures, registry
+from consilium.data.importers.base import ImportResult, Options, SourceSample, mask_png
+from consilium.data.importers.published_pictures import KVASIR_V2, OCT_C8
 from consilium.data.importers.registry import IMPORTERS, import_set
 from consilium.data.partition import partition
 from tests.conftest import run
@@ -164,14 +163,14 @@ def test_fundus_broken(fundus: Path, tmp_path: Path) -> None:
 
 def test_kvasir_is_split_class_by_class_and_can_be_shared_out(tmp_path: Path) -> None:
     source, dest = tmp_path / "kvasir-dataset-v2", tmp_path / "out"
-    for name in KVASIR_CLASSES:
+    for name in KVASIR_V2.classes:
         for i in range(10):
             picture(source / name / f"{i}.png")
     found = run_import("kvasir-v2", tmp_path, dest)
     assert found["sites"] == {"kvasir-v2": {"training": 56, "validation": 8, "test": 16}}
     assert "data partition" in found["notes"][0]
     splits = splits_of(dest, "kvasir-v2", classes=True)
-    for name in KVASIR_CLASSES:
+    for name in KVASIR_V2.classes:
         assert [sum(item.label == name for item in splits[split]) for split in SPLITS] == [7, 1, 2]
     assert all(item.image.parent == source / item.label for items in splits.values() for item in items)
     shared = partition(dest / "kvasir-v2/datalist.json", tmp_path / "sites", 3, 1.0, 0, 4)
@@ -181,7 +180,7 @@ def test_kvasir_is_split_class_by_class_and_can_be_shared_out(tmp_path: Path) ->
 def test_oct_keeps_the_published_splits_and_names_what_is_missing(tmp_path: Path) -> None:
     source = tmp_path / "RetinalOCT_Dataset/RetinalOCT_Dataset"
     for split, count in (("train", 3), ("val", 1), ("test", 2)):
-        for name in OCT_CLASSES:
+        for name in OCT_C8.classes:
             for i in range(count):
                 picture(source / split / name / f"{i}.png")
     found = run_import("oct-c8", tmp_path, tmp_path / "out")
@@ -219,8 +218,13 @@ def test_what_cannot_be_is_refused_and_a_failure_leaves_nothing(
     assert not (tmp_path / "x").exists()
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept/notes.txt").write_text("mine")
-    bad = [Found("a", "1", polyps / "x.png", mask_png("ok", filled, OUTER)), Found("b", "1", polyps, mask_png("no", _fail))]
-    monkeypatch.setitem(polyp_sets.SETS, "polyp", registry.Importer("", lambda source, options: Reading(bad, {"a": [1]})))
+    bad = [
+        SourceSample("a", "1", polyps / "x.png", mask_png("ok", filled, OUTER)),
+        SourceSample("b", "1", polyps, mask_png("no", _fail)),
+    ]
+    monkeypatch.setitem(
+        published_pictures.SETS, "polyp", registry.Importer("", lambda source, options: ImportResult(bad, {"a": [1]}))
+    )
     with pytest.raises(DataError, match="broken"):
         import_set("polyp", polyps, tmp_path / "kept")
     assert list(tree(tmp_path / "kept")) == ["notes.txt"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from consilium.core.errors import ConfigError, DataError
-from consilium.data.check_text import check_texts
+from consilium.data.check import check_texts
 from consilium.data.datalist import SPLITS
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import import_set
@@ -238,7 +238,7 @@ def test_piqa_letters_are_its_solutions(tmp_path: Path) -> None:
     ):
         import_set("piqa", tmp_path, tmp_path / "bad")
     (data / "train-labels.lst").write_text("0\n2\n" * 10)
-    with pytest.raises(DataError, match=r"train\.jsonl: 'Goal 0': expected a label from 0 to 1; found '2'"):
+    with pytest.raises(DataError, match=r"train\.jsonl: record 2: 'Goal 0': expected a label from 0 to 1; found '2'"):
         import_set("piqa", tmp_path, tmp_path / "bad")
     (data / "train-labels.lst").unlink()
     with pytest.raises(DataError, match=r"train\.jsonl: expected train-labels\.lst beside it; found none; complete the set"):

@@ -16,13 +16,14 @@ from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.data import images, nifti, volumes
+from consilium.data import store as cache_folder
+from consilium.data import store as fingerprint
 from consilium.data.datalist import DataList, Item, read_datalist
-from consilium.data.header_check import look_at_picture, look_at_sample, without_faults
 from consilium.data.loading import Loading, ahead
+from consilium.data.sample_check import check_sample, image_shape, without_faults
 from consilium.data.settings import PictureSettings
 from consilium.data.slices import expand
-from consilium.data.store import Store, fingerprint
-from consilium.data.store import folder as cache_folder
+from consilium.data.store import Store
 from consilium.tasks.classification.task import ClassificationTask
 from consilium.tasks.segmentation.task import SegmentationTask
 from tests.data.storing import CLASSES, break_pixels, made, make_site
@@ -74,7 +75,7 @@ def truncate(folder: Path) -> None:
         path.write_bytes(path.read_bytes()[:17])
 
 
-@pytest.mark.parametrize("harm", [corrupt, truncate, shutil.rmtree, cache_folder.clear, lambda f: (f / "salt").unlink()])
+@pytest.mark.parametrize("harm", [corrupt, truncate, shutil.rmtree, cache_folder.clear_cache, lambda f: (f / "salt").unlink()])
 def test_a_cache_harmed_in_the_middle_changes_nothing(harm: Callable[[Path], object], tmp_path: Path) -> None:
     data = made(tmp_path / "site")
     expected, place = bits(task(data)), {"folder": tmp_path / "state", "most": 10**9, "workers": 2}
@@ -213,7 +214,7 @@ def test_no_more_volumes_are_held_than_said(planes: DataList, monkeypatch: pytes
 
 
 def look(item: object) -> None:
-    look_at_sample(item, CLASSES)
+    check_sample(item, CLASSES)
 
 
 def test_a_look_finds_all_but_bad_pixels_and_names_the_file(tmp_path: Path) -> None:
@@ -253,12 +254,12 @@ def test_a_look_sees_the_size_that_reading_gives(tmp_path: Path, planes: DataLis
     for kind in ("jpg", "png"):
         turned.save(tmp_path / f"turned.{kind}", exif=exif)
         item = replace(planes.splits["training"][0], image=tmp_path / f"turned.{kind}", slice=None)
-        assert look_at_picture(item) == images.read_image(item).shape[:2] == (30, 20)
+        assert image_shape(item) == images.read_image(item).shape[:2] == (30, 20)
     for axis in ("stored", "axial", "coronal", "sagittal"):
         plane = replace(planes.splits["training"][0], axis=axis, slice=1)
-        assert look_at_picture(plane) == images.read_image(plane).shape[:2]
+        assert image_shape(plane) == images.read_image(plane).shape[:2]
     with pytest.raises(DataError, match=r"slice 9 is outside 0\.\.5"):
-        look_at_picture(replace(planes.splits["training"][0], slice=9))
+        image_shape(replace(planes.splits["training"][0], slice=9))
 
 
 def test_a_png_that_says_behind_its_pixels_that_it_is_turned_passes(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ import pytest
 from PIL import Image
 
 from consilium.core.errors import DataError
+from consilium.data import store as cache_folder
+from consilium.data import store as fingerprint
 from consilium.data.datalist import Item
-from consilium.data.store import Store, fingerprint, open_store
-from consilium.data.store import folder as cache_folder
+from consilium.data.store import Store, open_store
 from tests.conftest import run
 from tests.data.storing import made
 
@@ -158,7 +159,7 @@ def test_the_last_of_the_disk_is_left_to_others(tmp_path: Path, monkeypatch: pyt
 def test_a_cache_cleared_while_it_is_used_is_made_again(tmp_path: Path) -> None:
     kept = store(tmp_path)
     kept.put(NAME, SAMPLE)
-    cache_folder.clear(kept.folder)
+    cache_folder.clear_cache(kept.folder)
     assert not kept.folder.exists()
     assert kept.get(NAME) is None
     assert kept.put(NAME, SAMPLE)
@@ -170,7 +171,7 @@ def test_clearing_leaves_what_is_not_ours(tmp_path: Path) -> None:
     kept = store(tmp_path)
     kept.put(NAME, SAMPLE)
     (kept.folder / "letter.txt").write_text("mine")
-    cache_folder.clear(kept.folder)
+    cache_folder.clear_cache(kept.folder)
     assert [path.name for path in kept.folder.iterdir()] == ["letter.txt"]
 
 
@@ -189,9 +190,9 @@ def test_a_folder_that_is_no_cache_is_not_cleared(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared" / cache_folder.FOLDER).symlink_to(behind)
     for root in (tmp_path / "shared", tmp_path / "alike"):
-        cache_folder.discard(root)
+        cache_folder.discard_cache(root)
         with pytest.raises(DataError, match=cache_folder.FOLDER):
-            cache_folder.find(root)
+            cache_folder.find_cache(root)
     assert len(list(behind.iterdir())) == len(list(alike.iterdir())) == 4
 
 
@@ -200,7 +201,7 @@ def test_clearing_leaves_hidden_files_that_are_not_ours(tmp_path: Path) -> None:
     somebody_elses(tmp_path / "one", 1)
     (tmp_path / "one" / ".bash_history.1").rename(kept.folder / ".bash_history.1")
     (kept.folder / f".{NAME}-140.99").write_text("half a sample")
-    cache_folder.clear(kept.folder)
+    cache_folder.clear_cache(kept.folder)
     assert [path.name for path in kept.folder.iterdir()] == [".bash_history.1"]
 
 

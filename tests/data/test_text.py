@@ -8,7 +8,7 @@ import pytest
 
 from consilium.config.site import Given, find_site, is_site_folder
 from consilium.core.errors import DataError
-from consilium.data.check_text import check_texts
+from consilium.data.check import check_texts
 from consilium.data.text import read_records, read_texts
 from consilium.tasks.language.answers import settled
 from tests.data.writing import write

@@ -17,9 +17,9 @@ from consilium.config.site import CacheConfig, SiteConfig
 from consilium.core.errors import ConsiliumError, DataError
 from consilium.core.messages import SKIPPED
 from consilium.core.storage import load_state
+from consilium.data import store as cache_folder
 from consilium.data.datalist import DataList
 from consilium.data.loading import Loading
-from consilium.data.store import folder as cache_folder
 from consilium.data.text import Text
 from consilium.federation.job import assemble_job
 from consilium.privacy.dpsgd import DpSgd
@@ -239,7 +239,7 @@ def test_a_run_is_the_same_with_any_loading_and_leaves_no_pictures_in_its_folder
         ends.append(tensors(tmp_path / f"run-{index}"))
         assert not list((tmp_path / f"run-{index}").rglob(cache_folder.FOLDER))
     assert all(torch.equal(end[name], ends[0][name]) for end in ends for name in ends[0])
-    assert cache_folder.contents(tmp_path / "kept" / cache_folder.FOLDER)[0] == 6  # equal pictures of two sites are one
+    assert cache_folder.cache_contents(tmp_path / "kept" / cache_folder.FOLDER)[0] == 6  # equal pictures of two sites are one
 
 
 # validation -----------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def test_samples_answer_no_question_in_a_private_job_and_one_of_statistics(
 ) -> None:
     config = JobConfig.model_validate(small_cells("fedit").model_dump() | sections)
     options = {"quiet": True} if asked else {}
-    assert site_data(config, "site-1", SiteConfig(), tmp_path, **options).loading.quiet is quiet
+    assert site_data(config, "site-1", SiteConfig(), tmp_path, **options).loading.ignore_unfit is quiet
 
 
 def test_statistics_of_a_part_are_refused() -> None:

@@ -13,7 +13,7 @@ from consilium.client.site_data import site_data
 from consilium.client.speedups import remember
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, SiteConfig
-from consilium.data.store import folder
+from consilium.data import store as cache_folder
 from consilium.federation.job import build_model, build_task
 from consilium.tasks.segmentation.task import SegmentationTask
 from consilium.training.loop import train
@@ -132,13 +132,13 @@ def test_files_are_the_users_alone_and_go_with_the_samples(model: nn.Module, pla
     config, site = frozen(), place / "files"
     task = task_of(config, site)
     task._samples("validation", 0)
-    before = set((site / "cache" / folder.FOLDER).glob("*.sample"))
+    before = set((site / "cache" / cache_folder.FOLDER).glob("*.sample"))
     remember(config, model, task)
     task.evaluate(model, "validation", 1)
-    (new,) = set((site / "cache" / folder.FOLDER).glob("*.sample")) - before
+    (new,) = set((site / "cache" / cache_folder.FOLDER).glob("*.sample")) - before
     assert stat.S_IMODE(new.stat().st_mode) == 0o600
     assert str(new.stem) not in str(site)
-    folder.clear(folder.find(site / "cache"))
+    cache_folder.clear_cache(cache_folder.find_cache(site / "cache"))
     assert not new.exists()
 
 
@@ -162,10 +162,10 @@ def test_an_altered_embedding_is_made_again(model: nn.Module, place: Path, encod
     config, site = frozen(), place / "altered"
     task = task_of(config, site)
     task._samples("validation", 0)
-    before = set((site / "cache" / folder.FOLDER).glob("*.sample"))
+    before = set((site / "cache" / cache_folder.FOLDER).glob("*.sample"))
     remember(config, model, task)
     whole = task.evaluate(model, "validation", 1)
-    (new,) = set((site / "cache" / folder.FOLDER).glob("*.sample")) - before
+    (new,) = set((site / "cache" / cache_folder.FOLDER).glob("*.sample")) - before
     new.write_bytes(new.read_bytes()[:-4] + b"\0\0\xff\x7f")
     assert task_again(config, model, site).evaluate(model, "validation", 1) == whole
     assert encoded == [1, 1]

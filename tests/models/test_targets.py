@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from consilium.adapters import layers, lora
 from consilium.adapters.targets import linear_layers
 from consilium.core.errors import ConfigError
-from consilium.models.causal_lm import CAUSAL_LM, export
-from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
+from consilium.models.causal_lm import CAUSAL_LM, CausalLmConfig
+from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer, save
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 64}
 GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64}
@@ -165,6 +165,6 @@ def test_a_gpt2_is_saved_in_its_own_layout(tmp_path: Path) -> None:
     with torch.no_grad():
         model.transformer.h[0].attn.c_attn.weight.normal_()
         wanted = model(ids).logits
-        export.save(tmp_path, model, load_tokenizer("tiny", None))
+        save(tmp_path, model, CausalLmConfig(name="causal_lm", variant="tiny"), None, load_tokenizer("tiny", None))
         plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
         torch.testing.assert_close(plain(ids).logits, wanted, rtol=1e-4, atol=1e-5)

@@ -26,7 +26,6 @@ from consilium.core.storage import load_state
 from consilium.estimates.communication import compare
 from consilium.federation.job import assemble_job, build_model
 from consilium.models.clip.network import ClipClassifier
-from consilium.models.registry import ModelConfig
 from consilium.report.progress import progress
 from consilium.runtime.engine import simulate
 from consilium.server.checks import check_update
@@ -156,7 +155,7 @@ def test_a_models_target_sets_are_named_where_none_fits(install: Install) -> Non
 def test_phantoms_need_to_know_how_large_a_models_pictures_are(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install("toy_model.py", "models", "toy", "TOY")
     assert job_of({"model": {"name": "toy"}}).model.image_side == 32
-    monkeypatch.setattr("recipe_toy_model.ToyConfig.image_side", ModelConfig.image_side)
+    monkeypatch.setattr("recipe_toy_model.ToyConfig.image_side", property(lambda config: 0))
     with pytest.raises(ConfigError, match="'cells' are pictures, and the model's config says no image_side; add it there"):
         job_of({"model": {"name": "toy"}})
 

@@ -16,11 +16,6 @@ class ToyConfig(ModelConfig):
     variant: Literal["small"] = "small"
     image_size: Annotated[int, Field(ge=8, le=4096)] = 32
 
-    @property
-    def image_side(self) -> int:
-        """See ModelConfig."""
-        return self.image_size
-
 
 class ToyNet(nn.Module):
     """Maps RGB images (N, 3, S, S) in 0..255 to (N, outputs); its `head` is what the job trains whole, and starts at zero."""

@@ -17,8 +17,9 @@ from PIL import Image
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
+from consilium.data import images as pictures
 from consilium.data.datalist import Item
-from consilium.data.images import inner, read_image, read_picture
+from consilium.data.images import read_image, valid_size
 from consilium.federation.model_card import Card
 from consilium.use import bundle, bundle_template, probe
 from tests.conftest import small_text
@@ -54,6 +55,11 @@ SCHEMA = {
 }
 """What MONAI's bundle specification (docs.monai.io, mb_specification) asks of metadata.json; its own schema is downloaded."""
 PADDED = changed(FUNDUS, task={"classes": {"disc": [1, 2], "optic cup": [2]}, "resize": "pad"})
+
+
+def read_picture(*arguments: Any) -> torch.Tensor:
+    """Return a picture as a model takes it, in float32."""
+    return pictures.read_picture(*arguments).float()
 
 
 def card(config: JobConfig) -> Card:
@@ -98,7 +104,7 @@ def test_monai_writes_the_masks_that_the_model_gives(tmp_path: Path) -> None:
         item = Item(file, None)
         logits = probe.answer(model, {"images": read_picture(item, 64, settings, PADDED.model.padding)[None]})
         size = read_image(item, settings).shape[:2]
-        rows, columns = inner(size, 64, settings)
+        rows, columns = valid_size(size, 64, settings)
         own = F.interpolate(logits[..., :rows, :columns], size, mode="bilinear", align_corners=False)[0]
         wanted |= {f"{file.stem}_{name}.png": plane for name, plane in zip(settings.classes, own, strict=True)}
     bound = probe.tolerance(model, torch.cat([plane.flatten() for plane in wanted.values()]))

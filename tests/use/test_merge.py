@@ -103,7 +103,7 @@ def test_the_code_for_a_published_sam_builds_it(size: int, classes: int, tmp_pat
 
     with torch.device("meta"):
         model = build_sam("vit_b", None, size, classes, weights=False)
-        page = export._page(model, SamConfig(variant="vit_b", image_size=size))
+        page = export.loading_page(model, SamConfig(variant="vit_b", image_size=size))
         names: dict[str, Any] = {}
         exec(code(page).partition("sam.load_state_dict")[0], names)
     assert ("sam_model_registry" in page) == ((size, classes) == (1024, 2))

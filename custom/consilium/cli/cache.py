@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from consilium.cli.options import Format, FormatOption, emit
-from consilium.data.store import folder as cache_folder
+from consilium.data import store as cache_folder
 
 
 def data_cache(
@@ -15,9 +15,9 @@ def data_cache(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Show how many decoded samples a site keeps on its disk, and how large they are."""
-    found = cache_folder.find(folder)
-    samples, size = cache_folder.contents(found)
+    found = cache_folder.find_cache(folder)
+    samples, size = cache_folder.cache_contents(found)
     if clear:
-        cache_folder.clear(found)
+        cache_folder.clear_cache(found)
     text = f"{found}: {samples:,} samples, {size:,} bytes{', removed' if clear else ''}"
     emit({"folder": str(found), "samples": samples, "bytes": size, "cleared": clear}, text, format)

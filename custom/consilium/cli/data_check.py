@@ -14,8 +14,8 @@ from consilium.config.site import SiteConfig, is_site_folder, kit_plugins, load_
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.registry import NO_PLUGINS
 from consilium.core.sanitize import line, shown
+from consilium.data.check import shared_by_sites
 from consilium.data.check_report import NAMED, Findings
-from consilium.data.duplicates import shared_by_sites
 from consilium.data.folders import has_classes
 from consilium.data.label_map import relabelled
 from consilium.data.text import has_texts

@@ -12,8 +12,7 @@ from consilium.cli.options import Format, FormatOption, check_finite
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.core.storage import undone
-from consilium.data.partition import partition
-from consilium.data.partition_text import partition_texts
+from consilium.data.partition import partition, partition_texts
 from consilium.data.text import has_texts
 from consilium.federation.sites import MOST_SITES
 

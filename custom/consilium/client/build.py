@@ -46,7 +46,7 @@ def build_site(
     observer(loading("data", name))
     data = data or site_data(job.config, name, site, folder, root)
     watch = watched(job.config, data) if job.config.privacy is not None else None
-    decoded = replace(data, loading=replace(data.loading, decode=job.config.privacy is not None))  # or it costs, see README
+    decoded = replace(data, loading=replace(data.loading, decode_all=job.config.privacy is not None))  # or it costs, see README
     task = build_task(job.config, decoded, site)
     if warning := of_patients(job.config, data):
         observer({"event": "warning", "text": f"{name}: {warning}"})

@@ -217,7 +217,7 @@ class Ranks:
 def looked_at(data: DataList) -> DataList:
     """Return the training samples alone, as ranks get them: a rank trains on shares, and opens no file of the data."""
     training = {split: items if split == "training" else () for split, items in data.splits.items()}
-    return replace(data, splits=training, loading=Loading(looked=True, quiet=data.loading.quiet))
+    return replace(data, splits=training, loading=Loading(prechecked=True, ignore_unfit=data.loading.ignore_unfit))
 
 
 def _meeting(folder: Path, nodes: NodesConfig | None, size: int) -> tuple[Path | tuple[str, int], "Store", str]:

@@ -13,7 +13,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError, Reason
 from consilium.data.datalist import DataList
-from consilium.models.low_precision import QUANTIZED
+from consilium.models.dtypes import QUANTIZED
 
 
 def ranks_of(config: JobConfig, site: SiteConfig, data: DataList | None, folder: Path) -> Ranks | None:

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,17 +14,14 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.seeding import seed_for
-from consilium.data.crop import drawn
-from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.file_watch import Watch
+from consilium.data.datalist import SPLITS, DataList, Item, Lost, drawn
 from consilium.data.label_map import relabelled
 from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.data.patients import by_patient, item_patient, most_of_one
+from consilium.data.sample_check import FileWatch, count_lost, without_faults
+from consilium.data.store import open_store
 from consilium.privacy.plan import per_patient
 from consilium.tasks.registry import TASKS
-
-if TYPE_CHECKING:
-    from consilium.data.header_check import Lost
 
 SCORED = -1
 """In the place of a seed, for what every seed is scored on."""
@@ -40,16 +37,14 @@ def site_data(
     with other settings would otherwise learn, as a refusal and without a row in the ledger, whether any sample has what they
     ask about. Raises ConfigError, DataError.
     """
-    from consilium.data.header_check import left_of
-
     quiet = quiet or config.privacy is not None or config.statistics is not None
-    loading, lost = _loading(site, root or folder, quiet), list["Lost"]()
+    loading, lost = _loading(site, root or folder, quiet), list[Lost]()
     read = _read(config, name, site, folder, lost if loading.skip else None, quiet)
     read = _quiet(read, getattr(config.task, "classes", None)) if quiet else read
     if site.test_only:
         read, lost = _test_alone(config, name, read), [one for one in lost if one[0] == "test"]
     data = replace(cut(read, config.data.most_training, config.training.seed, name), loading=loading)
-    return _samples(config, left_of(data, lost))
+    return _samples(config, count_lost(data, lost))
 
 
 def cut(data: DataList, most: int | None, seed: int, name: str) -> DataList:
@@ -90,16 +85,13 @@ def _samples(config: JobConfig, data: DataList) -> DataList:
 def _loading(site: SiteConfig, root: Path, quiet: bool) -> Loading:
     workers = min(MOST_WORKERS, torch.get_num_threads()) if site.workers is None else site.workers
     skip, most = site.bad_samples == "skip", int(site.cache.gigabytes * 1e9)
-    return Loading(site.cache.folder or root, most, workers, skip, quiet=quiet)
+    return Loading(site.cache.folder or root, most, workers, skip, ignore_unfit=quiet)
 
 
 def _without_bad(config: JobConfig, data: DataList) -> DataList:
     look = TASKS[config.task.name].look
     if look is None:
         return data
-    from consilium.data.header_check import without_faults
-    from consilium.data.store import open_store
-
     store = open_store(data.loading.folder, data.loading.most)
     return without_faults(data, partial(look, config.task), f"look {config.task.model_dump_json()}", store)
 
@@ -114,7 +106,7 @@ def _test_alone(config: JobConfig, name: str, data: DataList) -> DataList:
     return replace(data, splits={split: data.splits[split] if split == "test" else () for split in SPLITS})
 
 
-def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, lost: "list[Lost] | None", quiet: bool) -> DataList:
+def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, lost: list[Lost] | None, quiet: bool) -> DataList:
     """Return the data list; entries that cannot be used are errors, or left out and put into `lost` where that is given."""
     task, phantoms = TASKS[config.task.name], config.data.phantoms
     _, own = site.dataset(config.data.dataset, name)
@@ -187,7 +179,7 @@ def patients_of(config: JobConfig, name: str, site: SiteConfig, data: DataList) 
     return site.privacy.dataset or (own and own.patients) or chosen or str(data.path)
 
 
-def watched(config: JobConfig, data: DataList) -> Watch:
+def watched(config: JobConfig, data: DataList) -> FileWatch:
     """Return the files that a round cannot do without, as they are now: a task that looks skips bad ones."""
     splits = ("training", "validation") if config.training.validation.stages else ("training",)
-    return Watch(data, splits, data.loading.skip and TASKS[config.task.name].look is not None)
+    return FileWatch(data, splits, data.loading.skip and TASKS[config.task.name].look is not None)

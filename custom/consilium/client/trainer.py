@@ -19,8 +19,8 @@ from consilium.core.errors import CheckpointError, DataError, Reason
 from consilium.core.messages import Observer, Payload, Tensors
 from consilium.core.seeding import seed_for
 from consilium.data.datalist import DataList
-from consilium.data.file_watch import Watch
 from consilium.data.patients import by_patient
+from consilium.data.sample_check import FileWatch
 from consilium.models.registry import MODELS
 from consilium.privacy.dpsgd import DpSgd, rehearse
 from consilium.privacy.plan import Plan, dpsgd, per_patient
@@ -55,7 +55,7 @@ class LocalTraining:
     """What samples of one patient are known by."""
     ranks: Ranks | None = None
     """The site's other devices."""
-    watch: Watch | None = None
+    watch: FileWatch | None = None
     """The files that a round reads."""
     _rehearsed = False
 

@@ -43,7 +43,7 @@ def _where(state: RandomState, seeds: Sequence[int]) -> tuple[tuple[int, ...], i
 
 
 def _seeded(state: RandomState, seed: int) -> RandomState:
-    """Return the generator set anew: making one takes fifty times longer."""
+    """Return the generator with a new seed: making one takes fifty times longer."""
     state.seed(seed)
     return state
 

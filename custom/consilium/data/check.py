@@ -1,18 +1,24 @@
-"""Look at every image and label of a data list, or of a folder per class, before anyone trains on it."""
+"""`consilium data check`: open every sample of a data list, a folder per class, or a folder of texts, and report."""
 
+import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from consilium.core.errors import DataError
-from consilium.data.check_report import Findings, Trace
-from consilium.data.datalist import SPLITS, DataList, Item, read_datalist
-from consilium.data.duplicates import find_alike, find_copies
-from consilium.data.parallel_files import by_file
-from consilium.data.sample_check import Classes, Look, look
-from consilium.data.settings import DEFAULTS, PictureSettings
+import numpy as np
 
-__all__ = ["Findings", "check_datalist"]
+from consilium.core.errors import DataError
+from consilium.data.check_report import PATIENT, Findings, Trace
+from consilium.data.datalist import SPLITS, DataList, Item, read_datalist
+from consilium.data.identifiers import ALIKE, alike
+from consilium.data.loading import by_file
+from consilium.data.sample_check import Classes, SampleReport, check_samples
+from consilium.data.settings import DEFAULTS, PictureSettings
+from consilium.data.text import Text, read_texts
+
+NEAR = 12
+"""Bits of 256 by which the hashes of two pictures that look alike differ at most."""
+_BLOCK, _FAR = 512, 999
 
 
 def check_datalist(
@@ -37,22 +43,27 @@ def check_datalist(
     report.check_splits()
     entries = [(split, item) for split in SPLITS for item in data.splits[split]]
     folder = path if path.is_dir() else path.parent
-    looks = by_file([item for _, item in entries], lambda items: look(items, settings, classes))
-    for (split, item), found in zip(entries, looks, strict=True):
-        _take(report, split, item, _name(item, folder), found, classes)
-    _check_classes(report, classes)
+    reports = by_file([item for _, item in entries], lambda items: check_samples(items, settings, classes))
+    for (split, item), found in zip(entries, reports, strict=True):
+        image = item.image.relative_to(folder) if item.image.is_relative_to(folder) else item.image
+        _add(report, split, item, f"{image}{item.part}", found, classes)
+    for number, name in enumerate(classes or ()):
+        counts = report.images_of_class.get(name, Counter())
+        if not isinstance(classes, dict):
+            counts = counts + report.images_of_class.get(str(number), Counter())
+        if not counts:
+            report.warn("class of the job that no sample shows", name)
+            continue
+        for split in SPLITS:
+            if report.samples[split] and not counts[split]:
+                report.warn("class of the job that a split lacks", f"{split}: {name}")
     find_copies(report)
     find_alike(report)
     return report
 
 
-def _name(item: Item, folder: Path) -> str:
-    """Return how a sample is called: its path within the list's folder, with the slice if there is one."""
-    path = item.image.relative_to(folder) if item.image.is_relative_to(folder) else item.image
-    return f"{path}{item.part}"
-
-
-def _take(report: Findings, split: str, item: Item, called: str, found: Look, classes: Classes) -> None:
+def _add(report: Findings, split: str, item: Item, called: str, found: SampleReport, classes: Classes) -> None:
+    """Add one sample to the report of its list."""
     name = f"{split}: {called}"
     if found.stop is not None:
         report.bad[split] += 1
@@ -73,15 +84,104 @@ def _take(report: Findings, split: str, item: Item, called: str, found: Look, cl
     report.traces.append(Trace(split, called, found.marks, found.hash, split == "training"))
 
 
-def _check_classes(report: Findings, classes: Classes) -> None:
-    """Say which of a job's classes no sample shows, and which some split lacks."""
-    for number, name in enumerate(classes or ()):
-        counts = report.images_of_class.get(name, Counter())
-        if not isinstance(classes, dict):
-            counts = counts + report.images_of_class.get(str(number), Counter())
-        if not counts:
-            report.warn("class of the job that no sample shows", name)
-            continue
-        for split in SPLITS:
-            if report.samples[split] and not counts[split]:
-                report.warn("class of the job that a split lacks", f"{split}: {name}")
+def check_texts(path: Path, length_of: Callable[[Text], int] | None = None, max_length: int = 0) -> Findings:
+    """Read every record and report; with `length_of` also lengths in a job's tokens, and which exceed `max_length`.
+
+    Equal prompts, or one patient, in two splits leak the test into training and are problems. Raises DataError where a file
+    cannot be read.
+    """
+    data = read_texts(path)
+    report = Findings.of(path, data)
+    for split, text in [(name, text) for name in SPLITS for text in data.splits[name]]:
+        if not all(output.strip() for output in text.outputs):
+            report.problem("empty answer", text.name)
+        if length_of is not None:
+            length = length_of(text)
+            report.sizes[f"up to {max(16, 1 << (length - 1).bit_length())} tokens"] += 1
+            if length > max_length:
+                report.warn(f"longer than {max_length} tokens", f"{text.name}: {length}")
+        key = hashlib.blake2b(text.prompt.encode(), digest_size=16).hexdigest()
+        marks = (("duplicate between {}", key), *([(PATIENT, text.patient)] if text.patient else []))
+        report.traces.append(Trace(split, text.name, marks, training=split == "training"))
+    find_copies(report)
+    find_alike(report)
+    within: Counter[str] = Counter(line.partition(":")[0] for line in report.warnings.pop("duplicate", []))
+    for split, count in within.items():
+        report.warn("prompt more than once in a split", f"{split}: {count} of {report.samples[split]}")
+    return report
+
+
+# samples in two places: two splits of a list, or two sites --------------------------------------------------------------------
+
+
+def find_copies(report: Findings) -> None:
+    """Report what two splits share as problems; what looks alike in two splits, and copies in one split, as warnings."""
+    reported: set[int] = set()
+    seen: dict[tuple[str, str], Trace] = {}
+    for index, trace in enumerate(report.traces):
+        if shared := _shared(trace, seen):
+            kind, first = shared
+            report.problem(kind.format("splits"), _line(trace, first))
+            reported.add(index)
+        elif (first := seen.get(trace.marks[0], trace)) is not trace:
+            report.warn("duplicate", _line(trace, first))
+        for mark in trace.marks:
+            seen.setdefault(mark, trace)
+    for trace, like in _alike([trace for index, trace in enumerate(report.traces) if index not in reported]):
+        report.warn("looks alike in two splits", _line(trace, like))
+
+
+def find_alike(report: Findings) -> None:
+    """Warn of patients whose identifiers are nearly equal, by a sample of each: they may be one person."""
+    first: dict[str, str] = {}
+    for trace in report.traces:
+        for kind, key in trace.marks:
+            if kind == PATIENT:
+                first.setdefault(key, f"{trace.place}: {trace.name}")
+    for group in alike(first):
+        report.warn(ALIKE, " ~ ".join(first[key] for key in group))
+
+
+def shared_by_sites(reports: Iterable[tuple[str, Findings]]) -> dict[str, list[str]]:
+    """Return what two sites share, by kind: samples that one of them trains on, patients, studies, pictures alike."""
+    traces = [Trace(name, f"{t.place}: {t.name}", t.marks, t.hash, t.training) for name, one in reports for t in one.traces]
+    found: dict[str, list[str]] = {}
+    seen: dict[tuple[str, str], Trace] = {}
+    left = []
+    for trace in sorted(traces, key=lambda t: not t.training):  # samples that no site trains on may be a common test set
+        if shared := _shared(trace, seen):
+            found.setdefault(shared[0].format("sites"), []).append(_line(trace, shared[1]))
+        else:
+            left.append(trace)
+        for mark in trace.marks if trace.training else ():
+            seen.setdefault(mark, trace)
+    for trace, like in _alike(left):
+        found.setdefault("looks alike at two sites", []).append(_line(trace, like))
+    return found
+
+
+def _shared(trace: Trace, seen: dict[tuple[str, str], Trace]) -> tuple[str, Trace] | None:
+    """Return the kind of the strongest mark that a sample of another place has too, and that sample."""
+    return next(((m[0], seen[m]) for m in trace.marks if m in seen and seen[m].place != trace.place), None)
+
+
+def _line(trace: Trace, other: Trace) -> str:
+    return f"{trace.place}: {trace.name} = {other.place}: {other.name}"
+
+
+def _alike(traces: list[Trace]) -> Iterator[tuple[Trace, Trace]]:
+    """Yield pictures, each with the earlier one of another place that looks most like it, if one of the two is trained on."""
+    known = [trace for trace in traces if trace.hash is not None]
+    hashes = np.frombuffer(b"".join(trace.hash or b"" for trace in known), np.uint64).reshape(len(known), 4)
+    groups = {name: number for number, name in enumerate(dict.fromkeys(trace.place for trace in known))}
+    places = np.array([groups[trace.place] for trace in known])
+    training = np.array([trace.training for trace in known])
+    for start in range(0, len(known), _BLOCK):
+        part = slice(start, start + _BLOCK)
+        apart = np.zeros((len(hashes[part]), start + len(hashes[part])), np.uint16)
+        for word in range(4):
+            apart += np.bitwise_count(hashes[part, word, None] ^ hashes[: start + _BLOCK, word])
+        rows, before = np.arange(len(known))[part, None], np.arange(apart.shape[1])
+        apart[(places[rows] == places[before]) | ~(training[rows] | training[before]) | (before > rows)] = _FAR
+        for row in np.flatnonzero(apart.min(1, initial=_FAR) <= NEAR):
+            yield known[start + row], known[int(apart[row].argmin())]

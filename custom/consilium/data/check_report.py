@@ -1,4 +1,4 @@
-"""What a check of a data list finds: counts, problems, warnings, and what training would do about them."""
+"""Findings of a check of a data list: counts, problems, warnings, and a verdict on training."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -14,17 +14,17 @@ LEAKS = ("duplicate between splits", "volume in two splits", "study in two split
 PATIENT = "patient in two {}"
 """The mark of a patient, see Trace."""
 WORTHLESS = frozenset({*LEAKS, "mask is the image itself", "empty answer"})
-"""Problems that let training run, while its scores say nothing. All others stop it."""
+"""Problems that let training run but make its scores worthless. All others stop it."""
 NO_TRAINING = "no training samples"
 TEST_ALONE = "no training samples: with test_only: true in its site.yaml such a site tests, else it is refused"
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What tells a sample again elsewhere.
+    """Marks by which a sample is recognised in another split or at another site.
 
     `place`: its split, or its site; `marks`: (kind, key) pairs that no other place may share, the strongest first; `hash`:
-    256 bits of how it looks, None of a constant picture.
+    an appearance hash of 256 bits, None for a constant picture.
     """
 
     place: str
@@ -36,10 +36,10 @@ class Trace:
 
 @dataclass
 class Findings:
-    """What was found. `problems` stop training or make its scores worthless, `warnings` deserve a look.
+    """All findings of one list. `problems` stop training or make its scores worthless, `warnings` may be fine.
 
     Both map a kind to a line for each sample it concerns; `shown`: samples by such a line. `bad`: entries that training cannot
-    read, by split; `planes`: what volumes and slides come apart into.
+    read, by split; `planes`: planes of volumes and tiles of slides.
     """
 
     path: str
@@ -56,7 +56,7 @@ class Findings:
 
     @classmethod
     def of(cls, path: Path, data: DataList) -> Self:
-        """Return what is found before any sample is opened: how many there are, and splits without any.
+        """Return the findings before any sample is opened: counts of samples, and empty splits.
 
         No training samples is a problem where there are none to test on either, an empty split otherwise a warning.
         """
@@ -89,7 +89,7 @@ class Findings:
 
     @property
     def verdict(self) -> list[str]:
-        """What training would do, a sentence each."""
+        """Sentences that say what training would do with this list."""
         stops = [kind for kind in self.problems if kind not in WORTHLESS]
         said = []
         if stops:
@@ -112,12 +112,9 @@ class Findings:
         """Return plain JSON values: counts of every kind, the first samples named, or all."""
         found: dict[str, Any] = {"path": self.path, "samples": self.samples, "planes": dict(self.planes)}
         found["sizes"] = dict(self.sizes)
-        found["images_with_label_value"] = {str(v): n for v, n in sorted(self.label_values.items(), key=_order)}
+        values = sorted(self.label_values.items(), key=lambda pair: (isinstance(pair[0], str), pair[0]))
+        found["images_with_label_value"] = {str(value): count for value, count in values}
         found["images_of_class"] = {name: dict(by_split) for name, by_split in sorted(self.images_of_class.items())}
         for kind in ("problems", "warnings"):
             found[kind] = {k: {"count": len(v), "first": v[:named]} for k, v in getattr(self, kind).items()}
         return found | {"unusable": dict(self.bad), "verdict": self.verdict}
-
-
-def _order(pair: tuple[Value, int]) -> tuple[bool, Value]:
-    return isinstance(pair[0], str), pair[0]

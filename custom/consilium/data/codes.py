@@ -1,4 +1,4 @@
-"""What a picture's code (JPEG, JPEG-LS, JPEG 2000) says of itself, read before a decoder makes room for it."""
+"""Sizes in the headers of compressed pictures (JPEG, JPEG-LS, JPEG 2000), read before a decoder allocates memory."""
 
 import struct
 

@@ -1,6 +1,6 @@
-"""Which samples fall into which cell: a site's data counted, for statistics that its guard then makes fit to leave.
+"""A site's samples by cell (class, size, spacing, grey level), for statistics that its guard protects before they leave.
 
-Cells hold samples and not how many they are, because what must not be small is the number of people. Nothing of this leaves.
+Cells hold samples instead of counts, because the guard bounds the number of people in a cell. Nothing of this leaves.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.text import Text
 
 Cells = dict[str, list[int]]
-"""The numbers of the samples in each cell. All cells are there, in their order."""
+"""Indices of samples by cell. All cells are present, in their order."""
 
 _SIDES = (64, 128, 256, 512, 1024, 2048, 4096)
 _STEPS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -28,7 +28,7 @@ _LENGTHS = (64, 256, 1024, 4096, 16384)
 
 
 def bins(edges: Sequence[float]) -> tuple[str, ...]:
-    """Return the names of the cells that these edges make."""
+    """Return the names of the bins between these edges."""
     inner = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
     return f"under {edges[0]:g}", *inner, f"{edges[-1]:g} and over"
 
@@ -36,16 +36,16 @@ def bins(edges: Sequence[float]) -> tuple[str, ...]:
 SIZES, LENGTHS = bins(_SIDES), bins(_LENGTHS)
 SPACING = (*bins(_STEPS), "not known")
 OTHERS = "none/others"
-"""The last cell of classes, for samples that have none of a job's: no class is called so."""
+"""The last cell of classes, for samples with none of a job's classes; no class can have this name."""
 
 
 def greys(count: int) -> tuple[str, ...]:
-    """Return the names of so many equal parts of the 256 grey levels."""
+    """Return the names of `count` equal parts of the 256 grey levels."""
     return tuple(f"{n * 256 // count} to {(n + 1) * 256 // count - 1}" for n in range(count))
 
 
 def class_names(task: Any) -> tuple[tuple[str, ...], bool]:
-    """Return the cells of a task's classes, and whether a sample is in just one of them; none for a task without classes."""
+    """Return the cells of a task's classes, and whether each sample is in exactly one; none for a task without classes."""
     found = getattr(task, "classes", None)
     single = not isinstance(found, Mapping)
     return (*(found or ()), *([OTHERS] if found and single else [])), single
@@ -57,7 +57,7 @@ class Tally:
 
     `absent`: the samples whose mask shows nothing of a class; classes that exclude one another have none there. `areas`: the
     share of its picture that a class takes in every sample that shows it. `light`: every sample's share of each grey level's
-    bin. `patients`: by split whether it is known of every sample whose it is.
+    bin. `patients`: by split, whether every sample names its patient.
     """
 
     people: dict[str, list[str]] = field(default_factory=dict)
@@ -95,7 +95,7 @@ def tally(data: DataList, task: Any, count: int, stop: Callable[[], None] = lamb
 
 
 def person(item: Any) -> str:
-    """Return who a sample is of: its patient, else its study, else nobody knows and it counts as its own."""
+    """Return a sample's patient, else its study, else the sample itself."""
     if isinstance(item, Item):
         return item.patient or item.study or str(item.image)
     return str(item.patient or item.name)
@@ -130,7 +130,7 @@ def _class(item: Item, names: Sequence[str]) -> str:
 
 
 def _look(found: Tally, number: int, item: Any, settings: PictureSettings, count: int) -> None:
-    """Count how large, how fine and how bright a training sample is, or how long."""
+    """Count size, spacing and grey levels of a training picture, or the length of a text."""
     if isinstance(item, Text):
         found.lengths[_bin(len(item.prompt) + len(item.outputs[0]), _LENGTHS, LENGTHS)].append(number)
     if not isinstance(item, Item):
@@ -143,20 +143,14 @@ def _look(found: Tally, number: int, item: Any, settings: PictureSettings, count
         if isinstance(item.label, Path) and not volumes.is_volume(item.label):
             with suppress(UnfitError):
                 check_pair(item, image.shape[:2], read_labels(item, settings))
-        size, spacing = _bin(max(image.shape[:2]), _SIDES, SIZES), _spacing(item)
+        size = _bin(max(image.shape[:2]), _SIDES, SIZES)
+        pixel = volumes.header(item.image).grid.pixel(item.axis) if volumes.is_volume(item.image) else None
+        spacing = SPACING[-1] if pixel is None else _bin(max(pixel), _STEPS, SPACING)  # of the larger side, in millimetres
         levels = np.bincount(image.reshape(-1), minlength=256).reshape(count, -1).sum(1)
         light = levels / levels.sum()
     found.sizes[size].append(number)
     found.spacing[spacing].append(number)
     found.light.append(light)
-
-
-def _spacing(item: Item) -> str:
-    """Return the bin of the larger side of a pixel in millimetres."""
-    if not volumes.is_volume(item.image):
-        return SPACING[-1]
-    pixel = volumes.header(item.image).grid.pixel(item.axis)
-    return SPACING[-1] if pixel is None else _bin(max(pixel), _STEPS, SPACING)
 
 
 def _bin(value: float, edges: Sequence[float], names: Sequence[str]) -> str:

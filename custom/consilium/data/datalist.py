@@ -10,13 +10,46 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from consilium.core.errors import DataError
-from consilium.data.crop import Crop
-from consilium.data.folders import SLIDES, read_folders
+from consilium.core.seeding import seed_for
+from consilium.data.file_kinds import SLIDES, is_volume
+from consilium.data.folders import read_folders
 from consilium.data.identifiers import identifier, pseudonym
 from consilium.data.loading import IN_MEMORY, Loading
 from consilium.data.safe_open import MOST_BYTES as MOST_FILE
-from consilium.data.safe_open import MOST_SLIDE, MOST_VOLUME_FILE, check_file, parse_json, read_text, whole
+from consilium.data.safe_open import MOST_SLIDE, MOST_VOLUME_FILE, check_file, is_encodable, parse_json, read_text
 from consilium.data.settings import Axis, Value
+
+_UNIT = 2**32
+
+
+@dataclass(frozen=True)
+class Crop:
+    """A square crop of `side` pixels, for a picture of any size.
+
+    `down`, `across`: where it lies, as shares (0 to 1, 1 left out) of the places that there are. A shorter side stays whole.
+    """
+
+    side: int
+    down: float
+    across: float
+
+    def shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the (rows, columns) that are left of a picture."""
+        return min(rows, self.side), min(columns, self.side)
+
+    def cut(self, array: Any) -> Any:
+        """Return its part of a picture or a mask (H, W, ...), as a view."""
+        rows, columns = self.shape(*array.shape[:2])
+        top = int(self.down * (array.shape[0] - rows + 1))
+        left = int(self.across * (array.shape[1] - columns + 1))
+        return array[top : top + rows, left : left + columns]
+
+
+def drawn(side: int, seed: int, name: str) -> Crop:
+    """Return the crop that a seed and a picture's name fix."""
+    down, across = (seed_for(seed, "crop", way, name) % _UNIT / _UNIT for way in ("down", "across"))
+    return Crop(side, down, across)
+
 
 SPLITS = ("training", "validation", "test")
 MISTAKEN = {"train": "training", "val": "validation", "valid": "validation", "testing": "test", "tests": "test"}
@@ -27,7 +60,9 @@ MOST_BYTES = 256 * 1024**2
 Tile = tuple[int, int, int, int]
 """Left, top, width and height in pixels."""
 Bad = Callable[[str, int, DataError], None]
-"""Takes split and place of an entry that cannot be used, and why."""
+"""Takes split and index of an entry that cannot be used, and why."""
+Lost = tuple[str, DataError]
+"""The split of a sample that cannot be read, and why."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +70,9 @@ class Item:
     """One sample. `image`: a picture, a volume or a folder of DICOM files; `label`: a mask's path or a class.
 
     `slice`: a plane of a volume, counted across `axis`; `tile`: a part of a large picture. `patient` and `study`: pseudonyms of
-    what belongs together, "" where nobody knows. `annotated`: the classes that the mask shows, all of the task's without it.
-    `label_map`: classes by the site's own label values, where they differ from the job's. `others`: what values of no
-    class are. `alone`: a part of a file that nothing else of the file may move. `crop`: what a job sees of the picture.
+    linked samples, "" where unknown. `annotated`: the classes that the mask shows, all of the task's without it.
+    `label_map`: classes by the site's own label values, where they differ from the job's. `others`: how values of no
+    class count. `alone`: a part that no other part of its file may influence. `crop`: the part of the picture that a job uses.
     """
 
     image: Path
@@ -60,7 +95,7 @@ class Item:
 
     @property
     def part(self) -> str:
-        """How a name tells the slice or the tile, "" of a whole picture."""
+        """The slice or the tile in a sample's name, "" for a whole picture."""
         if self.tile is not None:
             return f"[{self.tile[0]},{self.tile[1]}]"
         return "" if self.slice is None else f"[{self.slice}]"
@@ -87,7 +122,7 @@ def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = No
     """Read a data list or a folder per class; relative paths start at its folder, and may lead out of it: see safe_open.py.
 
     `classes`: text labels are class names, not masks; None decides it by label: a text without a suffix is a name.
-    `bad`: told of every entry that cannot be used, which is then left out; without it the first one is an error.
+    `bad`: called for every unusable entry, which is then left out; without it the first one is an error.
     Raises DataError, naming file, entry and remedy.
     """
     if path.is_dir():
@@ -103,7 +138,7 @@ def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = No
 
 
 def read_json(path: Path) -> Any:
-    """Return what a data list's file holds. Raises DataError."""
+    """Return the parsed JSON of a data list's file. Raises DataError."""
     text = read_text(path, "give the path of a data list", MOST_BYTES)
     return parse_json(str(path), text, "write a list of entries per split")
 
@@ -147,7 +182,7 @@ def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: t
         raise DataError(f'{where}: has no "image" path; write {{"image": "a.png", "label": "b.png"}}')
     if unknown := sorted(entry.keys() - ENTRY_KEYS):
         raise DataError(f"{where}: unknown key {unknown[0][:80]!r}; known are {', '.join(sorted(ENTRY_KEYS))}")
-    if broken := [value for value in entry.values() if isinstance(value, str) and not whole(value)]:
+    if broken := [value for value in entry.values() if isinstance(value, str) and not is_encodable(value)]:
         raise DataError(f"{where}: {broken[0][:80]!r} has half a character in it (a surrogate); write the whole one")
     image, label = path.parent / entry["image"], _label(path, where, entry.get("label"), classes)
     for file in (image, label):
@@ -165,12 +200,12 @@ def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: t
 
 
 def _check_parts(where: str, item: Item) -> None:
-    """Raise DataError for a plane of what is no volume, or a tile of what is one: neither would be read."""
+    """Raise DataError for a plane of a file that is no volume, or a tile of a volume: neither would be read."""
     files = [file for file in (item.image, item.label) if isinstance(file, Path)]
     key = "slice" if item.slice is not None else "axis" if item.axis != "stored" else ""
-    if key and not any(map(_is_volume, files)):
+    if key and not any(map(is_volume, files)):
         raise DataError(f'{where}: {item.image}: is one picture, without planes; take "{key}" off its entry', "wrong slice")
-    if item.tile is not None and _is_volume(item.image):
+    if item.tile is not None and is_volume(item.image):
         raise DataError(f'{where}: {item.image}: is a volume, without tiles; take "tile" off its entry', "wrong tile")
 
 
@@ -189,7 +224,7 @@ def _check_there(where: str, file: Path) -> None:
         what = f"{str(file)[:300]}: no such file"
         raise DataError(f"{where}: {what}; paths are relative to the data list's folder", "missing file")
     try:
-        if not (file.is_dir() and _is_volume(file)):  # a folder may hold a DICOM series
+        if not (file.is_dir() and is_volume(file)):  # a folder may hold a DICOM series
             check_file(file, most=_most(file))
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
@@ -204,13 +239,7 @@ def _most(file: Path) -> int:
     """Return how many bytes a file of its kind may have."""
     if file.name.lower().endswith((*SLIDES, ".tif", ".tiff")):
         return MOST_SLIDE
-    return MOST_VOLUME_FILE if _is_volume(file) else MOST_FILE
-
-
-def _is_volume(path: Path) -> bool:
-    from consilium.data.volumes import is_volume  # numpy, which reading a job does without
-
-    return is_volume(path)
+    return MOST_VOLUME_FILE if is_volume(file) else MOST_FILE
 
 
 def _slice(where: str, value: Any) -> int | None:

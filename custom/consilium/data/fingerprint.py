@@ -1,4 +1,4 @@
-"""What tells one site's data from another's without reading a picture: the list, and the names and sizes of its files."""
+"""A fingerprint of a site's data without reading pictures: the list, and the names and sizes of its files."""
 
 import hashlib
 import json
@@ -15,8 +15,8 @@ from consilium.data.text import FILES, has_texts
 def fingerprint(path: Path) -> str:
     """Return 16 hexadecimal digits for a data list, or a folder of texts or of classes, wherever it lies.
 
-    "" for what cannot be read: the job says why. Texts count whole; of a picture or a mask its name and size do, so one that
-    has other pixels and as many bytes as before is not noticed.
+    "" for a list that cannot be read: the job reports why. Of texts the content counts, of pictures and masks names and sizes:
+    a picture with other pixels and the same number of bytes is not noticed.
     """
     try:
         found = _folder(path) if path.is_dir() or path.suffix == ".jsonl" else _list(path)
@@ -26,7 +26,7 @@ def fingerprint(path: Path) -> str:
 
 
 def _folder(path: Path) -> list[Any]:
-    """Return what is in a folder of texts (or beside one of its files), or of classes."""
+    """Return the contents of a folder of texts, or the names and sizes in a folder of classes."""
     folder = path if path.is_dir() else path.parent
     if not has_texts(folder):
         return [[split, name, *_file(picture)] for split, picture, name in read_folders(folder)]

@@ -4,12 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from consilium.core.errors import DataError
+from consilium.data.file_kinds import PICTURES
 
 SPLIT_FOLDERS = {"train": "training", "training": "training", "val": "validation", "validation": "validation", "test": "test"}
 """Names a split's folder may have."""
-SLIDES = (".svs", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".svslide")
-"""What whole slides are called that no picture reader takes."""
-PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".nii", ".nii.gz", *SLIDES)
 
 
 def has_classes(folder: Path) -> bool:

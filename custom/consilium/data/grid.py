@@ -1,6 +1,6 @@
 """Where voxels lie, and the planes one sees: cut out of a volume and put back.
 
-A plane is turned as radiologists look at it, however the file stores it: rows run from the front backwards or from the head
+A plane is shown in radiological orientation, however the file stores it: rows run from the front backwards or from the head
 downwards, columns from the patient's right to the left or from the front backwards.
 """
 
@@ -20,7 +20,7 @@ TOLERANCE = 0.1
 class Grid:
     """A volume's voxels (i, j, k), `shape` of each axis. `affine` (4, 4) takes indices to millimetres (right, front, up).
 
-    Without an affine nobody knows where the voxels lie: frames of a video, or a plain picture.
+    Without an affine the position of the voxels is unknown: frames of a video, or a plain picture.
     """
 
     shape: tuple[int, int, int]

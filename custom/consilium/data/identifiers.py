@@ -16,7 +16,7 @@ from typing import Any
 from consilium.core.errors import DataError
 
 ALIKE = "patients whose identifiers differ by case, punctuation or leading zeros alone"
-"""What a check and a log call them."""
+"""The name of these patients in checks and logs."""
 _UNSEEN = frozenset({0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, *range(0x180B, 0x1810)})
 _UNSEEN |= {*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)}
 """Code points that show nothing, beside Unicode's controls (Cc) and formats (Cf): fillers and selectors of variants."""
@@ -41,7 +41,7 @@ def canonical(identifier: str) -> str:
 
 
 def loose(identifier: str) -> str:
-    """Return what is left of an identifier without case, punctuation, blanks and leading zeros."""
+    """Return an identifier without case, punctuation, blanks and leading zeros."""
     plain = canonical(identifier).casefold()
     kept = "".join(c if unicodedata.category(c)[0] not in "PSZ" else "" for c in plain)
     return _LEADING.sub("", kept) or plain
@@ -62,7 +62,7 @@ def check_identifier(where: str, key: str, value: str) -> str:
 
 
 def identifier(where: str, entry: dict[str, Any], key: str) -> str:
-    """Return the one spelling of what an entry says of its patient or study, "" for nothing.
+    """Return the canonical spelling of an entry's patient or study, "" for none.
 
     Raises DataError for a value that is no identifier, and for an invisible character.
     """
@@ -74,7 +74,7 @@ def identifier(where: str, entry: dict[str, Any], key: str) -> str:
 
 
 def pseudonym(identifier: str) -> str:
-    """Return what stands for a patient or a study in this process, "" for none: equal for equal ones, and no way back.
+    """Return a pseudonym of a patient or a study for this process, "" for none: equal for equal ones, not invertible.
 
     Identifiers are equal whose `canonical` spelling is; `alike` finds those that are nearly equal. The key is drawn anew by
     each process and never written.

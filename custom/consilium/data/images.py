@@ -15,8 +15,8 @@ from torch import Tensor
 from consilium.core.errors import DataError, UnfitError
 from consilium.data import pictures, slides, volumes
 from consilium.data.datalist import Item
-from consilium.data.intensity import Spread, windowed
 from consilium.data.labels import Labels
+from consilium.data.pixel_values import Spread, windowed
 from consilium.data.settings import DEFAULTS, Axis, PictureSettings, Value
 
 Sample = dict[str, Tensor]
@@ -29,47 +29,35 @@ BLACK: Colour = (0, 0, 0)
 def read_sample(
     item: Item, classes: Classes, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK
 ) -> Sample:
-    """Return image (3, size, size) in 0..255 and label (C, size, size) in {0, 1}, one channel per class, both float32.
+    """Return image (3, size, size) in 0..255 and label (C, size, size) in {0, 1}, one channel per class, both 8 bits.
 
     Raises DataError for a missing mask, a mask of another size or grid than its image, or a label value no class declares.
     """
-    return {key: tensor.float() for key, tensor in read_bytes(item, classes, size, settings, padding).items()}
-
-
-def read_bytes(
-    item: Item, classes: Classes, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK
-) -> Sample:
-    """Return what `read_sample` does, as 8 bits. Raises DataError."""
     image, labels, classes = read_image(item, settings), read_labels(item, settings), classes_of(item, classes)
     check_pair(item, image.shape[:2], labels)
     check_values(item, labels, classes)
-    image, labels = seen(item, image), labels.map(lambda values: seen(item, values))
-    small = labels.map(lambda values: shrink_labels(values, size, settings))
+    image, labels = crop(item, image), labels.map(lambda values: crop(item, values))
+    small = labels.map(lambda values: resize_labels(values, size, settings))
     masks = np.stack([small.where(wanted) for wanted in classes.values()])
-    return {"image": _tensor(shrink(image, size, settings, padding)), "label": torch.from_numpy(masks.view(np.uint8))}
+    return {"image": _tensor(resize(image, size, settings, padding)), "label": torch.from_numpy(masks.view(np.uint8))}
 
 
 def read_masks(item: Item, classes: Classes, settings: PictureSettings = DEFAULTS) -> np.ndarray:
     """Return a label (C, H, W) bool on the picture's own grid, of its crop if it has one.
 
-    Raises DataError; what read_sample checks is taken as right.
+    Raises DataError. The checks of read_sample are not repeated.
     """
-    labels = read_labels(item, settings).map(lambda values: seen(item, values))
+    labels = read_labels(item, settings).map(lambda values: crop(item, values))
     return np.stack([labels.where(wanted) for wanted in classes_of(item, classes).values()])
 
 
 def read_picture(item: Item, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK) -> Tensor:
-    """Return a sample's image alone, (3, size, size) float32 in 0..255. Raises DataError."""
-    return read_picture_bytes(item, size, settings, padding).float()
+    """Return a sample's image alone, (3, size, size) of 8 bits. Raises DataError."""
+    return _tensor(resize(crop(item, read_image(item, settings)), size, settings, padding))
 
 
-def read_picture_bytes(item: Item, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK) -> Tensor:
-    """Return what `read_picture` does, as 8 bits. Raises DataError."""
-    return _tensor(shrink(seen(item, read_image(item, settings)), size, settings, padding))
-
-
-def seen(item: Item, array: np.ndarray) -> np.ndarray:
-    """Return what a job sees of an item's picture or mask (H, W, ...): its crop, or all of it."""
+def crop(item: Item, array: np.ndarray) -> np.ndarray:
+    """Return the crop of an item's picture or mask (H, W, ...), or all of it without one."""
     return array if item.crop is None else item.crop.cut(array)
 
 
@@ -161,13 +149,13 @@ def check_values(item: Item, labels: Labels, classes: Classes) -> None:
 
 
 def check_annotated(item: Item, classes: Classes) -> None:
-    """Raise DataError where an item says it is annotated for what is no class."""
+    """Raise DataError where an item's `annotated` names no class of the task."""
     if unknown := [name for name in item.annotated or () if name not in classes]:
         what = f"annotated class {unknown[0][:80]!r} is no class of the task"
         raise DataError(f"{item.image}: {what}; task.classes has {', '.join(classes)}", "undeclared class")
 
 
-def inner(shape: Sequence[int], size: int, settings: PictureSettings = DEFAULTS) -> tuple[int, int]:
+def valid_size(shape: Sequence[int], size: int, settings: PictureSettings = DEFAULTS) -> tuple[int, int]:
     """Return the (rows, columns) that a picture (H, W) takes of a sample's square; what is left of it is padding."""
     if settings.resize == "stretch":
         return size, size
@@ -175,16 +163,16 @@ def inner(shape: Sequence[int], size: int, settings: PictureSettings = DEFAULTS)
     return tuple(max(1, int(n * size / longest + 0.5)) for n in shape[:2])  # type: ignore[return-value]
 
 
-def shrink(image: np.ndarray, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK) -> np.ndarray:
+def resize(image: np.ndarray, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK) -> np.ndarray:
     """Return (H, W, 3) of 8 bits as (size, size, 3): bilinear, anti-aliased where it gets smaller, padded with a colour."""
-    rows, columns = inner(image.shape, size, settings)
+    rows, columns = valid_size(image.shape, size, settings)
     found = np.asarray(Image.fromarray(image).resize((columns, rows), Image.Resampling.BILINEAR))
     return _padded(found, size, padding)
 
 
-def shrink_labels(values: np.ndarray, size: int, settings: PictureSettings = DEFAULTS) -> np.ndarray:
+def resize_labels(values: np.ndarray, size: int, settings: PictureSettings = DEFAULTS) -> np.ndarray:
     """Return label values (H, W) as (size, size): of each new pixel's middle, padded with 0."""
-    wanted = inner(values.shape, size, settings)
+    wanted = valid_size(values.shape, size, settings)
     rows, columns = ((np.arange(n) * 2 + 1) * old // (2 * n) for n, old in zip(wanted, values.shape, strict=True))
     return _padded(values[rows[:, None], columns], size)
 

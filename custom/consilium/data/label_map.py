@@ -21,37 +21,31 @@ def relabelled(
 ) -> DataList:
     """Return a data list with every sample's labels as `labels` say, and `annotated` where the list does not say it.
 
-    `classes` are the job's, None for a task without any. Masks get their map along, pictures of a class their new class; those
+    `classes` are the job's, None for a task without any. Masks get the map, pictures with a class their new class; those
     whose class has an empty list are left out. Raises DataError for a class that is not in the map, and for a class of the job
-    that no label stands for although masks are said to show it, or that a picture has none or two of; `quiet`: such masks do
+    that no label is mapped to although it is annotated, or that a picture has none or two of; `quiet`: such masks do
     not show it, and such pictures have none.
     """
     if labels is None and annotated is None:
         return data
-    own = {s: tuple(_relabelled(data.path, items, labels, annotated, classes, quiet)) for s, items in data.splits.items()}
-    return replace(data, splits=own)
-
-
-def _relabelled(
-    path: Path,
-    items: Collection[Item],
-    labels: Labels | None,
-    annotated: tuple[str, ...] | None,
-    classes: Collection[str] | None,
-    quiet: bool,
-) -> Iterator[Item]:
     known = None if labels is None else {str(value): names for value, names in labels.items()}
     pairs = None if labels is None else tuple(labels.items())
-    for item in items:
-        if not isinstance(item, Item):
-            raise DataError(f"{path}: holds texts, which `labels` and `annotated` of site.yaml are not for; take them out")
-        own = replace(item, annotated=annotated) if item.annotated is None else item
-        if isinstance(item.label, Path) and labels is not None:
-            yield replace(own, annotated=_shown(own, labels, classes or (), quiet), label_map=pairs)
-        elif known is None or item.label is None or isinstance(item.label, Path):
-            yield own
-        elif names := _names(item, known):
-            yield replace(own, label=_class(item, names, classes, quiet))
+
+    def change(items: Collection[Item]) -> Iterator[Item]:
+        for item in items:
+            if not isinstance(item, Item):
+                raise DataError(
+                    f"{data.path}: holds texts, which `labels` and `annotated` of site.yaml are not for; take them out"
+                )
+            own = replace(item, annotated=annotated) if item.annotated is None else item
+            if isinstance(item.label, Path) and labels is not None:
+                yield replace(own, annotated=_shown(own, labels, classes or (), quiet), label_map=pairs)
+            elif known is None or item.label is None or isinstance(item.label, Path):
+                yield own
+            elif names := _names(item, known):
+                yield replace(own, label=_class(item, names, classes, quiet))
+
+    return replace(data, splits={split: tuple(change(items)) for split, items in data.splits.items()})
 
 
 def _shown(item: Item, labels: Labels, classes: Collection[str], quiet: bool) -> tuple[str, ...] | None:
@@ -68,7 +62,7 @@ def _shown(item: Item, labels: Labels, classes: Collection[str], quiet: bool) ->
 
 
 def _names(item: Item, labels: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return what the map calls a picture's class. Raises DataError where it does not know the class."""
+    """Return the job's classes for a picture's class. Raises DataError for a class that is not in the map."""
     if str(item.label) not in labels:
         what = f"class {item.label!r} is not under `labels` of site.yaml"
         raise DataError(f"{item.image}: {what}; map it, or leave its pictures out with an empty list")

@@ -28,9 +28,11 @@ class Labels:
         return next((mask.shape for mask in (self.regions or {}).values()), ())
 
     def present(self) -> set[Value]:
-        """Return the labels that some voxel has; 0 is what has none."""
+        """Return the labels that some voxel has; 0 is background."""
         if self.values is not None:
-            return _distinct(self.values)
+            if self.values.dtype in (np.uint8, np.uint16):  # counting is ten times faster than sorting
+                return set(np.flatnonzero(np.bincount(self.values.reshape(-1))).tolist())
+            return set(np.unique(self.values).tolist())
         return {name for name, mask in (self.regions or {}).items() if mask.any()}
 
     def where(self, wanted: Collection[Value]) -> np.ndarray:
@@ -47,10 +49,3 @@ class Labels:
         own = self.regions or {}
         changed = {id(mask): change(mask) for mask in {id(mask): mask for mask in own.values()}.values()}
         return Labels(regions={name: changed[id(mask)] for name, mask in own.items()})
-
-
-def _distinct(values: np.ndarray) -> set[Value]:
-    """Return the distinct integers of an array; counting them is ten times faster than sorting where they are few."""
-    if values.dtype in (np.uint8, np.uint16):
-        return set(np.flatnonzero(np.bincount(values.reshape(-1))).tolist())
-    return set(np.unique(values).tolist())

@@ -1,41 +1,43 @@
-"""How a site loads its samples, and work that is done ahead of who asks for it.
+"""How a site loads its samples, and work that threads do ahead of its use.
 
-Threads, not processes: decoding, numpy and torch let go of Python's lock, nothing is copied from one process to another, and
-FLARE's own processes stay the only ones. What a sample is depends on its file, its index and a seed, never on who reads it.
+Threads, not processes: decoding, numpy and torch release Python's lock, nothing is copied between processes, and FLARE's own
+processes stay the only ones. A sample depends on its file, its index and a seed, never on the thread that reads it.
 """
 
+import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 AHEAD = 2
 """Batches that are made ready ahead of the one in use."""
 MOST_WORKERS = 8
 """Threads that a site starts unless its site.yaml says how many."""
+FILES_AT_ONCE = 4
+"""Files that a check or statistics read side by side: each picture may take some hundred megabytes."""
 
 
 @dataclass(frozen=True)
 class Loading:
-    """`folder`: under which decoded samples are kept, None for in memory only, and `most` bytes of them there.
+    """`folder`: below which decoded samples are kept, None for in memory only, at most `most` bytes of them.
 
-    `workers`: threads that read, 0 for none. `skip`: a sample that cannot be read is left out instead of being an error.
-    `decode`: all samples are read before anything is trained on them, not only looked at. `looked`: another process has done
-    so, and this one reads none. `quiet`: a sample that does not fit the job (UnfitError) is an empty one: it is counted, and
-    nothing is learned or scored of it.
+    `workers`: threads that read, 0 for none. `skip`: unreadable samples are left out instead of being an error. `decode_all`:
+    all samples are decoded before training, not only checked by their headers. `prechecked`: another process has checked them.
+    `ignore_unfit`: a sample that does not fit the job (UnfitError) counts as an empty one; nothing is learned or scored of it.
     """
 
     folder: Path | None = None
     most: int = 0
     workers: int = 0
     skip: bool = False
-    decode: bool = False
-    looked: bool = False
-    quiet: bool = False
+    decode_all: bool = False
+    prechecked: bool = False
+    ignore_unfit: bool = False
 
     @property
     def ahead(self) -> int:
@@ -45,13 +47,14 @@ class Loading:
 
 NOTHING_LEFT = "no training sample can be read; see the site's log, and repair the data"
 IN_MEMORY = Loading()
-"""Nothing is kept on disk, and who asks reads."""
+"""Nothing is kept on disk, and the caller's thread reads."""
 
 
 def ahead(calls: Iterator[Callable[[], T]], count: int) -> Generator[T, None, None]:
-    """Yield what the calls return, in order, `count` of them begun before they are asked for, by one thread.
+    """Yield what the calls return, in order; one thread begins `count` of them before they are asked for.
 
-    With 0 each is made when it is asked for. What a call raises is raised in its place. Closing the iterator ends the thread.
+    With 0 each call is made when it is asked for. What a call raises is raised in its place. Closing the iterator ends the
+    thread.
     """
     if not count:
         yield from (call() for call in calls)
@@ -66,3 +69,16 @@ def ahead(calls: Iterator[Callable[[], T]], count: int) -> Generator[T, None, No
         finally:
             for future in waiting:
                 future.cancel()
+
+
+def by_file(items: Sequence[Any], read: Callable[[list[Any]], list[T]]) -> list[T]:
+    """Return what `read` returns for each item, in order; it gets all items of one image file at once, in a thread."""
+    files: dict[Path, list[int]] = {}
+    for index, item in enumerate(items):
+        files.setdefault(item.image, []).append(index)
+    found: dict[int, T] = {}
+    with ThreadPoolExecutor(min(FILES_AT_ONCE, os.cpu_count() or 1)) as pool:
+        results = pool.map(lambda indices: read([items[i] for i in indices]), files.values())
+        for indices, ones in zip(files.values(), results, strict=True):
+            found |= zip(indices, ones, strict=True)
+    return [found[index] for index in range(len(items))]

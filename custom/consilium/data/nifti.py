@@ -13,7 +13,7 @@ from nibabel.volumeutils import apply_read_scaling
 from consilium.core.errors import DataError
 from consilium.data.grid import Grid
 from consilium.data.labels import Labels
-from consilium.data.numbers import whole_numbers
+from consilium.data.pixel_values import whole_numbers
 from consilium.data.safe_open import MOST_VOLUME_FILE, most_unpacked, reading
 from consilium.data.volumes import Header
 
@@ -22,19 +22,16 @@ MILLIMETRES = {"meter": 1e3, "mm": 1.0, "micron": 1e-3}
 MOST_EXTENSIONS = 2**26
 """Bytes of a header's extensions, which lie before the voxels and are read with the header."""
 _HEADERS = {348: (nibabel.Nifti1Image, 108, "f"), 540: (nibabel.Nifti2Image, 168, "q")}
-"""By the header's size: who reads it, and where and how it says where its voxels begin."""
-
-
-def is_own(path: Path) -> bool:
-    """Tell whether a path is a NIfTI file, by its name."""
-    return path.name.lower().endswith((".nii", ".nii.gz"))
+"""By the header's size: nibabel's class, and offset and format of the field that says where voxels begin."""
 
 
 def header(path: Path) -> Header:
     """Return the grid of a volume of two or three dimensions. Raises DataError."""
     with reading(path, "cannot be read as NIfTI", most=MOST_VOLUME_FILE):
         volume = load(path)
-        return Header(Grid(_shape(path, volume), _millimetres(volume) @ np.asarray(volume.affine, np.float64)))
+        unit = MILLIMETRES.get(volume.header.get_xyzt_units()[0], 1.0)  # an unnamed unit is millimetres
+        to_mm = np.diag([unit, unit, unit, 1.0])
+        return Header(Grid(_shape(path, volume), to_mm @ np.asarray(volume.affine, np.float64)))
 
 
 def voxels(path: Path) -> np.ndarray:
@@ -57,12 +54,6 @@ def _scaled(stored: Any) -> np.ndarray:
 def labels(path: Path, image: Header) -> Labels:
     """Return the label values on the file's own grid (i, j, k). Raises DataError for values that are no whole numbers."""
     return Labels(values=whole_numbers(path, voxels(path)))
-
-
-def _millimetres(volume: Any) -> np.ndarray:
-    """Return what takes the file's unit of length to millimetres, (4, 4); one that it does not name is taken for them."""
-    unit = MILLIMETRES.get(volume.header.get_xyzt_units()[0], 1.0)
-    return np.diag([unit, unit, unit, 1.0])
 
 
 def load(path: Path) -> Any:

@@ -1,17 +1,24 @@
-"""Share a classification set out among sites with uneven labels (Hsu et al., arXiv 1909.06335; Li et al., arXiv 2102.02079).
+"""Share a data set out among sites with uneven labels (Hsu et al., arXiv 1909.06335; Li et al., arXiv 2102.02079).
 
 The rule. For every class, shares over the sites are drawn from Dirichlet(beta, ..., beta); its samples, shuffled, are cut at
 these shares. Training and validation samples are cut at the same shares; so a site's validation looks like its training.
 Then, while a site has fewer than `minimum` training samples, it takes a random one from the site that has most. The test split
 is not cut: every site gets all of it, so that all are judged by one measure. Same set, numbers and seed, same partition.
 Without a beta all shares are equal. Where the list names patients, what is shared out and moved are whole patients, each of the
-class that most of its samples have: a patient at two hospitals would be two to privacy by patients. Texts are shared out by
-the same rule, see partition_text.py.
+class that most of its samples have: a patient at two hospitals would be two to privacy by patients.
+
+Texts are shared out by the same rule, with the values of a key of their records for classes; without a key all records are one
+class, so that sites differ in size alone. Instead of a key, `kinds` may say what each text is (clusters). Records are copied
+unchanged. The test split is one file that all sites have. With `local`, a site's share of training and validation is cut
+0.8 / 0.1 / 0.1 at the site (FedHera, Appendix C.3), and the source's own test split is common_test.jsonl beside the sites.
 """
 
 import json
+import os
+import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -26,6 +33,8 @@ from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
 from consilium.data.datalist import SPLITS, Item, own_names, read_datalist
 from consilium.data.patients import item_patient, together
+from consilium.data.safe_open import text_lines
+from consilium.data.text import FILES, Text, read_texts
 
 SHARED_OUT = "test"
 """The split that every site gets all of."""
@@ -45,7 +54,7 @@ S = TypeVar("S", bound=Labelled)
 Sites = dict[str, dict[str, list[S]]]
 """Samples by site and split."""
 Patient = Sequence[S]
-"""The samples of one patient, or one sample of nobody's."""
+"""The samples of one patient, or one sample without a patient."""
 
 
 def partition(
@@ -70,13 +79,16 @@ def partition(
     found = share_out(splits, classes, names, beta, seed, minimum)
     patients = own_names(source)
     for name in names:
-        _write_list(folder / name / "datalist.json", name, classes, found[name], patients)
+        entries = {split: [_entry(item, patients) for item in items] for split, items in found[name].items()}
+        (folder / name).mkdir(parents=True)
+        text = json.dumps({"name": name, "labels": dict(enumerate(classes)), **entries}, indent=1)
+        write_atomic(folder / name / "datalist.json", text.encode(), PUBLIC)
     asked = {"sites": sites, "beta": beta, "seed": seed, "minimum": minimum, "excluded": list(exclude)}
     return write_summary(source, folder, asked | {"notes": _notes(splits["training"])}, classes, found)
 
 
 def _notes(samples: Sequence[Item]) -> list[str]:
-    """Return what a user should know: nobody's pictures are shared out one by one."""
+    """Return a note on samples without a patient: they are shared out one by one."""
     nameless = sum(not item_patient(item) for item in samples)
     what = f"{nameless} of {len(samples)} training samples name no patient, so one patient's pictures may be at several sites"
     return [f"{what}; name them as `patient` in the list, if you know them"] if nameless else []
@@ -92,7 +104,7 @@ def check_asked(source: Path, folder: Path, training: int, sites: int, minimum: 
 
 
 def write_summary(source: Path, folder: Path, asked: dict[str, Any], classes: list[str], found: Sites[S]) -> dict[str, Any]:
-    """Write partition.json and partition.png; returns what the first says: counts by split, site and class."""
+    """Write partition.json and partition.png; returns the content of the first: counts by split, site and class."""
     summary = {"source": str(source.resolve()), **asked, "classes": classes}
     summary |= {split: {name: _counts(mine[split], classes) for name, mine in found.items()} for split in SPLITS}
     write_atomic(folder / "partition.json", json.dumps(summary, indent=1).encode(), PUBLIC)
@@ -108,7 +120,7 @@ def share_out(
     seed: int,
     minimum: int,
 ) -> Sites[S]:
-    """Return who gets which samples by the rule above. Raises DataError where no site can have `minimum` training samples."""
+    """Return the samples of each site by the rule above. Raises DataError where no site can have `minimum` training samples."""
     rng = np.random.default_rng(seed_for(seed, "partition"))
     found: dict[str, dict[str, list[Patient[S]]]] = {name: {"training": [], "validation": []} for name in names}
     of_class = {split: _by_class(splits[split]) for split in ("training", "validation")}
@@ -209,14 +221,8 @@ def _read(source: Path, exclude: Sequence[str]) -> tuple[dict[str, list[Item]], 
     return kept, [name for name in known if name not in exclude]
 
 
-def _write_list(path: Path, name: str, classes: list[str], splits: dict[str, list[Item]], patients: dict[str, str]) -> None:
-    path.parent.mkdir(parents=True)
-    entries = {split: [_entry(item, patients) for item in items] for split, items in splits.items()}
-    write_atomic(path, json.dumps({"name": name, "labels": dict(enumerate(classes)), **entries}, indent=1).encode(), PUBLIC)
-
-
 def _entry(item: Item, patients: dict[str, str]) -> dict[str, Any]:
-    patient = patients.get(item.patient)  # the list's own word; what a file says stays in the file
+    patient = patients.get(item.patient)  # the list's own identifier; identifiers of files are never written
     found = {"image": str(item.image.resolve()), "label": item.label, "slice": item.slice, "patient": patient}
     return {key: value for key, value in found.items() if value is not None}
 
@@ -224,3 +230,125 @@ def _entry(item: Item, patients: dict[str, str]) -> dict[str, Any]:
 def _counts(items: Sequence[Labelled], classes: list[str]) -> dict[str, int]:
     found = Counter(str(item.label) for item in items)
     return {label: found[label] for label in classes}
+
+
+# texts -----------------------------------------------------------------------------------------------------------------------
+
+
+Kinds = Callable[[Sequence[str]], list[str]]
+"""Returns the kind of each text."""
+COMMON = "common_test.jsonl"
+ALL = "records"
+"""The class of every record where no key is named."""
+MOST_VALUES = 1000
+"""Of a key: more are names rather than kinds, and make no picture."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line of a JSONL file, its value of the key that sites differ in, and its patient, "" where unknown."""
+
+    line: str
+    label: str
+    patient: str = ""
+
+
+def partition_texts(
+    source: Path,
+    folder: Path,
+    sites: int,
+    beta: float | None,
+    seed: int,
+    minimum: int,
+    by: str = "",
+    exclude: Sequence[str] = (),
+    kinds: Kinds | None = None,
+    local: bool = False,
+) -> dict[str, Any]:
+    """Write `folder`/site-K/{training,validation,test}.jsonl, partition.json and partition.png.
+
+    `beta` None: even shares. Returns partition.json's content. Raises DataError for records without the key, an unknown value
+    to leave out, too few records, or a folder that has sites already.
+    """
+    splits, values = _read_records(source, by, exclude, kinds)
+    names = check_asked(source, folder, len(splits["training"]), sites, minimum)
+    found = share_out(splits, values, names, beta, seed, minimum)
+    if local:
+        whole = {name: [*mine["training"], *mine["validation"]] for name, mine in found.items()}
+        found = {name: _cut_locally(mine, seed_for(seed, "local", name)) for name, mine in whole.items()}
+    for name in names:
+        for split in SPLITS:
+            _write_lines(folder, name, split, [record.line for record in found[name][split]], not local)
+    if local and splits[SHARED_OUT]:
+        write_atomic(folder / COMMON, "\n".join([*(record.line for record in splits[SHARED_OUT]), ""]).encode(), PUBLIC)
+    by = by or ("clusters" if kinds else "")
+    asked = {
+        "sites": sites,
+        "beta": beta,
+        "seed": seed,
+        "minimum": minimum,
+        "by": by,
+        "excluded": list(exclude),
+        "local": local,
+    }
+    return write_summary(source, folder, asked, values, found)
+
+
+def _cut_locally(records: list[Record], seed: int) -> dict[str, list[Record]]:
+    """Return a site's patients, shuffled, as its splits: a tenth each to validate and to test, at least one of three.
+
+    A record without a patient is a patient of its own.
+    """
+    patients = together(records)
+    order = [patients[i] for i in np.random.default_rng(seed).permutation(len(patients))]
+    part = max(round(0.1 * len(order)), 1) if len(order) >= 3 else 0
+    cut = {"training": order[2 * part :], "validation": order[:part], "test": order[part : 2 * part]}
+    return {split: list(chain(*mine)) for split, mine in cut.items()}
+
+
+def _write_lines(folder: Path, name: str, split: str, lines: list[str], shared: bool) -> None:
+    """Write one split of a site; of equal files, which the test splits are, there is one on the disk where it can link."""
+    path, first = folder / name / f"{split}.jsonl", folder / "site-1" / f"{split}.jsonl"
+    if shared and split == SHARED_OUT and first.is_file():
+        try:
+            os.link(first, path)
+        except OSError:  # a file system without links
+            shutil.copyfile(first, path)
+    elif lines:
+        write_atomic(path, "\n".join([*lines, ""]).encode(), PUBLIC)
+
+
+def _read_records(
+    source: Path, by: str, exclude: Sequence[str], kinds: Kinds | None
+) -> tuple[dict[str, list[Record]], list[str]]:
+    """Return the records by split and the values of the key, sorted. Raises DataError."""
+    data = read_texts(source)  # raises for a bad record
+    folder = data.path
+    paths = {split: next((f for name in FILES[split] if (f := folder / name).is_file()), None) for split in SPLITS}
+    splits = {split: _lines_of(path, data.splits[split], by) if path else [] for split, path in paths.items()}
+    if kinds:  # the splits are clustered together
+        of_texts = iter(kinds([text.prompt_words for split in SPLITS for text in data.splits[split]]))
+        splits = {split: [replace(record, label=next(of_texts)) for record in splits[split]] for split in SPLITS}
+    values = sorted({record.label for records in splits.values() for record in records})
+    if len(values) > MOST_VALUES:
+        raise DataError(f"{source}: --by {by}: {len(values):,} values, at most {MOST_VALUES:,} are kinds; name another key")
+    if unknown := [value for value in exclude if value not in values]:
+        raise DataError(f"{source}: --exclude: no value {unknown[0]!r}; there are {', '.join(values)[:300]}")
+    kept = {split: [record for record in records if record.label not in exclude] for split, records in splits.items()}
+    return kept, [value for value in values if value not in exclude]
+
+
+def _lines_of(path: Path, texts: Sequence[Text], by: str) -> list[Record]:
+    lines = enumerate(text_lines(path, "give a JSONL file in UTF-8"), start=1)
+    told = ((f"{path}:{number}", line.removesuffix("\n")) for number, line in lines if line.strip())
+    return [Record(line, _value(where, line, by), text.patient) for (where, line), text in zip(told, texts, strict=True)]
+
+
+def _value(where: str, line: str, by: str) -> str:
+    if not by:
+        return ALL
+    record = json.loads(line)
+    value = record.get(by)
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise DataError(f"{where}: --by {by}: expected a text or a number there; found the keys {', '.join(record)[:200]}")
+    return str(value)

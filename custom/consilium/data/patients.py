@@ -1,7 +1,7 @@
-"""Whose samples are whose: the patients of a split, by what a data list says."""
+"""The patients of a split, by the data list's identifiers."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from consilium.data.datalist import DataList
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 def by_patient(data: DataList) -> tuple[tuple[int, ...], ...]:
     """Return the places of every patient's samples in the training split, in the list's order.
 
-    What names no patient is left out: it would belong to somebody whom nothing hides.
+    Samples without a patient are left out: their patient would have no privacy.
     """
     return _groups(data.splits["training"])
 
@@ -26,15 +26,33 @@ def most_of_one(samples: Sequence[Any]) -> tuple[int, int]:
 
 
 def together(samples: Sequence[S]) -> list[list[S]]:
-    """Return every patient's samples, and each that names nobody on its own, in the order of their first."""
+    """Return the samples of each patient, and each sample without one alone, in the order of their first."""
     found: dict[str | int, list[S]] = {}
     for place, item in enumerate(samples):
         found.setdefault(item_patient(item) or place, []).append(item)
     return list(found.values())
 
 
+def linked(keys: Sequence[Iterable[Hashable]]) -> list[int]:
+    """Return for each sample, by its keys, the first sample that shares a key with it, directly or through others."""
+    head = list(range(len(keys)))
+
+    def root(index: int) -> int:
+        while head[index] != index:
+            head[index] = head[head[index]]
+            index = head[index]
+        return index
+
+    first: dict[Hashable, int] = {}
+    for index, own in enumerate(keys):
+        for key in own:
+            one, other = sorted((root(first.setdefault(key, index)), root(index)))
+            head[other] = one
+    return [root(index) for index in range(len(keys))]
+
+
 def warn_of_alike(data: DataList) -> None:
-    """Name, in the site's own log, samples of patients whose identifiers are nearly equal: they may be one person."""
+    """Warn, in the site's own log, of patients whose identifiers are nearly equal: they may be one person."""
     first: dict[str, str] = {}
     for split, items in data.splits.items():
         for item in items:
@@ -52,5 +70,5 @@ def _groups(samples: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def item_patient(item: Any) -> str:
-    """Return who a sample is of, "" where nobody knows."""
+    """Return a sample's patient, "" where unknown."""
     return str(getattr(item, "patient", ""))

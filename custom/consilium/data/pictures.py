@@ -7,13 +7,13 @@ from PIL import Image, ImageOps
 
 from consilium.core.errors import DataError
 from consilium.data.labels import Labels
-from consilium.data.numbers import check_numbers, whole_numbers
+from consilium.data.pixel_values import check_numbers, whole_numbers
 from consilium.data.safe_open import check_pixels, open_picture, reading
 
 ORIENTATION = 0x0112
 """EXIF's tag: 5 to 8 exchange rows and columns."""
 MODES = ("L", "I;16", "I;16B", "I;16L", "I", "F", "RGB", "1")
-"""How PIL calls what is taken as it is: grey of 1, 8, 16 or 32 bits, and colours. Others become colours."""
+"""PIL's modes that are read unchanged: grey of 1, 8, 16 or 32 bits, and RGB. Other modes become RGB."""
 
 
 def size(path: Path) -> tuple[int, int]:
@@ -21,7 +21,7 @@ def size(path: Path) -> tuple[int, int]:
     with reading(path, "image cannot be read"), open_picture(path) as picture:
         check_pixels(path, picture)
         _check_turn(path, picture)
-        # of a TIFF the size is the upright one already; behind a PNG's pixels PIL looks by decoding them
+        # a TIFF's size is upright already; PIL finds a tag behind a PNG's pixels only by decoding them
         told = picture.format != "TIFF" and "exif" in picture.info
         turned = told and picture.getexif().get(ORIENTATION, 1) >= 5
         return (picture.width, picture.height) if turned else (picture.height, picture.width)

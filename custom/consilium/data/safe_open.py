@@ -1,7 +1,7 @@
-"""Opening what others made: plain files of a sane size only, and one clear line whatever is in them.
+"""Opening untrusted files: only plain files of bounded size, and one clear line for any error.
 
-A data list may name any file this user can read, wherever it lies: pictures stay where a hospital keeps them. Who writes the
-list is trusted that far; what is no picture is refused without a word of its content.
+A data list may name any file that this user can read: pictures stay in the hospital's own folders. The author of the
+list is trusted that far; a file that is no picture is refused without quoting its content.
 """
 
 import json
@@ -19,7 +19,7 @@ from PIL import Image
 from consilium.core.errors import DataError, UnfitError
 
 FORMATS = ("PNG", "JPEG", "TIFF", "BMP")
-"""What pictures may be, whatever their names end in: PIL's other readers start other programs, or read what nobody needs."""
+"""Formats of pictures, whatever their names end in: some of PIL's other readers start other programs."""
 MOST_BYTES = 2 * 1024**3
 """A file larger than this is not opened."""
 MOST_SLIDE = 1024**4
@@ -33,7 +33,7 @@ MOST_UNPACKED = 1024**3
 LARGEST_RATIO = 64
 """Times its own bytes that a larger file may unpack to, up to MOST_VOLUME."""
 MOST_CHARACTERS = 1024**2
-"""Of one line of records or of a table: far more than any model reads, and what a tokenizer still takes in a second."""
+"""Of one line of records or of a table: more than any model reads; a tokenizer still takes it in a second."""
 MOST_VALUES = 2**24
 """Values of a JSON file: Python takes up to 70 bytes for one of 3 characters."""
 MOST_SCANS = 32
@@ -74,9 +74,9 @@ def check_opens(path: Path) -> None:
 
 
 def stamp(path: Path) -> Stamp:
-    """Return what changes when a file does, or any file of a folder: a folder's own time stays when one is written over.
+    """Return numbers that change when a file, or any file of a folder, does: overwriting a file keeps its folder's time.
 
-    () of what is not there.
+    () for a missing path.
     """
     try:
         if not path.is_dir():
@@ -223,8 +223,8 @@ def _too_large(path: Path, found: str) -> DataError:
     return UnfitError(f"{path}: {what}; save it as a tiled TIFF and set task.tiles to read it by parts", "too large")
 
 
-def whole(text: str) -> bool:
-    """Tell whether a text is one that can be written down: JSON may hold halves of characters (surrogates)."""
+def is_encodable(text: str) -> bool:
+    """Tell whether a text can be encoded: JSON may hold halves of characters (surrogates)."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,9 @@
-"""One look at the files of some samples: what training would meet there, and what tells them again elsewhere."""
+"""Checks of samples: a report of each for `data check`, headers and labels before a job trains, files before each round."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
@@ -9,33 +11,42 @@ from threading import Lock
 import numpy as np
 from PIL import Image
 
-from consilium.core.errors import DataError
-from consilium.data import pictures, slides, volumes
+from consilium.core.errors import DataError, UnfitError
+from consilium.data import images, pictures, slides, volumes
 from consilium.data.check_report import PATIENT
-from consilium.data.datalist import Item
+from consilium.data.datalist import DataList, Item, Lost, files_of
 from consilium.data.identifiers import pseudonym
-from consilium.data.images import check_annotated, check_pair, check_values, classes_of, read_image, read_labels
+from consilium.data.images import check_annotated, check_pair, check_values, classes_of, level_of, read_image, read_labels
 from consilium.data.labels import Labels
-from consilium.data.settings import PictureSettings, TilesConfig, Value
+from consilium.data.loading import NOTHING_LEFT
+from consilium.data.safe_open import Stamp, check_opens, stamp
+from consilium.data.settings import DEFAULTS, PictureSettings, TilesConfig, Value
+from consilium.data.store import Store
 
 Classes = Mapping[str, Sequence[int]] | Sequence[str] | None
-"""A segmentation job's classes with their label values, a classification job's class names, or no job given."""
-SIDE = 16
-STEP = 2
-"""Grey levels from one part of a picture to the next that count: less is noise of a JPEG."""
-FLAT = 2
-"""Grey levels that a picture has at least."""
-TILT = 1.0
-"""Degrees."""
-_VOLUMES = Lock()
-"""One volume at a time: each may take gigabytes."""
+"""A segmentation job's classes with their label values, a classification job's class names, or None without a job."""
+Check = Callable[[Item], None]
+"""Raises DataError for a sample that training could not use."""
+Place = tuple[str, int]
+"""A split and an index in it."""
+NAMED = 10
+"""Samples left out that the log names."""
+_HASH_SIDE, _HASH_STEP = 16, 2
+"""Rows of an appearance hash, and the least step in grey levels that counts: smaller ones are a JPEG's noise."""
+_FLAT = 2
+"""Grey levels that a picture must span; below it is called constant."""
+_TILT = 1.0
+"""Degrees off the patient's axes from which a volume is called oblique."""
+_one_volume = Lock()
+"""Held while a volume is checked: each may take gigabytes."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass
-class Look:
-    """What one entry of a list turned out to be.
+class SampleReport:
+    """Findings of the check about one entry of a list.
 
-    `stop`: why training cannot read it; `classes`: those of the job that it shows; `hash`: see Trace.
+    `stop`: why training cannot read it; `classes`: the job's classes that it shows; `marks` and `hash`: see Trace.
     """
 
     stop: DataError | None = None
@@ -49,56 +60,46 @@ class Look:
     hash: bytes | None = None
 
 
-def look(items: Sequence[Item], settings: PictureSettings, classes: Classes) -> list[Look]:
-    """Return what is found in entries that share one image's file; a volume is read once for all of them."""
+def check_samples(items: Sequence[Item], settings: PictureSettings, classes: Classes) -> list[SampleReport]:
+    """Return a report of each entry; all entries share one image file, and a volume is read once for all of them."""
     if not volumes.is_volume(items[0].image):
-        return [_attempt(item, None, settings, classes) for item in items]
-    with _VOLUMES:
+        return [_report(item, None, settings, classes) for item in items]
+    with _one_volume:
         try:
-            known = _volume(items[0].image)
+            header, values = volumes.header(items[0].image), volumes.voxels(items[0].image)
         except DataError as error:
-            return [Look(error, marks=_marks(item, _place(item))) for item in items]
-        found = [_attempt(item, known, settings, classes) for item in items]
+            return [SampleReport(error, marks=_marks(item)) for item in items]
+        digest = hashlib.blake2b(repr(values.shape).encode(), digest_size=16)  # equal voxels have equal digests in any type
+        for plane in np.moveaxis(values, 2, 0):
+            digest.update(np.ascontiguousarray(plane, np.float32).tobytes())
+        found = [_report(item, (header, digest.hexdigest()), settings, classes) for item in items]
         volumes.forget()
         return found
 
 
-def _volume(path: Path) -> tuple[volumes.Header, str]:
-    """Return a volume's header and what tells its voxels again, whatever type and file they are kept in."""
-    header, values = volumes.header(path), volumes.voxels(path)
-    found = hashlib.blake2b(repr(values.shape).encode(), digest_size=16)
-    for plane in np.moveaxis(values, 2, 0):
-        found.update(np.ascontiguousarray(plane, np.float32).tobytes())
-    return header, found.hexdigest()
-
-
-def _attempt(item: Item, known: tuple[volumes.Header, str] | None, settings: PictureSettings, classes: Classes) -> Look:
-    found = Look(marks=_marks(item, _place(item)))
+def _report(item: Item, volume: tuple[volumes.Header, str] | None, settings: PictureSettings, classes: Classes) -> SampleReport:
+    found = SampleReport(marks=_marks(item))
     try:
-        if known:
-            _see_volume(found, item, *known, settings, classes)
+        if volume:
+            _check_volume(found, item, *volume, settings, classes)
         elif item.tile is None and slides.by_tiles(item.image, settings):
-            _see_slide(found, item, settings, classes)
+            _check_slide(found, item, settings, classes)
         else:
-            _see_picture(found, item, settings, classes)
+            image = read_image(item, settings)
+            _add_image(found, item, image)
+            is_mask = isinstance(item.label, Path)
+            if isinstance(item.label, Path) and pictures.turned(item.image) and not pictures.turned(item.label):
+                found.warnings.append(("turned by its EXIF tag", "its mask is not; draw it on the turned picture"))
+            check_class(item, classes)
+            if item.label is not None:
+                _add_label(found, item, image, read_labels(item, settings) if is_mask else None, classes)
     except DataError as error:
         found.stop = error
     return found
 
 
-def _see_picture(found: Look, item: Item, settings: PictureSettings, classes: Classes) -> None:
-    image = read_image(item, settings)
-    _show(found, item, image)
-    if isinstance(item.label, Path) and pictures.turned(item.image) and not pictures.turned(item.label):
-        found.warnings.append(("turned by its EXIF tag", "its mask is not; draw it on the turned picture"))
-    check_class(item, classes)
-    if item.label is not None:
-        labels = read_labels(item, settings) if isinstance(item.label, Path) else None
-        _label(found, item, image, labels, classes)
-
-
-def _see_slide(found: Look, item: Item, settings: PictureSettings, classes: Classes) -> None:
-    """Look at some tiles of a large picture, and at all of its mask."""
+def _check_slide(found: SampleReport, item: Item, settings: PictureSettings, classes: Classes) -> None:
+    """Check some tiles of a large picture, and all of its mask."""
     wanted = settings.tiles or TilesConfig()
     rows, columns = slides.shape(item.image, wanted.level)
     found.size = f"{rows}x{columns}"
@@ -108,7 +109,7 @@ def _see_slide(found: Look, item: Item, settings: PictureSettings, classes: Clas
     for one in some:
         digest.update(one.tobytes())
     if max(int(one.max()) for one in some) == min(int(one.min()) for one in some):
-        found.warnings.append(("constant image", "in the parts looked at"))
+        found.warnings.append(("constant image", "in the parts that were read"))
     else:
         found.marks = _marks(item, digest.hexdigest())
     check_class(item, classes)
@@ -119,18 +120,11 @@ def _see_slide(found: Look, item: Item, settings: PictureSettings, classes: Clas
         found.values |= block.present()
         if isinstance(classes, Mapping):
             check_values(item, block, classes_of(item, classes))
-    if found.values <= {0}:
-        found.warnings.append(("empty mask", ""))
-    if isinstance(classes, Mapping):
-        found.classes = _shown(item, found.values, classes)
+    _add_values(found, item, classes)
 
 
-def _shown(item: Item, values: set[Value], classes: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
-    return tuple(name for name, wanted in classes_of(item, classes).items() if values & set(wanted))
-
-
-def _see_volume(
-    found: Look, item: Item, header: volumes.Header, digest: str, settings: PictureSettings, classes: Classes
+def _check_volume(
+    found: SampleReport, item: Item, header: volumes.Header, digest: str, settings: PictureSettings, classes: Classes
 ) -> None:
     axis = item.across(settings.slices.axis)
     whole = item.slice is None and header.grid.planes(axis) > 1
@@ -138,26 +132,26 @@ def _see_volume(
     item = replace(item, patient=item.patient or pseudonym(header.patient), study=item.study or pseudonym(header.study))
     plane = replace(item, slice=found.planes // 2 if whole else item.slice, axis=axis)
     image = read_image(plane, settings)
-    _show(found, item, image)
+    _add_image(found, item, image)
     if whole:
         found.marks = _marks(item, digest)
     else:
         found.marks += (("volume in two {}", digest),)
-    if (tilt := header.grid.tilt) > TILT:
+    if (tilt := header.grid.tilt) > _TILT:
         found.warnings.append(("oblique volume", f"{tilt:.0f} degrees off the patient's axes; its planes are the closest ones"))
     check_class(item, classes)
     if item.label is None:
         return
-    if whole and isinstance(item.label, Path):
-        if not volumes.is_volume(item.label):
-            raise DataError(f"{item.label}: is one picture, its image has {found.planes} planes", "mask of another size")
-        _label(found, plane, image, volumes.labels(item.label, header, settings.resample_masks), classes, whole=True)
-    else:
-        _label(found, plane, image, read_labels(plane, settings) if isinstance(item.label, Path) else None, classes)
+    if not (whole and isinstance(item.label, Path)):
+        _add_label(found, plane, image, read_labels(plane, settings) if isinstance(item.label, Path) else None, classes)
+        return
+    if not volumes.is_volume(item.label):
+        raise DataError(f"{item.label}: is one picture, its image has {found.planes} planes", "mask of another size")
+    _add_label(found, plane, None, volumes.labels(item.label, header, settings.resample_masks), classes)
 
 
 def check_class(item: Item, classes: Classes) -> None:
-    """Raise DataError for a label that is none of a classification job's classes, or no mask for a segmentation job."""
+    """Raise DataError for a label that is no class of a classification job, or no mask for a segmentation job."""
     label = item.label
     if isinstance(classes, Mapping):
         check_annotated(item, classes)
@@ -171,50 +165,205 @@ def check_class(item: Item, classes: Classes) -> None:
         raise DataError(f"label {str(label)[:80]!r} is no class of the job; it has {known}", "undeclared class")
 
 
-def _show(found: Look, item: Item, image: np.ndarray) -> None:
-    """Keep how an image looks."""
+def _add_image(found: SampleReport, item: Item, image: np.ndarray) -> None:
+    """Add size, digest and appearance of an image to its report."""
     found.size = "x".join(map(str, image.shape[:2]))
-    if int(image.max()) - int(image.min()) < FLAT:
+    if int(image.max()) - int(image.min()) < _FLAT:
         found.warnings.append(("constant image", ""))
         return
     digest = hashlib.blake2b(repr(image.shape).encode() + image.tobytes(), digest_size=16).hexdigest()
     found.marks, found.hash = _marks(item, digest), appearance(image)
 
 
-def _label(found: Look, item: Item, image: np.ndarray, labels: Labels | None, classes: Classes, whole: bool = False) -> None:
-    """Keep what a label says. Raises DataError for one that does not fit."""
+def _add_label(found: SampleReport, item: Item, image: np.ndarray | None, labels: Labels | None, classes: Classes) -> None:
+    """Add what a label shows to its report. `image`: None for all planes of a volume. Raises DataError for an unfit label."""
     if labels is None:
         found.classes = (str(item.label),)
         return
-    if not whole:
+    if image is not None:
         check_pair(item, image.shape[:2], labels)
     found.values = labels.present()
-    if found.values <= {0}:
-        found.warnings.append(("empty mask", ""))
-    elif not whole and labels.values is not None and np.array_equal(labels.values, image[..., 0]):
+    is_image = image is not None and labels.values is not None and np.array_equal(labels.values, image[..., 0])
+    if is_image and not found.values <= {0}:
         found.problems.append(("mask is the image itself", str(item.label)))
     if isinstance(classes, Mapping):
         check_values(item, labels, classes_of(item, classes))
-        found.classes = _shown(item, found.values, classes)
+    _add_values(found, item, classes)
+
+
+def _add_values(found: SampleReport, item: Item, classes: Classes) -> None:
+    if found.values <= {0}:
+        found.warnings.append(("empty mask", ""))
+    if isinstance(classes, Mapping):
+        own = classes_of(item, classes)
+        found.classes = tuple(name for name, wanted in own.items() if found.values & set(wanted))
 
 
 def appearance(image: np.ndarray) -> bytes | None:
-    """Return 256 bits of how a picture (H, W, 3) looks: where it gets brighter to the right; None where it hardly does.
+    """Return a difference hash of a picture (H, W, 3): 256 bits, set where it gets brighter to the right.
 
-    A copy that was made smaller, brighter or saved as JPEG has nearly the same ones (a difference hash).
+    Copies that were made smaller, brighter or saved as JPEG have nearly equal hashes. None for a picture with few such places.
     """
-    small = Image.fromarray(image).convert("L").resize((SIDE + 1, SIDE), Image.Resampling.BOX)
-    bits = np.diff(np.asarray(small, np.int16), axis=1) > STEP
-    return np.packbits(bits).tobytes() if bits.sum() >= SIDE else None
+    small = Image.fromarray(image).convert("L").resize((_HASH_SIDE + 1, _HASH_SIDE), Image.Resampling.BOX)
+    bits = np.diff(np.asarray(small, np.int16), axis=1) > _HASH_STEP
+    return np.packbits(bits).tobytes() if bits.sum() >= _HASH_SIDE else None
 
 
-def _place(item: Item) -> str:
-    return f"{item.image}:{item.axis}:{item.slice}:{item.tile}"
+def _marks(item: Item, content: str = "") -> tuple[tuple[str, str], ...]:
+    """Return (kind, key) pairs that no two splits or sites may share, the strongest first.
 
-
-def _marks(item: Item, same: str) -> tuple[tuple[str, str], ...]:
-    """Return what must not be in two places, the strongest first. `same`: what makes a sample the very same."""
+    `content`: a digest of the sample, by default its place in its file.
+    """
+    place = content or f"{item.image}:{item.axis}:{item.slice}:{item.tile}"
     whole = str(item.image) if volumes.is_volume(item.image) or item.tile else ""
-    own = ("study in two {}", item.study), (PATIENT, item.patient)
-    found = (("duplicate between {}", same), ("volume in two {}", whole), *own)
+    found = (
+        ("duplicate between {}", place),
+        ("volume in two {}", whole),
+        ("study in two {}", item.study),
+        (PATIENT, item.patient),
+    )
     return tuple((kind, key) for kind, key in found if key)
+
+
+# before a job trains: headers and labels, without decoding pictures ----------------------------------------------------------
+
+
+def image_shape(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[int, int]:
+    """Return an image's (rows, columns) by its header. Raises DataError for no image, one too large, or a missing plane."""
+    if volumes.is_volume(item.image):
+        header = volumes.header(item.image)
+        nothing = np.broadcast_to(np.zeros((), bool), header.grid.shape)
+        rows, columns = header.grid.cut(nothing, item.axis, images.plane_of(item, item.image, header)).shape
+        return rows, columns
+    if item.tile is not None:
+        slides.shape(item.image, level_of(settings))
+        return item.tile[3], item.tile[2]
+    if slides.is_slide(item.image):
+        rows, columns = slides.whole(item.image).shape[:2]
+        return rows, columns
+    return pictures.size(item.image)
+
+
+def cropped_shape(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[int, int]:
+    """Return the (rows, columns) of an item's crop, or of all of it. Raises DataError."""
+    shape = image_shape(item, settings)
+    return shape if item.crop is None else item.crop.shape(*shape)
+
+
+def check_sample(item: Item, classes: images.Classes, settings: PictureSettings = DEFAULTS) -> None:
+    """Raise DataError where images.read_sample would, except for damaged pixels: the labels are decoded, the image is not."""
+    check_annotated(item, classes)
+    shape, labels = image_shape(item, settings), read_labels(item, settings)
+    if labels.shape == shape[::-1] != shape:  # a PNG may hold its orientation behind its pixels
+        shape = read_image(item, settings).shape[:2]
+    check_pair(item, shape, labels)
+    check_values(item, labels, classes_of(item, classes))
+
+
+def find_errors(data: DataList, check: Check, settings: str, store: Store | None) -> Iterator[tuple[Place, DataError]]:
+    """Yield where a check fails and why, in the list's order, except that the planes of a volume come together.
+
+    A list that ignores unfit samples yields no UnfitError. Samples that the store knows to have passed are not checked again.
+    Threads share the work; a volume is one thread's.
+    """
+    groups: dict[object, list[tuple[Place, Item]]] = {}
+    for split, items in data.splits.items():
+        for index, item in enumerate(items):
+            groups.setdefault((split, index) if item.slice is None else item.image, []).append(((split, index), item))
+
+    def check_group(group: list[tuple[Place, Item]]) -> list[tuple[Place, DataError]]:
+        todo = [(place, item) for place, item in group if not (store and store.fingerprints.passed(item, settings))]
+        if not todo or todo[0][1].slice is None:
+            return check_items(todo)
+        with volumes.held():
+            return check_items(todo)
+
+    def check_items(todo: list[tuple[Place, Item]]) -> list[tuple[Place, DataError]]:
+        found = []
+        for place, item in todo:
+            try:
+                check(item)
+            except DataError as error:
+                if not (data.loading.ignore_unfit and isinstance(error, UnfitError)):
+                    found.append((place, error))
+            else:
+                if store:
+                    store.fingerprints.note_passed(item, settings)
+        return found
+
+    if not data.loading.workers:
+        for group in groups.values():
+            yield from check_group(group)
+        return
+    with ThreadPoolExecutor(data.loading.workers, "consilium-check") as pool:
+        for found in pool.map(check_group, groups.values()):  # groups not begun when the caller stops are never checked
+            yield from found
+
+
+def count_lost(data: DataList, lost: Collection[Lost]) -> DataList:
+    """Return a list, from which the samples `lost` were taken out already, with their count; the site's log names the first.
+
+    Raises DataError where no training sample is left: the share that holds them may be back at the next attempt.
+    """
+    for _, error in list(lost)[:NAMED]:
+        _log.warning(f"left out: {error}")
+    if len(lost) > NAMED:
+        _log.warning(f"{data.path}: {len(lost):,} samples are left out; `consilium data check` names all")
+    if not data.splits["training"] and any(split == "training" for split, _ in lost):
+        raise DataError(NOTHING_LEFT)
+    return replace(data, skipped=data.skipped + len(lost))
+
+
+def without_faults(data: DataList, check: Check, settings: str, store: Store | None) -> DataList:
+    """Return the list without samples that fail the check, see `count_lost`. Raises DataError."""
+    bad = dict(find_errors(data, check, settings, store))
+    kept = {split: tuple(i for n, i in enumerate(items) if (split, n) not in bad) for split, items in data.splits.items()}
+    return count_lost(replace(data, splits=kept), [(split, error) for (split, _), error in bad.items()])
+
+
+# before each round: files ---------------------------------------------------------------------------------------------------
+
+
+class FileWatch:
+    """The files of some `splits` of a list: before a round is paid for, they must still be readable.
+
+    It is made before the first sample is read. `skip`: unreadable samples are left out, as long as one is left to train on.
+    """
+
+    def __init__(self, data: DataList, splits: tuple[str, ...], skip: bool) -> None:
+        self._samples = {split: tuple(map(files_of, data.splits[split])) for split in (("training",) if skip else splits)}
+        self._skip = skip
+        self._seen = {file: stamp(file) for samples in self._samples.values() for files in samples for file in files}
+
+    def check(self, read: Callable[[str, int], object]) -> None:
+        """Raise DataError where a sample can no longer be read: its files must open, and `read` must read a changed one.
+
+        `read` takes a split and an index. Every file is opened once.
+        """
+        now: dict[Path, Stamp] = {}
+        for split, samples in self._samples.items():
+            wrong = None
+            for index, files in enumerate(samples):
+                wrong = self._fault(split, index, files, now, read)
+                if (wrong is None) is self._skip:  # skip: stop at the first good sample; else at the first bad one
+                    break
+            if wrong is not None:
+                raise wrong
+        if not self._skip:
+            self._seen |= now
+
+    def _fault(
+        self, split: str, index: int, files: list[Path], now: dict[Path, Stamp], read: Callable[[str, int], object]
+    ) -> DataError | None:
+        try:
+            for file in files:
+                if file not in now:
+                    check_opens(file)
+                    now[file] = stamp(file)
+            if any(now[file] != self._seen[file] for file in files):
+                read(split, index)
+        except UnfitError:
+            return None
+        except DataError as error:
+            return error
+        return None

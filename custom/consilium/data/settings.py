@@ -1,4 +1,4 @@
-"""What a job says about reading pictures: which planes of a volume, which window of values, which shape."""
+"""A job's settings for reading pictures: planes of volumes, tiles, window of values, shape."""
 
 import json
 from typing import Annotated, Literal, Self
@@ -52,7 +52,7 @@ class PictureSettings(Section):
 
     `window`: without it a DICOM file's own; without that 8-bit values stay, and others map the volume's 0.5 to 99.5
     percentiles. `resize`: stretch to a square, or keep the aspect ratio and pad at the right and the bottom, as SAM does.
-    `slices`: what becomes of a volume whose entry names no plane. `tiles`: pictures larger than a tile are cut into tiles;
+    `slices`: planes of a volume whose entry names none. `tiles`: pictures larger than a tile are cut into tiles;
     without it each is one sample.
     `crop`: of every picture one square part, of so many pixels, is all that is seen, in training and in scores. A shorter side
     stays whole. Where it lies follows from the file's name, and for training from `training.seed` too.
@@ -98,6 +98,6 @@ DEFAULTS = PictureSettings()
 
 
 def read_as(kind: str, settings: PictureSettings, size: int, classes: object = None) -> str:
-    """Return all that decides how a task of this kind reads its pictures, as a text that is equal for what is read alike."""
+    """Return all settings that decide how a task of this kind reads pictures, as a text: equal texts, equal samples."""
     said = settings.model_dump(include=set(PictureSettings.model_fields) - {"slices"})
     return json.dumps([kind, said, size, classes], sort_keys=True, default=str)

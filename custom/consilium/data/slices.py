@@ -1,4 +1,4 @@
-"""Volumes become their planes, and files tell whose they are: what a data list leaves to the files themselves."""
+"""Volumes as their planes, large pictures as their tiles, and patients from the files' own identifiers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,10 +7,10 @@ from pathlib import Path
 from consilium.core.errors import DataError, UnfitError
 from consilium.core.seeding import seed_for
 from consilium.data import slides, volumes
-from consilium.data.datalist import DataList, Item
-from consilium.data.header_check import Lost, left_of
+from consilium.data.datalist import DataList, Item, Lost
 from consilium.data.identifiers import pseudonym, pseudonym_of
 from consilium.data.images import read_labels
+from consilium.data.sample_check import count_lost
 from consilium.data.settings import DEFAULTS, PictureSettings, SlicesConfig, TilesConfig
 
 _UNIT = 2**32
@@ -21,12 +21,12 @@ def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
 
     So is a large picture by its tiles, where the settings ask for tiles. Only headers are read, and the masks of training
     samples if planes or tiles without labels are to be left out; which of these stay depends on nothing but their place.
-    Raises DataError; where the list's loading says `skip`, what cannot be read is left out and counted instead, and where it
-    says `quiet`, what cannot be parted as the settings ask stays one sample.
+    Raises DataError; with the list's `skip`, unreadable samples are left out and counted instead, and with `ignore_unfit`,
+    a sample that cannot be cut as the settings ask stays one sample.
     """
     lost: list[Lost] = []
     splits = {split: tuple(_expanded(data, split, settings, lost)) for split in data.splits}
-    return left_of(replace(data, splits=splits), lost)
+    return count_lost(replace(data, splits=splits), lost)
 
 
 def _expanded(data: DataList, split: str, settings: PictureSettings, lost: list[Lost]) -> Iterator[Item]:
@@ -34,7 +34,7 @@ def _expanded(data: DataList, split: str, settings: PictureSettings, lost: list[
         try:
             yield from list(_opened(item, index, split, settings))
         except DataError as error:
-            if data.loading.quiet and isinstance(error, UnfitError):
+            if data.loading.ignore_unfit and isinstance(error, UnfitError):
                 yield item
             elif data.loading.skip:
                 lost.append((split, error))

@@ -17,13 +17,13 @@ from consilium.core.errors import DataError, UnfitError
 from consilium.data import pictures
 from consilium.data.codes import check_work, coded_shape
 from consilium.data.datalist import Tile
-from consilium.data.folders import SLIDES
+from consilium.data.file_kinds import SLIDES
 from consilium.data.labels import Labels
-from consilium.data.numbers import check_numbers, whole_numbers
+from consilium.data.pixel_values import check_numbers, whole_numbers
 from consilium.data.safe_open import MOST_PIXELS, MOST_SLIDE, pages, reading
 from consilium.data.settings import PictureSettings
 
-logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is wrong with a file is told in one line, by us
+logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # a bad file gets one line of ours
 MOST_BLOCK = 2**26
 """Values of one stored block of a TIFF: a picture in one piece cannot be read by tiles."""
 MOST_BLOCK_BYTES = 2**28
@@ -46,7 +46,7 @@ class Layout:
 
 
 def is_slide(path: Path) -> bool:
-    """Tell whether a file is a whole slide by its name."""
+    """Tell by its name whether a file is a whole slide."""
     return path.name.lower().endswith(SLIDES)
 
 
@@ -91,7 +91,7 @@ def read_labels(path: Path, tile: Tile, wanted: tuple[int, int]) -> Labels:
 
 
 def probes(path: Path, level: int = 0) -> list[np.ndarray]:
-    """Return some tiles of a picture, evenly spread: what tells how it looks without reading all of it. Raises DataError."""
+    """Return some tiles of a picture, evenly spread: a sample of its appearance. Raises DataError."""
     rows, columns = shape(path, level)
     side = min(_SAMPLED, rows, columns)
     corners = [[round(n) for n in np.linspace(0, length - side, _PROBES)] for length in (rows, columns)]
@@ -177,7 +177,7 @@ def _layout(path: Path, stamp: tuple[int, int]) -> Layout:
 
 
 def _check_tiles(path: Path) -> None:
-    """Raise UnfitError for a slide in TIFF whose tiles are too large: OpenSlide ends the process where memory does not do."""
+    """Raise UnfitError for a slide in TIFF whose tiles are too large: OpenSlide ends the process when memory is short."""
     from tifffile import TiffFile
 
     pages(path)

@@ -1,6 +1,6 @@
-"""Cut a data list into training, validation and test, or into folds. What belongs together is never cut apart.
+"""Cut a data list into training, validation and test, or into folds. Linked samples are never separated.
 
-Together are entries of one patient, one study, one volume, or one mask, as the list's own keys and DICOM files tell. Labels are
+Entries of one patient, study, volume or mask are linked, by the list's own keys and by DICOM files. Labels are
 spread alike by iterative stratification (Sechidis, Tsoumakas and Vlahavas, ECML PKDD 2011), group by group instead of sample
 by sample: the rarest label first, each of its groups to the part that lacks most of it. Same list, numbers and seed, same cut.
 """
@@ -21,13 +21,14 @@ from consilium.data import volumes
 from consilium.data.datalist import SPLITS, Item, read_datalist, read_json
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import read_mask
+from consilium.data.patients import linked
 
 
 @dataclass(frozen=True)
 class Cut:
     """How to cut: shares of all samples, or `folds` parts each of which is the test split once.
 
-    `keep_test`: the list's own test split stays as it is, only the rest is cut. `validation` is a share of what is left then.
+    `keep_test`: the list's own test split stays as it is, only the rest is cut. `validation` is a share of the rest.
     """
 
     validation: float = 0.1
@@ -115,22 +116,9 @@ def share_out(samples: Sequence[Sample], shares: dict[str, float], seed: int) ->
 
 def grouped(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Return samples that share any key, directly or through others, as one group each, in the order of the list."""
-    head = list(range(len(samples)))
-
-    def root(index: int) -> int:
-        while head[index] != index:
-            head[index] = head[head[index]]
-            index = head[index]
-        return index
-
-    first: dict[Hashable, int] = {}
-    for index, sample in enumerate(samples):
-        for key in sample.keys:
-            one, other = sorted((root(first.setdefault(key, index)), root(index)))
-            head[other] = one
     found: dict[int, list[Sample]] = {}
-    for index, sample in enumerate(samples):
-        found.setdefault(root(index), []).append(sample)
+    for sample, first in zip(samples, linked([sample.keys for sample in samples]), strict=True):
+        found.setdefault(first, []).append(sample)
     return list(found.values())
 
 
@@ -156,25 +144,23 @@ def _notes(samples: Sequence[Sample], lists: dict[str, Parts], cut: Cut) -> list
 
 
 def _read(source: Path) -> tuple[list[Sample], dict[str, Any]]:
-    """Return all samples, and what else the list says."""
+    """Return all samples, and the list's other keys."""
     data = read_datalist(source, None)
     raw = {} if source.is_dir() else read_json(source)
     found = []
     for split in SPLITS:
         entries = raw.get(split) or [{}] * len(data.splits[split])
         for item, entry in zip(data.splits[split], entries, strict=True):
-            found.append(_sample(split, item, entry if isinstance(entry, dict) else {}))
+            own = entry if isinstance(entry, dict) else {}
+            label = {} if item.label is None else {"label": item.label}
+            if isinstance(item.label, Path):
+                label = {"label": str(item.label.resolve())}
+            whole = own | {"image": str(item.image.resolve())} | label
+            found.append(Sample(split, whole, _keys(item), frozenset(_labels(item))))
     volumes.forget()
     if not found:
         raise DataError(f"{source}: holds no samples; give a list with some")
     return found, {key: value for key, value in raw.items() if key not in SPLITS}
-
-
-def _sample(split: str, item: Item, entry: dict[str, Any]) -> Sample:
-    label = {} if item.label is None else {"label": item.label}
-    if isinstance(item.label, Path):
-        label = {"label": str(item.label.resolve())}
-    return Sample(split, entry | {"image": str(item.image.resolve())} | label, _keys(item), frozenset(_labels(item)))
 
 
 def _keys(item: Item) -> tuple[Hashable, ...]:

@@ -1,4 +1,4 @@
-"""What one site's data are like: counts, sizes, spacing, intensities, classes. It tells how far sites lie apart.
+"""Statistics of one site's data: counts, sizes, spacing, intensities, classes. They show how sites differ.
 
 These are plain numbers of a site's own data, without any noise: they are for the site itself.
 """
@@ -17,15 +17,15 @@ from consilium.data import slides, volumes
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import classes_of, level_of, read_labels
-from consilium.data.intensity import windowed
 from consilium.data.labels import Labels
-from consilium.data.parallel_files import by_file
+from consilium.data.loading import by_file
+from consilium.data.pixel_values import windowed
 from consilium.data.settings import DEFAULTS, PictureSettings, Value
 
 PERCENTILES = (1, 25, 50, 75, 99)
 BINS = 32
 MOST_VALUES = 2**20
-"""Values of one image that are looked at, evenly spread."""
+"""Values of one image that are sampled, evenly spread."""
 Classes = Mapping[str, Sequence[int]] | Sequence[str] | None
 _VOLUMES = Lock()
 
@@ -62,7 +62,8 @@ def site_stats(data: DataList, classes: Classes = None, settings: PictureSetting
     stats |= {"patients": len({m.patient for m in seen} - {""}), "studies": len({m.study for m in seen} - {""})}
     stats["size"] = _ranges([m.size for m in seen], ("rows", "columns", "planes"))
     stats["spacing"] = _ranges([m.voxel for m in seen if m.voxel], ("i", "j", "k"))
-    stats["intensity"] = _medians([m.percentiles for m in seen])
+    medians = np.median(np.array([m.percentiles for m in seen]), 0) if seen else ()
+    stats["intensity"] = {f"p{p}": round(float(v), 4) for p, v in zip(PERCENTILES, medians, strict=False)}
     total = sum((m.histogram for m in seen), np.zeros(BINS, np.int64))
     stats["histogram"] = [round(float(n), 5) for n in total / max(1, total.sum())]
     return stats | {"classes": _shares(seen)}
@@ -87,19 +88,14 @@ def _attempt(item: Item, classes: Classes, settings: PictureSettings) -> Measure
 
 
 def _picture(item: Item, settings: PictureSettings) -> Measure:
-    if item.tile is None and slides.by_tiles(item.image, settings):
-        return _slide(item, settings)
+    if item.tile is None and slides.by_tiles(item.image, settings):  # some tiles of a large picture
+        level = level_of(settings)
+        some = np.concatenate(slides.probes(item.image, level))
+        large = Measure(slides.shape(item.image, level), patient=item.patient, study=item.study)
+        return _intensities(large, some, settings, None, lambda: slides.spread(item.image, level))
     values = slides.whole(item.image) if item.tile is None else slides.read(item.image, item.tile, level_of(settings))
     found = Measure(values.shape[:2], patient=item.patient, study=item.study)
     return _intensities(found, values, settings, None, lambda: volumes.percentiles(values))
-
-
-def _slide(item: Item, settings: PictureSettings) -> Measure:
-    """Return what some tiles of a large picture tell."""
-    level = level_of(settings)
-    some = np.concatenate(slides.probes(item.image, level))
-    found = Measure(slides.shape(item.image, level), patient=item.patient, study=item.study)
-    return _intensities(found, some, settings, None, lambda: slides.spread(item.image, level))
 
 
 def _volume(item: Item, settings: PictureSettings) -> Measure:
@@ -125,7 +121,7 @@ def _intensities(found: Measure, values: np.ndarray, settings: PictureSettings, 
 
 
 def _count(found: Measure, item: Item, classes: Classes, settings: PictureSettings) -> None:
-    """Keep how many pixels each label and each class has; a class of the whole picture has all."""
+    """Count the pixels of each label and class; a class of the whole picture has all of them."""
     if item.label is None:
         return
     if not isinstance(item.label, Path):
@@ -147,14 +143,10 @@ def _labels(item: Item, settings: PictureSettings) -> Iterable[Labels]:
     whole = item.tile is None and not volumes.is_volume(item.image)
     if whole and isinstance(item.label, Path) and slides.by_tiles(item.image, settings):
         return slides.mask_blocks(item.label, slides.shape(item.image, level_of(settings)))
-    return [_at_once(item, settings)]
-
-
-def _at_once(item: Item, settings: PictureSettings) -> Labels:
     if item.slice is not None or not isinstance(item.label, Path) or not volumes.is_volume(item.label):
-        return read_labels(item, settings)
+        return [read_labels(item, settings)]
     image = volumes.header(item.image if volumes.is_volume(item.image) else item.label)
-    return volumes.labels(item.label, image, settings.resample_masks)
+    return [volumes.labels(item.label, image, settings.resample_masks)]
 
 
 def _pixels(labels: Labels) -> Counter[Value]:
@@ -168,12 +160,6 @@ def _ranges(rows: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, 
     """Return [lowest, median, highest] by name; rows may be shorter than the names."""
     columns = {name: [row[i] for row in rows if len(row) > i] for i, name in enumerate(names)}
     return {name: [round(float(v), 4) for v in np.percentile(col, [0, 50, 100])] for name, col in columns.items() if col}
-
-
-def _medians(rows: Sequence[tuple[float, ...]]) -> dict[str, float]:
-    if not rows:
-        return {}
-    return {f"p{p}": round(float(v), 4) for p, v in zip(PERCENTILES, np.median(np.array(rows), 0), strict=True)}
 
 
 def _shares(seen: Sequence[Measure]) -> dict[str, dict[str, float]]:

@@ -2,7 +2,7 @@
 
 A record is {"instruction": ..., "input": ..., "output": ...}, or without an instruction. Optional: "outputs", a list of
 references instead of "output"; "final_answer", what exact match compares with; "labels", the record's own answers to choose
-from; "patient", whose it is, as in a list of pictures. Other keys are left alone.
+from; "patient", as in a list of pictures. Other keys are ignored.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from consilium.core.errors import DataError
 from consilium.core.schema import MOST_CLASSES
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.identifiers import identifier, pseudonym
-from consilium.data.safe_open import check_line, parse_json, text_lines, whole
+from consilium.data.safe_open import check_line, is_encodable, parse_json, text_lines
 
 FILES = {
     "training": ("training.jsonl", "train.jsonl"),
@@ -38,7 +38,7 @@ WITHOUT_INPUT = "Below is a task. Write an answer that does what it asks.\n\n###
 class Text:
     """One record; `name` is its file and line. `outputs` are its references, the first of which is trained on.
 
-    `image`: the picture that it is about, for a task that looks at one. `patient`: a pseudonym, "" where nobody knows.
+    `image`: its picture, for a task with pictures. `patient`: a pseudonym, "" where unknown.
     """
 
     name: str
@@ -52,12 +52,12 @@ class Text:
 
     @property
     def prompt_words(self) -> str:
-        """Instruction and input as they stand, without the template around them."""
+        """Instruction and input, without the template around them."""
         return "\n".join(part for part in (self.instruction, self.input) if part)
 
     @property
     def prompt(self) -> str:
-        """What the model reads before it answers; an input without an instruction is the instruction."""
+        """The prompt in the default template; an input without an instruction is the instruction."""
         if not self.instruction or not self.input:
             return WITHOUT_INPUT.format(instruction=self.instruction or self.input)
         return WITH_INPUT.format(instruction=self.instruction, input=self.input)
@@ -129,7 +129,7 @@ def _record(where: str, file: str, number: int, line: str, answered: bool = True
         )
     outputs = _outputs(where, raw) if answered else ("",)
     labels, final = _texts(where, "labels", raw.get("labels", [])), _final(where, raw.get("final_answer"))
-    if not all(whole(part) for part in (instruction, given, *outputs, *labels, final or "")):
+    if not all(is_encodable(part) for part in (instruction, given, *outputs, *labels, final or "")):
         raise DataError(f"{where}: has half a character in it (a surrogate, as \\ud800); write the whole one")
     patient = pseudonym(identifier(where, raw, "patient"))
     return Text(f"{file}:{number}", instruction, given, outputs, final, labels, patient=patient)

@@ -1,4 +1,4 @@
-"""Volumes: what a file's header says, its voxels, its labels. A kind of file is a module with these functions."""
+"""Volumes: headers, voxels and labels. nifti.py and dicom/ have these functions for their formats."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,14 +13,14 @@ from typing import TypeVar
 import numpy as np
 
 from consilium.core.errors import DataError, UnfitError
+from consilium.data.file_kinds import forget_formats, is_volume, volume_format
 from consilium.data.grid import Grid, disagreement, resampled
 from consilium.data.labels import Labels
-from consilium.data.numbers import check_numbers
+from consilium.data.pixel_values import check_numbers
 from consilium.data.safe_open import Stamp, stamp
 
+__all__ = ["Header", "forget", "header", "held", "is_volume", "labels", "percentiles", "spread", "voxels"]
 T = TypeVar("T")
-_KINDS = ("consilium.data.nifti", "consilium.data.dicom")
-"""Each offers is_own(path), header(path), voxels(path) and labels(path, image): see nifti.py."""
 KEPT = 2
 """Volumes that are kept in memory, and as many masks; as many threads may hold others, see `held`."""
 _holders, _local = BoundedSemaphore(KEPT), local()
@@ -28,7 +28,7 @@ _holders, _local = BoundedSemaphore(KEPT), local()
 
 @dataclass(frozen=True, eq=False)
 class Header:
-    """What is known of a volume before it is read. `window`: the file's own (center, width).
+    """A volume's header. `window`: the file's own (center, width).
 
     `patient`, `study` and `space` (its frame of reference) are the file's own identifiers: they stay in this process, see
     datalist.py.
@@ -39,11 +39,6 @@ class Header:
     patient: str = ""
     study: str = ""
     space: str = ""
-
-
-def is_volume(path: Path) -> bool:
-    """Tell whether a path is a volume (NIfTI, DICOM file or series folder) and not a picture."""
-    return _kind(path) is not None
 
 
 def header(path: Path) -> Header:
@@ -71,7 +66,7 @@ def spread(path: Path) -> tuple[float, float]:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Keep what this thread reads in the block until its end, whatever others read: planes of a volume are read in a row.
+    """Keep the volumes that this thread reads in the block until its end: the planes of a volume are read in a row.
 
     A few threads at a time may, so that memory is bounded; others wait.
     """
@@ -84,7 +79,7 @@ def held() -> Iterator[None]:
 
 
 def _once(read: Callable[..., T], *args: object) -> T:
-    """Return what `read` returns, from what this thread holds if it does."""
+    """Return `read(*args)`, from this thread's held results if it has them."""
     mine: dict[object, T] | None = getattr(_local, "held", None)
     if mine is None:
         return read(*args)
@@ -96,9 +91,10 @@ def _once(read: Callable[..., T], *args: object) -> T:
 
 
 def forget() -> None:
-    """Let go of the volumes that are kept."""
-    for kept in (_header, _voxels, _labels, _spread, _kind_at):
+    """Forget all volumes that are kept in memory."""
+    for kept in (_header, _voxels, _labels, _spread):
         kept.cache_clear()
+    forget_formats()
 
 
 MOST_COUNTED = 2**22
@@ -113,7 +109,7 @@ def percentiles(values: np.ndarray) -> tuple[float, float]:
 
 @lru_cache(maxsize=4096)
 def _header(path: Path, stamp: Stamp) -> Header:
-    found: Header = _known(path).header(path)
+    found: Header = _reader(path).header(path)
     affine = found.grid.affine
     if affine is not None and not (np.isfinite(affine).all() and abs(np.linalg.det(affine[:3, :3])) > 0):
         what = "its header gives the voxels no size or place (an affine that cannot be inverted)"
@@ -123,12 +119,12 @@ def _header(path: Path, stamp: Stamp) -> Header:
 
 @lru_cache(maxsize=KEPT)
 def _voxels(path: Path, stamp: Stamp) -> np.ndarray:
-    return check_numbers(path, _known(path).voxels(path))
+    return check_numbers(path, _reader(path).voxels(path))
 
 
 @lru_cache(maxsize=KEPT)
 def _labels(path: Path, stamp: Stamp, image: Header, resample: bool) -> Labels:
-    found: Labels = _known(path).labels(path, image)
+    found: Labels = _reader(path).labels(path, image)
     if found.regions is not None and found.grid is None:
         return found  # drawn on the image's own grid
     own = found.grid or header(path).grid
@@ -145,21 +141,9 @@ def _spread(path: Path, stamp: Stamp) -> tuple[float, float]:
     return percentiles(voxels(path))
 
 
-def _known(path: Path) -> ModuleType:
-    kind = _kind(path)
+def _reader(path: Path) -> ModuleType:
+    """Return the module that reads a volume: it has header(path), voxels(path) and labels(path, image). Raises DataError."""
+    kind = volume_format(path)
     if kind is None:
         raise DataError(f"{path}: is no volume; give NIfTI or DICOM")
-    return kind
-
-
-def _kind(path: Path) -> ModuleType | None:
-    """Return the module that reads a path. A folder is another when its time is: where a share is away, it is an empty one."""
-    try:
-        return _kind_at(path, path.stat().st_mtime_ns if path.is_dir() else 0)
-    except OSError:
-        return None
-
-
-@lru_cache(maxsize=65536)
-def _kind_at(path: Path, time: int) -> ModuleType | None:
-    return next((module for module in map(import_module, _KINDS) if module.is_own(path)), None)
+    return import_module(f"consilium.data.{kind}")

@@ -20,8 +20,9 @@ from consilium.core.errors import ConfigError
 from consilium.estimates.memory_tracker import Live
 from consilium.estimates.quantized_sizes import pack
 from consilium.federation.job import Job, assemble_job, laid_out
+from consilium.models.dtypes import QUANTIZED
 from consilium.models.layout import numberless
-from consilium.models.low_precision import QUANTIZED, store
+from consilium.models.low_precision import store
 from consilium.tasks.registry import TASKS
 from consilium.training.sharding import spared
 

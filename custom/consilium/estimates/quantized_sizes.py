@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from consilium.models.low_precision import BLOCK, computing, replace
+from consilium.models.dtypes import BLOCK, computing
+from consilium.models.low_precision import replace
 
 
 class _Unpacked(torch.autograd.Function):

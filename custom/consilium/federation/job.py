@@ -26,8 +26,9 @@ from consilium.federation.trainable_checks import (
     check_start,
     warnings_of,
 )
+from consilium.models.dtypes import QUANTIZED
 from consilium.models.layout import layout
-from consilium.models.low_precision import QUANTIZED, require_stored, store
+from consilium.models.low_precision import require_stored, store
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
 from consilium.privacy.plan import make_plan
 from consilium.strategies.strategy import Strategy

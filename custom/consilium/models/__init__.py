@@ -1,4 +1,4 @@
-"""Models: built from configuration; no federated word inside."""
+"""Models, built from configuration; nothing here knows of a federation."""
 
 import importlib.util
 import logging

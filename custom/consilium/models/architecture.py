@@ -1,4 +1,4 @@
-"""Models of `transformers` by a local folder: what a job says of them. Their config.json travels in the job.
+"""Sections of job.yaml for models of `transformers` in a local folder. The job contains their config.json.
 
 The server has no weights, yet must know every adapter's shape. So a job carries the architecture as `model.config`, the
 contents of the folder's config.json: server and sites lay the model out from it, and a site whose checkpoint is of another
@@ -8,15 +8,13 @@ architecture is told so.
 import re
 from collections.abc import Iterator, Mapping
 from math import inf, isinf, nan
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from consilium.core.lazy import lazy
 from consilium.core.schema import LONGEST_TEXT
 from consilium.models.registry import ModelConfig, TargetSet
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class FolderConfig(ModelConfig):
@@ -100,7 +98,7 @@ class PictureFolderConfig(FolderConfig):
     """Base of the sections of folder models that take pictures.
 
     `pixel_mean` and `pixel_std`, in 0..1, are those of the folder's preprocessor_config.json; without them the architecture's
-    usual ones, and a site whose folder says otherwise is told so.
+    usual ones; a site whose folder has others gets an error.
     """
 
     image_size: Annotated[int, Field(ge=16, le=4096, description="pixels; a multiple of the patch size, of a folder its own")]
@@ -131,11 +129,6 @@ class PictureFolderConfig(FolderConfig):
         return self.pixel_mean or mean, self.pixel_std or deviation
 
     @property
-    def image_side(self) -> int:
-        """See ModelConfig."""
-        return self.image_size
-
-    @property
     def padding(self) -> tuple[int, int, int]:
         """See ModelConfig."""
         red, green, blue = (round(255 * one) for one in self.pixels[0])
@@ -146,21 +139,21 @@ _NOTES = frozenset(
     {"id2label", "label2id", "auto_map", "_name_or_path", "_commit_hash"}
     | {"tokenizer_class", "task_specific_params", "prefix", "finetuning_task"}
 )
-"""Keys of a config.json that nothing here reads, and that say nothing of a model's layers: they are left out at every depth.
+"""Keys of a config.json without influence on a model's layers: they are left out at every depth.
 
 A publisher's names of classes, of which there may be thousands, its folder, its own code, and settings of pipelines.
 """
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*|[0-9]{1,4}", re.ASCII)
 """A setting, or the number of a layer that has settings of its own."""
 _WORD = re.compile(r"[A-Za-z0-9_.+-]*", re.ASCII)
-"""What a value may be made of: no path, no repository, no address, no sentence."""
+"""Allowed characters of a value: no path, no repository, no address, no sentence."""
 IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa"),
     "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
 }
 """Keys that choose the code of a layer, with those values for which `transformers` has the code itself."""
 _COUNTS = re.compile(r"(layer|block|expert|head|stage|group|codebook|quantizer|label|predictor|level|depth)s?(_per_\w+)?$")
-"""Keys of what is a module each, or an entry of a list."""
+"""Keys of counts whose units are modules, or entries of a list."""
 _BLOCKS = 1024
 _EXPERTS = re.compile(r"experts$")
 """Of these there may be more: they are often rows of a table, and those that are modules are counted as they are made."""
@@ -174,7 +167,7 @@ _DROPS = re.compile(r"drop")
 _STATIC = ("default", "linear", "llama3", "yarn")
 """Rotary positions whose frequencies are the same for every text; dynamic and longrope follow the longest of a batch."""
 _DRAWN: dict[str, dict[str, Any]] = {"dinov3_vit": {"pos_embed_rescale": 2.0}}
-"""What an architecture draws in training where its config.json says nothing."""
+"""Random augmentations that an architecture has by default."""
 _DRAWS = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
 
 
@@ -193,7 +186,7 @@ def _form(values: Mapping[str, Any], place: str) -> dict[str, Any]:
     found = dict[str, Any]()
     for key, value in values.items():
         where = f"{place}{key}"
-        hidden = str(key).startswith("_") and key != _SPECIAL  # what `transformers` writes for itself
+        hidden = str(key).startswith("_") and key != _SPECIAL  # written by `transformers` for its own use
         if key in _NOTES or (hidden and (value is None or value == "" or isinstance(value, bool | int | float))):
             continue
         if hidden or (key != _SPECIAL and not (isinstance(key, str) and _NAME.fullmatch(key))):
@@ -218,7 +211,7 @@ def _check_words(value: Any, where: str) -> None:
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what is no map in a config.json, by its dotted key."""
+    """Yield the values of a config.json that are no maps, with their dotted keys."""
     if not isinstance(value, dict):
         yield key, value
         return
@@ -279,13 +272,5 @@ def _check(value: Any, key: str, depth: int = 0) -> None:
 
 def named_sets(tower: str = "") -> dict[str, TargetSet]:
     """Return the sets of layers to adapt, looked up in the model, or in its `tower`, by what they do; `paper` is qkv."""
-
-    def one(name: str) -> TargetSet:
-        def select(model: "nn.Module") -> str:
-            from consilium.models.targets import pattern
-
-            return pattern(name, model, tower)
-
-        return TargetSet(select=select)
-
-    return {name: one(name) for name in ("paper", "qv", "qkv", "attention", "all-linear")}
+    names = ("paper", "qv", "qkv", "attention", "all-linear")
+    return {name: TargetSet(select=lazy("consilium.models.targets:pattern", name, tower)) for name in names}

@@ -1,6 +1,6 @@
-"""Linear layers whose weight a model's code reads by itself, past the layer: what adapters and stored types must know of them.
+"""Linear layers whose .weight is read directly instead of through forward(): adapters and low precision skip them.
 
-By the code of `transformers`, which tests/models/test_reading.py reads.
+By the code of `transformers`, which tests/models/test_custom_weight_access.py reads.
 """
 
 from collections.abc import Set
@@ -15,11 +15,11 @@ _USED = {
     "dt_proj": ("mamba", "falcon_mamba", "jamba"),
     "classifier": ("longcat_flash",),
 }  # fmt: skip
-"""Layers whose weight is multiplied with, at least by a kernel, by architecture: an adapter in one does nothing."""
+"""Layers by architecture whose weight a kernel multiplies with: an adapter in one has no effect."""
 _ASKED = frozenset({"patch_embedding", "weights_proj", "prediction_coefs", "correction_coefs"})
-"""Layers, in any architecture, whose weight is asked for its type (SigLIP 2, DeepSeek 3.2) or cut to a range (Gemma 3n)."""
+"""Layers of any architecture whose weight's type is read (SigLIP 2, DeepSeek 3.2) or whose weight is clamped (Gemma 3n)."""
 _WRAPPED = (".base_layer", ".base")
-"""What an adapter calls the layer that it is put around."""
+"""An adapter's names for the layer that it wraps."""
 
 
 def architectures(model: nn.Module) -> set[str]:
@@ -29,17 +29,17 @@ def architectures(model: nn.Module) -> set[str]:
 
 
 def user_of(name: str, kinds: Set[str]) -> str | None:
-    """Return which of these architectures multiplies with the weight of the layer of this full name, None if none does."""
+    """Return the architecture, of these, that multiplies with this layer's weight directly, None if none does."""
     return min(kinds & set(_USED.get(_own(name), ())), default=None)
 
 
 def is_read(name: str, kinds: Set[str]) -> bool:
-    """Tell whether code of these architectures reads the weight of the layer of this full name, which must stay as it is."""
+    """Tell whether code of these architectures reads this layer's weight directly, so that it must stay unchanged."""
     return _own(name) in _ASKED or user_of(name, kinds) is not None
 
 
 def _own(name: str) -> str:
-    """Return what a layer is called in its module, whatever adapter is around it."""
+    """Return a layer's name in its module, without an adapter's wrapper."""
     for wrapped in _WRAPPED:
         name = name.removesuffix(wrapped)
     return name.rpartition(".")[2]

@@ -1,24 +1,28 @@
-"""A model as files of its parameters: by its own names, or as a folder of `transformers`."""
+"""Models as files: a state dict, or a folder of `transformers`, and the page that says how to load them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from safetensors.torch import save_model
-from torch import nn
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from safetensors.torch import save_file, save_model
+from torch import Tensor, nn
 
 WEIGHTS = "model.safetensors"
+HEAD_FILE = "head.safetensors"
+"""The file of an encoder's head, where the encoder is a folder of `transformers`."""
 
 
 def save_weights(folder: Path, model: nn.Module) -> None:
-    """Write the model's state dict; of parameters that are one (tied weights) one copy."""
+    """Write the model's state dict; tied parameters are written once."""
     save_model(model, str(folder / WEIGHTS), metadata={"format": "pt"})
 
 
-def save_pretrained(folder: Path, model: "PreTrainedModel") -> None:
-    """Write config.json and weights, without a progress bar."""
+def save_head(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write the tensors of an encoder's head."""
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / HEAD_FILE)
+
+
+def save_pretrained(folder: Path, model: Any) -> None:
+    """Write config.json and weights of a model of `transformers`, without a progress bar."""
     from transformers.utils import logging
 
     noisy = logging.is_progress_bar_enabled()
@@ -28,3 +32,20 @@ def save_pretrained(folder: Path, model: "PreTrainedModel") -> None:
     finally:
         if noisy:
             logging.enable_progress_bar()
+
+
+def save_text_model(folder: Path, model: Any, tokenizer: Any, use_cache: bool | None = None) -> None:
+    """Write a model that writes texts, with its tokenizer. Weights stay in 32 bits: halved, answers would differ a little."""
+    from transformers import GenerationConfig
+
+    end = tokenizer.eos_token_id
+    pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    more = {} if use_cache is None else {"use_cache": use_cache}
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad, **more)
+    save_pretrained(folder, model)
+    tokenizer.save_pretrained(folder)
+
+
+def page(about: str, code: str) -> str:
+    """Return the page of an exported model in Markdown; `code` runs in its folder and defines `logits`."""
+    return f"{about}\n\n```python\n{code}```\n"

@@ -24,16 +24,17 @@ _PACKED = "weights that are quantized already are not read; use the original fol
 _OTHERS_HEAD = re.compile(r"(^|\.)(classifier|pooler|score|lm_head|qa_outputs|head)\.")
 _PLAIN = "the folder's model is made for another task; give the folder of the model that it was made from"
 _WITHOUT_CACHE = ("xlstm",)
-"""Architectures whose code in `transformers` makes a cache of other sizes than it takes."""
+"""Architectures whose cache has wrong sizes in `transformers`."""
 _OWN: dict[str, Any] = {"trust_remote_code": False}
 """Loads with the classes of `transformers` alone."""
 LEAST = 8
 """Tokens that a prompt must have room for, as in `model.max_length`."""
+PIXELS = ("pixel_mean", "pixel_std")
 PREPROCESSOR = ("preprocessor_config.json", "processor_config.json")
 
 
 class Known(NamedTuple):
-    """What kind of model a folder must hold, as a message says it, and which are known."""
+    """The kind of model that a folder must hold, and known examples, for messages."""
 
     what: str
     examples: str
@@ -74,7 +75,8 @@ def load_tokenizer(folder: Path | None, config: Mapping[str, Any] | None = None)
     is no tokenizer, or none with an end-of-text token that the model knows.
     """
     folder = _require(folder)
-    wanted = f"tokenizer.model alone is not enough: {_SLOW}" if _only_slow(folder) else WANTED
+    only_slow = (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file()
+    wanted = f"tokenizer.model alone is not enough: {_SLOW}" if only_slow else WANTED
     with tokenizer_of(folder) as view:
         if not any((view / name).exists() for name in TOKENS):
             raise CheckpointError(f"model.checkpoint: {folder}: no tokenizer to read (no tokenizer.json); {wanted}")
@@ -109,7 +111,7 @@ def _require_rows(folder: Path, tokenizer: Any, config: Mapping[str, Any]) -> No
 def _beyond(tokenizer: Any, rows: int) -> str:
     """Return the first token, and its number, that texts may hold and a model of `rows` tokens cannot read; "" for none.
 
-    Special ones that no text holds by itself may lie beyond: Code Llama 34B's do, whose model knows none of them.
+    Special tokens may lie beyond, because no text contains them: those of Code Llama 34B do.
     """
     named = {"eos_token": tokenizer.eos_token_id, "bos_token": tokenizer.bos_token_id}
     if len(tokenizer) > rows:
@@ -119,7 +121,7 @@ def _beyond(tokenizer: Any, rows: int) -> str:
 
 
 def positions(model: nn.Module) -> int:
-    """Return how many tokens a model can read; a great many where its config does not say.
+    """Return a model's context length in tokens; 2**30 where its config names none.
 
     `transformers` knows the other names of `max_position_embeddings` (`n_positions`), all but MPT's.
     """
@@ -155,12 +157,8 @@ def require_positions(model: PreTrainedModel, longest: int, written: int) -> Non
         raise ConfigError(f"model.max_length: {longest}: {what}; use {most} at most, or rope_type linear or yarn")
 
 
-def _only_slow(folder: Path) -> bool:
-    return (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file()
-
-
 def require_pixels(folder: Path | None, mean: tuple[float, ...], deviation: tuple[float, ...]) -> None:
-    """Raise CheckpointError where a folder's preprocessor says other pixels than the job: sites must prepare them alike."""
+    """Raise CheckpointError where a folder's preprocessor normalizes pixels otherwise than the job."""
     for name in PREPROCESSOR if folder is not None else ():
         path = Path(folder or "", name)
         found = read_json(path.parent, name) if path.is_file() else {}
@@ -173,7 +171,7 @@ def require_pixels(folder: Path | None, mean: tuple[float, ...], deviation: tupl
 
 
 def use_checkpointing(model: PreTrainedModel) -> None:
-    """Keep the blocks' inputs alone for the backward pass. Raises ConfigError where the model's code cannot."""
+    """Use gradient checkpointing. Raises ConfigError where the model's code does not support it."""
     try:
         model.activation_checkpointing_enable({"use_reentrant": False})
     except ValueError:
@@ -182,9 +180,9 @@ def use_checkpointing(model: PreTrainedModel) -> None:
 
 
 def answer_plainly(model: PreTrainedModel) -> None:
-    """Let the weights alone say what is answered: a folder's generation_config would change greedy answers in silence.
+    """Remove a folder's generation_config, which would change greedy answers silently.
 
-    Nor are experts' choices kept for a loss of theirs, which counts only whole texts and no steps of an answer.
+    Router logits are switched off too: their loss is defined for whole texts, not for steps of an answer.
     """
     model.generation_config = GenerationConfig()
     if model.config.model_type in _WITHOUT_CACHE:
@@ -194,8 +192,26 @@ def answer_plainly(model: PreTrainedModel) -> None:
             shape.output_router_logits = False
 
 
+def register_pixels(model: nn.Module, pixels: tuple[Any, Any]) -> None:
+    """Give a model the mean and deviation of its pixels, in 0..255, as buffers that no state dict has."""
+    for name, values in zip(PIXELS, pixels, strict=True):
+        model.register_buffer(name, 255 * torch.tensor(values).view(3, 1, 1), persistent=False)
+
+
+def extend_class(model: Any, ours: type) -> None:
+    """Give a model, in place, a class that derives from `ours` and its own class."""
+    model.__class__ = type(f"{ours.__name__}{type(model).__name__}", (ours, type(model)), {})
+
+
+def restore_class(model: Any, *added: str) -> None:
+    """Undo `extend_class` and `register_pixels`, and remove what else was `added`."""
+    for name in (*PIXELS, *added):
+        delattr(model, name)
+    model.__class__ = type(model).__mro__[2]
+
+
 def require_no_running_means(model: nn.Module, what: str) -> None:
-    """Raise ConfigError for a model whose frozen layers would change while it trains."""
+    """Raise ConfigError for a model with batch norm: its running means would change although it is frozen."""
     if found := next((n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None):
         raise ConfigError(f"model.config: {what}: {found!r} keeps running means of what it trains on; use a transformer")
 
@@ -236,7 +252,8 @@ def shape_of(config: Mapping[str, Any], auto: Any, known: Known) -> PreTrainedCo
 def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapping[str, Any]) -> PreTrainedModel:
     """Return the model with the folder's weights; a tensor missing, one too many or of another shape is an error."""
     folder, noisy = _require(folder), logging.is_progress_bar_enabled()
-    _require_unpacked(folder)
+    if (folder / "config.json").is_file() and read_json(folder, "config.json").get("quantization_config"):
+        raise CheckpointError(f"model.checkpoint: {folder}: {_PACKED}")
     with weights_of(folder, f"convert it once: {auto.__name__}.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)") as view:
         logging.disable_progress_bar()
         try:

@@ -26,7 +26,7 @@ _counting: list["itertools.count[int]"] = []
 class _NoNumbers(TorchFunctionMode):
     """Draw no normal numbers: without memory torch loads its compiler for them, two seconds in every process of a server.
 
-    What is drawn anew is zeros with memory instead, because a model may reckon with it; SAM does with a few hundred numbers.
+    Tensors that the model computes with while it is built are zeros in memory; SAM does so with a few hundred numbers.
     """
 
     def __torch_function__(
@@ -44,7 +44,7 @@ class _NoNumbers(TorchFunctionMode):
 class _OneExpert(TorchDispatchMode):
     """Multiplies by the first expert's weights where each row has an expert of its own: sizes, FLOPs and memory are the same.
 
-    Without numbers nobody knows which rows an expert gets, and PyTorch lays out no product of experts but in bfloat16.
+    On the meta device the rows of an expert are unknown, and PyTorch has products of experts in bfloat16 only.
     """
 
     def __torch_dispatch__(
@@ -60,7 +60,7 @@ class _OneExpert(TorchDispatchMode):
 
 @contextmanager
 def numberless() -> Iterator[None]:
-    """Let a model without numbers compute inside the block. Raises ConfigError for one whose code looks at them."""
+    """Let a model on the meta device compute inside the block. Raises ConfigError where its code reads values."""
     try:
         with _OneExpert():
             yield
@@ -73,7 +73,7 @@ def numberless() -> Iterator[None]:
 
 @contextmanager
 def layout() -> Iterator[None]:
-    """Let models that are built inside the block be laid out only; move what is kept of them to the meta device."""
+    """Build models inside the block without weights, on the meta device."""
     with torch.device("meta"), _NoNumbers(), _counted():
         yield
 

@@ -30,7 +30,7 @@ _BASE = frozenset(
 )
 """Keys that `transformers` takes for every class, beside the fields that the class declares."""
 _STAGES, _STAGE = ("out_features", "stage_names"), re.compile(r"stem|stage[0-9]{1,3}")
-"""What a backbone of several stages calls them."""
+"""Names of the stages of a backbone."""
 _GENERATION = frozenset(GenerationConfig._get_default_generation_params())
 """Keys that earlier versions wrote into a config.json; `transformers` itself drops them."""
 _REMEDY = "leave it out, or give the contents of the model's own config.json"
@@ -40,7 +40,7 @@ def listed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a config.json that its architecture's class declares, `model_type` included.
 
     Left out are labels and notes of earlier versions, and numbers that neither the class nor the architecture's code names.
-    Raises ConfigError for every other key, for a map in a number's place, and for a word that the architecture does not know.
+    Raises ConfigError for every other key, for a map in a number's place, and for an unknown word.
     """
     try:
         values = plain(config)
@@ -95,7 +95,7 @@ def _section(values: Mapping[str, Any], kind: type[PreTrainedConfig], place: str
 
 
 def _owner(kind: type[PreTrainedConfig], key: str) -> type[PreTrainedConfig] | None:
-    """Return the class that declares a key: `kind`, or one of its parts, whose keys older files write beside the others."""
+    """Return the configuration class that declares a key: `kind`, or one of its parts, whose keys older files write inline."""
     if key in _BASE or key in _fields(kind) or key in kind.attribute_map:
         return kind
     parts = (_default_part(kind, name) for name in kind.sub_configs_defaults)

@@ -1,4 +1,4 @@
-"""A frozen base in half the memory: its linear layers' weights kept as bfloat16, or in less still; see quantized.py.
+"""A frozen base in less memory: its linear layers' weights as bfloat16, or quantized by quantized.py.
 
 Autocast makes a bfloat16 copy of a float32 weight in every step and keeps it for the backward pass: a frozen base costs 6 bytes
 a number. Kept as bfloat16 it costs 2, and what is computed under `precision: bf16` is the same, bit for bit. All that trains
@@ -6,6 +6,7 @@ a number. Kept as bfloat16 it costs 2, and what is computed under `precision: bf
 """
 
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -14,15 +15,11 @@ from torch import Tensor, nn
 
 from consilium.core.errors import ConfigError
 from consilium.models.custom_weight_access import architectures, is_read
-
-QUANTIZED = frozenset({"nf4", "int8"})
-"""Types that bitsandbytes keeps; see quantized.py."""
-BLOCK = 64
-"""Numbers that share a scale in NF4, counted through a whole weight, from row to row."""
+from consilium.models.dtypes import QUANTIZED
 
 
 class StoredLinear(nn.Linear):
-    """A linear layer whose weight is of another type than what it computes with: cast at each use, but not under autocast."""
+    """A linear layer whose weight is cast to the input's type at each use, but not under autocast."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return (..., out) of input (..., in), in its type or autocast's."""
@@ -32,21 +29,10 @@ class StoredLinear(nn.Linear):
         return F.linear(input, self.weight.to(input.dtype), bias)
 
 
-def computing(input: Tensor) -> torch.dtype:
-    """Return the type in which a quantized layer computes: autocast's, or that of what comes in.
-
-    Raises ConfigError for integers, which a model has cast to the type of a weight's bytes.
-    """
-    if not input.is_floating_point():
-        raise ConfigError("model.dtype: this model casts numbers to the type of a layer's weight; use bf16 or fp32")
-    kind = input.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
-
-
 def store(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> nn.Module:
     """Keep the plain linear layers of `model` as `dtype`, see ModelConfig, in place, but for those `trained`; return it.
 
-    A layer that shares its weight with another module (an output layer with the embedding) stays as it is. Raises ConfigError
+    A layer that shares its weight with another module (an output layer with the embedding) is unchanged. Raises ConfigError
     for nf4 and int8 where bitsandbytes is missing.
     """
     if dtype != "fp32":
@@ -57,7 +43,7 @@ def store(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> nn.Module:
 def replace(model: nn.Module, trained: Iterable[Tensor], dtype: str, quantize: Callable[[nn.Linear, str], None] | None) -> None:
     """Keep the frozen linear layers as bfloat16, or as `quantize` does, in place.
 
-    A layer that writes the output is not quantized: it counts most, and Mamba-2 and xLSTM cast what goes into it to its type.
+    An output layer is not quantized: its errors count most, and Mamba-2 and xLSTM cast its input to its weight's type.
     """
     outputs = _outputs(model)
     for layer in frozen_linear(model, trained):
@@ -69,7 +55,7 @@ def replace(model: nn.Module, trained: Iterable[Tensor], dtype: str, quantize: C
 
 
 def _outputs(model: nn.Module) -> set[int]:
-    """Return the ids of the modules that write a model's output, with what is in them: an adapter may be around the layer."""
+    """Return the ids of a model's output layers and of their submodules: an adapter may wrap the layer."""
     found = [cast(Any, m).get_output_embeddings() for m in model.modules() if hasattr(m, "get_output_embeddings")]
     return {id(part) for output in found if output is not None for part in output.modules()}
 
@@ -118,9 +104,10 @@ def require_library(dtype: str) -> None:
 
 def _quantizer(dtype: str) -> Callable[[nn.Linear, str], None]:
     try:
-        from consilium.models.quantized import quantize
+        module = import_module("consilium.models.quantized")  # loads bitsandbytes
     except Exception as error:  # bitsandbytes may be missing, or fail at its own libraries while it loads
         why = " ".join(str(error).split())[:120]
         what = f"model.dtype: {dtype!r}: bitsandbytes cannot be loaded here ({why})"
         raise ConfigError(f"{what}; pip install 'consilium[quant]', or use bf16") from None
-    return quantize
+    found: Callable[[nn.Linear, str], None] = module.quantize
+    return found

@@ -2,7 +2,7 @@
 
 NF4 (Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 2023) keeps 4 bits a number and a scale for every
 64; int8 (Dettmers et al., "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale", NeurIPS 2022) 8 bits and a scale
-a row, with columns of inputs over 6 computed apart. Products are in autocast's type, or that of what comes in.
+a row, with columns of inputs over 6 computed separately. Products are in autocast's type, or the input's.
 """
 
 from copy import copy
@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from consilium.models.low_precision import BLOCK, computing
+from consilium.models.dtypes import BLOCK, computing
 
 OUTLIERS = 6.0
 """From where on LLM.int8() computes a column of inputs in 16 bits, as in the paper."""
 
 
 class _Product(torch.autograd.Function):
-    """A frozen layer's output, of which nothing but the layer is kept for the backward pass.
+    """The product of a frozen layer, which saves only the layer for the backward pass.
 
     bitsandbytes' own keeps an int8 layer's input, and that where checkpointing does not find it. NF4's multiplies with a weight
     for each row where a batch has four dimensions.
@@ -85,7 +85,7 @@ class Int8Linear(bnb.nn.Linear8bitLt):
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., out) of x (..., in), in its type or autocast's."""
         self.state.is_training = self.training
-        if self.weight.SCB is not None:  # what PEFT's DoRA has looked at has numbers without scales, which are here already
+        if self.weight.SCB is not None:  # PEFT's DoRA leaves a weight without its scales, which the state has already
             self.init_8bit_state()
         return _computed(x, self)
 

@@ -37,21 +37,21 @@ class ModelConfig(Section):
 
     @property
     def title(self) -> str:
-        """What a person reads while it is loaded."""
+        """The name that is shown while it is loaded."""
         return f"model {self.name} {self.variant}"
 
     @property
     def image_side(self) -> int:
-        """Pixels a side of the pictures it takes; 0 for a model that takes none."""
-        return 0
+        """Pixels a side of the pictures it takes, its `image_size`; 0 for a model without pictures."""
+        return int(getattr(self, "image_size", 0))
 
     @property
     def padding(self) -> tuple[int, int, int]:
-        """The 8-bit colour that fills what a picture leaves of its square: the model's pixel mean, which it takes for 0."""
+        """The 8-bit colour of padding: the model's pixel mean, which becomes 0."""
         return 0, 0, 0
 
     def packs(self) -> bool:
-        """Tell whether it reads several texts in a row, each with positions of its own, as if they stood alone."""
+        """Tell whether several texts can be packed into one row without influence on each other."""
         return False
 
     def keep_apart(self) -> None:
@@ -60,9 +60,9 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True)
 class TargetSet:
-    """Linear layers to adapt: those whose full names `pattern` (RE2) matches, or the pattern that `select` finds for a model.
+    """Linear layers to adapt, by a `pattern` (RE2) of full names, or by the pattern that `select(model)` returns.
 
-    `prepare` changes the model before names are looked up, `fuse` what was trained back into layers that the unchanged base
+    `prepare` changes the model before names are looked up, `fuse` maps trained tensors back to layers that the unchanged base
     has. `known`: the model's own sets, for messages.
     """
 
@@ -87,7 +87,7 @@ class Build(Protocol):
 
 
 class Cut(NamedTuple):
-    """Where encoder and head meet: behind `module`, whose output (N, ...) has `width` features along `axis`."""
+    """The cut between encoder and head: after `module`, whose output (N, ...) has `width` features along `axis`."""
 
     module: "nn.Module"
     width: int
@@ -95,7 +95,7 @@ class Cut(NamedTuple):
 
 
 class Saved(Protocol):
-    """Writes a model that has no adapter as those lay it out who publish such models, and says in Markdown how to load it.
+    """Writes a model without an adapter in its publishers' layout; returns a page in Markdown that says how to load it.
 
     The Markdown holds one block of Python that runs in the folder and leaves a function `logits` of the model's inputs.
     """
@@ -115,9 +115,9 @@ class Graph(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelKind:
-    """What the rest must know of a model. `task`: the task it is made for; `targets`: sets of layers to adapt, by name.
+    """A kind of model. `task`: the task it is made for; `targets`: sets of layers to adapt, by name.
 
-    `tokenizer(config, checkpoint)` returns a language model's tokenizer. `cut(model)` says where encoder and head meet; it
+    `tokenizer(config, checkpoint)` returns a language model's tokenizer. `cut(model)` returns the cut before its head; it
     raises AttributeError for a model laid out otherwise. `save`: see Saved; by default a state dict by the model's own names.
     `graphs(model)` parts a model, by name: the outputs of one are inputs of the next, whose first inputs are the model's. By
     default it is one. `head_apart`: an exported head gets a file of its own, because PEFT would take layers of the encoder that

@@ -1,8 +1,8 @@
-"""Which layers of a model a named set means, by what they do, whatever an architecture calls them.
+"""Named sets of layers to adapt, found by the layers' function instead of an architecture's names.
 
 Architectures of `transformers` differ in names (q_proj, Wqkv, c_attn), in what is fused, and in what is no linear layer at all
 (experts kept as one block of numbers). So the sets are looked up in the model: a block's linear layers below a module that is
-called attention are its attention, all others its MLP. A set that would miss a part of what it names is refused, with the list.
+called attention are its attention, all others its MLP. A set that would miss some of its layers is refused, with the list.
 """
 
 import re
@@ -16,16 +16,16 @@ from consilium.models.registry import pattern_of
 
 _ATTENTION = re.compile(r"attn|attention")
 _OUT = {"o_proj", "o_a_proj", "o_b_proj", "out_proj", "dense", "c_proj", "wo", "Wo", "proj", "output", "attention_out"}
-"""What architectures call the projection of an attention's result."""
+"""Names of the output projection of attention."""
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
-"""Linear layers that choose experts: no projections of what flows on."""
+"""Linear layers that choose experts."""
 _CROSS = re.compile(r"(^|\.)(encoder_attn|crossattention|cross_attn)\.")
-"""Attention to what an encoder says. A decoder that stands alone has these layers, and never runs them."""
+"""Cross-attention. A decoder without an encoder has these layers, and never runs them."""
 _NO_PROJECTION = re.compile(r"norm|embed|conv|bias|A_log|dt_")
 
 
 class Layers(NamedTuple):
-    """Full names of a model's linear layers by what they do, and of its larger weights that no linear layer has."""
+    """Full names of a model's linear layers by function, and of its larger weights outside linear layers."""
 
     inputs: list[str]
     outputs: list[str]
@@ -34,7 +34,7 @@ class Layers(NamedTuple):
 
     @property
     def attention(self) -> list[str]:
-        """What reads the attention's input, and what writes its result."""
+        """Input and output projections of attention."""
         return self.inputs + self.outputs
 
 
@@ -68,33 +68,23 @@ def _blocks(model: nn.Module, tower: str) -> tuple[str, nn.ModuleList]:
     return max(attends or lists, key=lambda one: sum(p.numel() for p in one[1].parameters()))
 
 
-def pattern(name: str, model: nn.Module, tower: str = "") -> str:
-    """Return the pattern of the layers that a named set means in a model, or in its `tower`.
+def pattern(name: str, tower: str, model: nn.Module) -> str:
+    """Return the pattern of the layers that a named set means in a model, or in its `tower` ("": all of it).
 
-    Raises ConfigError where it would miss some.
+    Raises ConfigError where it would miss some: query and value that share a layer, or weights that no linear layer has.
     """
     found = layers_of(model, tower)
-    sets = {"qkv": found.inputs, "paper": found.inputs, "attention": found.attention}
+    if name == "all-linear":
+        if found.others:
+            what = f"would miss {_list(found.others)}, which are no linear layers"
+            raise ConfigError(f"adapter.targets: 'all-linear' {what}; use attention, or a full regex of what is meant")
+        return _all_of(name, "linear", found.attention + found.mlp)
     if name == "qv":
-        return _query_value(found.inputs)
-    return _all_linear(found) if name == "all-linear" else _all_of(name, "attention", sets[name])
-
-
-def _query_value(inputs: list[str]) -> str:
-    """Return the pattern of query and value. Raises ConfigError where a layer does more than one of the three."""
-    apart = {"q_proj", "k_proj", "v_proj"}
-    if fused := [name for name in inputs if name.rpartition(".")[2] not in apart]:
-        what = f"query and value have no layers of their own ({_list(fused)})"
-        raise ConfigError(f"adapter.targets: 'qv': {what}; use qkv, attention or all-linear")
-    return _all_of("qv", "attention", [name for name in inputs if not name.endswith(".k_proj")])
-
-
-def _all_linear(found: Layers) -> str:
-    """Return the pattern of all layers. Raises ConfigError where a block has weights that no linear layer has."""
-    if found.others:
-        what = f"would miss {_list(found.others)}, which are no linear layers"
-        raise ConfigError(f"adapter.targets: 'all-linear' {what}; use attention, or a full regex of what is meant")
-    return _all_of("all-linear", "linear", found.attention + found.mlp)
+        if fused := [one for one in found.inputs if one.rpartition(".")[2] not in ("q_proj", "k_proj", "v_proj")]:
+            what = f"query and value have no layers of their own ({_list(fused)})"
+            raise ConfigError(f"adapter.targets: 'qv': {what}; use qkv, attention or all-linear")
+        return _all_of(name, "attention", [one for one in found.inputs if not one.endswith(".k_proj")])
+    return _all_of(name, "attention", found.attention if name == "attention" else found.inputs)
 
 
 def _all_of(name: str, kind: str, layers: list[str]) -> str:

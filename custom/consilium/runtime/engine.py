@@ -13,7 +13,7 @@ from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.messages import Kind, Observer, Payload
 from consilium.core.sanitize import number_of
 from consilium.core.storage import write_atomic
-from consilium.data.store.folder import discard
+from consilium.data.store import discard_cache
 from consilium.federation.job import Job
 from consilium.federation.sites import kept
 from consilium.privacy.guard.guard import Guard
@@ -113,7 +113,7 @@ def _run(
         coordinator.finish()
         shutil.rmtree(workspace / IDENTITIES, ignore_errors=True)
         for name in (*sites, POOLED):
-            discard(folder / name)  # a run's folder is no place for patients' pictures; one that is interrupted needs them
+            discard_cache(folder / name)  # a run's folder must hold no patients' pictures; an interrupted run needs them
     finally:
         coordinator.close()
         for member in (*members.values(), *trainers.values()):

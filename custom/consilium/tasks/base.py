@@ -1,4 +1,4 @@
-"""What training and evaluation need of a task."""
+"""The interface of a task for training and evaluation."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +42,7 @@ Examples = Segmented | Classified
 
 @dataclass(frozen=True)
 class Answered:
-    """Prompts beside their reference answers and what the model wrote, one of each per record."""
+    """Prompts, reference answers and the model's answers, one of each per record."""
 
     prompts: tuple[str, ...]
     references: tuple[str, ...]
@@ -54,7 +54,7 @@ Shown = Examples | Answered
 
 @dataclass(frozen=True)
 class Scored:
-    """What a closing evaluation scored, unit by unit (an image, a volume, a patient, a record).
+    """The scores of a closing evaluation by unit (an image, a volume, a patient, a record).
 
     `score`: how the values are called; `lower`: whether less is better; `names` of the units, such as their files'; `values`:
     NaN where there is none; `samples`: which one of the split shows a unit.
@@ -69,13 +69,13 @@ class Scored:
 
 @runtime_checkable
 class ShowsUnits(Protocol):
-    """What a task may have besides, so that its best, median and worst units are shown; see report/best_worst_cases.py."""
+    """Optional methods of a task that show its best, median and worst units; see report/best_worst_cases.py."""
 
     scored: Scored | None
     """Of the last closing evaluation."""
 
     def show(self, model: "nn.Module", split: str, indices: Sequence[int]) -> Shown | None:
-        """Return these samples of a split, in order, with what the model says of them; None if none can be read."""
+        """Return these samples of a split, in order, with the model's predictions; None if none can be read."""
         ...
 
 
@@ -87,21 +87,13 @@ class GroupsRecords(Protocol):
         ...
 
 
-class ReadsAgain(Protocol):
-    """A task whose samples come from files, which may change while a job runs."""
-
-    def read_again(self, split: str, index: int) -> None:
-        """Read a sample from its files, whatever is kept of it. Raises DataError."""
-        ...
-
-
 class Task(Protocol):
-    """What the loop needs of a task; see tasks/segmentation/task.py."""
+    """A task, as the training loop uses it; see tasks/segmentation/task.py."""
 
     num_samples: int
 
     def has(self, split: str) -> bool:
-        """Tell whether the split holds any sample."""
+        """Tell whether the split has any sample."""
         ...
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
@@ -123,7 +115,7 @@ class Task(Protocol):
         ...
 
     def examples(self, model: "nn.Module", split: str) -> Examples | None:
-        """Return a few samples of a split, the same at every call, with what the model says of them.
+        """Return a few samples of a split, the same at every call, with the model's predictions.
 
         None if the split is empty, or if the task has no pictures.
         """

@@ -17,7 +17,7 @@ Statistic = Callable[[np.ndarray], dict[str, np.ndarray]]
 
 
 def group_of(item: Item) -> str:
-    """Return what a bootstrap draws: the patient, else the volume, which a picture is of its own."""
+    """Return the unit that a bootstrap draws: the patient, else the volume, else the picture."""
     return item.patient or str(item.image)
 
 

@@ -1,4 +1,4 @@
-"""What a frozen encoder makes of a picture, made once and kept on the site's disk beside its decoded samples.
+"""Embeddings of pictures by a frozen encoder, computed once and cached beside the site's decoded samples.
 
 Where nothing in the encoder trains, its answer to a picture is the same in every step, round and stage. Each picture is encoded
 by itself, kept or not, so that no result depends on what is kept. The store is that of the samples: salted names, the user's
@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from consilium.data.store import Raw, Store
-from consilium.data.store.index import salted
+from consilium.data.store import CachedSample, Store, salted
 
 
 class Embeddings:
@@ -50,12 +49,12 @@ class Embeddings:
         return self._store.salt
 
 
-def _raw(made: Tensor) -> Raw:
+def _raw(made: Tensor) -> CachedSample:
     """Return a tensor as the store has them: its bytes, under the name of its type."""
     flat = made.detach().cpu().contiguous()
     return {str(made.dtype).removeprefix("torch."): flat.view(torch.uint8).numpy()}
 
 
-def _tensor(raw: Raw) -> Tensor:
+def _tensor(raw: CachedSample) -> Tensor:
     ((dtype, array),) = raw.items()
     return torch.from_numpy(np.array(array)).view(getattr(torch, dtype))

@@ -3,28 +3,22 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from consilium.core.registry import Registry
 from consilium.core.schema import Section
-from consilium.data.datalist import DataList
+from consilium.data.check_report import Findings
+from consilium.data.datalist import DataList, Lost
 from consilium.tasks.base import Task
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from consilium.data.check_report import Findings
-    from consilium.data.header_check import Lost
-
-
 COUNT, LOW, HIGH = "n", "_low", "_high"
-"""The metric that says how many were scored, and what ends the names of a 95 % interval's ends; see bootstrap.py."""
+"""The metric that counts scored units, and the suffixes of a 95 % interval's ends; see bootstrap.py."""
 LOWER = frozenset({"loss", "hd95", "assd", "hd95_mm", "assd_mm", "mae", "perplexity"})
 """Metrics of which less is better."""
 
 
 def interval_names(names: Iterable[str]) -> set[str]:
-    """Return the metrics that say how sure the scores `names` are."""
+    """Return the metrics of uncertainty of the scores `names`: their intervals, and the count."""
     return {COUNT, *(f"{name}{end}" for name in names for end in (LOW, HIGH))}
 
 
@@ -35,18 +29,18 @@ class TaskConfig(Section):
 
     @property
     def outputs(self) -> int:
-        """Numbers that a model's head has for one sample; 0 for a task whose models have no such head."""
+        """Outputs of a model's head for one sample; 0 for a task whose models have no such head."""
         return 0
 
     def keep_apart(self) -> None:
-        """Raise ValueError, naming field, value and remedy, for what ties the records of a site together."""
+        """Raise ValueError, naming field, value and remedy, for a setting that ties the records of a site together."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How a task's scores are shown. `leading`: what it is judged by, the first of these that is reported.
+    """How a task's scores are shown. `leading`: its main score, the first of these that is reported.
 
-    `beside`: what the closing table shows beside it; `headings` by score; `remark` belongs to the table's title.
+    `beside`: further columns of the closing table; `headings` by score; `remark` belongs to the table's title.
     """
 
     leading: tuple[str, ...]
@@ -68,23 +62,23 @@ Change = Callable[[DataList], DataList]
 
 
 class Check(Protocol):
-    """Looks at a data list before anyone trains on it. `config`, `tokenizer`, `max_length`: the job's, if there is one."""
+    """Checks a data list before training. `config`, `tokenizer`, `max_length`: the job's, if there is one."""
 
     def __call__(
         self, path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None
-    ) -> "Findings":
-        """Raise DataError where the list itself cannot be read. `change` makes the list what the job gets of it."""
+    ) -> Findings:
+        """Raise DataError where the list itself cannot be read. `change` returns the list as the job uses it."""
         ...
 
 
 @dataclass(frozen=True)
 class TaskKind:
-    """What the rest must know of a task. `build(config, model, data, tokenizer)`: the task on one site's data.
+    """A kind of task. `build(config, model, data, tokenizer)`: the task on one site's data.
 
     `metric_names(config)`: every metric it can report; `read(path)`: a site's data list; `prepare(config, data)`: the samples
     that this job makes of it, such as a volume's planes; `look(config, item)`: raises DataError for a sample that is bad at a
     look, which a site may have left out; `usable(path, lost)`: `read` without the entries that cannot be used, which go into
-    `lost`; `file`: what such a list is called; `models`: names of models made for another
+    `lost`; `file`: the name of such a list; `models`: names of models made for another
     task that do this one too, their head having the task's `outputs`; `rehearse(config, model config, model, n)`: the training
     loss of n samples of full size that hold nothing, on which a step's memory is counted, and what a site can carry measured
     in a private job.
@@ -100,8 +94,8 @@ class TaskKind:
     models: frozenset[str] = frozenset()
     prepare: Callable[[Any, DataList], DataList] = lambda config, data: data
     look: Callable[[Any, Any], None] | None = None
-    usable: "Callable[[Path, list[Lost]], DataList] | None" = None
-    rehearse: "Callable[[Any, Any, nn.Module, int], Tensor] | None" = None
+    usable: Callable[[Path, list[Lost]], DataList] | None = None
+    rehearse: Callable[[Any, Any, Any, int], Any] | None = None
 
 
 TASKS: Registry[TaskKind] = Registry(

@@ -15,7 +15,7 @@ from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.job import checkpoint_of, tokenizer_of
 from consilium.federation.model_card import FILES
 from consilium.federation.saved_model import CARD, TENSORS, SavedModel, export_adapter, read_kept, with_parameters
-from consilium.models.low_precision import QUANTIZED
+from consilium.models.dtypes import QUANTIZED
 from consilium.use import bundle, merge, onnx
 from consilium.use.model import TrainedModel
 from consilium.use.output_folder import RECORD, check_destination, new_folder, write_record

@@ -12,7 +12,7 @@ from torch import Tensor
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.sanitize import shown
 from consilium.data.datalist import DataList, Item
-from consilium.data.images import inner, read_image, shrink
+from consilium.data.images import read_image, resize, valid_size
 from consilium.data.slices import expand
 from consilium.tasks.segmentation import PROMPTS
 from consilium.training.device import autocast
@@ -78,7 +78,7 @@ class Predictor:
         """
         config, model = self.opened.config, self.opened.model
         device, side = next(model.parameters()).device, config.model.image_side
-        small = [shrink(part.image, side, self.task, config.model.padding) for part in parts]
+        small = [resize(part.image, side, self.task, config.model.padding) for part in parts]
         batch = torch.from_numpy(np.stack(small).transpose(0, 3, 1, 2).copy()).float().to(device)
         prompts = [part.prompts.to(device) for part in parts if part.prompts is not None]
         try:
@@ -94,7 +94,7 @@ class Predictor:
         for part in raw:
             _check_finite(one, part)
             shape = part.image.shape
-            rows, columns = inner(shape, self.opened.config.model.image_side, self.task)
+            rows, columns = valid_size(shape, self.opened.config.model.image_side, self.task)
             logits = part.answer[None, :, :rows, :columns]
             found = F.interpolate(logits, shape[:2], mode="bilinear", align_corners=False)[0]
             yield replace(part, answer=self._only_asked(one, part.item, found))
@@ -133,7 +133,7 @@ class Predictor:
             return None
         numbers = len(PROMPTS[self.task.prompt].numbers)
         found = torch.full((len(self.task.classes), numbers), float("nan"))
-        rows, columns = inner(shape, self.opened.config.model.image_side, self.task)
+        rows, columns = valid_size(shape, self.opened.config.model.image_side, self.task)
         ratio = torch.tensor([columns / shape[1], rows / shape[0]]).repeat(numbers // 2)
         for index, name in enumerate(self.task.classes):
             if (prompt := self._prompt(one, item, name)) is not None:

@@ -12,7 +12,8 @@ from PIL import Image
 from consilium import __version__
 from consilium.core.errors import DataError
 from consilium.core.storage import write_atomic
-from consilium.data import nifti, volumes
+from consilium.data import nifti
+from consilium.data.file_kinds import volume_format
 
 TIFF = (".tif", ".tiff")
 LOSSY = (".jpg", ".jpeg", ".bmp")
@@ -149,4 +150,4 @@ def _segmentation(images: list[Any], segments: np.ndarray, names: Sequence[str],
 
 def is_dicom(path: Path) -> bool:
     """Tell whether an input's mask is a DICOM-SEG."""
-    return volumes.is_volume(path) and not nifti.is_own(path)
+    return volume_format(path) == "dicom"

@@ -451,8 +451,7 @@ def look(seconds: str, *files: str) -> None:
 def _said(path: Path) -> str:
     """Return what `data check`, or an import, says of a file: its one problem, "" if there is none."""
     from consilium.core.errors import ConsiliumError
-    from consilium.data.check import check_datalist
-    from consilium.data.check_text import check_texts
+    from consilium.data.check import check_datalist, check_texts
     from consilium.data.importers.base import Options
     from consilium.data.importers.table import read_table
     from consilium.data.settings import PictureSettings, TilesConfig

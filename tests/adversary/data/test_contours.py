@@ -9,7 +9,7 @@ import pytest
 
 from consilium.core.errors import DataError
 from consilium.data import volumes
-from consilium.data.dicom.contours import MOST_CONTOURS
+from consilium.data.dicom.masks import MOST_CONTOURS
 from consilium.data.labels import Labels
 from tests.data import dicoms
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from consilium.core.errors import ConfigError, DataError
-from consilium.data.check import check_datalist
-from consilium.data.check_text import check_texts
+from consilium.data.check import check_datalist, check_texts
 from tests.adversary.data.lists import picture
 from tests.adversary.fuzzing import attack, fuzzed
 

@@ -15,8 +15,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
 from consilium.data import volumes
-from consilium.data.check import check_datalist
-from consilium.data.check_text import check_texts
+from consilium.data.check import check_datalist, check_texts
 from consilium.data.counts import tally
 from consilium.data.datalist import SPLITS, DataList, read_datalist
 from consilium.data.importers.base import Options

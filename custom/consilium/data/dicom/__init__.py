@@ -5,7 +5,6 @@ masks.py (segmentations, contours). They need the extra `dicom`; knowing a DICOM
 """
 
 from importlib import import_module
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,9 @@ from consilium.core.errors import DataError
 from consilium.data.labels import Labels
 from consilium.data.volumes import Header
 
-SUFFIXES = (".dcm", ".dicom")
-"""What files without the usual first bytes are called."""
-MOST_FILES = 20_000
-"""Files of a folder, and frames of a series."""
-
-
-def is_own(path: Path) -> bool:
-    """Tell whether a path is a DICOM file, by how it starts or by its name, or a folder with such a file in it."""
-    try:
-        return any(map(_is_file, islice(path.iterdir(), MOST_FILES))) if path.is_dir() else _is_file(path)
-    except (OSError, ValueError):
-        return False
-
 
 def header(path: Path) -> Header:
-    """Return where a file's or a series' voxels lie, and whose they are; of a segmentation, its own. Raises DataError."""
+    """Return the header of a file, a series or a segmentation: its grid, window and identifiers. Raises DataError."""
     found: Header = _part(path, "frames").header(path)
     return found
 
@@ -52,10 +38,3 @@ def _part(path: Path, name: str) -> Any:
         return import_module(f"consilium.data.dicom.{name}")
     except ModuleNotFoundError:
         raise DataError(f"{path}: is DICOM; install consilium[dicom] to read it") from None
-
-
-def _is_file(path: Path) -> bool:
-    if not path.is_file():  # a pipe would never end
-        return False
-    with path.open("rb") as file:
-        return file.read(132)[128:] == b"DICM" or path.name.lower().endswith(SUFFIXES)

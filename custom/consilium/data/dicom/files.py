@@ -1,6 +1,6 @@
-"""Opening DICOM files without a word of what they say: their texts name patients.
+"""Opening DICOM files without quoting them: their texts name patients.
 
-Whatever a decoder raises becomes one line that says where and of which kind, never the decoder's own words. pydicom's log and
+Each error of a decoder becomes one line with the file and the kind of error, never the decoder's own text. pydicom's log and
 warnings quote values, so both are silent in this process.
 """
 
@@ -16,8 +16,8 @@ import pydicom
 from pydicom import Dataset
 
 from consilium.core.errors import DataError
-from consilium.data.dicom import MOST_FILES, is_own
 from consilium.data.dicom.parsing import MOST_OF_FOLDER, Budget, parse
+from consilium.data.file_kinds import MOST_FILES, is_dicom
 from consilium.data.identifiers import canonical
 from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, check_file
 
@@ -45,7 +45,7 @@ with suppress(ImportError):
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn whatever is raised in the block into a DataError that says nothing of the file's content."""
+    """Turn any exception of the block into a DataError that quotes nothing of the file."""
     _silence()
     try:
         yield
@@ -56,7 +56,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _silence() -> None:
-    """Ignore pydicom's warnings, before any other rule: somebody may have added one, and tests put old lists back."""
+    """Put the rule that ignores pydicom's warnings before all others: other code may have added or restored some."""
     first = warnings.filters[0][3] if warnings.filters else None
     if getattr(first, "pattern", "") != "pydicom":
         warnings.filterwarnings("ignore", module="pydicom")
@@ -94,7 +94,7 @@ def series(path: Path) -> list[tuple[Path, Dataset]]:
 
 
 def alone(path: Path) -> Path:
-    """Return the only DICOM file of a folder, else the path itself. Raises DataError for a folder of too many files."""
+    """Return a folder's only DICOM file, else the path itself. Raises DataError for a folder of too many files."""
     files = _files(path) if path.is_dir() else []
     return files[0] if len(files) == 1 else path
 
@@ -106,16 +106,16 @@ def _files(folder: Path) -> list[Path]:
         entries.append(entry)
         if len(entries) > MOST_FILES:
             raise DataError(f"{folder}: holds more than {MOST_FILES:,} files; give each series a folder of its own")
-    return sorted(entry for entry in entries if not entry.is_dir() and is_own(entry))
+    return sorted(entry for entry in entries if not entry.is_dir() and is_dicom(entry))
 
 
 def is_image(elements: Dataset) -> bool:
-    """Tell whether elements are an image's, and not those of an object beside it."""
+    """Tell whether elements are those of an image, not of an object beside it."""
     return "Rows" in elements and elements.get("SOPClassUID") not in OTHERS
 
 
 def is_beside(elements: Dataset) -> bool:
-    """Tell whether elements are those of an object that lies beside images: a segmentation, a report, a reading's state."""
+    """Tell whether elements are those of an object beside images: a segmentation, a report, a presentation state."""
     kind = elements.get("SOPClassUID")
     return kind in OTHERS or bool(kind and "Rows" not in elements and "Image Storage" not in pydicom.uid.UID(kind).name)
 
@@ -126,7 +126,7 @@ def has_pixels(elements: Dataset) -> bool:
 
 
 def whose(elements: Dataset) -> str:
-    """Return what names the patient in a file: the hospital's number, else name and day of birth. It stays in this process."""
+    """Return the patient's identifier: the hospital's number, else name and date of birth. It stays in this process."""
     name, born, number = (canonical(str(elements.get(key) or "")) for key in ("PatientName", "PatientBirthDate", "PatientID"))
     return number or (f"{name}|{born}" if name else "")
 

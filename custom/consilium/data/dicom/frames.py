@@ -8,30 +8,148 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydicom import Dataset
+from pydicom.pixels import apply_modality_lut, apply_voi
 
 from consilium.core.errors import DataError
-from consilium.data.dicom import MOST_FILES
 from consilium.data.dicom.files import CONTOURS, SEGMENTATIONS, reading, series, whose
-from consilium.data.dicom.values import Scale, scale_of, shown
+from consilium.data.file_kinds import MOST_FILES
 from consilium.data.grid import Grid
 from consilium.data.safe_open import most_unpacked
 from consilium.data.volumes import Header
 
-TOLERANCE = 0.25
-"""Share of the distance between slices by which one may lie off its place."""
+Window = tuple[float, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """The scale from stored values to the file's unit: value = stored * slope + intercept, or by tables.
+
+    `window`: the values shown, from the first to black and to the second to white; `curve`: how, if not evenly (SIGMOID, LUT).
+    `stored`: least and largest value of the stored bits; `inverted`: MONOCHROME1, so the largest is the darkest.
+    `padding`: stored values from the first to the second are no measurement.
+    """
+
+    slope: float
+    intercept: float
+    window: Window | None
+    curve: str
+    stored: Window
+    inverted: bool
+    padding: Window | None
+    tables: Dataset
+
+    @property
+    def plain(self) -> bool:
+        """Whether stored values are already in the unit."""
+        return (self.slope, self.intercept) == (1.0, 0.0) and not self.curve and "ModalityLUTSequence" not in self.tables
+
+
+def scale_of(file: Path, own: Dataset) -> Scale:
+    """Return the scale of a frame's values by its own elements. Raises DataError."""
+    bits, signed = int(own.get("BitsStored") or own.get("BitsAllocated") or 16), bool(own.get("PixelRepresentation"))
+    stored = (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) if signed else (0.0, 2.0**bits - 1)
+    slope, intercept = _first_number(own, "RescaleSlope", 1.0), _first_number(own, "RescaleIntercept", 0.0)
+    if not slope:
+        raise DataError(f"{file}: its RescaleSlope is 0; replace it or take it off the list")
+    window, curve = _window(own)
+    inverted = own.get("PhotometricInterpretation") == "MONOCHROME1"
+    if inverted and "ModalityLUTSequence" in own:
+        raise DataError(f"{file}: has a table of values and the largest is the darkest (MONOCHROME1), which is not read")
+    return Scale(slope, intercept, window, curve, stored, inverted, _padding(own), own)
+
+
+def _first_number(own: Dataset, keyword: str, otherwise: float) -> float:
+    """Return the first number of an element. Raises ValueError for others."""
+    value: Any = own.get(keyword)
+    if value is None or value == "":
+        return otherwise
+    found = float(value if isinstance(value, str | int | float) else value[0])
+    if not np.isfinite(found):
+        raise ValueError(keyword)
+    return found
+
+
+def _window(own: Dataset) -> tuple[Window | None, str]:
+    """Return the values that are shown, by the first of several windows (DICOM PS3.3, C.11.2.1.2), and how if not evenly."""
+    if own.get("WindowCenter") in (None, "") or own.get("WindowWidth") in (None, ""):
+        return None, "LUT" if own.get("VOILUTSequence") else ""
+    center, width = _first_number(own, "WindowCenter", 0.0), _first_number(own, "WindowWidth", 0.0)
+    function = str(own.get("VOILUTFunction") or "LINEAR")
+    if (width < 1 and function == "LINEAR") or width <= 0:
+        return None, ""
+    if function == "LINEAR":
+        return (center - width / 2, center + width / 2 - 1), ""
+    return (center - width / 2, center + width / 2), "SIGMOID" if function == "SIGMOID" else ""
+
+
+def _padding(own: Dataset) -> Window | None:
+    if own.get("PixelPaddingValue") is None:
+        return None
+    first = _first_number(own, "PixelPaddingValue", 0.0)
+    last = _first_number(own, "PixelPaddingRangeLimit", first)
+    bits = int(own.get("BitsAllocated") or 16)
+    if own.get("PixelRepresentation"):  # some write -2000 as 63536
+        first, last = (value - 2.0**bits if value >= 2.0 ** (bits - 1) else value for value in (first, last))
+    return min(first, last), max(first, last)
+
+
+def shown(scale: Scale) -> Window | None:
+    """Return the file's window (center, width) for the values of `in_unit`; None for a file without one."""
+    if scale.curve:
+        return 0.5, 1.0
+    if scale.window is None:
+        return None
+    low, high = scale.window
+    if scale.inverted:
+        low, high = (sum(scale.stored) * scale.slope + 2 * scale.intercept - value for value in (high, low))
+    return (low + high) / 2, high - low
+
+
+def in_unit(stored: np.ndarray, scale: Scale) -> np.ndarray:
+    """Return stored values (H, W) in their unit: the file's own type where they are that already, else float32.
+
+    Where the file shows them by a curve, the values are its, 0 to 1. MONOCHROME1 is turned round: at the middle of the stored
+    bits' range, or of the curve's.
+    """
+    if scale.inverted and not scale.curve:
+        stored = (sum(scale.stored) - stored.astype(np.float64)).astype(stored.dtype)
+    if scale.plain:
+        return stored
+    if "ModalityLUTSequence" in scale.tables:
+        values = np.asarray(apply_modality_lut(stored, scale.tables), np.float64)
+    else:
+        values = stored.astype(np.float64) * scale.slope + scale.intercept
+    if scale.curve:
+        values = _curved(values, scale)
+        values = 1 - values if scale.inverted else values
+    return values.astype(np.float32)
+
+
+def _curved(values: np.ndarray, scale: Scale) -> np.ndarray:
+    """Return values (H, W) as the file shows them, 0 (black) to 1 (white)."""
+    if scale.curve == "SIGMOID" and scale.window is not None:
+        low, high = scale.window
+        return 1 / (1 + np.exp(np.clip(-4 * (values - (low + high) / 2) / (high - low), -80, 80)))
+    table = np.asarray(apply_voi(np.rint(values).astype(np.int64), scale.tables), np.float64)
+    return table / (2.0 ** int(scale.tables.VOILUTSequence[0].LUTDescriptor[2]) - 1)
+
+
+SLICE_TOLERANCE = 0.25
+"""Share of the slice distance by which a slice may lie off its position."""
 _SAME = 1e-3
-"""Millimetres below which two positions are one, and by which direction cosines may differ."""
+"""Tolerance in millimetres between equal positions, and between direction cosines."""
 _OF_FRAME = 32
-"""Bytes that a segment's frame takes of a deflated file, with what says where it lies."""
+"""Bytes that a segment's frame, with its position, takes in a deflated file."""
 _TO_RAS = np.diag([-1.0, -1.0, 1.0, 1.0])
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a frame lies: the middle of its first pixel (3), steps along columns i and rows j (3), mm in DICOM's own axes."""
+    """A frame's position: centre of its first pixel (3), steps along columns i and rows j (3), in mm on DICOM's axes."""
 
     origin: np.ndarray
     i: np.ndarray
@@ -47,7 +165,7 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """One picture, of rows and columns: the `number`-th, from 0, of its file. `own`: the elements that are about it."""
+    """A frame, the `number`-th (from 0) of its file. `own`: the elements that apply to it."""
 
     file: Path
     number: int
@@ -100,7 +218,8 @@ def frames_of(file: Path, elements: Dataset) -> Iterator[Frame]:
     """Yield the frames of one file as it stores them."""
     count = count_of(elements)
     shape = int(elements.Rows), int(elements.Columns)
-    common = _without_place(elements)
+    common = Dataset()
+    common.update({e.tag: e for e in (elements[k] for k in _COMMON if k in elements)})
     for number in range(count):
         own = flat(elements, number, common)
         yield Frame(file, number, shape, _place(own), scale_of(file, own), own)
@@ -115,13 +234,13 @@ _MACROS = (
     "PlanePositionSequence", "PlaneOrientationSequence", "PixelMeasuresSequence", "PixelValueTransformationSequence",
     "FrameVOILUTSequence", "SegmentIdentificationSequence", "DerivationImageSequence",
 )  # fmt: skip
-"""Groups of elements that a file of several frames has for each, or for all."""
+"""Functional groups of a multi-frame file, per frame or shared."""
 
 
 def flat(elements: Dataset, number: int, common: Dataset) -> Dataset:
-    """Return the elements that say where frame `number` lies and what its values mean, as a file of one frame has them.
+    """Return position and scale of frame `number` as the elements of a single-frame file.
 
-    `common`: what all frames have.
+    `common`: the elements that all frames share.
     """
     groups = [elements.get("SharedFunctionalGroupsSequence"), elements.get("PerFrameFunctionalGroupsSequence")]
     if not any(groups):
@@ -135,13 +254,6 @@ def flat(elements: Dataset, number: int, common: Dataset) -> Dataset:
     return found
 
 
-def _without_place(elements: Dataset) -> Dataset:
-    """Return what all frames of a file have in common, without the place of the first."""
-    found = Dataset()
-    found.update({e.tag: e for e in (elements[k] for k in _COMMON if k in elements)})
-    return found
-
-
 _COMMON = (
     "PhotometricInterpretation", "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation", "RescaleSlope",
     "RescaleIntercept", "ModalityLUTSequence", "WindowCenter", "WindowWidth", "VOILUTFunction", "VOILUTSequence",
@@ -150,7 +262,7 @@ _COMMON = (
 
 
 def _place(own: Dataset) -> Place | None:
-    """Return where a frame lies; None where the file does not say it."""
+    """Return a frame's position; None where the file does not state it."""
     position, turn, pixel = (own.get(k) for k in ("ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing"))
     if not (position and turn and pixel):
         return None
@@ -165,13 +277,13 @@ def _place(own: Dataset) -> Place | None:
 
 
 Order = tuple[list[Frame], int, np.ndarray | None]
-"""Frames along their normal, how many slices there are, and the affine (4, 4) to mm: None where frames have no place."""
+"""Frames along their normal, the number of slices, and the affine (4, 4) to mm, None where frames have no position."""
 
 
 def in_order(path: Path, frames: Sequence[Frame]) -> Order:
-    """Return the frames of an image, a slice each.
+    """Return the frames of an image in order, a slice each.
 
-    Raises DataError for frames that make no even stack: other sizes or directions, a place taken twice, one missing.
+    Raises DataError for an uneven stack: different sizes or directions, two frames at one position, a missing one.
     """
     if any(frame.shape != frames[0].shape for frame in frames):
         raise DataError(f"{path}: holds images of several sizes; give each series a folder of its own")
@@ -184,7 +296,7 @@ def in_order(path: Path, frames: Sequence[Frame]) -> Order:
 
 
 def on_lattice(path: Path, frames: Sequence[Frame]) -> Order:
-    """Return the frames of a segmentation: several at a place, and none at places where nothing is drawn."""
+    """Return the frames of a segmentation in order: several may share a position, and empty slices have none."""
     if (places := _places(path, frames)) is None:
         return list(frames), len(frames), None
     heights, order, origins = _sorted(places)
@@ -198,16 +310,18 @@ def on_lattice(path: Path, frames: Sequence[Frame]) -> Order:
 
 
 def _places(path: Path, frames: Sequence[Frame]) -> list[Place] | None:
-    """Return where frames lie, None where not all of them say it. Raises DataError where they are not parallel."""
+    """Return the positions of frames, None where one is missing. Raises DataError where they are not parallel."""
     places = [frame.place for frame in frames if frame.place is not None]
     if len(places) < len(frames):
         return None
-    _check_parallel(path, places)
+    for place in places:
+        if not (np.allclose(place.i, places[0].i, atol=_SAME) and np.allclose(place.j, places[0].j, atol=_SAME)):
+            raise DataError(f"{path}: holds images turned or scaled differently; give each series a folder of its own")
     return places
 
 
 def _sorted(places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return heights along the normal (N,) in order, whose they are (N,), and the first pixels (N, 3) in that order."""
+    """Return sorted heights along the normal (N,), the order (N,), and the sorted positions of first pixels (N, 3)."""
     heights = np.array([place.origin @ places[0].normal for place in places])
     order = np.argsort(heights, kind="stable")
     return heights[order], order, np.array([places[n].origin for n in order])
@@ -219,12 +333,6 @@ def _affine(place: Place, step: np.ndarray, origin: np.ndarray) -> np.ndarray:
     return _TO_RAS @ affine
 
 
-def _check_parallel(path: Path, places: Sequence[Place]) -> None:
-    for place in places:
-        if not (np.allclose(place.i, places[0].i, atol=_SAME) and np.allclose(place.j, places[0].j, atol=_SAME)):
-            raise DataError(f"{path}: holds images turned or scaled differently; give each series a folder of its own")
-
-
 def _check_even(path: Path, heights: np.ndarray, origins: np.ndarray, step: np.ndarray) -> None:
     """Raise DataError for positions (N, 3) in order that do not lie evenly on a line."""
     gaps = np.diff(heights)
@@ -234,18 +342,21 @@ def _check_even(path: Path, heights: np.ndarray, origins: np.ndarray, step: np.n
         remedy = "save each echo, phase or time as a series of its own"
         raise DataError(f"{path}: holds {len(heights)} images at {len(heights) - taken} places; {remedy}")
     usual = float(np.median(gaps))
-    wide = np.flatnonzero(gaps > (1 + TOLERANCE) * usual)
+    wide = np.flatnonzero(gaps > (1 + SLICE_TOLERANCE) * usual)
     if len(wide):
         missing, at = int((np.rint(gaps[wide] / usual) - 1).clip(1).sum()), int(wide[0])
         where = f"between slices {at} and {at + 1} lie {gaps[at]:.2f} mm, elsewhere {usual:.2f}"
         raise DataError(f"{path}: {missing} slices are missing or uneven ({where}); complete the series")
     even = origins[0] + np.arange(len(origins))[:, None] * step
-    if float(np.linalg.norm(origins - even, axis=1).max()) > TOLERANCE * usual or gaps.min() < (1 - TOLERANCE) * usual:
+    if (
+        float(np.linalg.norm(origins - even, axis=1).max()) > SLICE_TOLERANCE * usual
+        or gaps.min() < (1 - SLICE_TOLERANCE) * usual
+    ):
         raise DataError(f"{path}: its slices lie unevenly, {gaps.min():.2f} to {gaps.max():.2f} mm apart; resample the series")
 
 
 def _check_size(path: Path, files: Mapping[Path, Dataset]) -> None:
-    """Raise DataError for images that would take more memory than files of their size may, before one is decoded."""
+    """Raise DataError, before decoding, for images that would take more memory than files of their size may."""
     segments = next(iter(files.values())).get("SOPClassUID") in SEGMENTATIONS  # each frame is a part of a mask: see masks.py
     most, frames, needed = MOST_FILES * (10 if segments else 1), 0, 0
     packed = sum(file.stat().st_size for file in files)

@@ -1,4 +1,4 @@
-"""A DICOM file's elements, read within bounds: how many there are, how long some may be, and what a deflated file grows to.
+"""Parsing of DICOM files within bounds: the number of elements, the length of values, the inflated size.
 
 pydicom makes up to 1.3 kB of an item of 8 bytes and hundreds of bytes of a number of one digit, and inflates a file at once.
 """
@@ -28,15 +28,15 @@ MOST_OF_FOLDER = 4 * MOST_ELEMENTS
 MOST_HEADER = 2**28
 """Bytes before the pixels of a deflated file."""
 MOST_VALUE = 2**16
-"""Bytes of a value that is read as a text or as numbers, each of which becomes an object."""
+"""Bytes of a value that is parsed into texts or numbers, each a Python object."""
 MOST_TABLE = 2**18
-"""The same of a table of values or colours, which has up to 65,536 entries."""
+"""Bytes of a table of values or colours, which has up to 65,536 entries."""
 MOST_LEVELS = 32
-"""Sequences within sequences."""
+"""Levels of nested sequences."""
 _ITEM = 4
 _ITEM_TAGS = (b"\xfe\xff\x00\xe0", b"\xff\xfe\xe0\x00")
 _UNCOUNTED = 2**18
-"""Bytes of a sequence whose items are not counted, for they cannot be too many: 32,768."""
+"""Bytes of a sequence whose items are not counted: it can hold 32,768 at most."""
 _SPARE = 2**16
 _END = 0xFFFE, 0xE0DD
 _PIXELS = frozenset({0x7FE00008, 0x7FE00009, 0x7FE00010})
@@ -62,20 +62,20 @@ _LONGEST = {tag_for_keyword(keyword): MOST_VALUE for keyword in _READ} | dict.fr
 
 
 class Budget:
-    """How many elements may still be read of a file, or of all files of a folder."""
+    """A budget of elements that may be read from a file, or from all files of a folder."""
 
     def __init__(self, path: Path, most: int = MOST_ELEMENTS) -> None:
         self._path, self._left, self._most = path, most, most
         self.error: DataError | None = None
 
     def take(self, count: int) -> None:
-        """Raise DataError where no more elements may be read."""
+        """Take `count` elements from the budget. Raises DataError where it is exceeded."""
         self._left -= count
         if self._left < 0:
             raise self.refused(f"more than {self._most:,} elements and items of sequences")
 
     def refused(self, what: str) -> DataError:
-        """Return the error for a file that asks for too much, and keep it."""
+        """Return, and keep, the error for a file that exceeds a bound."""
         self.error = DataError(f"{self._path}: cannot be read as DICOM ({what}); {TAKE_OFF}")
         return self.error
 
@@ -97,7 +97,7 @@ class _Metered(io.RawIOBase):
                 if size > _LONGEST.get(group << 16 | number, size):
                     raise self._budget.refused(f"{size:,} bytes in the element {group:04X},{number:04X}")
         if size > 8:
-            return self._file.read(min(size, max(0, self._size - self._file.tell())))  # Python makes room for what is asked
+            return self._file.read(min(size, max(0, self._size - self._file.tell())))  # read() allocates its argument
         found = self._file.read(size)
         if size == 8:
             self._head = found.ljust(8, b"\0")
@@ -148,7 +148,7 @@ def parse(path: Path, pixels: bool, budget: Budget | None = None) -> Dataset:
     try:
         return _parsed(path, pixels, budget)
     except Exception as error:
-        raise (budget.error or error) from None  # pydicom makes an OSError of what is raised between items
+        raise (budget.error or error) from None  # pydicom turns errors between items into an OSError
 
 
 def _parsed(path: Path, pixels: bool, budget: Budget) -> Dataset:
@@ -171,7 +171,7 @@ def _parsed(path: Path, pixels: bool, budget: Budget) -> Dataset:
 
 
 def _unread(elements: Dataset) -> Iterator[RawDataElement]:
-    """Yield the sequences that pydicom reads when they are asked for."""
+    """Yield the sequences that pydicom has not parsed yet."""
     for one in elements._dict.values():
         yield from _unread_of(one)
 
@@ -190,7 +190,7 @@ def _is_sequence(tag: int) -> bool:
 
 
 def _count(sequence: RawDataElement, budget: Budget, level: int = 0) -> None:
-    """Take all that a sequence holds from a budget. Raises DataError, also for more than MOST_LEVELS."""
+    """Take all elements of a sequence from a budget. Raises DataError, also for more than MOST_LEVELS."""
     if level > MOST_LEVELS:
         raise budget.refused(f"sequences nested over {MOST_LEVELS} deep")
     value, order = sequence.value or b"", "<>"[not sequence.is_little_endian]
@@ -207,7 +207,7 @@ def _count(sequence: RawDataElement, budget: Budget, level: int = 0) -> None:
 
 
 def _inflated(file: IO[bytes], meta: FileMetaDataset, most: int, pixels: bool, budget: Budget) -> Dataset:
-    """Return the elements of a deflated file, as they are in one that is not."""
+    """Return the elements of a deflated file."""
     inflating = _Inflating(file, budget, min(most, MOST_HEADER))
     stream: Any = _Metered(inflating, 2**63, budget)
     found = read_dataset(stream, False, True, stop_when=lambda tag, vr, length: tag in _PIXELS)

@@ -1,31 +1,67 @@
-"""The values of DICOM images: decoded frame by frame, each put in its place."""
+"""Pixel values of DICOM images, decoded frame by frame."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from pydicom import Dataset
+from pydicom.encaps import generate_frames
 from pydicom.pixels import apply_color_lut, get_decoder, iter_pixels
 from pydicom.pixels.utils import get_expected_length
-from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian
+from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian, RLELossless
 
 from consilium.core.errors import DataError
-from consilium.data.dicom.codes import check_codes
+from consilium.data.codes import check_work, coded_shape
 from consilium.data.dicom.files import SEGMENTATIONS, has_pixels, open_file, reading
-from consilium.data.dicom.frames import Stack, count_of, stack
-from consilium.data.dicom.values import in_unit
+from consilium.data.dicom.frames import Stack, count_of, in_unit, stack
 from consilium.data.safe_open import TAKE_OFF
+
+_SPARE = 2**20
+_LARGEST = 4
+"""Times its pixels' bytes that a frame's code may take: noise does not shrink, but it does not grow much either."""
+_LONGEST_RUN = 64
+"""Bytes that one of RLE becomes at most."""
+
+
+def check_codes(file: Path, elements: Dataset, count: int) -> None:
+    """Raise DataError for a compressed frame that is another size than its file says, or far longer than its pixels."""
+    shape = int(elements.Rows), int(elements.Columns)
+    pixels = shape[0] * shape[1] * int(elements.SamplesPerPixel) * int(elements.BitsAllocated) // 8
+    most, runs = _LARGEST * pixels + _SPARE, elements.file_meta.TransferSyntaxUID == RLELossless
+    for number, code in enumerate(generate_frames(elements.PixelData, number_of_frames=count)):
+        if len(code) > most:
+            raise DataError(f"{file}: frame {number} takes {len(code):,} bytes, at most {most:,} are read; replace it")
+        if (found := coded_shape(code)) and found != shape:
+            what = f"{found[0]}x{found[1]} pixels in its code, {shape[0]}x{shape[1]} in its header"
+            raise DataError(f"{file}: frame {number} has {what}; replace it or take it off the list")
+        check_work(f"{file}: frame {number}", code)
+        if runs and _LONGEST_RUN * len(code) > 64 * _SPARE and (length := sum(_lengths(code))) > 2 * pixels:
+            raise DataError(f"{file}: frame {number} becomes {length:,} bytes of {pixels:,}; replace it")
+
+
+def _lengths(code: bytes) -> Iterator[int]:
+    """Yield how many bytes each run of an RLE frame becomes (DICOM PS3.5, G.3); its segments lie behind 64 bytes."""
+    at = 64
+    while at < len(code):
+        head = code[at]
+        if head < 128:
+            yield head + 1
+            at += head + 2
+        else:
+            yield 257 - head if head > 128 else 0
+            at += 2 if head > 128 else 1
+
 
 MOST_ENTRIES = 2**16
 """Of a palette."""
 _DECODERS = ("pillow", "pyjpegls", "pydicom", "gdcm")
-"""Of several that decode a file, the first of these does."""
+"""Decoders in the order of preference."""
 
 
 def voxels(path: Path, padding: bool = False) -> np.ndarray:
     """Return values (i, j, k) in their unit, or colours (i, j, k, 3) of 8 bits. Raises DataError.
 
-    Pixels that only fill up a picture (PixelPaddingValue) get the least value of the others, unless `padding`.
+    Padding pixels (PixelPaddingValue) get the least value of the others, unless `padding`.
     """
     with reading(path):
         found = stack(path)
@@ -38,7 +74,7 @@ def voxels(path: Path, padding: bool = False) -> np.ndarray:
 
 
 def _filled(found: Stack) -> tuple[np.ndarray, np.ndarray]:
-    """Return values (i, j, k, ...), and where they are padding: a mask of that shape, or of one voxel where none is."""
+    """Return values (i, j, k, ...) and a mask of padding, of that shape, or of one voxel without any padding."""
     shape = found.header.grid.shape
     values = np.empty((*shape[::-1], 3) if found.colours else shape[::-1], _dtype(found)).swapaxes(0, 2)  # slices in one piece
     padded = any(frame.scale.padding for frame in found.frames) and not found.colours
@@ -78,7 +114,7 @@ def pictures(file: Path) -> Iterator[np.ndarray]:
 
 
 def _unpacked(elements: Dataset) -> Iterator[np.ndarray]:
-    """Yield frames of one bit a pixel, 8 to a byte throughout: pydicom fails where a frame ends within a byte."""
+    """Yield frames of one bit a pixel: pydicom fails where a frame ends within a byte."""
     pixels = int(elements.Rows) * int(elements.Columns)
     for number in range(count_of(elements)):
         first, last = number * pixels, (number + 1) * pixels
@@ -88,7 +124,7 @@ def _unpacked(elements: Dataset) -> Iterator[np.ndarray]:
 
 
 def _coloured(file: Path, picture: np.ndarray, elements: Dataset) -> np.ndarray:
-    """Return colours of 8 bits where a picture has any; grey as it is."""
+    """Return colours as 8 bits, and grey unchanged."""
     bits = int(elements.BitsStored)
     if elements.get("PhotometricInterpretation") == "PALETTE COLOR":
         _check_palette(file, elements)
@@ -118,7 +154,7 @@ def _check_palette(file: Path, elements: Dataset) -> None:
 
 
 def _syntax(elements: Dataset) -> UID:
-    """Return how the pixels are coded; a file without its first part does not say it, and is not compressed."""
+    """Return the transfer syntax; a file without a meta header is uncompressed."""
     meta = elements.file_meta
     if "TransferSyntaxUID" not in meta:
         implicit, little = elements.original_encoding
@@ -129,7 +165,7 @@ def _syntax(elements: Dataset) -> UID:
 
 
 def _check_pixels(file: Path, elements: Dataset, syntax: UID) -> None:
-    """Raise DataError for pixels that are not there, or that nothing here decodes."""
+    """Raise DataError for missing pixels, or a transfer syntax without a decoder."""
     if not has_pixels(elements):
         raise DataError(f"{file}: has no pixels, or ends within them; {TAKE_OFF}")
     if int(elements.get("HighBit", elements.BitsStored - 1)) != elements.BitsStored - 1:

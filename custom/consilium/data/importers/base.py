@@ -1,4 +1,4 @@
-"""What the importers share: the samples they report, finding files and folders, label pictures, errors of one line."""
+"""Shared by the importers: records of samples, finding files and folders, label pictures, one-line errors."""
 
 import io
 import os
@@ -26,12 +26,12 @@ PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may ask for.
+    """A user's options.
 
     `validation` and `test`: shares cut off where the publisher has no such split. `sites`: pool everything and deal patients
     out to so many sites, 0 keeps the set's own. `minimum`: samples a site has at least. `types`: cell classes, not just nuclei.
     `resplit`: forget the publisher's splits. `size`: which of several training sets. `only`: sites to take, all if empty;
-    `rename`: their new names. `columns`: a table's headings by what they hold.
+    `rename`: their new names. `columns`: a table's headings by field.
     """
 
     validation: float = 0.1
@@ -48,7 +48,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Made:
+class DerivedFile:
     """A file to write into the site's folder: `name` under `folder`, with the bytes that `make` returns."""
 
     folder: str
@@ -57,7 +57,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Found:
+class SourceSample:
     """One sample of the source. `group` is never cut by a split; `split` is the publisher's, if any.
 
     `is_patient`: the group is one patient, slide or video, as far as the set tells, and the list says so.
@@ -65,16 +65,16 @@ class Found:
 
     site: str
     group: str
-    image: Path | Made
-    label: Path | Made | str
+    image: Path | DerivedFile
+    label: Path | DerivedFile | str
     slice: int | None = None
     split: str | None = None
     is_patient: bool = False
 
 
 @dataclass(frozen=True)
-class Line:
-    """One record of a text set, as a JSONL file holds it; `group` and `split` as for Found."""
+class TextRecord:
+    """One record of a text set, as a JSONL file holds it; `group` and `split` as for SourceSample."""
 
     site: str
     group: str
@@ -82,14 +82,14 @@ class Line:
     split: str | None = None
 
 
-Sample = Found | Line
+Sample = SourceSample | TextRecord
 
 
 @dataclass(frozen=True)
-class Reading:
-    """All that an importer found; `classes` is what a job's task.classes should say, None for texts.
+class ImportResult:
+    """The result of an importer; `classes`: the job's task.classes for this set, None for texts.
 
-    `notes` is what a user should know.
+    `notes` are for the user.
     """
 
     samples: Sequence[Sample]
@@ -99,20 +99,20 @@ class Reading:
 
 @dataclass(frozen=True)
 class Importer:
-    """A data set: how its folders look, in a line, and what reads them; `sizes` of its training set, the default first.
+    """A data set: its layout in one line, and its reader; `sizes` of its training set, the default first.
 
     `is_file`: the source is a file, not a folder.
     """
 
     layout: str
-    read: Callable[[Path, Options], Reading]
+    read: Callable[[Path, Options], ImportResult]
     has_types: bool = False
     sizes: tuple[str, ...] = ()
     is_file: bool = False
 
 
 def wrong_layout(source: Path, expected: str) -> DataError:
-    """Return the error for a folder that does not look as published, with what is there instead."""
+    """Return the error for a folder that differs from the published layout, with its actual entries."""
     names = sorted(p.name + "/" * p.is_dir() for p in source.iterdir() if not p.name.startswith(".")) if source.is_dir() else []
     found = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     return DataError(f"{source}: expected {expected}; found {found or ('nothing' if source.is_dir() else 'no such folder')}")
@@ -145,7 +145,7 @@ def renamed_notes(names: Mapping[str, str]) -> list[str]:
 
 
 def folders(root: Path) -> Iterator[Path]:
-    """Yield the folder and all below it, parents first, sorted; hidden ones and what macOS packs along are left out."""
+    """Yield the folder and all below it, parents first, sorted, without hidden folders and __MACOSX."""
     for folder, below, _ in os.walk(root):
         below[:] = sorted(name for name in below if not name.startswith(".") and name != "__MACOSX")
         yield Path(folder)
@@ -179,7 +179,7 @@ def composed(name: str) -> str:
 
 
 def partner(stem: str, among: dict[str, Path], image: Path, what: str) -> Path:
-    """Return the file of that stem, else the one of that stem in another case. Raises DataError naming what has none."""
+    """Return the file of that stem, else of that stem in another case. Raises DataError naming the picture without one."""
     if (wanted := composed(stem)) in among:
         return among[wanted]
     alike = [path for name, path in among.items() if name.lower() == wanted.lower()]
@@ -221,12 +221,12 @@ def usable(path: Path, allowed: Sequence[int]) -> bool:
 
 
 def png(array: np.ndarray, **how: int) -> bytes:
-    """Return a PNG of (H, W) or (H, W, 3) values in 0..255, compressed as PIL is told."""
+    """Return a PNG of (H, W) or (H, W, 3) values in 0..255; `how`: PIL's options of compression."""
     buffer = io.BytesIO()
     Image.fromarray(array.astype(np.uint8)).save(buffer, format="PNG", **how)
     return buffer.getvalue()
 
 
-def mask_png(name: str, make: Callable[..., np.ndarray], *arguments: Any) -> Made:
-    """Return a label picture to write: what `make(*arguments)` returns, as masks/NAME.png."""
-    return Made("masks", f"{name}.png", lambda: png(make(*arguments), compress_level=1, compress_type=RUN_LENGTHS))
+def mask_png(name: str, make: Callable[..., np.ndarray], *arguments: Any) -> DerivedFile:
+    """Return a label picture to write as masks/NAME.png, with the values that `make(*arguments)` returns."""
+    return DerivedFile("masks", f"{name}.png", lambda: png(make(*arguments), compress_level=1, compress_type=RUN_LENGTHS))

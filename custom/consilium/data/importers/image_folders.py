@@ -9,10 +9,10 @@ from consilium.data.importers.base import (
     NO_PATIENTS,
     PICTURE_ENDINGS,
     UNREADABLE,
-    Found,
     Importer,
+    ImportResult,
     Options,
-    Reading,
+    SourceSample,
     by_stem,
     check_sizes,
     child,
@@ -31,7 +31,7 @@ MOST = 32
 """A mask with more values than these is a photograph, or was saved as JPEG."""
 
 
-def read_own(source: Path, options: Options) -> Reading:
+def read_own(source: Path, options: Options) -> ImportResult:
     """Read pictures with their masks; each value of the masks becomes a class. Patients are not known, so pictures are split.
 
     Raises DataError for another layout, a picture without a mask, sizes that differ, and masks that are no label pictures.
@@ -40,13 +40,13 @@ def read_own(source: Path, options: Options) -> Reading:
     if not pairs:
         raise wrong_layout(source, LAYOUT)
     names = renamed_sites(pairs, source)
-    found = [Found(names[folder], image.stem, image, mask) for folder, some in pairs.items() for image, mask in some]
+    found = [SourceSample(names[folder], image.stem, image, mask) for folder, some in pairs.items() for image, mask in some]
     values = sorted(set().union(*(_values(one.label) for one in found if isinstance(one.label, Path))) - {0})
     if not values:
         raise DataError(f"{source}: all masks are empty; a mask has 0 for background and other values for classes")
     classes = {"object": values} if len(values) == 1 else {f"value-{value}": [value] for value in values}
     note = f"a folder of pictures {NO_PATIENTS}; name them as `patient` in the lists and cut again by `data split`"
-    return Reading(found, classes, [*renamed_notes(names), note])
+    return ImportResult(found, classes, [*renamed_notes(names), note])
 
 
 def _pairs(folder: Path) -> list[tuple[Path, Path]]:

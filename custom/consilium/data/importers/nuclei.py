@@ -1,4 +1,4 @@
-"""Nuclei in histology: PanNuke, MoNuSeg, MoNuSAC and TNBC; label pictures of 1 for nucleus, or of cell classes (--types)."""
+"""Nuclei in histology from arrays and polygons: PanNuke, MoNuSeg, MoNuSAC. Masks have 1 for nucleus, or classes (--types)."""
 
 import re
 from functools import partial
@@ -11,23 +11,20 @@ from PIL import Image, ImageDraw
 from consilium.core.errors import DataError
 from consilium.data.importers.base import (
     NO_PATIENTS,
-    Found,
+    DerivedFile,
     Importer,
-    Made,
+    ImportResult,
     Options,
-    Reading,
+    SourceSample,
     by_stem,
-    check_sizes,
     child,
     files,
     folders,
-    grey,
     mask_png,
     partner,
     png,
     size_of,
     slug,
-    usable,
     wrong_layout,
 )
 
@@ -39,14 +36,13 @@ FOLDS = {"1": "training", "2": "validation", "3": "test"}
 PANNUKE_LAYOUT = "fold folders such as 'Fold 1' with images/fold1/images.npy and types.npy, and masks/fold1/masks.npy"
 MONUSEG_LAYOUT = "a folder with 'Tissue Images'/*.tif and Annotations/*.xml, and perhaps MoNuSegTestData with both together"
 MONUSAC_LAYOUT = "a folder per patient, named by TCGA barcode, with *.tif or *.svs and an *.xml of the same name"
-TNBC_LAYOUT = "folders Slide_01, ... with *.png beside folders GT_01, ... with masks of the same names"
 
 
 def _classes(types: list[str]) -> dict[str, list[int]]:
     return {name: [value] for value, name in enumerate(types, start=1)}
 
 
-def read_pannuke(source: Path, options: Options) -> Reading:
+def read_pannuke(source: Path, options: Options) -> ImportResult:
     """Read PanNuke's arrays, a site per tissue type; pictures and masks become PNG, because arrays are no pictures.
 
     With folds 1, 2 and 3 these are training, validation and test, the publisher's first rotation; with fewer, pictures are
@@ -61,7 +57,7 @@ def read_pannuke(source: Path, options: Options) -> Reading:
     found = [one for path in arrays for one in _read_fold(source, path, published, options.types)]
     rotation = "folds 1, 2 and 3 are training, validation and test; --validation and --test are not used"
     note = rotation if published else f"pannuke: {NO_PATIENTS}"
-    return Reading(found, _classes(PANNUKE_TYPES) if options.types else NUCLEUS, [note])
+    return ImportResult(found, _classes(PANNUKE_TYPES) if options.types else NUCLEUS, [note])
 
 
 def _fold_number(source: Path, path: Path) -> str:
@@ -70,7 +66,7 @@ def _fold_number(source: Path, path: Path) -> str:
     return found[-1] if found else ""
 
 
-def _read_fold(source: Path, path: Path, published: bool, types: bool) -> list[Found]:
+def _read_fold(source: Path, path: Path, published: bool, types: bool) -> list[SourceSample]:
     images, masks, tissues = _load(path), _load(_masks_beside(source, path)), _load(path.with_name("types.npy"))
     if not len(images) == len(masks) == len(tissues) or masks.ndim != 4 or masks.shape[3] < len(PANNUKE_TYPES):
         shapes = ", ".join(str(array.shape) for array in (images, masks, tissues))
@@ -80,9 +76,11 @@ def _read_fold(source: Path, path: Path, published: bool, types: bool) -> list[F
     found = []
     for index, tissue in enumerate(tissues):
         name, site = f"{start}-{index:05d}", slug(str(tissue))
-        image = Made("images", f"{name}.png", partial(_pannuke_image, images, index))
+        image = DerivedFile(
+            "images", f"{name}.png", partial(lambda images, index: png(np.clip(images[index], 0, 255)), images, index)
+        )
         label = mask_png(name, _pannuke_mask, masks, index, types)
-        found.append(Found(site, name, image, label, split=FOLDS[fold] if published else None))
+        found.append(SourceSample(site, name, image, label, split=FOLDS[fold] if published else None))
     return found
 
 
@@ -102,17 +100,13 @@ def _load(path: Path) -> np.ndarray:
         raise DataError(f"{path}: expected a NumPy array; found none that can be read ({error})") from None
 
 
-def _pannuke_image(images: np.ndarray, index: int) -> bytes:
-    return png(np.clip(images[index], 0, 255))
-
-
 def _pannuke_mask(masks: np.ndarray, index: int, types: bool) -> np.ndarray:
     present = np.asarray(masks[index, :, :, : len(PANNUKE_TYPES)]) > 0
     numbers = np.arange(1, len(PANNUKE_TYPES) + 1) if types else 1
     return (present * numbers).max(axis=2)
 
 
-def read_monuseg(source: Path, options: Options) -> Reading:
+def read_monuseg(source: Path, options: Options) -> ImportResult:
     """Read MoNuSeg: 'Tissue Images'/NAME.tif with Annotations/NAME.xml; MoNuSegTestData, if there, is the test split.
 
     One site, because the names tell patients (TCGA barcodes) but no organs; --sites deals the patients out.
@@ -127,7 +121,7 @@ def read_monuseg(source: Path, options: Options) -> Reading:
         for image in files(kept, [".tif"]):
             xml = partner(image.stem, annotations, image, "annotation (*.xml)")
             found.append(_polygons("monuseg", image, xml, None, "test"))
-    return Reading(found, NUCLEUS)
+    return ImportResult(found, NUCLEUS)
 
 
 def _monuseg_training(source: Path) -> list[tuple[Path, Path]]:
@@ -140,7 +134,7 @@ def _monuseg_training(source: Path) -> list[tuple[Path, Path]]:
     return found
 
 
-def read_monusac(source: Path, options: Options) -> Reading:
+def read_monusac(source: Path, options: Options) -> ImportResult:
     """Read MoNuSAC: a folder per patient, pictures TCGA-HH-PPPP-..._N.tif (else .svs) with polygons in .xml of that name.
 
     A site per hospital, the second field of the barcode. Patients below a folder whose name has "Testing" are the
@@ -160,13 +154,13 @@ def read_monusac(source: Path, options: Options) -> Reading:
         found.append(_polygons(site, image, xml, (types, options.types), "test" if test else None))
     if not found:
         raise wrong_layout(source, MONUSAC_LAYOUT)
-    return Reading(found, _classes(MONUSAC_TYPES) if options.types else NUCLEUS)
+    return ImportResult(found, _classes(MONUSAC_TYPES) if options.types else NUCLEUS)
 
 
-def _polygons(site: str, image: Path, xml: Path, types: tuple[list[str], bool] | None, split: str | None) -> Found:
+def _polygons(site: str, image: Path, xml: Path, types: tuple[list[str], bool] | None, split: str | None) -> SourceSample:
     """Return a sample whose mask is drawn from an Aperio XML's regions; its patient is the barcode's first three fields."""
     patient = "-".join(image.stem.split("-")[:3])
-    return Found(site, patient, image, mask_png(image.stem, _draw, image, xml, types), split=split, is_patient=True)
+    return SourceSample(site, patient, image, mask_png(image.stem, _draw, image, xml, types), split=split, is_patient=True)
 
 
 def _draw(image: Path, xml: Path, types: tuple[list[str], bool] | None) -> np.ndarray:
@@ -197,31 +191,8 @@ def _type_value(xml: Path, annotation: ElementTree.Element, types: list[str], ap
     return types.index(name) + 1 if apart else 1
 
 
-def read_tnbc(source: Path, options: Options) -> Reading:
-    """Read TNBC (Naylor): Slide_XX/*.png with GT_XX/*.png, anything but 0 a nucleus; split by slide, which is a patient.
-
-    Raises DataError for another layout.
-    """
-    slides = [folder for folder in folders(source) if re.fullmatch(r"slide_\d+", folder.name.lower())]
-    found = []
-    for slide in slides:
-        annotated = child(slide.parent, "GT_" + slide.name.split("_")[1])
-        if annotated is None:
-            raise wrong_layout(slide.parent, f"GT_{slide.name.split('_')[1]} beside {slide.name}")
-        masks = by_stem(files(annotated, [".png"]))
-        for image in files(slide, [".png"]):
-            mask = partner(image.stem, masks, image, "mask")
-            check_sizes(image, mask)
-            label = mask if usable(mask, (0, 1)) else mask_png(image.stem, lambda path: grey(path) > 0, mask)
-            found.append(Found("tnbc", slide.name, image, label, is_patient=True))
-    if not found:
-        raise wrong_layout(source, TNBC_LAYOUT)
-    return Reading(found, NUCLEUS)
-
-
 SETS = {
     "pannuke": Importer(PANNUKE_LAYOUT, read_pannuke, has_types=True),
     "monuseg": Importer(MONUSEG_LAYOUT, read_monuseg),
     "monusac": Importer(MONUSAC_LAYOUT, read_monusac, has_types=True),
-    "tnbc": Importer(TNBC_LAYOUT, read_tnbc),
 }

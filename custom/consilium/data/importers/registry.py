@@ -11,35 +11,20 @@ from consilium.data.importers.base import Importer, Options
 from consilium.data.importers.write_datalists import earlier_imports, write_sites
 
 _ROOM = "consilium.data.importers"
+_MODULES = {
+    "image_folders": ("own",),
+    "table": ("csv",),
+    "published_pictures": ("polyp", "polyp-pranet", "fundus", "fundus-feddg", "tnbc", "oct-c8", "kvasir-v2"),
+    "nuclei": ("pannuke", "monuseg", "monusac"),
+    "volumes": ("prostate", "mnms"),
+    "published_texts": (
+        "gsm8k", "metamathqa", "medquad", "alpaca", "e2e", "boolq", "piqa", "hellaswag", "winogrande",
+    ),
+}  # fmt: skip
 IMPORTERS: Registry[Importer] = Registry(
-    "data set",
-    {
-        "own": f"{_ROOM}.image_folders:SETS",
-        "csv": f"{_ROOM}.table:SETS",
-        "polyp": f"{_ROOM}.polyps:SETS",
-        "polyp-pranet": f"{_ROOM}.polyps:SETS",
-        "fundus": f"{_ROOM}.pictures:SETS",
-        "fundus-feddg": f"{_ROOM}.pictures:SETS",
-        "pannuke": f"{_ROOM}.nuclei:SETS",
-        "monuseg": f"{_ROOM}.nuclei:SETS",
-        "monusac": f"{_ROOM}.nuclei:SETS",
-        "tnbc": f"{_ROOM}.nuclei:SETS",
-        "prostate": f"{_ROOM}.volumes:SETS",
-        "mnms": f"{_ROOM}.volumes:SETS",
-        "oct-c8": f"{_ROOM}.classes:SETS",
-        "kvasir-v2": f"{_ROOM}.classes:SETS",
-        "gsm8k": f"{_ROOM}.answers:SETS",
-        "metamathqa": f"{_ROOM}.answers:SETS",
-        "medquad": f"{_ROOM}.answers:SETS",
-        "alpaca": f"{_ROOM}.answers:SETS",
-        "e2e": f"{_ROOM}.answers:SETS",
-        "boolq": f"{_ROOM}.choices:SETS",
-        "piqa": f"{_ROOM}.choices:SETS",
-        "hellaswag": f"{_ROOM}.choices:SETS",
-        "winogrande": f"{_ROOM}.choices:SETS",
-    },
+    "data set", {name: f"{_ROOM}.{module}:SETS" for module, names in _MODULES.items() for name in names}
 )
-"""Importers by the name a user gives. A new one: an Importer in a file, and its line here."""
+"""Importers by the name a user gives. A new one: an Importer in a file, and its name here."""
 
 
 def import_set(
@@ -49,7 +34,7 @@ def import_set(
     options: Options = Options(),  # noqa: B008 - frozen
     add: bool = False,
 ) -> dict[str, Any]:
-    """Read the data set `name` from its published folders and write a data list per site; returns what import.json says.
+    """Read the data set `name` from its published folders and write a data list per site; returns its record in import.json.
 
     `add`: beside the sites of earlier imports. Raises ConfigError for an unknown name or impossible options, DataError for
     folders that look otherwise.

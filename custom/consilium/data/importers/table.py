@@ -10,7 +10,15 @@ from pathlib import Path
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.schema import nearest
 from consilium.data.identifiers import check_identifier
-from consilium.data.importers.base import NO_PATIENTS, Found, Importer, Options, Reading, renamed_notes, renamed_sites
+from consilium.data.importers.base import (
+    NO_PATIENTS,
+    Importer,
+    ImportResult,
+    Options,
+    SourceSample,
+    renamed_notes,
+    renamed_sites,
+)
 from consilium.data.safe_open import text_lines
 
 LAYOUT = (
@@ -32,7 +40,7 @@ class Row:
     values: Mapping[str, str]
 
 
-def read_table(source: Path, options: Options) -> Reading:
+def read_table(source: Path, options: Options) -> ImportResult:
     """Read pictures by their lines; the labels become the classes, sorted. Raises DataError, and ConfigError for a column."""
     rows = _rows(source, options.columns)
     sites = renamed_sites({row.values.get("site", "") or source.stem for row in rows}, source)
@@ -40,7 +48,7 @@ def read_table(source: Path, options: Options) -> Reading:
     _check_once(source, rows, found)
     notes = renamed_notes(sites) + ([] if "site" in rows[0].values else [ONE])
     notes += [] if all(one.is_patient for one in found) else [f"{source.name} {NO_PATIENTS}"]
-    return Reading(found, sorted({row.values["label"] for row in rows}), notes)
+    return ImportResult(found, sorted({row.values["label"] for row in rows}), notes)
 
 
 def _rows(source: Path, columns: Mapping[str, str]) -> list[Row]:
@@ -71,7 +79,7 @@ def _columns(source: Path, columns: Mapping[str, str], there: list[str]) -> dict
     return {field: name for field, name in named.items() if name in there}
 
 
-def _sample(source: Path, row: Row, sites: Mapping[str, str]) -> Found:
+def _sample(source: Path, row: Row, sites: Mapping[str, str]) -> SourceSample:
     """Return one line's picture. Raises DataError, which names the line."""
     values, where = row.values, f"{source}: line {row.number}"
     if not values["label"]:
@@ -83,7 +91,7 @@ def _sample(source: Path, row: Row, sites: Mapping[str, str]) -> Found:
         raise DataError(f"{where}: image {values['image']!r}: no such file; paths start at the table's folder")
     who = check_identifier(where, "patient", values.get("patient", ""))
     site = sites[values.get("site", "") or source.stem]
-    return Found(site, who or values["image"], image, values["label"], split=SPLITS[split], is_patient=bool(who))
+    return SourceSample(site, who or values["image"], image, values["label"], split=SPLITS[split], is_patient=bool(who))
 
 
 def _picture(path: Path) -> Path | None:
@@ -92,7 +100,7 @@ def _picture(path: Path) -> Path | None:
     return next((one for one in (path, *forms) if one.is_file()), None)
 
 
-def _check_once(source: Path, rows: list[Row], found: list[Found]) -> None:
+def _check_once(source: Path, rows: list[Row], found: list[SourceSample]) -> None:
     """Raise DataError for a picture of two lines: it could be in two splits, or of two classes."""
     known: dict[str, int] = {}
     for row, sample in zip(rows, found, strict=True):

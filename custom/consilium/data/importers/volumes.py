@@ -11,7 +11,18 @@ import numpy as np
 
 from consilium.core.errors import DataError
 from consilium.data import nifti
-from consilium.data.importers.base import Found, Importer, Made, Options, Reading, child, files, folders, slug, wrong_layout
+from consilium.data.importers.base import (
+    DerivedFile,
+    Importer,
+    ImportResult,
+    Options,
+    SourceSample,
+    child,
+    files,
+    folders,
+    slug,
+    wrong_layout,
+)
 from consilium.data.safe_open import reading
 
 HOSPITALS = {"RUNMC": "ISBI", "BMC": "ISBI_1.5", "I2CVB": "", "UCL": "", "BIDMC": "", "HK": ""}
@@ -24,17 +35,17 @@ MNMS_LAYOUT = "a *.csv with 'External code', 'VendorName' or 'Vendor', 'ED' and 
 ENDINGS = (".nii", ".nii.gz")
 
 
-def read_prostate(source: Path, options: Options) -> Reading:
+def read_prostate(source: Path, options: Options) -> ImportResult:
     """Read the multi-site prostate MRI of SAML (Liu et al.): a site per hospital, its planes that hold prostate.
 
     Label values 1 and 2 (two zones, where a hospital draws them) are both prostate: task.classes names both. A case is a
     patient.
     Where a segmentation's header turns its axes otherwise than the image's, voxels are assumed to lie in the same order, as
-    for the publisher's own loader, and the segmentation is written anew with the image's header.
+    for the publisher's own loader, and the segmentation is rewritten with the image's header.
     Raises DataError for another layout.
     """
     named = {name: _hospital(source, name, other) for name, other in HOSPITALS.items()}
-    found: list[Found] = []
+    found: list[SourceSample] = []
     for name, folder in named.items():
         if folder is not None:
             found += _read_hospital(folder, slug(name))
@@ -42,7 +53,7 @@ def read_prostate(source: Path, options: Options) -> Reading:
         raise wrong_layout(source, PROSTATE_LAYOUT)
     missing = ", ".join(name for name, folder in named.items() if folder is None)
     renamed = [f"{folder.name} is {name}" for name, folder in named.items() if folder and folder.name.lower() != name.lower()]
-    return Reading(found, {"prostate": [1, 2]}, renamed + ([f"not there: {missing}"] if missing else []))
+    return ImportResult(found, {"prostate": [1, 2]}, renamed + ([f"not there: {missing}"] if missing else []))
 
 
 def _hospital(source: Path, name: str, other: str) -> Path | None:
@@ -54,12 +65,12 @@ def _hospital(source: Path, name: str, other: str) -> Path | None:
     return there[0] if there else None
 
 
-def _read_hospital(folder: Path, site: str) -> list[Found]:
+def _read_hospital(folder: Path, site: str) -> list[SourceSample]:
     found = []
     for stem, path, mask_path in _cases(folder):
         mask, is_turned = _labels(path, mask_path, 3)
-        label = Made("masks", f"{stem}.nii.gz", partial(_pack_labels, path, mask_path, 3)) if is_turned else mask_path
-        found += [Found(site, stem, path, label, slice=plane, is_patient=True) for plane in _planes(mask)]
+        label = DerivedFile("masks", f"{stem}.nii.gz", partial(_pack_labels, path, mask_path, 3)) if is_turned else mask_path
+        found += [SourceSample(site, stem, path, label, slice=plane, is_patient=True) for plane in _planes(mask)]
     return found
 
 
@@ -82,7 +93,7 @@ def _by_case(folder: Path) -> dict[str, Path]:
     return {p.name.removesuffix(".gz").removesuffix(".nii").lower(): p for p in files(folder, ENDINGS)}
 
 
-def read_mnms(source: Path, options: Options) -> Reading:
+def read_mnms(source: Path, options: Options) -> ImportResult:
     """Read M&Ms: a site per vendor; the ED and ES frame (numbered from 0) of every case, planes with labels, split by case.
 
     Label values are the publisher's: 1 left ventricle, 2 myocardium, 3 right ventricle. Frames are written as 3-D NIfTI,
@@ -106,7 +117,7 @@ def read_mnms(source: Path, options: Options) -> Reading:
     absent = len(rows.keys() - cases.keys())
     notes = [f"{len(bare)} cases without labels are left out"] if bare else []
     notes += [f"{absent} cases of {table.name} have no volume there"] if absent else []
-    return Reading(found, {"left_ventricle": [1], "myocardium": [2], "right_ventricle": [3]}, notes)
+    return ImportResult(found, {"left_ventricle": [1], "myocardium": [2], "right_ventricle": [3]}, notes)
 
 
 def _table(source: Path) -> tuple[Path, dict[str, dict[str, str]]]:
@@ -119,7 +130,7 @@ def _table(source: Path) -> tuple[Path, dict[str, dict[str, str]]]:
     raise wrong_layout(source, MNMS_LAYOUT)
 
 
-def _read_case(path: Path, code: str, row: dict[str, str]) -> list[Found]:
+def _read_case(path: Path, code: str, row: dict[str, str]) -> list[SourceSample]:
     mask_path = path.with_name(f"{code}_sa_gt.nii.gz")
     if not mask_path.is_file():
         return []
@@ -129,9 +140,9 @@ def _read_case(path: Path, code: str, row: dict[str, str]) -> list[Found]:
     for phase in ("ED", "ES"):
         frame, name = _frame(path, row, phase, count), f"{code}_{phase}.nii.gz"
         mask, _ = _labels(path, mask_path, 4, frame)
-        image = Made("images", name, partial(_pack_frame, path, frame))
-        label = Made("masks", name, partial(_pack_labels, path, mask_path, 4, frame))
-        found += [Found(vendor, code, image, label, slice=plane, is_patient=True) for plane in _planes(mask)]
+        image = DerivedFile("images", name, partial(_pack_frame, path, frame))
+        label = DerivedFile("masks", name, partial(_pack_labels, path, mask_path, 4, frame))
+        found += [SourceSample(vendor, code, image, label, slice=plane, is_patient=True) for plane in _planes(mask)]
     return found
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,19 @@ from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.data.datalist import SPLITS
 from consilium.data.identifiers import canonical
-from consilium.data.importers.base import Found, Line, Made, Options, Reading, Sample
-from consilium.data.safe_open import whole
+from consilium.data.importers.base import DerivedFile, ImportResult, Options, Sample, SourceSample, TextRecord
+from consilium.data.safe_open import is_encodable
 
 Sites = dict[str, dict[str, list[Sample]]]
 """Samples by site and split."""
 HOLDS = ("import.json", "*/datalist.json", "*/site.yaml", "datalist.json", "*/training.jsonl", "*/train.jsonl")
-"""What says that a folder holds sites."""
+"""Files by which a folder of sites is recognised."""
 
 
-def write_sites(reading: Reading, name: str, source: Path, dest: Path, options: Options, add: bool = False) -> dict[str, Any]:
-    """Write `dest`/SITE/datalist.json, or JSONL files for texts, and import.json; returns what import.json says of it.
+def write_sites(
+    reading: ImportResult, name: str, source: Path, dest: Path, options: Options, add: bool = False
+) -> dict[str, Any]:
+    """Write `dest`/SITE/datalist.json, or JSONL files for texts, and import.json; returns the record there.
 
     With `add` the folder may hold sites of earlier imports. Everything is written beside its place first, so a failure leaves
     `dest` as it was. Raises DataError.
@@ -38,7 +40,17 @@ def write_sites(reading: Reading, name: str, source: Path, dest: Path, options: 
         raise DataError(f"{source}: {few}; lower --minimum, or --resplit where a site has test samples only")
     sites = renamed(found, options.rename)
     _check_fits(dest, sites, reading.classes, earlier)
-    summary = _summary(reading, sites, dropped, name, source, options)
+    left = [f"left out, too few samples or none to train on: {', '.join(dropped)}"] if dropped else []
+    alone = [site for site, splits in sites.items() if not splits["training"]]
+    left += [f"test samples only, so their site.yaml says test_only: {', '.join(alone)}"] if alone else []
+    summary = {
+        "name": name,
+        "source": str(source.resolve()),
+        "options": asdict(options) | {"only": list(options.only)},
+        "classes": reading.classes,
+        "sites": {site: {split: len(items) for split, items in splits.items()} for site, splits in sites.items()},
+        "notes": [*reading.notes, *left],
+    }
     _write_all(dest, sites, reading.classes, {"imports": [*earlier, summary]})
     return summary
 
@@ -61,7 +73,7 @@ def _write_all(dest: Path, sites: Sites, classes: Any, record: dict[str, Any]) -
 
 
 def earlier_imports(dest: Path, add: bool) -> list[dict[str, Any]]:
-    """Return what import.json says of the imports before, with `add`. Raises DataError if the folder cannot take more."""
+    """Return the records of earlier imports, with `add`. Raises DataError if the folder cannot take more."""
     if dest.exists() and not dest.is_dir():
         raise DataError(f"{dest}: is a file; give a folder")
     if not any(next(dest.glob(pattern), None) for pattern in HOLDS):
@@ -101,10 +113,14 @@ def arrange(samples: Sequence[Sample], name: str, options: Options) -> tuple[Sit
     Raises DataError for a site to take that is not there, or more sites than patients.
     """
     samples = [
-        replace(one, group=canonical(one.group)) if isinstance(one, Found) and one.is_patient else one for one in samples
+        replace(one, group=canonical(one.group)) if isinstance(one, SourceSample) and one.is_patient else one for one in samples
     ]
     samples = [replace(one, split=None) for one in samples] if options.resplit else samples
-    samples = _only(samples, options.only) if options.only else samples
+    if options.only:
+        there = sorted({sample.site for sample in samples})
+        if unknown := [site for site in options.only if site not in there]:
+            raise DataError(f"--only: no site {unknown[0]!r}; there are {', '.join(there)}")
+        samples = [sample for sample in samples if sample.site in options.only]
     samples = pool(samples, name, options) if options.sites else samples
     by_site: dict[str, list[Sample]] = {}
     for sample in samples:
@@ -114,24 +130,11 @@ def arrange(samples: Sequence[Sample], name: str, options: Options) -> tuple[Sit
     for site, mine in sorted(by_site.items()):
         splits = split_site(mine, site, options)
         enough = sum(map(len, splits.values())) >= options.minimum
-        if enough and (splits["training"] or all(isinstance(one, Found) and one.split == "test" for one in mine)):
+        if enough and (splits["training"] or all(isinstance(one, SourceSample) and one.split == "test" for one in mine)):
             found[site] = splits
         else:
             dropped.append(site)
     return found, dropped
-
-
-def _of_one_spelling(sample: Sample) -> Sample:
-    """Return a sample whose patient is written as every other one of that patient."""
-    is_patient = isinstance(sample, Found) and sample.is_patient
-    return replace(sample, group=canonical(sample.group)) if is_patient else sample
-
-
-def _only(samples: Sequence[Sample], sites: Sequence[str]) -> list[Sample]:
-    there = sorted({sample.site for sample in samples})
-    if unknown := [site for site in sites if site not in there]:
-        raise DataError(f"--only: no site {unknown[0]!r}; there are {', '.join(there)}")
-    return [sample for sample in samples if sample.site in sites]
 
 
 def pool(samples: Sequence[Sample], name: str, options: Options) -> list[Sample]:
@@ -151,13 +154,13 @@ def pool(samples: Sequence[Sample], name: str, options: Options) -> list[Sample]
 
 
 def _moved(sample: Sample, site: str) -> Sample:
-    """Return the sample at another site; what it names keeps its old site's name in front, so that nothing meets."""
+    """Return the sample at another site; its names get the old site's name as a prefix, so that none collide."""
     group = f"{sample.site}/{sample.group}"
-    if isinstance(sample, Line):
+    if isinstance(sample, TextRecord):
         return replace(sample, site=site, group=group)
 
-    def named(part: Path | Made) -> Path | Made:
-        return replace(part, name=f"{sample.site}-{part.name}") if isinstance(part, Made) else part
+    def named(part: Path | DerivedFile) -> Path | DerivedFile:
+        return replace(part, name=f"{sample.site}-{part.name}") if isinstance(part, DerivedFile) else part
 
     image, label = named(sample.image), sample.label if isinstance(sample.label, str) else named(sample.label)
     return replace(sample, site=site, group=group, image=image, label=label)
@@ -174,7 +177,11 @@ def split_site(samples: Sequence[Sample], site: str, options: Options) -> dict[s
     for stratum in sorted({_stratum(sample) for sample in samples}):
         groups = sorted({s.group for s in samples if s.split is None and _stratum(s) == stratum})
         order = np.random.default_rng(seed_for(options.seed, "import", site, stratum)).permutation(len(groups))
-        chosen |= {(stratum, groups[index]): split for index, split in zip(order, _cut(len(groups), shares), strict=True)}
+        names: list[str] = []
+        for split, share in shares.items():  # rounded shares, but always one group for training
+            names += [split] * min(int(share * len(groups) + 0.5), max(len(groups) - 1 - len(names), 0))
+        names += ["training"] * (len(groups) - len(names))
+        chosen |= {(stratum, groups[index]): split for index, split in zip(order, names, strict=True)}
     found: dict[str, list[Sample]] = {split: [] for split in SPLITS}
     for sample in samples:
         found[sample.split or chosen[_stratum(sample), sample.group]].append(sample)
@@ -182,39 +189,22 @@ def split_site(samples: Sequence[Sample], site: str, options: Options) -> dict[s
 
 
 def _stratum(sample: Sample) -> str:
-    return sample.label if isinstance(sample, Found) and isinstance(sample.label, str) else ""
-
-
-def _cut(count: int, shares: dict[str, float]) -> Iterable[str]:
-    """Return a split for each of `count` groups: rounded shares, but always one group for training."""
-    names: list[str] = []
-    for split, share in shares.items():
-        names += [split] * min(int(share * count + 0.5), max(count - 1 - len(names), 0))
-    return names + ["training"] * (count - len(names))
-
-
-def _summary(reading: Reading, sites: Sites, dropped: list[str], name: str, source: Path, options: Options) -> dict[str, Any]:
-    counts = {site: {split: len(items) for split, items in splits.items()} for site, splits in sites.items()}
-    left = [f"left out, too few samples or none to train on: {', '.join(dropped)}"] if dropped else []
-    alone = [site for site, splits in sites.items() if not splits["training"]]
-    left += [f"test samples only, so their site.yaml says test_only: {', '.join(alone)}"] if alone else []
-    found = {
-        "name": name,
-        "source": str(source.resolve()),
-        "options": asdict(options) | {"only": list(options.only)},
-        "classes": reading.classes,
-    }
-    return found | {"sites": counts, "notes": [*reading.notes, *left]}
+    return sample.label if isinstance(sample, SourceSample) and isinstance(sample.label, str) else ""
 
 
 def _write_site(folder: Path, site: str, splits: dict[str, list[Sample]], classes: Any) -> None:
-    texts = {split: [one.record for one in samples if isinstance(one, Line)] for split, samples in splits.items()}
+    texts = {split: [one.record for one in samples if isinstance(one, TextRecord)] for split, samples in splits.items()}
     if any(texts.values()):
         for split, records in texts.items():
             write_records(folder / f"{split}.jsonl", records)
         return
     done: Counter[str] = Counter()
-    entries = {s: [_entry(folder, one, done) for one in samples if isinstance(one, Found)] for s, samples in splits.items()}
+    entries: dict[str, list[dict[str, Any]]] = {split: [] for split in splits}
+    for split, samples in splits.items():
+        for one in (sample for sample in samples if isinstance(sample, SourceSample)):
+            entry: dict[str, Any] = {"image": _place(folder, one.image, done), "label": _place(folder, one.label, done)}
+            plane = {} if one.slice is None else {"slice": one.slice}
+            entries[split].append(entry | plane | ({"patient": one.group} if one.is_patient else {}))
     text = json.dumps({"name": site, "labels": classes, **entries}, indent=1)
     write_atomic(folder / "datalist.json", text.encode(), PUBLIC)
     if not entries["training"]:
@@ -224,7 +214,7 @@ def _write_site(folder: Path, site: str, splits: dict[str, list[Sample]], classe
 def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """Write a JSONL file, unless there are no records. Raises DataError for a text that cannot be written down."""
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
-    if broken := next((line for line in lines if not whole(line)), None):
+    if broken := next((line for line in lines if not is_encodable(line)), None):
         raise DataError(
             f"{path.name}: a record has half a character in it (a surrogate): {ascii(broken)[:160]}; mend the source"
         )
@@ -232,15 +222,9 @@ def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
         write_atomic(path, "\n".join([*lines, ""]).encode(), PUBLIC)
 
 
-def _entry(folder: Path, sample: Found, done: Counter[str]) -> dict[str, Any]:
-    entry: dict[str, Any] = {"image": _place(folder, sample.image, done), "label": _place(folder, sample.label, done)}
-    plane = {} if sample.slice is None else {"slice": sample.slice}
-    return entry | plane | ({"patient": sample.group} if sample.is_patient else {})
-
-
-def _place(folder: Path, part: Path | Made | str, done: Counter[str]) -> str:
-    """Return what the list says: a class, an original's absolute path, or the path of a file written here, once."""
-    if not isinstance(part, Made):
+def _place(folder: Path, part: Path | DerivedFile | str, done: Counter[str]) -> str:
+    """Return an entry's class, the absolute path of an original, or the path of a file that is written here once."""
+    if not isinstance(part, DerivedFile):
         return part if isinstance(part, str) else str(part.resolve())
     relative = f"{part.folder}/{part.name}"
     if not done[relative]:

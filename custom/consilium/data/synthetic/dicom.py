@@ -11,11 +11,11 @@ from pydicom.sr.codedict import codes
 from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian
 
 from consilium.core.seeding import seed_for
-from consilium.data.synthetic.studies import LABELS, WINDOW, Study
+from consilium.data.synthetic.study import LABELS, WINDOW, Study
 
 DAY, TIME = "20200101", "120000"
 OFFSET = -1024
-"""What a stored value of 0 is in Hounsfield units."""
+"""The stored value 0 in Hounsfield units."""
 
 
 def write_dicom(folder: Path, study: Study) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def _slice(study: Study, k: int) -> Dataset:
 
 
 def _about(study: Study, k: int) -> Dataset:
-    """Return what a file says of the patient, the study and itself: nobody's, and the same each time."""
+    """Return made-up elements of patient, study and file, equal in every run."""
     found = Dataset()
     found.file_meta = FileMetaDataset()
     found.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
@@ -91,7 +91,7 @@ def _segments(study: Study, slices: list[Dataset]) -> Segmentation:
 
 
 def _dated(found: Segmentation, dimensions: str) -> Segmentation:
-    """Return a segmentation without what highdicom takes from the clock and from chance."""
+    """Return a segmentation whose dates and identifiers are fixed, where highdicom takes them from clock and chance."""
     dated = ("Content", "Series", "InstanceCreation")
     for keyword, value in ((f"{what}{unit}", value) for what in dated for unit, value in (("Date", DAY), ("Time", TIME))):
         setattr(found, keyword, value)

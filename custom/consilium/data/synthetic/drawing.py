@@ -1,4 +1,4 @@
-"""What every kind of phantom is drawn with."""
+"""Drawing helpers of all phantoms."""
 
 import numpy as np
 from numpy.random import Generator

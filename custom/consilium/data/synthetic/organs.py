@@ -94,7 +94,7 @@ def draw_study(
 
 
 def _recorded(rng: Generator, units: np.ndarray, body: np.ndarray, look: np.ndarray) -> np.ndarray:
-    """Return what this site's scanner makes of true values: contrast, offset, shading, blur and noise of its own."""
+    """Return values as this site's scanner records them: contrast, offset, shading, blur and noise of its own."""
     tissue = (units - 40) * (1 + 0.5 * look[0]) + 40 + 60 * look[1]
     along = np.linspace(-0.5, 0.5, units.shape[0]).reshape(-1, 1, 1)
     seen = np.where(body > 0.5, tissue + 80 * look[2] * along, units)

@@ -77,7 +77,7 @@ def make_phantoms(
 ) -> Path:
     """Write images/, masks/ (not for cells) and datalist.json for one site into `folder`; return the data list's path.
 
-    `files`: what an organ's volumes are written as. `classes`: of how many a site has cells to learn from, None: of all. For
+    `files`: the format of an organ's volumes. `classes`: of how many a site has cells to learn from, None: of all. For
     texts it writes JSONL lists and returns the folder. Does nothing if the folder holds exactly this already.
     """
     if kind in RECORDS:

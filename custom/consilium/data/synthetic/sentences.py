@@ -5,7 +5,7 @@ nothing else tells, so that what there is to learn has about as many directions 
 
 *Appearance* changes how a site writes (P(x)): which of several wordings it prefers for notes and questions. *Annotation* is
 how unevenly it sees the three labels (P(y)) in training and validation; the test split has equally many of each. What a finding
-or a code means is the same everywhere. Nobody's records: every word is drawn from the lists below.
+or a code means is the same everywhere. The records are made up: every word is drawn from the lists below.
 """
 
 import json
@@ -66,7 +66,7 @@ def make_texts(
 
 
 def made(path: Path) -> dict:
-    """Return what a file says of the generated data beside it; nothing where there is none, or it broke off in the middle."""
+    """Return the parsed description of generated data; {} where it is missing or torn."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -5,7 +5,7 @@ Patients have one study or two. NIfTI and PNG do not say whose they are, so thei
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,28 +15,13 @@ from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
-from consilium.data.intensity import windowed
-from consilium.data.settings import PictureSettings, WindowConfig
+from consilium.data.pixel_values import windowed
+from consilium.data.settings import PictureSettings
 from consilium.data.synthetic.organs import draw_anatomy, draw_study, scan
 from consilium.data.synthetic.sentences import made
+from consilium.data.synthetic.study import LABELS, WINDOW, Study
 
 Files = Literal["nifti", "dicom", "png"]
-LABELS = ("background", "organ", "lesion")
-WINDOW = WindowConfig(center=60, width=400)
-"""What the scanner's files, and the PNGs, show."""
-
-
-@dataclass(frozen=True, eq=False)
-class Study:
-    """Values (i, j, k) int16, labels uint8, affine (4, 4). `patient` and `study` are made up; `name` is the files'."""
-
-    values: np.ndarray
-    labels: np.ndarray
-    affine: np.ndarray
-    patient: str
-    study: str
-    name: str
-    seed: int
 
 
 Entries = list[dict[str, Any]]
@@ -81,10 +66,10 @@ def _writer(files: str) -> Write:
     if files != "dicom":
         return {"nifti": write_nifti, "png": write_pictures}[files]
     try:
-        from consilium.data.synthetic.dicom import write_dicom
+        write: Write = import_module("consilium.data.synthetic.dicom").write_dicom
     except ModuleNotFoundError:
         raise DataError("--files dicom: install consilium[dicom] to write DICOM") from None
-    return write_dicom
+    return write
 
 
 def write_nifti(folder: Path, study: Study) -> Entries:

@@ -22,7 +22,7 @@ from consilium.config.site import Given
 from consilium.core.child_process import exit_reason, ignore_sigint, receive, send
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Observer, loading
-from consilium.data.store.folder import discard
+from consilium.data.store import discard_cache
 from consilium.flare.job.simulation import IDENTITIES, LOG, MARK, OUTPUT, write_settings
 from consilium.flare.kit.class_allow_list import CLASSES, allow_classes
 
@@ -105,7 +105,7 @@ class Simulator:
         if self._process.wait() > 0 or not (workspace / "results.json").is_file():
             raise ConsiliumError(f"the FLARE job did not complete: {_reason(workspace / LOG)}")
         for name in self._sites:
-            discard(workspace / "sites" / name)
+            discard_cache(workspace / "sites" / name)
 
     def _start(self, job: Path, workspace: Path) -> None:
         run: dict[str, Any] = {"n_clients": len(self._sites), "clients": ",".join(self._sites), "threads": self._threads}

@@ -1,16 +1,12 @@
 """Causal language models of `transformers`."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from consilium.core.lazy import lazy
 from consilium.models.architecture import FolderConfig, named_sets
 from consilium.models.registry import Cut, ModelKind
-
-if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedTokenizerBase
 
 
 class CausalLmConfig(FolderConfig):
@@ -42,30 +38,18 @@ class CausalLmConfig(FolderConfig):
         return known and (window is None or window >= self.max_length)
 
 
-def _build(config: CausalLmConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> "nn.Module":
-    from consilium.models.causal_lm.network import build_causal_lm
-    from consilium.models.folder import require_positions
-
-    model = build_causal_lm(config.variant, checkpoint, config.config, weights, use_checkpointing)
-    require_positions(model, config.max_length, getattr(task, "max_new_tokens", 0))  # another task may write nothing
-    return model
-
-
-def _tokenizer(config: CausalLmConfig, checkpoint: Path | None) -> "PreTrainedTokenizerBase":
-    from consilium.models.causal_lm.network import load_tokenizer
-
-    return load_tokenizer(config.variant, checkpoint, config.config)
-
-
 def _cut(model: Any) -> Cut:
-    """Return the cut behind the last norm, before the output embedding (N, T, D)."""
+    """Return the cut after the last norm, before the output embedding (N, T, D)."""
     return Cut(model.model.norm, model.get_output_embeddings().in_features, -1)
 
 
-def _save(folder: Path, model: Any, config: CausalLmConfig, task: Any, tokenizer: Any) -> str:
-    from consilium.models.causal_lm.export import save
-
-    return save(folder, model, tokenizer)
-
-
-CAUSAL_LM = ModelKind(CausalLmConfig, "language", _build, named_sets(), _tokenizer, _cut, _save)
+_NETWORK = "consilium.models.causal_lm.network"
+CAUSAL_LM = ModelKind(
+    CausalLmConfig,
+    "language",
+    lazy(f"{_NETWORK}:build"),
+    named_sets(),
+    lazy(f"{_NETWORK}:tokenizer_of"),
+    _cut,
+    lazy(f"{_NETWORK}:save"),
+)

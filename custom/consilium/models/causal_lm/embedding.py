@@ -1,4 +1,4 @@
-"""What a causal language model makes of a text as one point: its last hidden states' mean over the text's tokens."""
+"""Embeddings of texts by a causal language model: the mean of its last hidden states over a text's tokens."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ LONGEST = 512
 
 @torch.no_grad()
 def embeddings(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> np.ndarray:
-    """Return (N, D) float32. A text is read by itself, so that no other's padding has a say."""
+    """Return (N, D) float32. Each text is read alone, so that no padding changes it."""
     found, most = [], min(LONGEST, positions(model))
     for text in texts:
         with plain_failure():

@@ -16,12 +16,26 @@ from transformers.pytorch_utils import Conv1D
 
 from consilium.core.errors import ConfigError
 from consilium.models import folder
+from consilium.models.causal_lm import CausalLmConfig
+from consilium.models.export import page, save_text_model
 
 TINY_FOLDER = Path(__file__).parent.parent / "weights" / "tiny_lm"
 """config.json, model.safetensors (half precision) and tokenizer files; made by tests/pretraining/lm.py."""
 TURNED = "turned"
-"""Marks a linear layer whose weight the model's own architecture has the other way round."""
+"""Marks a linear layer whose weight is transposed in the model's own architecture."""
 Variant = Literal["tiny", "folder"]
+_LOAD = """import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".")
+model = AutoModelForCausalLM.from_pretrained(".", dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def logits(input_ids, attention_mask):
+    \"\"\"Map token ids and mask (N, T) to logits (N, T, vocabulary).\"\"\"
+    return model(input_ids=input_ids, attention_mask=attention_mask).logits
+"""
 _BOTH_WAYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_decoder": ((False,), "true"),
     "is_causal": ((False,), "true"),
@@ -29,7 +43,7 @@ _BOTH_WAYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "attn_type": (("bi",), "uni"),
     "use_bidirectional_attention": ((True, "all"), "false"),
 }
-"""By what keys, of what values, a model of `transformers` sees words behind, and which value it takes to see none."""
+"""Keys and values by which a model of `transformers` attends to later tokens, and the value that prevents it."""
 _ALWAYS_BOTH_WAYS = ("cpmant",)
 _NO_STEPS = {"reformer": "its code trains on texts of one length only, and hashes them otherwise at every look"}
 """Architectures that cannot be adapted here, and why."""
@@ -70,12 +84,12 @@ def build_causal_lm(
 def require_causal(model: PreTrainedModel) -> None:
     """Raise ConfigError for a model in which a token sees those behind it: its loss would be read off the answer.
 
-    `transformers` makes a language model of encoders too, and some architectures can be told to see both ways.
+    `transformers` builds language models from encoders too, and some architectures have a bidirectional option.
     """
     shape = model.config.get_text_config()
     key = next((key for key, (both, _) in _BOTH_WAYS.items() if getattr(shape, key, None) in both), None)
     if key == "is_decoder" and not any(vars(module).get(key) is False for module in model.modules()):
-        key = None  # it stands in the config.json of GPT-NeoX too, whose code never asks
+        key = None  # GPT-NeoX has this key too, and its code never reads it
     if key is None and shape.model_type not in _ALWAYS_BOTH_WAYS:
         return
     what = f"{shape.model_type!r} sees the words behind the one that it learns to say"
@@ -86,10 +100,10 @@ def require_causal(model: PreTrainedModel) -> None:
 
 
 def use_linear_layers(model: nn.Module) -> None:
-    """Put linear layers in the place of GPT-2's `Conv1D`, which is one with its weight (in, out) the other way round.
+    """Replace GPT-2's `Conv1D`, a linear layer with a transposed weight (in, out), by linear layers.
 
     Adapters and merges then know one kind of layer. An adapter's own tensors are the same for both.
-    Falcon's linear layer is a plain one that writes the product out.
+    Falcon's linear layer is a plain one with its product written out.
     """
     for module in model.modules():
         if type(module).__name__ == "FalconLinear":
@@ -104,7 +118,7 @@ def use_linear_layers(model: nn.Module) -> None:
 
 
 def use_own_layers(model: nn.Module) -> None:
-    """Put a model's own `Conv1D` back where `use_linear_layers` has put linear layers, with what these have by now."""
+    """Undo `use_linear_layers`: put `Conv1D` back, with the current weights of the linear layers."""
     for name, module in [(n, m) for n, m in model.named_modules() if TURNED in vars(m)]:
         parent, _, own = name.rpartition(".")
         layer = Conv1D(module.out_features, module.in_features)
@@ -117,3 +131,29 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer beside the weights; see folder.py."""
     return folder.load_tokenizer(TINY_FOLDER if variant == "tiny" else checkpoint, config)
+
+
+def build(
+    config: CausalLmConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool
+) -> PreTrainedModel:
+    """See registry.Build."""
+    model = build_causal_lm(config.variant, checkpoint, config.config, weights, use_checkpointing)
+    folder.require_positions(model, config.max_length, getattr(task, "max_new_tokens", 0))  # another task may write no answers
+    return model
+
+
+def tokenizer_of(config: CausalLmConfig, checkpoint: Path | None) -> PreTrainedTokenizerBase:
+    """See registry.ModelKind."""
+    return load_tokenizer(config.variant, checkpoint, config.config)
+
+
+def save(target: Path, model: PreTrainedModel, config: CausalLmConfig, task: Any, tokenizer: PreTrainedTokenizerBase) -> str:
+    """See registry.Saved."""
+    cache = model.generation_config.use_cache if model.generation_config else None
+    use_own_layers(model)
+    save_text_model(target, model, tokenizer, cache)
+    about = (
+        "A `transformers` folder with its tokenizer, in 32 bits, as it was evaluated. "
+        "Prompts must be built as in training: see `task:` in job.yaml."
+    )
+    return page(about, _LOAD)

@@ -1,14 +1,11 @@
 """CLIP-like vision towers with a trained head, for classification."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from consilium.core.lazy import lazy
 from consilium.models.registry import Cut, ModelConfig, ModelKind, TargetSet
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class ClipConfig(ModelConfig):
@@ -22,31 +19,14 @@ class ClipConfig(ModelConfig):
     image_size: Annotated[int, Field(ge=16, le=4096, description="pixels, a multiple of the variant's patch size")]
 
     @property
-    def image_side(self) -> int:
-        """See ModelConfig."""
-        return self.image_size
-
-    @property
     def padding(self) -> tuple[int, int, int]:
         """See ModelConfig."""
         return 123, 117, 104  # 255 times 0.481, 0.458, 0.408
 
 
-def _build(config: ClipConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> "nn.Module":
-    from consilium.models.clip.network import build_clip
-
-    return build_clip(config.variant, checkpoint, config.image_size, task.outputs, weights, use_checkpointing)
-
-
 def _cut(model: Any) -> Cut:
     """Return the cut before the classifier's head: the class token, projected (N, F)."""
     return Cut(model.projection, model.head.in_features, -1)
-
-
-def _save(folder: Path, model: Any, config: ClipConfig, task: Any, tokenizer: Any) -> str:
-    from consilium.models.clip.export import save
-
-    return save(folder, model, config, task)
 
 
 _TOWER = r"vision_model\.(encoder\.)?layers\.\d+"
@@ -58,4 +38,11 @@ TARGETS = {
 }
 """Layers to adapt, by full module names."""
 
-CLIP = ModelKind(ClipConfig, "classification", _build, TARGETS, cut=_cut, save=_save)
+CLIP = ModelKind(
+    ClipConfig,
+    "classification",
+    lazy("consilium.models.clip.network:build"),
+    TARGETS,
+    cut=_cut,
+    save=lazy("consilium.models.clip.export:save"),
+)

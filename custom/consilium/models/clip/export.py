@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import ViTForImageClassification
 
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.models.clip import ClipConfig
 from consilium.models.clip.network import PIXEL_MEAN, PIXEL_STD, ClipClassifier
-from consilium.models.export import save_pretrained
+from consilium.models.export import HEAD_FILE, page, save_head, save_pretrained
 
 BILINEAR = 2  # as PIL counts filters
 _VIT = """import torch
@@ -39,15 +38,15 @@ def logits(images):
 """
 
 
-def save(folder: Path, model: ClipClassifier, config: ClipConfig, task: Any) -> str:
-    """See Saved. A ViT becomes a ViTForImageClassification; CLIP's own has no such class, so its head gets a file."""
+def save(folder: Path, model: ClipClassifier, config: ClipConfig, task: Any, tokenizer: Any) -> str:
+    """See registry.Saved. A ViT becomes a ViTForImageClassification; CLIP's own has no such class, so its head gets a file."""
     size, outputs = config.image_size, model.head.out_features
     _save_processor(folder, size, "CLIPImageProcessor" if config.variant == "clip" else "ViTImageProcessor")
     pixels = {"mean": list(PIXEL_MEAN), "std": list(PIXEL_STD), "size": size, "outputs": outputs}
     if config.variant == "clip":
         save_pretrained(folder, model.vision_model)
-        save_file({n: t.detach().cpu().contiguous() for n, t in model.head.state_dict().items()}, folder / "head.safetensors")
-        about = "`AutoModel` loads the vision tower; the head, on its `pooler_output`, is head.safetensors."
+        save_head(folder, model.head.state_dict())
+        about = f"`AutoModel` loads the vision tower; the head, on its `pooler_output`, is {HEAD_FILE}."
         begin, answer = (
             _CLIP.format(width=model.head.in_features, outputs=outputs),
             "head(tower((images - mean) / std).pooler_output)",
@@ -56,7 +55,7 @@ def save(folder: Path, model: ClipClassifier, config: ClipConfig, task: Any) -> 
         save_pretrained(folder, _as_vit(model, getattr(task, "classes", None)))
         about = "A `transformers` folder: `AutoModelForImageClassification` loads it."
         begin, answer = _VIT, "model((images - mean) / std).logits"
-    return f"{about}\n\n```python\n{begin}{_LOGITS.format(answer=answer, **pixels)}```\n"
+    return page(about, begin + _LOGITS.format(answer=answer, **pixels))
 
 
 @torch.no_grad()

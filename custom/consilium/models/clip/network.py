@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, PreTrainedModel, ViTConfig, ViTModel
 
 from consilium.core.errors import ConfigError
-from consilium.models.clip import published
+from consilium.models.clip import ClipConfig, published
 
 TINY_WEIGHTS = Path(__file__).parent.parent / "weights" / "tiny_clip.safetensors"
 PIXEL_MEAN, PIXEL_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -92,6 +92,11 @@ def build_clip(
     if gradient_checkpointing:
         model.vision_model.activation_checkpointing_enable({"use_reentrant": False})
     return model.eval()
+
+
+def build(config: ClipConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> ClipClassifier:
+    """See registry.Build."""
+    return build_clip(config.variant, checkpoint, config.image_size, task.outputs, weights, use_checkpointing)
 
 
 def _tower(variant: str, shape: Shape, size: int, activation: str) -> PreTrainedModel:

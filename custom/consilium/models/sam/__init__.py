@@ -1,19 +1,12 @@
 """SAM, a frozen one, for segmentation."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from consilium.core.lazy import lazy
 from consilium.models.architecture import PictureFolderConfig
-from consilium.models.registry import Cut, Graph, ModelKind, TargetSet
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor, nn
-
-    from consilium.models.sam.prompts import Prompt
+from consilium.models.registry import Cut, ModelKind, TargetSet
 
 
 class SamConfig(PictureFolderConfig):
@@ -34,32 +27,8 @@ class SamConfig(PictureFolderConfig):
     apart: ClassVar[tuple[str, ...]] = ("sam", "sam_hq", "sam2", "sam3_tracker")
 
 
-def _build(config: SamConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> "nn.Module":
-    prompt: Prompt = getattr(task, "prompt", "none")
-    if config.variant == "folder":
-        from consilium.models.sam.promptable import build_promptable
-
-        return build_promptable(config, checkpoint, len(task.classes), prompt, weights, use_checkpointing)
-    from consilium.models.sam.network import build_sam
-
-    kept = {"gradient_checkpointing": use_checkpointing, "weights": weights}
-    return build_sam(config.variant, checkpoint, config.image_size, len(task.classes), prompt, config.attention, **kept)
-
-
-def _split(model: "nn.Module") -> None:
-    from consilium.models.sam.attention import split_qkv
-
-    split_qkv(model)
-
-
-def _fuse(values: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
-    from consilium.models.sam.attention import fuse_qkv
-
-    return fuse_qkv(values)
-
-
 def _cut(model: Any) -> Cut:
-    """Return the cut behind the encoder's neck, whose output is the image embedding (N, C, h, w).
+    """Return the cut after the encoder's neck, whose output is the image embedding (N, C, h, w).
 
     Raises AttributeError for SAM 2 and 3, whose neck has several.
     """
@@ -69,42 +38,22 @@ def _cut(model: Any) -> Cut:
     return Cut(neck, neck[0].out_channels, 1)
 
 
-def _save(folder: Path, model: Any, config: SamConfig, task: Any, tokenizer: Any) -> str:
-    if config.variant == "folder":
-        from consilium.models.sam import promptable
-
-        return promptable.save(folder, model, config)
-    from consilium.models.sam.export import save
-
-    return save(folder, model, config)
+_KIND, _ATTENTION = "consilium.models.sam.kind", "consilium.models.sam.attention"
 
 
-def _graphs(model: Any) -> "dict[str, Graph]":
-    if not hasattr(model, "image_encoder"):
-        return {"model": Graph(model, ("images",) if model.prompt == "none" else ("images", "prompts"), "logits")}
-    from consilium.models.sam.export import graphs
-
-    return graphs(model)
-
-
-def _set(name: str, pattern: str, split: bool = False) -> TargetSet:
+def _set(name: str, pattern: str) -> TargetSet:
     """Return a set of layers to adapt: of Meta's layout by a pattern, of a folder's by what layers do."""
-
-    def select(model: "nn.Module") -> str:
-        if hasattr(model, "image_encoder"):
-            return pattern
-        from consilium.models.sam import promptable
-
-        return promptable.pattern(name, model)
-
-    return TargetSet(select=select, prepare=_split, fuse=_fuse) if split else TargetSet(select=select)
+    select = lazy(f"{_KIND}:select_layers", name, pattern)
+    if name != "qv":
+        return TargetSet(select=select)
+    return TargetSet(select=select, prepare=lazy(f"{_ATTENTION}:split_qkv"), fuse=lazy(f"{_ATTENTION}:fuse_qkv"))
 
 
 _ENCODER, _DECODER = r"image_encoder\.blocks\.\d+", r"mask_decoder\.transformer\..*"
 TARGETS = {
     "paper": _set("paper", rf"{_ENCODER}\.attn\.qkv|{_DECODER}\.(q_proj|k_proj|v_proj|out_proj)"),
     "encoder-qkv": _set("encoder-qkv", rf"{_ENCODER}\.attn\.qkv"),
-    "qv": _set("qv", rf"{_ENCODER}\.attn\.qkv\.(q|v)|{_DECODER}\.(q_proj|v_proj)", split=True),
+    "qv": _set("qv", rf"{_ENCODER}\.attn\.qkv\.(q|v)|{_DECODER}\.(q_proj|v_proj)"),
     "all-linear": _set(
         "all-linear",
         rf"{_ENCODER}\.(attn\.qkv|attn\.proj|mlp\.lin1|mlp\.lin2)"
@@ -113,4 +62,13 @@ TARGETS = {
 }
 """Layers to adapt, by full module names."""
 
-SAM = ModelKind(SamConfig, "segmentation", _build, TARGETS, cut=_cut, save=_save, graphs=_graphs, encoder="image_encoder")
+SAM = ModelKind(
+    SamConfig,
+    "segmentation",
+    lazy(f"{_KIND}:build"),
+    TARGETS,
+    cut=_cut,
+    save=lazy(f"{_KIND}:save"),
+    graphs=lazy(f"{_KIND}:graphs"),
+    encoder="image_encoder",
+)

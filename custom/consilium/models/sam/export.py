@@ -5,11 +5,11 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from consilium.models.export import save_weights
+from consilium.models.export import page, save_weights
 from consilium.models.registry import Graph
 from consilium.models.sam import SamConfig, med2d
 from consilium.models.sam.attention import join_qkv
-from consilium.models.sam.network import MASK_TOKENS, SHAPES, PromptedSam, Shape
+from consilium.models.sam.network import MASK_TOKENS, SHAPES, PromptedSam
 
 _PUBLISHED = """import torch
 from safetensors.torch import load_file
@@ -77,29 +77,27 @@ def logits(images, prompts):
 
 
 def save(folder: Path, model: PromptedSam, config: SamConfig) -> str:
-    """See Saved. The position embeddings are those of the job's image size."""
+    """See registry.Saved. The position embeddings are those of the job's image size."""
     join_qkv(model)
     save_weights(folder, model)
-    return _page(model, config)
+    return loading_page(model, config)
 
 
-def _page(model: PromptedSam, config: SamConfig) -> str:
+def loading_page(model: PromptedSam, config: SamConfig) -> str:
+    """Return the page that says how `segment_anything` loads the model."""
     shape, size, masks = SHAPES[config.variant], config.image_size, model.mask_decoder.num_multimask_outputs
     meta = config.variant != "tiny" and not shape.adapted
     published = meta and (size, masks) == (shape.native, MASK_TOKENS - 1)
-    begin = _PUBLISHED.format(variant=config.variant) if published else _by_classes(shape, size, masks)
-    begin += med2d.SOURCE if shape.adapted else ""
-    loaded = {"none": _LOADED, "box": _BOXED, "point": _POINTED}[model.prompt]
-    code = begin + loaded.format(size=size, classes=len(model.mask_tokens), several=model.mask_tokens != [0])
-    return f"{_about(model, config, published)}\n\n```python\n{code}```\n"
-
-
-def _by_classes(shape: Shape, size: int, masks: int) -> str:
-    return _CLASSES.format(
+    classes = _CLASSES.format(
         depth=shape.depth, width=shape.width, size=size, heads=shape.heads, patch=shape.patch, blocks=shape.global_blocks,
         window=shape.window, prompt=shape.prompt, grid=size // shape.patch, masks=masks, mlp=shape.decoder_mlp,
         decoder_heads=shape.decoder_heads,
     )  # fmt: skip
+    begin = _PUBLISHED.format(variant=config.variant) if published else classes
+    begin += med2d.SOURCE if shape.adapted else ""
+    loaded = {"none": _LOADED, "box": _BOXED, "point": _POINTED}[model.prompt]
+    code = begin + loaded.format(size=size, classes=len(model.mask_tokens), several=model.mask_tokens != [0])
+    return page(_about(model, config, published), code)
 
 
 def _about(model: PromptedSam, config: SamConfig, published: bool) -> str:

@@ -5,7 +5,7 @@ Beside a block's MLP, on the same normalized input x (B, H, W, C), stands
     Adapter(x) = LayerNorm(x + deconv(conv(c * x)))        c = sigmoid(W2 relu(W1 mean over places of x))
 
 so that a block is x + MLP(norm x) + Adapter(norm x), with names as in the published file. Layout by the public code of
-OpenGVLab/SAM-Med2D (Apache-2.0), written anew here; the published weights themselves were not at hand to compare.
+OpenGVLab/SAM-Med2D (Apache-2.0), rewritten here; not compared with the published weights.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from segment_anything.modeling import Sam
 from torch import Tensor, nn
 
 MARK = "image_encoder.blocks.0.Adapter.norm.weight"
-"""A tensor that tells such a file from Meta's."""
+"""A tensor that only such a file has, not Meta's."""
 SOURCE = """
 
 class Adapter(torch.nn.Module):
@@ -45,7 +45,7 @@ for block in sam.image_encoder.blocks:
     beside(block)
 
 """
-"""The same for a page that says how to load a model."""
+"""The same code for the page of an exported model."""
 
 
 class Adapter(nn.Module):

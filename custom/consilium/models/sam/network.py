@@ -113,7 +113,7 @@ class PromptedSam(Sam):
         return low[:, own, own] if self.prompt == "point" else low[:, :, 0]
 
     def _encoded(self, prompts: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return what SAM's prompt encoder makes of a prompt for each picture: (N or 1, n, width), (N or 1, width, h, w)."""
+        """Return SAM's encoding of a prompt for each picture: (N or 1, n, width), (N or 1, width, h, w)."""
         encoder = self.prompt_encoder
         sparse, dense = encoder(points=None, boxes=None, masks=None)
         if prompts is None:

@@ -1,11 +1,11 @@
-"""SAM and what followed it (SAM 2, SAM 3's tracker, SAM-HQ) by `transformers`' classes for mask generation, from a folder.
+"""SAM and its successors (SAM 2, SAM 3's tracker, SAM-HQ) by `transformers`' classes for mask generation, from a folder.
 
 All of them take pictures, boxes and points by the same names and return masks alike, so one forward serves them all. Names of
 layers are those of `transformers`: plain PEFT loads what is exported.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +14,11 @@ from transformers import AutoModelForMaskGeneration, PreTrainedModel
 
 from consilium.core.errors import ConfigError
 from consilium.models import folder
-from consilium.models.export import save_pretrained
+from consilium.models.export import page, save_pretrained
 from consilium.models.registry import pattern_of
+from consilium.models.sam import SamConfig
 from consilium.models.sam.prompts import Prompt, known_boxes, known_points, require
 from consilium.models.targets import layers_of
-
-if TYPE_CHECKING:
-    from consilium.models.sam import SamConfig
 
 KNOWN = folder.Known("promptable segmentation model", "sam, sam2, sam_hq, sam3_tracker")
 MOST_CLASSES = 3
@@ -49,12 +47,12 @@ _GIVEN = {
         "input_points=prompts[:, :, None], input_labels=torch.ones_like(prompts[:, :, :1], dtype=torch.int64), ",
     ),
 }
-"""How an exported page speaks of prompts, and how it gives them."""
+"""An exported page's words about prompts, and its arguments for them."""
 _OWN = "masks.diagonal(dim1=1, dim2=2).movedim(-1, 1)"
 
 
 class Promptable(PreTrainedModel):
-    """What `build_promptable` makes of a model, beside the model's own class: pictures and boxes in, mask logits out."""
+    """Methods that `build_promptable` adds to the model's own class: pictures and prompts in, mask logits out."""
 
     pixel_mean: Tensor
     pixel_std: Tensor
@@ -81,7 +79,7 @@ class Promptable(PreTrainedModel):
 
 
 def build_promptable(
-    config: "SamConfig", checkpoint: Path | None, classes: int, prompt: Prompt, weights: bool, use_checkpointing: bool
+    config: SamConfig, checkpoint: Path | None, classes: int, prompt: Prompt, weights: bool, use_checkpointing: bool
 ) -> PreTrainedModel:
     """Return the folder's model, in evaluation mode; `weights=False` lays it out only.
 
@@ -99,10 +97,9 @@ def build_promptable(
     if hasattr(model.mask_decoder, "dynamic_multimask_via_stability"):  # it would choose another mask picture by picture
         model.config.mask_decoder_config.dynamic_multimask_via_stability = False
         model.mask_decoder.dynamic_multimask_via_stability = False
-    for name, values in zip(("pixel_mean", "pixel_std"), config.pixels, strict=True):
-        model.register_buffer(name, 255 * torch.tensor(values).view(3, 1, 1), persistent=False)
+    folder.register_pixels(model, config.pixels)
     model.count, model.prompt = classes, prompt
-    model.__class__ = type(f"Promptable{type(model).__name__}", (Promptable, type(model)), {})
+    folder.extend_class(model, Promptable)
     if use_checkpointing:
         folder.use_checkpointing(model)
     return model.eval()
@@ -138,8 +135,8 @@ def pattern(name: str, model: nn.Module) -> str:
     return pattern_of(sets[name])
 
 
-def save(folder: Path, model: Any, config: "SamConfig") -> str:
-    """See Saved."""
+def save(target: Path, model: Any, config: SamConfig) -> str:
+    """See registry.Saved."""
     prompt, several = model.prompt, model.prompt != "box" and model.count > 1
     about, more = _GIVEN[prompt]
     part = f"masks[:, 0, :{model.count}]" if prompt == "none" else _OWN if several else "masks[:, :, 0]"
@@ -147,8 +144,6 @@ def save(folder: Path, model: Any, config: "SamConfig") -> str:
         mean=list(config.pixels[0]), std=list(config.pixels[1]), size=config.image_size, classes=model.count, several=several,
         argument=", prompts" if about else "", about=about, more=more, part=part,
     )  # fmt: skip
-    for name in ("pixel_mean", "pixel_std"):
-        delattr(model, name)
-    model.__class__ = type(model).__mro__[2]
-    save_pretrained(folder, model)
-    return f"A `transformers` folder: `AutoModelForMaskGeneration` loads it.\n\n```python\n{code}```\n"
+    folder.restore_class(model)
+    save_pretrained(target, model)
+    return page("A `transformers` folder: `AutoModelForMaskGeneration` loads it.", code)

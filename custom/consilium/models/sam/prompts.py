@@ -1,4 +1,4 @@
-"""What a SAM is given beside the picture: nothing, a box or a point for every class, in its pixels; a row of NaN is none."""
+"""Prompts of a SAM: none, or a box or a point for every class, in pixels; a row of NaN is a missing one."""
 
 from typing import Literal
 

@@ -8,7 +8,7 @@ batch norm: running statistics are no parameters, would differ by site, and tie 
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from monai.networks.nets import UNet
@@ -16,14 +16,29 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from consilium.core.errors import CheckpointError
-from consilium.models.unet import MEAN
+from consilium.core.errors import CheckpointError, ConfigError
+from consilium.models.export import page, save_weights
+from consilium.models.unet import MEAN, UnetConfig
 
 LEVELS = 5
 UNITS = {"unet": 0, "resunet": 2}
 """Convolutions of a residual unit; 0 for none."""
 SPREAD = 58.0
-"""8-bit values that become 1; the middle of SAM's three."""
+"""The 8-bit deviation of pixels that becomes 1; the middle one of SAM's three."""
+_CODE = """import torch
+from monai.networks.nets import UNet
+from safetensors.torch import load_file
+
+net = UNet(2, 3, {classes}, {channels}, {strides}, num_res_units={units})
+net.load_state_dict({{name.removeprefix("net."): tensor for name, tensor in load_file("model.safetensors").items()}})
+net.eval()
+
+
+@torch.no_grad()
+def logits(images):
+    \"\"\"Map RGB pictures (N, 3, {size}, {size}) in 0..255 to mask logits (N, {classes}, {size}, {size}).\"\"\"
+    return net((images - torch.tensor({mean}).view(3, 1, 1)) / {spread})
+"""
 
 
 class PictureUnet(nn.Module):
@@ -53,14 +68,29 @@ def build_unet(
         torch.manual_seed(seed)
         model = PictureUnet(variant, width, classes)
     if checkpoint is not None:
-        _fill(model, checkpoint)
+        try:
+            model.load_state_dict(load_file(checkpoint))
+        except (OSError, SafetensorError, RuntimeError) as error:
+            reason = str(error).splitlines()[0][:120]
+            what = "give the model.safetensors of a unet of the same variant, width and classes"
+            raise CheckpointError(f"model.checkpoint: {checkpoint}: cannot be used ({reason}); {what}") from None
     return model.eval()
 
 
-def _fill(model: PictureUnet, path: Path) -> None:
-    try:
-        model.load_state_dict(load_file(path))
-    except (OSError, SafetensorError, RuntimeError) as error:
-        reason = str(error).splitlines()[0][:120]
-        what = "give the model.safetensors of a unet of the same variant, width and classes"
-        raise CheckpointError(f"model.checkpoint: {path}: cannot be used ({reason}); {what}") from None
+def build(config: UnetConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> PictureUnet:
+    """See registry.Build."""
+    if getattr(task, "prompt", "none") != "none":
+        raise ConfigError(f"task.prompt: {task.prompt!r}: model unet takes no prompts; use none")
+    if use_checkpointing:
+        raise ConfigError("training.gradient_checkpointing: model unet has none; use false")
+    return build_unet(config.variant, config.width, len(task.classes), config.seed, checkpoint if weights else None)
+
+
+def save(folder: Path, model: PictureUnet, config: UnetConfig, task: Any, tokenizer: Any) -> str:
+    """See registry.Saved. `model.checkpoint` of a later job takes the file as it is."""
+    save_weights(folder, model)
+    code = _CODE.format(
+        classes=model.net.out_channels, channels=[config.width * 2**level for level in range(LEVELS)],
+        strides=[2] * (LEVELS - 1), units=UNITS[config.variant], size=config.image_size, mean=MEAN, spread=SPREAD,
+    )  # fmt: skip
+    return page("model.safetensors holds MONAI's `UNet`.", code)

@@ -1,15 +1,12 @@
 """Vision encoders of `transformers` by local folder, with a trained head, for classification."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from consilium.core.lazy import lazy
 from consilium.models.architecture import PictureFolderConfig, named_sets
 from consilium.models.registry import Cut, ModelKind
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class VisionConfig(PictureFolderConfig):
@@ -41,21 +38,18 @@ class VisionConfig(PictureFolderConfig):
         return value
 
 
-def _build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> "nn.Module":
-    from consilium.models.vision.network import build_vision
-
-    return build_vision(config, task.outputs, getattr(task, "classes", ()), checkpoint, weights, use_checkpointing)
-
-
 def _cut(model: Any) -> Cut:
     """Return the cut before the classifier's head (N, F)."""
     return Cut(model.pooled, model.head.in_features, -1)
 
 
-def _save(folder: Path, model: Any, config: VisionConfig, task: Any, tokenizer: Any) -> str:
-    from consilium.models.vision.export import save
-
-    return save(folder, model, config)
-
-
-VISION = ModelKind(VisionConfig, "classification", _build, named_sets(), cut=_cut, save=_save, head_apart=True)
+_NETWORK = "consilium.models.vision.network"
+VISION = ModelKind(
+    VisionConfig,
+    "classification",
+    lazy(f"{_NETWORK}:build"),
+    named_sets(),
+    cut=_cut,
+    save=lazy(f"{_NETWORK}:save"),
+    head_apart=True,
+)

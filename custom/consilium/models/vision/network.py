@@ -2,9 +2,8 @@
 
 import copy
 import math
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,21 +12,51 @@ from transformers import AutoModel, PreTrainedModel
 
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models import folder
-
-if TYPE_CHECKING:
-    from consilium.models.vision import VisionConfig
+from consilium.models.export import HEAD_FILE, page, save_head, save_pretrained
+from consilium.models.vision import VisionConfig
 
 KNOWN = folder.Known("vision encoder", "clip, siglip, siglip2, dinov2, dinov3_vit, vit")
+TEXTS = ("texts", "text_scale")
+"""Buffers of the classes' texts (C, F), and the factor of their cosines with a picture."""
 OURS = ("head", "pooled", "dense", "texts")
-"""What a classifier has beside its encoder, by these names."""
+"""Names of a classifier's own parts, beside its encoder."""
 FIRST = 2
 """Tokens, at most, that stand before a picture's patches, registers aside: a class, and what a model was distilled from."""
+_LOAD = """import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModel
+
+encoder = AutoModel.from_pretrained(".", dtype=torch.float32).eval()
+behind = load_file("{file}")
+mean = 255 * torch.tensor({mean}).view(3, 1, 1)
+std = 255 * torch.tensor({std}).view(3, 1, 1)
+{patches}
+
+@torch.no_grad()
+def logits(images):
+    \"\"\"Map RGB pictures (N, 3, {size}, {size}) in 0..255 to class logits (N, {outputs}).\"\"\"
+    output = encoder({inputs})
+    {pooled}
+    features = {features}
+    return {answer}
+"""
+_PATCHES = """
+
+def inputs(pixels, side={side}, patch={patch}):
+    grid = pixels.view(len(pixels), 3, side, patch, side, patch).permute(0, 2, 4, 3, 5, 1)
+    mask = torch.ones(len(pixels), side * side, dtype=torch.int)
+    shapes = torch.tensor([[side, side]] * len(pixels))
+    flat = grid.reshape(len(pixels), side * side, patch * patch * 3)
+    return {{"pixel_values": flat, "pixel_attention_mask": mask, "spatial_shapes": shapes}}
+"""
+_PIXELS = "(images - mean) / std"
 TEXT_PARTS = ("text_model", "text_projection")
-"""What a picture does not need of a model with two towers."""
+"""Parts of a model with two towers that pictures do not need."""
 
 
 class Classifier(PreTrainedModel):
-    """What `build_vision` makes of an encoder, beside the encoder's own class: pictures in, class logits out."""
+    """Methods that `build` adds to the encoder's own class: pictures in, class logits out."""
 
     pixel_mean: Tensor
     pixel_std: Tensor
@@ -56,7 +85,7 @@ class Classifier(PreTrainedModel):
 
     @property
     def interpolates(self) -> bool:
-        """Whether the encoder must be told that pictures are of another size than its own."""
+        """Whether the encoder needs an argument for pictures of another size than its own."""
         return self.config.model_type in ("clip", "clip_vision_model", "siglip", "vit")
 
     def patches(self, side: int) -> int:
@@ -70,7 +99,7 @@ def sees(config: Any) -> Any:
 
 
 def _as_patches(pixels: Tensor, patch: int) -> dict[str, Tensor]:
-    """Return what NaFlex models take of pictures (N, 3, S, S): patches (N, P, patch * patch * 3), row by row."""
+    """Return a NaFlex model's inputs of pictures (N, 3, S, S): patches (N, P, patch * patch * 3), row by row."""
     count, side = len(pixels), pixels.shape[-1] // patch
     grid = pixels.view(count, 3, side, patch, side, patch).permute(0, 2, 4, 3, 5, 1)
     return {
@@ -80,19 +109,8 @@ def _as_patches(pixels: Tensor, patch: int) -> dict[str, Tensor]:
     }
 
 
-def build_vision(
-    config: "VisionConfig",
-    outputs: int,
-    classes: Iterable[str],
-    checkpoint: Path | None,
-    weights: bool,
-    use_checkpointing: bool,
-) -> PreTrainedModel:
-    """Return a classifier with the folder's weights and a zero head, in evaluation mode; see VisionConfig.
-
-    `weights=False` lays the model out only. Raises CheckpointError for a missing, damaged or other checkpoint, ConfigError for
-    an architecture or a size that does not fit.
-    """
+def build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> PreTrainedModel:
+    """See registry.Build: a classifier with the folder's weights and a zero head."""
     model: Any = folder.build(AutoModel, checkpoint, config.config, weights, KNOWN)
     folder.require_no_running_means(model, model.config.model_type)
     if taken := next((name for name in OURS if hasattr(model, name)), None):
@@ -101,16 +119,18 @@ def build_vision(
     if weights:
         folder.require_pixels(checkpoint, *config.pixels)
     own = _sizes(model, config.image_size)
-    texts = _texts(model, config, list(classes), checkpoint, weights)
+    texts = _texts(model, config, list(getattr(task, "classes", ())), checkpoint, weights)
     for name in TEXT_PARTS:
         if hasattr(model, name):
             delattr(model, name)
     width = own.hidden_size if config.features == "dense" else _pooled_width(model, own)
-    model.head, model.pooled, model.dense = nn.Linear(width, outputs), nn.Identity(), config.features == "dense"
+    model.head, model.pooled, model.dense = nn.Linear(width, task.outputs), nn.Identity(), config.features == "dense"
     for tensor in model.head.parameters():
         nn.init.zeros_(tensor)
-    _remember(model, config, texts)
-    model.__class__ = type(f"Classifying{type(model).__name__}", (Classifier, type(model)), {})
+    folder.register_pixels(model, config.pixels)
+    for name, tensor in zip(TEXTS, texts, strict=True):
+        model.register_buffer(name, tensor, persistent=False)
+    folder.extend_class(model, Classifier)
     if not weights and model.config.model_type not in config.apart:
         _rehearse(copy.deepcopy(model).to("meta"), config, width)
     if use_checkpointing:
@@ -119,7 +139,7 @@ def build_vision(
 
 
 def _sizes(model: Any, side: int) -> Any:
-    """Return the sizes of the vision tower. Raises ConfigError for what is none, or a size of picture it cannot take."""
+    """Return the vision tower's config. Raises ConfigError for a model without one, or a picture size it cannot take."""
     own = sees(model.config)
     patch = getattr(own, "patch_size", None)
     if not isinstance(patch, int) or not hasattr(own, "hidden_size"):
@@ -137,7 +157,7 @@ def _pooled_width(model: Any, own: Any) -> int:
     return projection.out_features if isinstance(projection, nn.Linear) else own.hidden_size
 
 
-def _rehearse(model: Classifier, config: "VisionConfig", width: int) -> None:
+def _rehearse(model: Classifier, config: VisionConfig, width: int) -> None:
     """Raise ConfigError where an encoder that is not known lacks the features that the job asks for: one step shows it."""
     kind, side = f"model_type {model.config.model_type!r}", config.image_size
     try:
@@ -158,19 +178,11 @@ def _rehearse(model: Classifier, config: "VisionConfig", width: int) -> None:
         raise ConfigError(f"model.features: {config.features!r}: {kind} has no such features of each picture; {other}")
 
 
-def _remember(model: Any, config: "VisionConfig", texts: tuple[Tensor, Tensor]) -> None:
-    """Give the model its pixels and texts, as buffers that no state dict has."""
-    for name, values in zip(("pixel_mean", "pixel_std"), config.pixels, strict=True):
-        model.register_buffer(name, 255 * torch.tensor(values).view(3, 1, 1), persistent=False)
-    for name, tensor in zip(("texts", "text_scale"), texts, strict=True):
-        model.register_buffer(name, tensor, persistent=False)
-
-
 @torch.no_grad()
 def _texts(
-    model: Any, config: "VisionConfig", classes: list[str], checkpoint: Path | None, weights: bool
+    model: Any, config: VisionConfig, classes: list[str], checkpoint: Path | None, weights: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the classes' texts (C, F), of length 1, and by what their cosines with a picture are multiplied.
+    """Return the classes' text embeddings (C, F), of length 1, and the factor of their cosines with a picture.
 
     (0, 0) and 0 where the job does not ask. Raises ConfigError for a folder without a text tower, CheckpointError without a
     tokenizer.
@@ -194,10 +206,31 @@ def _texts(
     return F.normalize(found, dim=-1), model.logit_scale.exp().clamp(max=math.exp(10))
 
 
-def use_own_class(model: Any) -> tuple[nn.Linear, Tensor, Tensor]:
-    """Make the encoder what `transformers` made it, in place; return head (F, C), texts (C, F) and their scale."""
-    found = model.head, model.texts, model.text_scale
-    for name in ("head", "pooled", "pixel_mean", "pixel_std", "texts", "text_scale"):
-        delattr(model, name)
-    model.__class__ = type(model).__mro__[2]
-    return found
+def save(target: Path, model: Any, config: VisionConfig, task: Any, tokenizer: Any) -> str:
+    """See registry.Saved. Of two towers the vision tower is written; head, projection and the classes' texts get a file."""
+    asks, interpolates, kind = bool(len(model.texts)), model.interpolates, model.config.model_type
+    own = sees(model.config)
+    side = config.image_size // own.patch_size
+    head, texts, scale = model.head, model.texts, model.text_scale
+    folder.restore_class(model, "head", "pooled", *TEXTS)
+    projection = getattr(model, "visual_projection", None)
+    behind = {"head.weight": head.weight, "head.bias": head.bias}
+    behind |= {"projection": projection.weight} if projection is not None else {}
+    behind |= {"texts": scale * texts} if asks else {}
+    save_pretrained(target, getattr(model, "vision_model", model))
+    save_head(target, behind)
+    more = ", interpolate_pos_encoding=True" if interpolates and own.image_size != config.image_size else ""
+    code = _LOAD.format(
+        file=HEAD_FILE,
+        mean=list(config.pixels[0]),
+        std=list(config.pixels[1]),
+        patches=_PATCHES.format(side=side, patch=own.patch_size) if kind == "siglip2" else "",
+        size=config.image_size,
+        outputs=head.out_features,
+        inputs=f"**inputs({_PIXELS})" if kind == "siglip2" else f"pixel_values={_PIXELS}{more}",
+        pooled="pooled = output.pooler_output" + (' @ behind["projection"].T' if projection is not None else ""),
+        features=f"output.last_hidden_state[:, -{side**2}:].mean(1)" if config.features == "dense" else "pooled",
+        answer='F.linear(features, behind["head.weight"], behind["head.bias"])'
+        + (' + F.normalize(pooled, dim=-1) @ behind["texts"].T' if asks else ""),
+    )
+    return page(f"`AutoModel` loads the encoder; what stands behind it is {HEAD_FILE}.", code)

@@ -1,4 +1,4 @@
-"""How architectures take a picture: which tokens stand for it in a text, and what becomes of its pixels.
+"""How architectures take a picture: its tokens in a text, and the layout of its pixels.
 
 As `transformers`' own processors for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, PaliGemma, Gemma 3 and LLaVA lay it out, for one picture a
 text whose side the job fixes. All pictures then have the same number of tokens, and no processor runs, most of which need

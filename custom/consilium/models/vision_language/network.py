@@ -2,18 +2,16 @@
 
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
 
 from consilium.models import folder
-from consilium.models.export import save_pretrained
+from consilium.models.export import page, save_text_model
+from consilium.models.vision_language import VisionLanguageConfig
 from consilium.models.vision_language.layout import LAYOUTS, Picture, picture_of
-
-if TYPE_CHECKING:
-    from consilium.models.vision_language import VisionLanguageConfig
 
 KNOWN = folder.Known("vision-language model", ", ".join(LAYOUTS))
 _LOAD = """import torch
@@ -31,7 +29,7 @@ def logits(input_ids, attention_mask):
 
 
 class Seeing(PreTrainedModel):
-    """What `build_vision_language` makes of a model, beside the model's own class."""
+    """Methods that `build` adds to the model's own class."""
 
     pixel_mean: Tensor
     pixel_std: Tensor
@@ -52,41 +50,36 @@ class Seeing(PreTrainedModel):
         return {"input_ids": input_ids, "attention_mask": attention_mask} | kinds
 
 
-def picture(config: "VisionLanguageConfig") -> Picture:
+def picture(config: VisionLanguageConfig) -> Picture:
     """Return how the job's model takes a picture. Raises ConfigError."""
     return picture_of(folder.shape_of(config.config or {}, AutoModelForImageTextToText, KNOWN), config.image_size)
 
 
-def build_vision_language(
-    config: "VisionLanguageConfig", checkpoint: Path | None, weights: bool, use_checkpointing: bool
+def build(
+    config: VisionLanguageConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool
 ) -> PreTrainedModel:
-    """Return the folder's model, in evaluation mode; `weights=False` lays it out only.
-
-    Raises CheckpointError for a missing, damaged or other checkpoint, ConfigError for an architecture or a size that does not
-    fit.
-    """
+    """See registry.Build."""
     model: Any = folder.build(AutoModelForImageTextToText, checkpoint, config.config, weights, KNOWN)
     picture_of(model.config, config.image_size)
     if weights:
         folder.require_pixels(checkpoint, *config.pixels)
-    for name, values in zip(("pixel_mean", "pixel_std"), config.pixels, strict=True):
-        model.register_buffer(name, 255 * torch.tensor(values).view(3, 1, 1), persistent=False)
+    folder.register_pixels(model, config.pixels)
     folder.answer_plainly(model)
     if use_checkpointing:
         folder.use_checkpointing(model)
-    model.__class__ = type(f"Seeing{type(model).__name__}", (Seeing, type(model)), {})
+    folder.extend_class(model, Seeing)
+    folder.require_positions(model, config.max_length, getattr(task, "max_new_tokens", 0))  # another task may write no answers
     return model.eval()
 
 
-def save(folder: Path, model: Any, tokenizer: PreTrainedTokenizerBase) -> str:
-    """See Saved."""
-    end = tokenizer.eos_token_id
-    pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
-    for name in ("pixel_mean", "pixel_std"):
-        delattr(model, name)
-    model.__class__ = type(model).__mro__[2]
-    save_pretrained(folder, model)
-    tokenizer.save_pretrained(folder)
+def tokenizer_of(config: VisionLanguageConfig, checkpoint: Path | None) -> PreTrainedTokenizerBase:
+    """See registry.ModelKind."""
+    return folder.load_tokenizer(checkpoint, config.config)
+
+
+def save(target: Path, model: Any, config: VisionLanguageConfig, task: Any, tokenizer: PreTrainedTokenizerBase) -> str:
+    """See registry.Saved."""
+    folder.restore_class(model)
+    save_text_model(target, model, tokenizer)
     about = "A `transformers` folder with its tokenizer, in 32 bits. The base's preprocessor_config.json belongs beside it."
-    return f"{about}\n\n```python\n{_LOAD}```\n"
+    return page(about, _LOAD)

@@ -1,25 +1,19 @@
 """Classification: one class per image, judged by accuracy."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from consilium.core.lazy import lazy
 from consilium.core.schema import MOST_CLASSES, ClassName, Section, each_once
-from consilium.data.datalist import DataList
 from consilium.data.settings import PictureSettings
-from consilium.models.registry import ModelConfig
 from consilium.tasks import pictures
 from consilium.tasks.registry import Scores, TaskConfig, TaskKind, interval_names
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from consilium.tasks.classification.task import ClassificationTask
-
 
 class ClassificationScoresConfig(Section):
-    """What a score is taken of."""
+    """The unit of a score."""
 
     per: Annotated[
         Literal["image", "patient"], Field(description="each image, or the mean probability over a patient's images")
@@ -84,44 +78,22 @@ def metric_names(config: ClassificationConfig) -> frozenset[str]:
     return frozenset({"loss", *NAMES, *interval_names(NAMES), *(f"recall/{c}" for c in classes), *pairs})
 
 
-def _build(config: ClassificationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> "ClassificationTask":
-    from consilium.tasks.classification.task import ClassificationTask
-
-    return ClassificationTask(
-        data, config.classes, model.image_side, config.augment, config, config.scores.per == "patient", model.padding,
-        config.balance,
-    )  # fmt: skip
-
-
-def _look(config: Any, item: Any) -> None:
-    from consilium.tasks.classification.task import look_at
-
-    look_at(item, config.classes, config)
-
-
 def scores(config: ClassificationConfig) -> Scores:
     """Return how the scores are shown."""
     return replace(SCORES, remark=f", per {config.scores.per}")
 
 
-def _rehearse(config: ClassificationConfig, base: ModelConfig, model: "nn.Module", count: int) -> "Tensor":
-    import torch
-    import torch.nn.functional as F
-
-    side = base.image_side
-    return F.cross_entropy(model(torch.zeros(count, 3, side, side)).float(), torch.zeros(count, dtype=torch.long))
-
-
 SCORES = Scores(("accuracy",), ("f1",), {"accuracy": "Accuracy", "f1": "Macro F1", "loss": "Loss"})
+_TASK = "consilium.tasks.classification.task"
 CLASSIFICATION = TaskKind(
     ClassificationConfig,
     scores,
     metric_names,
     pictures.reader(classes=True),
-    _build,
+    lazy(f"{_TASK}:build"),
     pictures.check,
     prepare=pictures.prepare,
-    look=_look,
+    look=lazy(f"{_TASK}:check_item"),
     usable=pictures.usable(classes=True),
-    rehearse=_rehearse,
+    rehearse=lazy(f"{_TASK}:rehearse"),
 )

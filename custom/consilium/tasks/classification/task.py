@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +14,14 @@ from consilium.core.errors import DataError, UnfitError
 from consilium.data.augment import augment
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.header_check import look_at_picture
-from consilium.data.images import BLACK, Colour, Sample, read_picture_bytes
+from consilium.data.images import BLACK, Colour, Sample, read_picture
+from consilium.data.sample_check import image_shape
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
-from consilium.data.store import Raw
+from consilium.data.store import CachedSample
+from consilium.models.registry import ModelConfig
 from consilium.tasks.base import Batch, Classified, Scored, evaluating
 from consilium.tasks.bootstrap import group_of, grouped, intervals, numbered
+from consilium.tasks.classification import ClassificationConfig
 from consilium.tasks.registry import COUNT
 
 EXAMPLES = 6
@@ -28,7 +31,7 @@ NONE = -1
 
 
 class ClassificationTask:
-    """One site's images, each of one class. All are looked at once at the start, so that bad data stops before any training.
+    """One site's images, each of one class. All are checked at the start, so that bad data stops before any training.
 
     Metrics: see `score`, of each image, or `by_patient` of the mean probability over a patient's images.
     A class without samples in the evaluated split has no recall and is left out of macro F1. In a quiet list an image of no
@@ -55,13 +58,13 @@ class ClassificationTask:
         self._balance, self._counts = balance, torch.bincount(labels, minlength=len(classes))
         self._whose = {split: numbered([group_of(item) for item in data.splits[split]]) for split in SPLITS}
         self._by_patient = by_patient
-        if by_patient and not data.loading.quiet:
+        if by_patient and not data.loading.ignore_unfit:
             for split in SPLITS[1:]:
                 check_patients(data.splits[split], self._labels[split], self._whose[split])
         self._samples = SampleCache(
             data,
             lambda item: self._read(item, image_size, settings, padding),
-            lambda item: look_at(item, self.classes, settings),
+            lambda item: _check_item(item, self.classes, settings),
             read_as("classification", settings, image_size, [self.classes, padding]),
         )
 
@@ -70,14 +73,14 @@ class ClassificationTask:
         try:
             return class_index(item, self.classes)
         except UnfitError:
-            if not self.data.loading.quiet:
+            if not self.data.loading.ignore_unfit:
                 raise
             return NONE
 
     def _read(self, item: Item, size: int, settings: PictureSettings, padding: Colour) -> Sample:
         """Return an image of some class of the task. Raises DataError."""
-        found = {"image": read_picture_bytes(item, size, settings, padding)}
-        class_index(item, self.classes)  # last: whether a file can be read must not depend on what the job asks for
+        found = {"image": read_picture(item, size, settings, padding)}
+        class_index(item, self.classes)  # last: whether a file can be read must not depend on the job's settings
         return found
 
     @property
@@ -88,14 +91,14 @@ class ClassificationTask:
     @property
     def quiet(self) -> bool:
         """See Task."""
-        return self.data.loading.quiet and not self._samples.all_lost
+        return self.data.loading.ignore_unfit and not self._samples.all_lost
 
     def read_again(self, split: str, index: int) -> None:
-        """See ReadsAgain."""
+        """Read a sample from its files, even if it is cached. Raises DataError."""
         self._samples.read_again(split, index)
 
     def has(self, split: str) -> bool:
-        """Tell whether the split holds any sample."""
+        """Tell whether the split has any sample."""
         return bool(self.data.splits[split])
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
@@ -104,10 +107,10 @@ class ClassificationTask:
         {} if none of them can be read.
         """
 
-        def made(index: int, raw: Raw) -> Sample:
+        def made(index: int, raw: CachedSample) -> Sample:
             return augment(raw, seed, index) if self.augment else to_float(index, raw)
 
-        return self._collate("training", self._samples.many("training", indices, made))
+        return self._collate("training", self._samples.map("training", indices, made))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross-entropy of a batch, in float32, balanced as the job says."""
@@ -152,7 +155,7 @@ class ClassificationTask:
 
         The model sees one at a time, to save memory.
         """
-        batch = self._collate(split, self._samples.many(split, indices, to_float))
+        batch = self._collate(split, self._samples.map(split, indices, to_float))
         if not batch:
             return None
         device = next(model.parameters()).device
@@ -194,12 +197,6 @@ def spread(labels: Sequence[int], count: int) -> list[int]:
         turns.append((seen[label], index))
         seen[label] += 1
     return sorted(index for _, index in sorted(turns)[:count])
-
-
-def look_at(item: Item, classes: Sequence[str], settings: PictureSettings) -> None:
-    """Raise DataError for a sample without a class of the task, or whose header tells that it cannot be read."""
-    look_at_picture(item, settings)
-    class_index(item, classes)
 
 
 def class_index(item: Item, classes: Sequence[str]) -> int:
@@ -264,3 +261,27 @@ def score(logits: Tensor, labels: Tensor, classes: Sequence[str], confusion: boo
     if confusion:
         found |= {f"confusion/{classes[i]}/{classes[j]}": float(counts[i, j]) for i in seen for j in range(size)}
     return found
+
+
+def _check_item(item: Item, classes: Sequence[str], settings: PictureSettings) -> None:
+    image_shape(item, settings)
+    class_index(item, classes)
+
+
+def check_item(config: ClassificationConfig, item: Item) -> None:
+    """Raise DataError for a sample without a class of the task, or whose header says that it cannot be read."""
+    _check_item(item, config.classes, config)
+
+
+def build(config: ClassificationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> ClassificationTask:
+    """See TaskKind."""
+    return ClassificationTask(
+        data, config.classes, model.image_side, config.augment, config, config.scores.per == "patient", model.padding,
+        config.balance,
+    )  # fmt: skip
+
+
+def rehearse(config: ClassificationConfig, base: ModelConfig, model: nn.Module, count: int) -> Tensor:
+    """See TaskKind."""
+    side = base.image_side
+    return F.cross_entropy(model(torch.zeros(count, 3, side, side)).float(), torch.zeros(count, dtype=torch.long))

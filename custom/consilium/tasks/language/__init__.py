@@ -1,21 +1,16 @@
 """Language: answers to instructions."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from consilium.core.lazy import lazy
 from consilium.core.schema import MOST_CLASSES, each_once
-from consilium.data.datalist import DataList
+from consilium.data.check_report import Findings
 from consilium.data.text import read_texts
 from consilium.tasks.language.text_scores import NAMES
 from consilium.tasks.registry import Change, Scores, TaskConfig, TaskKind, interval_names
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from consilium.data.check_report import Findings
-    from consilium.tasks.language.task import LanguageTask
 
 WRITTEN: dict[str, tuple[str, ...]] = {
     "loss": (), "label": ("accuracy",), "exact": ("exact",), "generation": NAMES, "teacher_forced": (*NAMES, "token_accuracy"),
@@ -24,13 +19,13 @@ WRITTEN: dict[str, tuple[str, ...]] = {
 
 
 CUT = ("cut_prompts", "cut_answers")
-"""Shares of a split's records whose prompt, or answer, did not fit in whole."""
+"""Shares of a split's records whose prompt, or answer, was cut."""
 CUT_ASKED = "cut_asked"
 """The same of prompts that were answered: an answer needs positions of the model too."""
 ASKS = ("label", "exact", "generation")
-"""Kinds of evaluation that have answers written."""
+"""Kinds of evaluation in which the model writes answers."""
 BY_RECORD = frozenset({"accuracy", "exact", "rouge_l", "meteor"})
-"""Those of them that are means over records, so that an interval tells how sure they are; so is the loss."""
+"""Metrics that are means over records and so have an interval, as the loss has."""
 
 
 class LanguageConfig(TaskConfig):
@@ -92,24 +87,6 @@ def metric_names(config: LanguageConfig) -> frozenset[str]:
     )
 
 
-def _build(config: LanguageConfig, model: Any, data: DataList, tokenizer: Any) -> "LanguageTask":
-    from consilium.tasks.language.task import LanguageTask
-
-    return LanguageTask(data, tokenizer, model.max_length, config)
-
-
-def _check(
-    path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None
-) -> "Findings":
-    from consilium.data.check_text import check_texts
-
-    if config is None:
-        return check_texts(path)  # a site's labels are not for texts: nothing changes
-    from consilium.tasks.language.tokens import Encoder
-
-    return check_texts(path, Encoder(tokenizer, max_length, config.prompt).length, max_length)
-
-
 HEADINGS = {
     "accuracy": "Accuracy", "exact": "Exact", "loss": "Loss", "perplexity": "Perplexity", "rouge_l": "ROUGE-L",
     "bleu": "BLEU", "meteor": "METEOR (stems)", "nist": "NIST", "cider": "CIDEr-D", "token_accuracy": "Token accuracy",
@@ -129,15 +106,27 @@ def scores(config: LanguageConfig) -> Scores:
     return Scores((*written[:1], "loss"), (*beside, *_cuts(config)), HEADINGS, remark)
 
 
-def _rehearse(config: LanguageConfig, base: Any, model: "nn.Module", count: int) -> "Tensor":
-    import torch
-
-    from consilium.tasks.language.task import mean_loss
-
-    ids = torch.zeros(count, base.max_length, dtype=torch.long)
-    mask = torch.ones_like(ids)
-    mask[:, -1] = 0  # as in a batch of unequal lengths: without padding transformers leaves its mask out
-    return mean_loss(model, {"input_ids": ids, "attention_mask": mask, "labels": ids})
+_TASK = "consilium.tasks.language.task"
+_check_texts = lazy("consilium.data.check:check_texts")
+_encoder = lazy("consilium.tasks.language.tokens:Encoder")
 
 
-LANGUAGE = TaskKind(LanguageConfig, scores, metric_names, read_texts, _build, _check, "training.jsonl", rehearse=_rehearse)
+def _check(
+    path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None
+) -> Findings:
+    """Return what the check finds in a folder of texts. A site's `labels` are not for texts: nothing is changed."""
+    known = (_encoder(tokenizer, max_length, config.prompt).length, max_length) if config is not None else ()
+    found: Findings = _check_texts(path, *known)
+    return found
+
+
+LANGUAGE = TaskKind(
+    LanguageConfig,
+    scores,
+    metric_names,
+    read_texts,
+    lazy(f"{_TASK}:build"),
+    _check,
+    "training.jsonl",
+    rehearse=lazy(f"{_TASK}:rehearse"),
+)

@@ -1,4 +1,4 @@
-"""What a written answer says: the label it settles on, or its final answer."""
+"""Labels and final answers in texts that a model wrote."""
 
 import re
 import unicodedata
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 MOST = 2**15
-"""Characters of an answer or a reference that are looked at. A record may have a million, and some patterns read one often."""
+"""Characters of an answer or a reference that are read. A record may have a million, and some patterns read one often."""
 _DECIMAL = r"(?:(?:\d{1,3}(?:,\d{2,3}){0,133},\d{3}(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
-"""Behind a word "." begins no number: "Fig.5" ends with 5. So many groups have over _LONGEST characters; without a bound,
+"""After a word "." starts no number: "Fig.5" ends with 5. So many groups have over _LONGEST characters; without a bound,
 "1,23,23,23" is read to its end from each of its groups."""
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}])[-+]\\?[$€£]?)?(?<![0-9A-Za-z\u00c0-\u04ff_])"
@@ -30,13 +30,13 @@ _BEHIND = re.compile(
     r"(?=\s*$|\s*[.,;:!?)\]]|\s+(?:[^\W\d_]{2}|(?![eiknxyz]\b)[A-Za-z]\b|\())"
     r"(?:(?<=[^\W\d_])\s*\^\{?[23]\}?|\D)*?(?:[.!?]\s+[^\W\d_].*)?"
 )
-"""What may stand behind a number that is all of an answer: words and units, and another sentence. "2x" and "1 in 4"
+"""Text that may follow a number that is a whole answer: words, units, another sentence. "2x" and "1 in 4"
 are no numbers."""
 _LOOKS = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ\b)|\\(?:left|right)\b|\\[!,;:%$ ()\[\]]|[$€£]|(?<=\w)(?:\*\*|__|`)(?!\w)")
-"""What changes no answer: degrees, money, LaTeX's spaces and the bounds of its formulas, where Markdown's bold and code end."""
+"""Characters without influence on an answer: degrees, currencies, LaTeX's spaces and delimiters, Markdown's marks."""
 _MARKS = r"(?:\\(?:boxed|text|mathrm)\s*\{|[\"'(\[*_`$\\]){0,8}"
 _ENDS = r"(?=\s*(?:[.,;:!?)\]\"'\n*_`}$\\]|$))"
-"""Where a small letter behind "answer" is a label and no word: "the answer is a cat" does not say A."""
+"""Contexts in which a small letter after "answer" is a label and no word: "the answer is a cat" does not mean A."""
 _END = r"(?!_*[^\W_])"
 """Where a label ends: Markdown's _B_ is B, and A_1 is not A."""
 _ANSWER = r"\banswer\b(?:\s+(?:is|should be|would be))?[\s*_]{0,8}[:=]?[\s*_]{0,8}(?:(?:option|choice)\s+)?"
@@ -52,7 +52,7 @@ def first_label(text: str, labels: Sequence[str]) -> str | None:
     say A), in any case for longer ones; of two at one place the longer. Of a longer text the first and last MOST characters.
     """
     text = text if len(text) <= 2 * MOST else f"{text[:MOST]}\n{text[-MOST:]}"
-    said = [found for label in labels for found in _said(text, label)]
+    said = [found for label in labels for found in _after_answer(text, label)]
     if said:
         return min(said, key=lambda place: (-place[0], place[1]))[2]
     places = [
@@ -61,8 +61,8 @@ def first_label(text: str, labels: Sequence[str]) -> str | None:
     return min(places)[2] if places else None
 
 
-def _said(text: str, label: str) -> list[tuple[int, int, str]]:
-    """Return where a label stands behind "answer"."""
+def _after_answer(text: str, label: str) -> list[tuple[int, int, str]]:
+    """Return the places of a label after "answer"."""
     pattern = rf"{_SAYS}(?P<label>{re.escape(label)}){_END}"
     alone = _places(f"{pattern}{_ENDS}", text, label, any_case=True) if _is_letter(label) else []
     return [*_places(pattern, text, label), *alone]

@@ -29,7 +29,7 @@ class Packed(NamedTuple):
 
 
 def pack(batch: Batch) -> Packed:
-    """Return a batch of records (N, T), padded on the right, in rows. It is looked at where it is: on the CPU."""
+    """Return a batch of records (N, T) on the CPU, padded on the right, packed in rows."""
     mask, width = batch["attention_mask"].cpu().bool(), batch["input_ids"].shape[1]
     places, segments, count = _places(mask.sum(1).tolist(), width)
     following = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
@@ -63,7 +63,7 @@ def _places(lengths: list[int], width: int) -> tuple[Tensor, Tensor, int]:
 
 
 def packed_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return what `token_losses` returns, by way of packed rows."""
+    """Return the result of `token_losses`, computed on packed rows."""
     device, rows = next(model.parameters()).device, pack(batch)
     ids, positions, labels, segments = (part.to(device, non_blocking=True) for part in rows[:4])
     mask = (segments[:, None, :, None] == segments[:, None, None, :]).tril()  # padding attends to padding: no empty row

@@ -1,4 +1,4 @@
-"""What a model reads before it answers: the job's prompt around a record's instruction and input."""
+"""Prompts: the job's template around a record's instruction and input."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,12 +25,12 @@ CLOCK = "{% macro strftime_now(form) %}26 Jul 2024{% endmacro %}"
 """In place of the clock that some templates read: prompts are the same on every day. The day is Llama 3's own default."""
 PROBE = "an answer"
 HERE = "\ue000"
-"""Stands for an input where a chat template is asked for the words around it: of private use, so in nobody's text."""
+"""A private-use character that stands for the input while a chat template renders the text around it."""
 FORMS = {"alpaca": (WITH_INPUT, WITHOUT_INPUT), "alpaca-paper": (PAPER_WITH_INPUT, PAPER_WITHOUT_INPUT)}
 
 
 class Parts(NamedTuple):
-    """A prompt cut where its input begins and ends, because a long input is what loses its middle."""
+    """A prompt in three parts, before, within and after its input: only a long input loses its middle."""
 
     before: str
     input: str
@@ -56,7 +56,7 @@ class Prompt:
         return filled(_template(self.form, bool(context)), question, context)
 
     def _asked(self, question: str, context: str) -> Parts:
-        """Return a chat's prompt. A short input may be in the template's own words too, so a stand-in tells its place."""
+        """Return a chat's prompt. A stand-in marks the input, whose own text might occur in the template too."""
         lead, _ = self._around
         said = self._chat(_message(question, context)) + lead
         before, _, after = (self._chat(_message(question, HERE)) + lead).rpartition(HERE) if context else ("", "", "")
@@ -66,12 +66,12 @@ class Prompt:
         return Parts(before, said[len(before) : end], after)
 
     def ending(self, answer: str) -> tuple[str, str]:
-        """Return an answer as it follows the prompt, and what ends it ("" where the tokenizer's end token does)."""
+        """Return an answer as it follows the prompt, and its ending ("" for the tokenizer's end token)."""
         return (answer.strip(), self._around[1]) if self.form == "chat" else (answer, "")
 
     @cached_property
     def _around(self) -> tuple[str, str]:
-        """What the chat template writes before and behind an answer. Raises ConfigError if none can follow the question.
+        """The chat template's text before and after an answer. Raises ConfigError if none can follow the question.
 
         Words before it, such as an empty thought, are given with the question. Blanks alone are not: tokenizers that need one
         before a word put it there.

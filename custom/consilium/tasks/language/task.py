@@ -1,4 +1,4 @@
-"""Language: answers to instructions, learned by cross-entropy on their tokens, judged by loss or by what is written."""
+"""Language: answers to instructions, learned by cross-entropy on their tokens, scored by loss or by written answers."""
 
 import logging
 import math
@@ -18,14 +18,13 @@ from consilium.models.folder import room
 from consilium.tasks.base import Answered, Batch, Scored, evaluating
 from consilium.tasks.bootstrap import intervals_of_means
 from consilium.tasks.language import ASKS, CUT, CUT_ASKED, WRITTEN, LanguageConfig, text_scores
-from consilium.tasks.language.judging import judged, truth
-from consilium.tasks.language.neighbours import minds_others
+from consilium.tasks.language.correctness import judged, truth
 from consilium.tasks.language.packing import grouped, packed_losses
 from consilium.tasks.language.tokens import IGNORED, Encoded, Encoder
 from consilium.tasks.registry import COUNT
 
 CAUSAL = ("llama", "mistral", "qwen2", "qwen3")
-"""Language models (`model_type`) in which a token is known to look at none behind it, and at no padding."""
+"""Architectures (`model_type`) whose tokens attend neither to later tokens nor to padding."""
 
 
 class LanguageTask:
@@ -42,7 +41,7 @@ class LanguageTask:
 
     def __init__(self, data: DataList, tokenizer: PreTrainedTokenizerBase, max_length: int, config: LanguageConfig) -> None:
         self.config, self.kind = config, config.evaluate
-        self.num_samples, self.quiet = len(data.splits["training"]), data.loading.quiet
+        self.num_samples, self.quiet = len(data.splits["training"]), data.loading.ignore_unfit
         self.scored: Scored | None = None
         self._minds: bool | None = None
         self._cut_asked = 0  # prompts that were cut, of those that were answered last
@@ -69,9 +68,9 @@ class LanguageTask:
             logging.getLogger(__name__).warning(f"{self.data.path}: {what}")
 
     def _written(self, text: Text) -> tuple[Text, Encoded]:
-        """Return a record and what the encoder makes of it; in a quiet list an empty one where it cannot be written.
+        """Return a record with its tokens; in a list that ignores unfit samples an empty one, if the tokenizer fails for it.
 
-        A tokenizer that fails for some words would else tell by a site's silence who has them.
+        Such a tokenizer would otherwise tell, by the site's silence, who has certain words.
         """
         try:
             return text, self._encoder.pair(text)
@@ -82,7 +81,7 @@ class LanguageTask:
         return empty, self._encoder.pair(empty)
 
     def has(self, split: str) -> bool:
-        """Tell whether the split holds any sample."""
+        """Tell whether the split has any sample."""
         return bool(self.data.splits[split])
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
@@ -169,7 +168,7 @@ class LanguageTask:
         return answers
 
     def _apart(self, model: nn.Module, rows: Sequence[list[int]], given: Callable[[Sequence[int]], Batch]) -> bool:
-        """Tell, after one look, whether prompts have to be answered one by one, because answers depend on who is beside.
+        """Tell, by one trial, whether prompts must be answered one by one, because answers depend on their batch.
 
         A recurrence may read the padding or mix rows up, and a decoder taken from an encoder-decoder may count the padding.
         """
@@ -179,11 +178,11 @@ class LanguageTask:
             order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
             found = minds_others(model, given(order[:1]), given([order[0], order[-1]]), self._encoder.pad)
             padded = len(rows[order[0]]) < len(rows[order[-1]])
-            self._minds = found or (False if padded else None)  # without padding only who is found out is known
+            self._minds = found or (False if padded else None)  # without padding only a known architecture is safe
         return bool(self._minds)
 
     def _prompts(self, texts: Sequence[Text], most: int) -> list[list[int]]:
-        """Return the prompts' tokens, counting those that are cut; who has too few positions of the model is told."""
+        """Return the prompts' tokens and count cut ones; warn if the model's context length is too short."""
         found = [self._encoder.prompt(text, most) for text in texts]
         self._cut_asked = sum(cut for _, cut in found)
         if most < self._encoder.max_length and self._cut_asked:
@@ -243,7 +242,7 @@ class LanguageTask:
         return each, {"loss": means / len(each), "perplexity": math.exp(min(total / count, 700.0))}
 
     def _true(self, text: Text) -> frozenset[str]:
-        """Return what `truth` does, but for UnfitError nothing in a quiet list."""
+        """Return `truth` of a record; nothing for UnfitError if the list ignores unfit samples."""
         try:
             return truth(text, self.config)
         except UnfitError as error:
@@ -277,7 +276,7 @@ def token_losses(model: nn.Module, batch: Batch, packed: bool = False) -> tuple[
 
 
 def inputs_of(model: nn.Module, batch: Batch) -> Batch:
-    """Return what a language model takes of a batch, on its device; one that sees makes its inputs of pictures itself."""
+    """Return a language model's inputs of a batch, on its device; a vision-language model makes its own of pictures."""
     device = next(model.parameters()).device
     moved = {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
     text = {key: moved[key] for key in ("input_ids", "attention_mask")}
@@ -288,7 +287,7 @@ def inputs_of(model: nn.Module, batch: Batch) -> Batch:
 
 
 def _sees_no_padding(model: nn.Module, device: torch.device) -> bool:
-    """Tell whether scores are the same to the bit without a mask: no token looks at the padding on its right.
+    """Tell whether scores are equal to the bit without a mask: no token attends to the padding on its right.
 
     A CPU then computes a tenth less. Gradients are not the same to the bit, so training keeps its mask.
     """
@@ -301,3 +300,38 @@ def _is_known(model: nn.Module) -> bool:
 
 def _parts(rows: range, size: int) -> Iterator[range]:
     yield from (rows[start : start + size] for start in range(0, len(rows), size))
+
+
+def build(config: LanguageConfig, model: Any, data: DataList, tokenizer: Any) -> LanguageTask:
+    """See TaskKind."""
+    return LanguageTask(data, tokenizer, model.max_length, config)
+
+
+def rehearse(config: LanguageConfig, base: Any, model: nn.Module, count: int) -> Tensor:
+    """See TaskKind."""
+    ids, mask = full_rows(base.max_length, count)
+    return mean_loss(model, {"input_ids": ids, "attention_mask": mask, "labels": ids})
+
+
+def full_rows(length: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return token ids and mask (N, T) of a batch of full length; the last token is padding, as with unequal lengths.
+
+    Without padding `transformers` leaves its mask out, and a step takes less memory.
+    """
+    ids = torch.zeros(count, length, dtype=torch.long)
+    mask = torch.ones_like(ids)
+    mask[:, -1] = 0
+    return ids, mask
+
+
+ROUNDING = 0.005
+"""By how much of their deviation scores in 32 bits may differ because they were added up otherwise."""
+
+
+def minds_others(model: nn.Module, alone: Batch, beside: Batch, pad: int) -> bool:
+    """Tell whether scores of the first two tokens after a prompt, `alone` or `beside` another, differ beyond rounding."""
+    how = GenerationConfig(max_new_tokens=2, pad_token_id=pad, output_logits=True, return_dict_in_generate=True)
+    with torch.autocast(alone["input_ids"].device.type, enabled=False):
+        one, other = (cast(Any, model).generate(**it, generation_config=how) for it in (alone, beside))
+    pairs = [(a[0].float(), b[0].float()) for a, b in zip(one.logits, other.logits, strict=True)]
+    return any(bool((a - b).abs().max() > ROUNDING * a.std()) for a, b in pairs)

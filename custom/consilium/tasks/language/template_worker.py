@@ -16,9 +16,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 CPU = 1.0
 """Seconds of processor time that a template may take at once: usual ones need a hundredth."""
 REFILL = 0.05
-"""Seconds that each further text adds to what is left of them, so that many slow texts end too."""
+"""Seconds that each further text adds to the remaining time, so that many slow texts end too."""
 MEMORY = 256 * 2**20
-"""Bytes beyond what the process has when it starts."""
+"""Bytes beyond the process' size at its start."""
 LONGEST = 100_000
 """Characters that a template may write beside four times those of the messages."""
 
@@ -34,7 +34,7 @@ def _bound() -> None:
 
 
 def _answer(question: dict[str, Any]) -> dict[str, str]:
-    """Return the text, or the kind of the error and what it says."""
+    """Return the text, or the kind and the message of the error."""
     try:
         (said,), _ = render_jinja_template([question["turns"]], chat_template=question["template"], **question["values"])
         most = LONGEST + 4 * sum(len(turn["content"]) for turn in question["turns"])

@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).with_name("template_worker.py")
 
 
 class TemplateFailure(ConsiliumError):
-    """A template has no text for these messages. `kind` holds no word of template or messages."""
+    """A template fails on these messages. `kind` quotes neither template nor messages."""
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(shown(" ".join(why.split()), 200))
@@ -55,7 +55,7 @@ class _Renderer:
     def _end(self, process: subprocess.Popen[str]) -> int:
         self._process = None
         for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):  # what could not be written
+            with suppress(OSError):  # the part that could not be written
                 if pipe is not None:
                     pipe.close()
         return process.wait()
@@ -93,7 +93,7 @@ os.register_at_fork(after_in_child=_anew)
 
 
 def rendered(template: str, turns: Sequence[Mapping[str, str]], values: Mapping[str, Any]) -> str:
-    """Return what a chat template writes for turns of "role" and "content". Raises TemplateFailure."""
+    """Return a chat template's text for turns of "role" and "content". Raises TemplateFailure."""
     answer = _renderer.ask({"template": template, "turns": list(turns), "values": dict(values)})
     if "text" not in answer:
         raise TemplateFailure(answer["kind"], answer["error"])

@@ -7,7 +7,7 @@ evaluation's. BLEU and NIST split words as mteval-v13a does, METEOR and CIDEr-D 
 ROUGE-L drops punctuation; of ASCII texts its words are rouge-score's own, which knows no other letters. A letter and its mark
 are the same as both in one.
 
-No score knows where a word ends in a script without spaces (Chinese, Japanese, Thai): all up to the next mark is one word.
+Scripts without spaces (Chinese, Japanese, Thai) are not segmented: all text up to the next mark is one word.
 """
 
 import math
@@ -25,7 +25,7 @@ Grams = Counter[tuple[str, ...]]
 
 
 class _NoSynonyms:
-    """In WordNet's place: knows no word."""
+    """An empty WordNet."""
 
     def synsets(self, word: str) -> list[str]:
         """Return no synonym of any word."""
@@ -146,14 +146,14 @@ def nist(written: Sequence[str], references: Sequence[Sequence[str]], longest: i
 
 
 def _brevity(written: int, expected: float) -> float:
-    """Return NIST's factor for answers of so many words: 1/2 at two thirds of what their references have."""
+    """Return NIST's brevity factor: 1/2 for answers with two thirds of the words of their references."""
     if not written or written >= expected:
         return float(written > 0)
     return float(0.5 ** ((math.log(written / expected) / math.log(1.5)) ** 2))
 
 
 def _mteval() -> Callable[[str], list[str]]:
-    """Return what splits a text into mteval-v13a's words, in lower case."""
+    """Return the tokenizer of mteval-v13a, in lower case."""
     from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 
     split = Tokenizer13a()

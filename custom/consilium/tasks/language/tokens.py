@@ -20,7 +20,7 @@ IGNORED = -100
 
 
 BREAK = "\ufdd0"
-"""Where a record's own words are cut into texts that become tokens apart; Unicode gives it to nobody's text."""
+"""Marks places where a record's text is cut into separately tokenized parts: a private-use character."""
 
 
 WHOLE = 2**40
@@ -72,7 +72,7 @@ class Encoder:
         return (before[:start] + rest)[-max(most, 1) :], True
 
     def answer(self, text: Text) -> list[int]:
-        """Return the tokens of a record's first reference with what ends it."""
+        """Return the tokens of a record's first reference with its ending."""
         said, ending = self._prompt.ending(self._own(text.outputs[0]))
         tokens = self._plain(said + ending)
         return tokens if ending else [*tokens, self.tokenizer.eos_token_id]

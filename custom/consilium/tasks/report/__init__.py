@@ -1,20 +1,15 @@
 """Reports and answers about pictures: texts that are learned and scored as in the language task, each about one picture."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from consilium.data.datalist import DataList
+from consilium.core.lazy import lazy
 from consilium.data.settings import PictureSettings, WindowConfig
 from consilium.data.text import read_texts
 from consilium.tasks.language import LanguageConfig, metric_names, scores
 from consilium.tasks.registry import TaskKind
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from consilium.tasks.report.task import ReportTask
 
 
 class ReportConfig(LanguageConfig):
@@ -37,30 +32,13 @@ class ReportConfig(LanguageConfig):
         return PictureSettings(window=self.window, resize=self.resize)
 
 
-def _build(config: ReportConfig, model: Any, data: DataList, tokenizer: Any) -> "ReportTask":
-    from consilium.tasks.report.task import ReportTask
-
-    return ReportTask(data, tokenizer, model, config)
-
-
-def _rehearse(config: ReportConfig, base: Any, model: Any, count: int) -> "Tensor":
-    """Return the loss of texts of full length alone: the frozen vision tower keeps nothing for a backward pass."""
-    import torch
-    import torch.nn.functional as F
-
-    ids = torch.zeros(count, base.max_length, dtype=torch.long)
-    mask = torch.ones_like(ids)
-    mask[:, -1] = 0  # as in a batch of unequal lengths
-    logits = model(**model.read(ids, mask), use_cache=False).logits[:, :-1].float()
-    return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:])
-
-
+_TASK = "consilium.tasks.report.task"
 REPORT = TaskKind(
     ReportConfig,
     scores,
     metric_names,
     partial(read_texts, pictures=True),
-    _build,
+    lazy(f"{_TASK}:build"),
     file="training.jsonl",
-    rehearse=_rehearse,
+    rehearse=lazy(f"{_TASK}:rehearse"),
 )

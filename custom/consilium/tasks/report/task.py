@@ -4,28 +4,30 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from consilium.core.errors import ConfigError, UnfitError
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import DataList, Item
-from consilium.data.header_check import look_at_picture
-from consilium.data.images import Sample, read_picture_bytes
+from consilium.data.images import Sample, read_picture
+from consilium.data.sample_check import image_shape
 from consilium.data.settings import PictureSettings, read_as
 from consilium.data.text import Text
 from consilium.models.vision_language import VisionLanguageConfig
 from consilium.models.vision_language.layout import Picture
 from consilium.models.vision_language.network import picture
 from consilium.tasks.base import Batch
-from consilium.tasks.language.task import LanguageTask
+from consilium.tasks.language.task import LanguageTask, full_rows
 from consilium.tasks.language.tokens import Encoder
 from consilium.tasks.report import ReportConfig
 
 MARK = "\ufffc"
-"""What Unicode has in the place of a picture in a text; here only within a prompt, before it becomes tokens."""
+"""Unicode's object replacement character: stands for the picture in a prompt until it becomes tokens."""
 LEAST = 16
 """Tokens that a prompt and its answer need beside the picture."""
 
@@ -48,7 +50,7 @@ class SeeingEncoder(Encoder):
             self._begin = [*self._shown, *self._begin] if seen.leads else [*self._begin, *self._shown]
 
     def prompt(self, text: Text, most: int) -> tuple[list[int], bool]:
-        """See Encoder. Raises UnfitError for a record that says what stands for a picture, or too long to hold its own."""
+        """See Encoder. Raises UnfitError for a record that contains the picture's stand-in, or has no room for its picture."""
         found, cut = super().prompt(self._marked(text), most)
         if found.count(self._seen.token) != self._seen.ids.count(self._seen.token):
             why = "has words that stand for a picture, or is too long to keep its own"
@@ -56,7 +58,7 @@ class SeeingEncoder(Encoder):
         return found, cut
 
     def answer(self, text: Text) -> list[int]:
-        """See Encoder. Raises UnfitError for an answer that says what stands for a picture."""
+        """See Encoder. Raises UnfitError for an answer that contains the picture's stand-in."""
         found = super().answer(text)
         if self._seen.token in found:
             raise UnfitError(f"{text.name}: its output has words that stand for a picture; remove them")
@@ -71,7 +73,7 @@ class SeeingEncoder(Encoder):
         )
 
     def _begun(self, tokens: list[int]) -> list[int]:
-        """Return tokens behind what begins every text; a chat template may have written it already."""
+        """Return tokens after the tokenizer's start token, unless a chat template has written it already."""
         return tokens if tokens[: len(self._begin)] == self._begin else [*self._begin, *tokens]
 
     def _plain(self, text: str) -> list[int]:
@@ -81,7 +83,7 @@ class SeeingEncoder(Encoder):
 
 
 class ReportTask(LanguageTask):
-    """One site's pictures with texts. All records are turned into tokens, and all pictures looked at, once at the start.
+    """One site's pictures with texts. All records are tokenized, and all pictures checked, at the start.
 
     Metrics: see LanguageTask. In a quiet list a picture that does not fit the job is black.
     """
@@ -98,22 +100,22 @@ class ReportTask(LanguageTask):
 
         def read(item: Item) -> Sample:
             try:
-                return {"image": read_picture_bytes(item, side, settings, padding)}
+                return {"image": read_picture(item, side, settings, padding)}
             except UnfitError:
-                if not data.loading.quiet:
+                if not data.loading.ignore_unfit:
                     raise
                 return {"image": blank}
 
         pictures = {split: tuple(Item(Path(text.image), None) for text in texts) for split, texts in data.splits.items()}
         self._pictures = SampleCache(
-            DataList(data.path, pictures, loading=replace(data.loading, skip=False)),  # nobody else has looked at them
+            DataList(data.path, pictures, loading=replace(data.loading, skip=False)),  # no other code has checked them
             read,
             partial(_look, settings),
-            read_as("report, or black" if data.loading.quiet else "report", settings, side, padding),
+            read_as("report, or black" if data.loading.ignore_unfit else "report", settings, side, padding),
         )
 
     def read_again(self, split: str, index: int) -> None:
-        """See ReadsAgain."""
+        """Read a sample from its files, even if it is cached. Raises DataError."""
         self._pictures.read_again(split, index)
 
     def _encoder_of(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Encoder:
@@ -130,4 +132,16 @@ class ReportTask(LanguageTask):
 
 
 def _look(settings: PictureSettings, item: Item) -> None:
-    look_at_picture(item, settings)
+    image_shape(item, settings)
+
+
+def build(config: ReportConfig, model: VisionLanguageConfig, data: DataList, tokenizer: Any) -> ReportTask:
+    """See TaskKind."""
+    return ReportTask(data, tokenizer, model, config)
+
+
+def rehearse(config: ReportConfig, base: VisionLanguageConfig, model: Any, count: int) -> Tensor:
+    """Return the loss of texts of full length alone: the frozen vision tower keeps nothing for a backward pass."""
+    ids, mask = full_rows(base.max_length, count)
+    logits = model(**model.read(ids, mask), use_cache=False).logits[:, :-1].float()
+    return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:])

@@ -1,28 +1,22 @@
 """Segmentation: masks, judged by Dice."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
+from consilium.core.lazy import lazy
 from consilium.core.schema import MOST_CLASSES, ClassName, each_once
-from consilium.data.datalist import DataList
 from consilium.data.settings import PictureSettings
-from consilium.models.registry import ModelConfig
 from consilium.tasks import pictures
 from consilium.tasks.registry import Scores, TaskConfig, TaskKind
 from consilium.tasks.segmentation import scores
 from consilium.tasks.segmentation.scores import SegmentationScoresConfig
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from consilium.tasks.segmentation.task import SegmentationTask
-
 LabelValues = Annotated[list[Annotated[int, Field(ge=0, lt=2**16)]], Field(min_length=1, max_length=1024)]
 
 
 class PromptKind(NamedTuple):
-    """A kind of prompt: what several are called, and the numbers that make one, in pixels from the left and the top."""
+    """A kind of prompt: its plural, and the names of its numbers, in pixels from the left and the top."""
 
     many: str
     numbers: tuple[str, ...]
@@ -72,48 +66,22 @@ def metric_names(config: SegmentationConfig) -> frozenset[str]:
     return scores.metric_names(config.classes)
 
 
-def _build(config: SegmentationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> "SegmentationTask":
-    from consilium.tasks.segmentation.task import SegmentationTask
-
-    return SegmentationTask(
-        data, config.classes, model.image_side, config.prompt, config.augment, config, config.scores, model.padding, config.loss
-    )
-
-
-def _look(config: Any, item: Any) -> None:
-    from consilium.data.header_check import look_at_sample
-
-    look_at_sample(item, config.classes, config)
-
-
 def _scores(config: SegmentationConfig) -> Scores:
     return scores.scores(config.scores)
 
 
-def _rehearse(config: SegmentationConfig, base: ModelConfig, model: "nn.Module", count: int) -> "Tensor":
-    import torch
-    import torch.nn.functional as F
-
-    side, classes = base.image_side, len(config.classes)
-    label = torch.zeros(count, classes, side, side)
-    kind = prompts_of(config)
-    prompts = torch.zeros(count, classes, len(kind.numbers)) if kind else None
-    logits = model(torch.zeros(count, 3, side, side), prompts).float()
-    guess = logits.sigmoid()  # Dice by hand, as MONAI's looks at numbers, of which a rehearsal has none
-    return F.binary_cross_entropy_with_logits(logits, label) - 2 * (guess * label).sum() / (guess + label).sum()
-
-
 SCORES = scores.scores(SegmentationScoresConfig())
-"""How the scores of a job that says nothing of them are shown."""
+"""How scores are shown by default."""
+_TASK = "consilium.tasks.segmentation.task"
 SEGMENTATION = TaskKind(
     SegmentationConfig,
     _scores,
     metric_names,
     pictures.reader(classes=False),
-    _build,
+    lazy(f"{_TASK}:build"),
     pictures.check,
     prepare=pictures.prepare,
-    look=_look,
+    look=lazy(f"{_TASK}:check_item"),
     usable=pictures.usable(classes=False),
-    rehearse=_rehearse,
+    rehearse=lazy(f"{_TASK}:rehearse"),
 )

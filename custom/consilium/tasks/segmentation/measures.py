@@ -44,7 +44,7 @@ def overlaps(found: Tensor, count_empty: bool, background: bool = False) -> dict
 
 
 def _outside(found: Tensor) -> Tensor:
-    """Return the IoU (C,) of what is not the class."""
+    """Return the IoU (C,) of the background of each class."""
     both, guess, reference, whole = found.double()
     return torch.where(both == whole, 1.0, (whole - guess - reference + both) / (whole - both))
 

@@ -40,7 +40,7 @@ def points(label: Tensor, seed: int | None = None) -> Tensor:
 
 
 def _deepest(mask: Tensor) -> tuple[int, int]:
-    """Return row and column of the pixel farthest from what is not the mask."""
+    """Return row and column of the pixel farthest from the mask's outside."""
     depth = torch.from_numpy(distance_transform_edt(pad(mask.bool(), (1, 1, 1, 1)).numpy()))[1:-1, 1:-1]
     row, column = divmod(int(depth.flatten().argmax()), mask.shape[1])
     return row, column

@@ -1,4 +1,4 @@
-"""What a segmentation job scores: settings, names of the metrics, how tables call them. Free of torch."""
+"""Scores of a segmentation job: settings, names of metrics, table headings. Loads no torch."""
 
 from collections.abc import Iterable
 from typing import Annotated, Literal
@@ -10,7 +10,7 @@ from consilium.tasks.registry import Scores, interval_names
 
 
 class SegmentationScoresConfig(Section):
-    """What a score is taken of, and on which grid."""
+    """The unit of a score, and its grid."""
 
     grid: Annotated[
         Literal["resized", "original"],
@@ -48,7 +48,7 @@ def metric_names(classes: Iterable[str]) -> frozenset[str]:
 
 
 def scores(config: SegmentationScoresConfig) -> Scores:
-    """Return how the scores are shown; the title of the closing table says what they are taken of."""
+    """Return how the scores are shown; the closing table's title names their unit and grid."""
     title = f", per {config.per}, {config.grid} grid"
     title += "; empty references count" if config.empty_references == "count" else ""
     title += "; IoU of foreground and background" if config.iou == "both" else ""

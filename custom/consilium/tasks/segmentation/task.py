@@ -4,6 +4,7 @@ Classes may nest (a cup lies in its disc), so every class is a binary problem of
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,12 +15,14 @@ from consilium.core.seeding import seed_for
 from consilium.data.augment import augment
 from consilium.data.cache import SampleCache, to_float
 from consilium.data.datalist import SPLITS, DataList, Item
-from consilium.data.header_check import look_at_sample, seen_shape
-from consilium.data.images import BLACK, Colour, Sample, check_annotated, inner, read_bytes, read_masks
+from consilium.data.images import BLACK, Colour, Sample, check_annotated, read_masks, read_sample, valid_size
+from consilium.data.sample_check import check_sample, cropped_shape
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
-from consilium.data.store import Raw
+from consilium.data.store import CachedSample
+from consilium.models.registry import ModelConfig
 from consilium.tasks.base import Batch, Scored, Segmented, evaluating
 from consilium.tasks.embeddings import Embeddings
+from consilium.tasks.segmentation import SegmentationConfig, prompts_of
 from consilium.tasks.segmentation.measures import counts, dice_loss, overlaps
 from consilium.tasks.segmentation.prompts import TAKEN
 from consilium.tasks.segmentation.scores import SegmentationScoresConfig
@@ -30,7 +33,7 @@ EXAMPLES = 3
 
 
 class SegmentationTask:
-    """One site's images. All samples are looked at once at the start, so that bad data stops before any training.
+    """One site's images. All samples are checked at the start, so that bad data stops before any training.
 
     Metrics are of each image, volume or patient, as `scores` say, averaged over those where they are defined: a reference that
     lacks the class has neither HD95 nor ASSD, and Dice and IoU only if empty references count. A prediction that lacks the
@@ -62,8 +65,8 @@ class SegmentationTask:
         self._embeddings: Embeddings | None = None
         self._samples = SampleCache(
             data,
-            lambda item: read_bytes(item, classes, image_size, settings, padding),
-            lambda item: look_at_sample(item, classes, settings),
+            lambda item: read_sample(item, classes, image_size, settings, padding),
+            lambda item: check_sample(item, classes, settings),
             read_as("segmentation", settings, image_size, [classes, padding]),
         )
 
@@ -75,10 +78,10 @@ class SegmentationTask:
     @property
     def quiet(self) -> bool:
         """See Task."""
-        return self.data.loading.quiet and not self._samples.all_lost
+        return self.data.loading.ignore_unfit and not self._samples.all_lost
 
     def read_again(self, split: str, index: int) -> None:
-        """See ReadsAgain."""
+        """Read a sample from its files, even if it is cached. Raises DataError."""
         self._samples.read_again(split, index)
 
     def remember(self, encoder: str) -> None:
@@ -86,12 +89,17 @@ class SegmentationTask:
         self._embeddings = Embeddings(self._samples.store, encoder)
 
     def has(self, split: str) -> bool:
-        """Tell whether the split holds any sample."""
+        """Tell whether the split has any sample."""
         return bool(self.data.splits[split])
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
         """Return these samples of the training split, augmented as `seed` says; {} if none of them can be read."""
-        found = self._samples.many("training", indices, lambda index, raw: self._training_sample(index, raw, seed))
+
+        def made(index: int, raw: CachedSample) -> Sample:
+            moved = augment(raw, seed, index) if self.augment else to_float(index, raw)
+            return self._annotated("training", index, self._prompted(moved, seed_for(seed, self._prompt, index)))
+
+        found = self._samples.map("training", indices, made)
         return self._collate([sample for _, sample in found])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -142,7 +150,7 @@ class SegmentationTask:
 
         The model sees one at a time, to save memory.
         """
-        found = self._samples.many(split, indices, to_float)
+        found = self._samples.map(split, indices, to_float)
         if not found:
             return None
         items, samples = [self.data.splits[split][index] for index, _ in found], [sample for _, sample in found]
@@ -201,7 +209,7 @@ class SegmentationTask:
     def _inner(self, item: Item) -> tuple[int, int]:
         if self.settings.resize == "stretch":
             return self.size, self.size
-        return inner(seen_shape(item, self.settings), self.size, self.settings)
+        return valid_size(cropped_shape(item, self.settings), self.size, self.settings)
 
     def _known(self, item: Item) -> Tensor:
         return torch.tensor([item.annotated is None or name in item.annotated for name in self.classes])
@@ -212,10 +220,6 @@ class SegmentationTask:
         if item.annotated is None or (known := self._known(item)).all():
             return sample
         return sample | {"annotated": known.float()}
-
-    def _training_sample(self, index: int, raw: Raw, seed: int) -> Sample:
-        moved = augment(raw, seed, index) if self.augment else to_float(index, raw)
-        return self._annotated("training", index, self._prompted(moved, seed_for(seed, self._prompt, index)))
 
     def _prompted(self, sample: Sample, seed: int | None = None) -> Sample:
         return sample | {"prompt": TAKEN[self._prompt](sample["label"], seed)} if self._prompt in TAKEN else sample
@@ -229,3 +233,26 @@ class SegmentationTask:
         if known is not None:
             samples = [{"annotated": torch.ones_like(known)} | sample for sample in samples]
         return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]} if samples else {}
+
+
+def build(config: SegmentationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> SegmentationTask:
+    """See TaskKind."""
+    return SegmentationTask(
+        data, config.classes, model.image_side, config.prompt, config.augment, config, config.scores, model.padding, config.loss
+    )
+
+
+def check_item(config: SegmentationConfig, item: Item) -> None:
+    """Raise DataError for a sample whose headers or labels are bad."""
+    check_sample(item, config.classes, config)
+
+
+def rehearse(config: SegmentationConfig, base: ModelConfig, model: nn.Module, count: int) -> Tensor:
+    """See TaskKind."""
+    side, classes = base.image_side, len(config.classes)
+    label = torch.zeros(count, classes, side, side)
+    kind = prompts_of(config)
+    prompts = torch.zeros(count, classes, len(kind.numbers)) if kind else None
+    logits = model(torch.zeros(count, 3, side, side), prompts).float()
+    guess = logits.sigmoid()  # MONAI's Dice reads numbers, which a rehearsal on the meta device does not have
+    return F.binary_cross_entropy_with_logits(logits, label) - 2 * (guess * label).sum() / (guess + label).sum()

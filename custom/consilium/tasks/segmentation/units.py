@@ -1,4 +1,4 @@
-"""From pictures to what a score is taken of: an image, a volume, a patient.
+"""From pictures to the unit of a score: an image, a volume, a patient.
 
 Volumes come one after the other, so that the masks of one at most are kept, a bit a voxel. Without distances only counts are.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from consilium.data import volumes
 from consilium.data.datalist import Item
-from consilium.data.header_check import seen_shape
+from consilium.data.sample_check import cropped_shape
 from consilium.tasks.bootstrap import group_of, grouped, intervals, numbered
 from consilium.tasks.registry import COUNT
 from consilium.tasks.segmentation.measures import counts, distances, overlaps
@@ -115,7 +115,7 @@ def order(items: Sequence[Item], config: SegmentationScoresConfig) -> list[int]:
 
 
 def volume_of(item: Item) -> object:
-    """Return what is equal for planes of one volume, cut in one direction; a picture is its own volume.
+    """Return a key of an item's volume and cutting direction; a picture is its own volume.
 
     One volume with two masks is two: two raters are not added up.
     """
@@ -124,11 +124,11 @@ def volume_of(item: Item) -> object:
 
 
 def spacing_of(item: Item, shape: tuple[int, int]) -> tuple[float, float, float] | None:
-    """Return millimetres between planes, rows and columns of an item brought to `shape`; None where nobody knows."""
+    """Return millimetres between planes, rows and columns of an item brought to `shape`; None where unknown."""
     grid = volumes.header(item.image).grid if volumes.is_volume(item.image) else None
     if grid is None or grid.voxel is None or (pixel := grid.pixel(item.axis)) is None:
         return None
-    rows, columns = (step * old / new for step, old, new in zip(pixel, seen_shape(item), shape, strict=True))
+    rows, columns = (step * old / new for step, old, new in zip(pixel, cropped_shape(item), shape, strict=True))
     found = grid.voxel[grid.across(item.axis)], rows, columns
     return found if all(math.isfinite(step) and step > 0 for step in found) else None
 

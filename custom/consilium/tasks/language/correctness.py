@@ -1,4 +1,4 @@
-"""Which written answers are right: those that settle on the label of a reference, or on its final answer."""
+"""Which written answers are right: those with the label of a reference, or its final answer."""
 
 from collections.abc import Sequence, Set
 
@@ -12,7 +12,7 @@ def truth(text: Text, config: LanguageConfig) -> frozenset[str]:
     """Return a record's right labels or final answers, none where none is asked for. Raises UnfitError if it has none."""
     if config.evaluate == "label":
         given = (text.final_answer,) if text.final_answer else text.outputs
-        found, known = [_said(one, text, config) for one in given], text.labels or config.labels
+        found, known = [_label_or_answer(one, text, config) for one in given], text.labels or config.labels
         what = f"output has none of the labels ({', '.join(known) or 'none given'}); set task.labels"
     elif config.evaluate == "exact":
         found = [settled(text.final_answer)] if text.final_answer else [final_answer(one) for one in text.outputs]
@@ -25,10 +25,10 @@ def truth(text: Text, config: LanguageConfig) -> frozenset[str]:
 
 
 def judged(written: Sequence[str], texts: Sequence[Text], truths: Sequence[Set[str]], config: LanguageConfig) -> list[float]:
-    """Return 1 of each written answer that is right, else 0; where nobody knows the truth none is."""
-    said = [_said(one, text, config) for one, text in zip(written, texts, strict=True)]
+    """Return 1 for each right answer, else 0; without a reference no answer is right."""
+    said = [_label_or_answer(one, text, config) for one, text in zip(written, texts, strict=True)]
     return [float(one in true) for one, true in zip(said, truths, strict=True)]
 
 
-def _said(written: str, text: Text, config: LanguageConfig) -> str | None:
+def _label_or_answer(written: str, text: Text, config: LanguageConfig) -> str | None:
     return final_answer(written) if config.evaluate == "exact" else first_label(written, text.labels or config.labels)

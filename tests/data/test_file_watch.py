@@ -13,7 +13,7 @@ import pytest
 from consilium.core.errors import DataError, UnfitError
 from consilium.data import volumes
 from consilium.data.datalist import DataList, read_datalist
-from consilium.data.file_watch import Watch
+from consilium.data.sample_check import FileWatch
 from tests.data import dicoms
 
 BOTH = ("training", "validation")
@@ -49,7 +49,7 @@ def reader(*bad: Place, error: type[DataError] = DataError) -> tuple[list[Place]
 def test_files_that_are_gone(tmp_path: Path) -> None:
     """Where bad samples are skipped they are left out, and without a training sample there is nothing to train on."""
     data = pairs(tmp_path)
-    strict, skips = Watch(data, BOTH, skip=False), Watch(data, BOTH, skip=True)
+    strict, skips = FileWatch(data, BOTH, skip=False), FileWatch(data, BOTH, skip=True)
     done, read = reader()
     (tmp_path / "c.png").unlink()
     strict.check(read)
@@ -65,11 +65,11 @@ def test_files_that_are_gone(tmp_path: Path) -> None:
     assert not done
     nothing = listed(tmp_path, {"training": []})
     for skip in (False, True):
-        Watch(nothing, BOTH, skip).check(read)
+        FileWatch(nothing, BOTH, skip).check(read)
 
 
 def test_what_has_changed_is_read_again_once(tmp_path: Path) -> None:
-    watch = Watch(pairs(tmp_path), BOTH, skip=False)
+    watch = FileWatch(pairs(tmp_path), BOTH, skip=False)
     (tmp_path / "m.png").write_text("another mask")
     (tmp_path / "b.png").write_text("other")
     done, read = reader()
@@ -80,7 +80,7 @@ def test_what_has_changed_is_read_again_once(tmp_path: Path) -> None:
 
 def test_what_has_changed_and_cannot_be_read_says_so_until_it_can(tmp_path: Path) -> None:
     data = pairs(tmp_path)
-    strict, skips = Watch(data, BOTH, skip=False), Watch(data, BOTH, skip=True)
+    strict, skips = FileWatch(data, BOTH, skip=False), FileWatch(data, BOTH, skip=True)
     for name in ("a.png", "b.png"):
         (tmp_path / name).write_text("trunc")
     _, read = reader(("training", 1))
@@ -102,7 +102,7 @@ def test_what_has_changed_and_cannot_be_read_says_so_until_it_can(tmp_path: Path
 @pytest.mark.parametrize("skip", [False, True])
 def test_a_file_that_is_there_and_cannot_be_opened_or_read(skip: bool, tmp_path: Path) -> None:
     """A share whose permission was withdrawn, a disk with bad blocks: the look at sizes passed."""
-    watch, opened = Watch(pairs(tmp_path), BOTH, skip), Path.open
+    watch, opened = FileWatch(pairs(tmp_path), BOTH, skip), Path.open
     for number in (5, 13):
 
         def fails(path: Path, *how: str, number: int = number) -> object:
@@ -125,7 +125,7 @@ def test_a_folder_of_dicom_files_is_what_was_in_it(how: str, tmp_path: Path) -> 
         file.unlink()
         file.symlink_to(share / file.name)
     data = listed(tmp_path, {"training": [{"image": "series", "label": 0}]})
-    watch = Watch(data, BOTH, skip=False)
+    watch = FileWatch(data, BOTH, skip=False)
 
     def read(split: str, index: int) -> object:
         return volumes.voxels(data.splits[split][index].image)

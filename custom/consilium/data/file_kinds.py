@@ -1,0 +1,60 @@
+"""Which kind of file a path is, by its name or its first bytes: picture, slide, NIfTI, DICOM. Loads neither numpy nor torch."""
+
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+SLIDES = (".svs", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".svslide")
+"""Endings of whole slides that no picture reader takes."""
+NIFTI = (".nii", ".nii.gz")
+PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", *NIFTI, *SLIDES)
+DICOM = (".dcm", ".dicom")
+"""Endings of DICOM files without the usual first bytes."""
+MOST_FILES = 20_000
+"""Files of a folder, and frames of a series."""
+VolumeFormat = Literal["nifti", "dicom"]
+
+
+def is_volume(path: Path) -> bool:
+    """Tell whether a path is a volume (NIfTI, DICOM file or series folder) and not a picture."""
+    return volume_format(path) is not None
+
+
+def volume_format(path: Path) -> VolumeFormat | None:
+    """Return the format of a volume, None for any other path.
+
+    A folder is examined again when its time changes: where a network share is away, the folder is an empty one.
+    """
+    try:
+        return _format_at(path, path.stat().st_mtime_ns if path.is_dir() else 0)
+    except OSError:
+        return None
+
+
+@lru_cache(maxsize=65536)
+def _format_at(path: Path, time: int) -> VolumeFormat | None:
+    if path.name.lower().endswith(NIFTI):
+        return "nifti"
+    return "dicom" if is_dicom(path) else None
+
+
+def is_dicom(path: Path) -> bool:
+    """Tell whether a path is a DICOM file, by its first bytes or its name, or a folder with such a file in it."""
+    try:
+        files = islice(path.iterdir(), MOST_FILES) if path.is_dir() else [path]
+        return any(map(_is_dicom_file, files))
+    except (OSError, ValueError):
+        return False
+
+
+def _is_dicom_file(path: Path) -> bool:
+    if not path.is_file():  # a pipe would never end
+        return False
+    with path.open("rb") as file:
+        return file.read(132)[128:] == b"DICM" or path.name.lower().endswith(DICOM)
+
+
+def forget_formats() -> None:
+    """Examine every path again."""
+    _format_at.cache_clear()

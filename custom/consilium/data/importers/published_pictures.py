@@ -1,0 +1,444 @@
+"""Published pictures with masks or classes: polyps, fundus, OCT and others. Each set is a declaration, below its reader."""
+
+import csv
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from consilium.core.errors import DataError
+from consilium.data.folders import read_folders
+from consilium.data.importers.base import (
+    NO_PATIENTS,
+    PICTURE_ENDINGS,
+    DerivedFile,
+    Importer,
+    ImportResult,
+    Options,
+    SourceSample,
+    by_stem,
+    check_sizes,
+    child,
+    files,
+    folders,
+    grey,
+    mask_png,
+    numeric,
+    partner,
+    usable,
+    wrong_layout,
+)
+
+RUNS = 10
+"""Groups of consecutive frames of a set that names no videos: only the ends of a run share a video with another split."""
+POLYP, DISC_AND_CUP, NUCLEUS = {"polyp": [255]}, {"disc": [1, 2], "cup": [2]}, {"nucleus": [1]}
+NAMES_NO_VIDEOS = "names no videos, so runs of consecutive frames are kept together"
+Pairs = Sequence[tuple[str, str]]
+"""Names of folders of pictures and of masks that lie beside each other."""
+
+
+class Drawn(NamedTuple):
+    """A picture with the files that its mask is made from. `name`: of the mask's file, by default the picture's.
+
+    `group`: samples that no split may separate, by default the picture alone; see SourceSample.
+    """
+
+    image: Path
+    drawings: tuple[Path, ...]
+    split: str | None = None
+    name: str = ""
+    group: str = ""
+    is_patient: bool = False
+
+
+@dataclass(frozen=True)
+class PictureSet:
+    """A published set that becomes one site.
+
+    `folder`: how its folder's name starts, in lower-case letters and digits. `layout`: what the folder holds, for messages.
+    `read(folder)`: its pictures. `label(name, *drawings)`: a mask that can be used as it is, or the one to write. `has_split`:
+    the publisher has a test split. `has_frames`: pictures are frames of videos. `is_scattered`: it comes as several folders.
+    """
+
+    folder: str
+    layout: str
+    read: Callable[[Path], Iterable[Drawn]]
+    label: Callable[..., Path | DerivedFile]
+    has_split: bool = False
+    has_frames: bool = False
+    is_scattered: bool = False
+
+
+def samples(site: str, drawn: Iterable[Drawn], label: Callable[..., Path | DerivedFile]) -> Iterator[SourceSample]:
+    """Yield a site's pictures with their labels. Raises DataError where a drawing has another size than its picture."""
+    for one in drawn:
+        for drawing in one.drawings:
+            check_sizes(one.image, drawing)
+        mask = label(one.name or one.image.stem, *one.drawings)
+        yield SourceSample(site, one.group or one.image.stem, one.image, mask, split=one.split, is_patient=one.is_patient)
+
+
+def read_sets(sets: dict[str, PictureSet], classes: dict[str, list[int]], source: Path, options: Options) -> ImportResult:
+    """Read every set of `sets` that lies below the source, or is it. Raises DataError if there is none."""
+    found: list[SourceSample] = []
+    for site, one in sets.items():
+        for folder in _set_folders(source, one):
+            own = list(samples(site, one.read(folder), one.label))
+            if not own:
+                raise wrong_layout(folder, one.layout)
+            found += own
+    if not found:
+        raise wrong_layout(source, sets_layout(sets))
+    there = {one.site for one in found}
+    runs = {one.site for one in found if one.group.startswith("run-")}
+    unnamed = {s for s in there if not sets[s].has_frames and (options.resplit or not sets[s].has_split)}
+    notes = [f"{site}: {NAMES_NO_VIDEOS}" for site in sorted(runs)] + [f"{site}: {NO_PATIENTS}" for site in sorted(unnamed)]
+    return ImportResult(found, classes, notes)
+
+
+def sets_layout(sets: dict[str, PictureSet]) -> str:
+    """Return the line that says which folders are expected."""
+    return f"folders {', '.join(one.layout for one in sets.values())}, or some of them"
+
+
+def _set_folders(source: Path, one: PictureSet) -> list[Path]:
+    """Return the folder of a set, the source itself for a set of several folders, or []. Raises DataError for two."""
+
+    def fits(folder: Path) -> bool:
+        return not folder.name.startswith(".") and re.sub(r"[^a-z0-9]", "", folder.name.lower()).startswith(one.folder)
+
+    found = [p for p in sorted(source.iterdir()) if p.is_dir() and fits(p)]
+    if fits(source.resolve()) or (len(found) > 1 and one.is_scattered):
+        return [source]
+    if len(found) > 1:
+        names = ", ".join(p.name for p in found)
+        raise DataError(f"{source}: expected one folder for {one.folder}; found {names}; put them into one folder")
+    return found
+
+
+def folder_pair(folder: Path, pairs: Pairs) -> tuple[Path, Path]:
+    """Return the folders of pictures and masks, at any depth; those of PNG before others. Raises DataError."""
+    found = [(child(one, a), child(one, b)) for one in folders(folder) for a, b in pairs]
+    both = [(images, masks) for images, masks in found if images and masks]
+    if not both:
+        raise wrong_layout(folder, " or ".join(f"{a}/ beside {b}/" for a, b in pairs))
+    return min(both, key=lambda pair: not files(pair[0], [".png"]))
+
+
+def match(images: Path, masks: Path, split: str | None = None, prefix: str = "") -> list[Drawn]:
+    """Return a folder's pictures with the masks of the same names, `prefix` before them. Raises DataError."""
+    known = by_stem(files(masks, PICTURE_ENDINGS))
+    pictures = files(images, PICTURE_ENDINGS)
+    return [Drawn(p, (partner(prefix + p.stem, known, p, "mask"),), split) for p in pictures]
+
+
+def by_folder(name: str, source: Path) -> Path | None:
+    """Return the folder of that name in any case: the source, or one at any depth below it."""
+    return next((one for one in folders(source) if one.resolve().name.lower() == name.lower()), None)
+
+
+def cut_at_half(name: str, mask: Path) -> Path | DerivedFile:
+    """Return a mask of 0 and 255 as it is; any other (JPEG above all) cut at 128, under its own name."""
+    return mask if usable(mask, (0, 255)) else mask_png(mask.stem, lambda path: np.where(grey(path) >= 128, 255, 0), mask)
+
+
+def grouped_by_video(drawn: Iterable[Drawn], folder: Path | None) -> list[Drawn]:
+    """Return frames in the order of their numbers, each in the group of its video, else in one of RUNS runs of frames.
+
+    Videos come from the columns frame_id and sequence_id of a metadata.csv below `folder`, where there is one.
+    """
+    videos: dict[str, str] = {}
+    for path in files(folder, ["metadata.csv"]) if folder else []:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.DictReader(file))
+        if rows and {"frame_id", "sequence_id"} <= rows[0].keys():
+            videos = {row["frame_id"].strip(): f"sequence-{row['sequence_id'].strip()}" for row in rows}
+            break
+    ordered = sorted(drawn, key=lambda one: numeric(one.image))
+    groups = (videos.get(str(numeric(one.image)[0]), f"run-{n * RUNS // len(ordered)}") for n, one in enumerate(ordered))
+    return [one._replace(group=g, is_patient=g.startswith("sequence-")) for one, g in zip(ordered, groups, strict=True)]
+
+
+def _polyps(pairs: Pairs, has_frames: bool, folder: Path) -> list[Drawn]:
+    found = match(*folder_pair(folder, pairs))
+    return grouped_by_video(found, folder) if has_frames else sorted(found, key=lambda one: numeric(one.image))
+
+
+def _etis(folder: Path) -> list[Drawn]:
+    """ETIS-LaribPolypDB: N.tif with 'Ground Truth'/pN.tif beside their folder, or within it; elsewhere images/ and masks/."""
+    masks = child(folder.resolve().parent, "Ground Truth")
+    if not masks or not any(p.suffix.lower() in PICTURE_ENDINGS for p in folder.iterdir()):
+        folder, masks = folder_pair(folder, [("ETIS-LaribPolypDB", "Ground Truth"), *PLAIN])
+    prefix = "p" if all(p.stem.lower().startswith("p") for p in files(masks, PICTURE_ENDINGS)) else ""
+    return grouped_by_video(match(folder, masks, prefix=prefix), folder)
+
+
+def read_pranet(source: Path, options: Options) -> ImportResult:
+    """Read the polyp benchmark of PraNet (Fan et al., MICCAI 2020): a site per set, in its published split.
+
+    TrainDataset mixes two sets: pictures named by a number are CVC-ClinicDB's frames, all others Kvasir-SEG's. The other three
+    sets have test pictures only, so their sites only test, unless --resplit. Frames are kept together in ten runs.
+    Raises DataError for another layout.
+    """
+    train, test = by_folder("TrainDataset", source), by_folder("TestDataset", source)
+    if train is None and test is None:
+        raise wrong_layout(source, PRANET_LAYOUT)
+    parts: dict[str, list[Drawn]] = {"cvc-clinicdb": [], "kvasir-seg": []}
+    trained = set(parts)
+    for one in match(*folder_pair(train, PRANET_PAIRS)) if train else []:
+        parts["cvc-clinicdb" if one.image.stem.isdigit() else "kvasir-seg"].append(one)
+    for folder in sorted(test.iterdir()) if test else []:
+        if folder.is_dir() and (site := PRANET_SITES.get(folder.name.lower())):
+            parts.setdefault(site, []).extend(match(*folder_pair(folder, PRANET_PAIRS), "test"))
+    found: list[SourceSample] = []
+    for site, drawn in sorted(parts.items()):
+        by_stem(one.image for one in drawn)
+        ordered = sorted(drawn, key=lambda one: numeric(one.image))
+        found += samples(site, ordered if site == "kvasir-seg" else grouped_by_video(ordered, None), cut_at_half)
+    if options.resplit:
+        return ImportResult(found, POLYP, [f"kvasir-seg: {NO_PATIENTS}", f"the other sets {NAMES_NO_VIDEOS}"])
+    notes = ["the published split is by picture: frames of one video may be in training and in test; --resplit cuts anew"]
+    notes += [f"{s}: test pictures only, so it only tests; --resplit makes it train too" for s in sorted(set(parts) - trained)]
+    return ImportResult(found, POLYP, notes)
+
+
+def _refuge(folder: Path) -> Iterator[Drawn]:
+    """REFUGE: *.jpg and *.bmp of the same name; V* is the validation split, T* the test split, g* and n* are for training."""
+    shown = (p for p in files(folder, [".jpg", ".jpeg"]) if "illustration" not in str(p.relative_to(folder)).lower())
+    images = by_stem(shown)
+    for mask in by_stem(files(folder, [".bmp"])).values():
+        image = partner(mask.stem, images, mask, "picture (*.jpg)")
+        yield Drawn(image, (mask,), {"V": "validation", "T": "test"}.get(mask.stem[0]), mask.stem, mask.stem)
+
+
+def _refuge_mask(mask: Path) -> np.ndarray:
+    values = grey(mask)
+    unknown = (values != 0) & (values != 128) & (values != 255)
+    if unknown.any():
+        raise DataError(f"{mask}: expected 0 (cup), 128 (rim) and 255 (background); found {values[unknown].min()}")
+    return cup_from_dark(values)
+
+
+def cup_from_dark(values: np.ndarray) -> np.ndarray:
+    """Return labels (H, W) of grey values where the cup is dark and the background bright, cut at 50 and 200."""
+    return (values <= 50).astype(np.uint8) + (values <= 200)
+
+
+def _drishti(folder: Path) -> Iterator[Drawn]:
+    """Drishti-GS1: pictures in folders named Images; soft maps of disc and cup; a folder Test* is the test split."""
+    images = by_stem(p for p in files(folder, [".png"]) if "images" in [part.lower() for part in p.relative_to(folder).parts])
+    for disc in files(folder, ["_odsegsoftmap.png"]):
+        stem = disc.name[: -len("_ODsegSoftmap.png")]
+        image, cup = partner(stem, images, disc, "picture"), disc.with_name(f"{stem}_cupsegSoftmap.png")
+        if not cup.is_file():
+            raise DataError(f"{disc}: expected {cup.name} beside it; found none; complete the set")
+        test = any(part.lower().startswith("test") for part in disc.relative_to(folder).parts)
+        yield Drawn(image, (disc, cup), "test" if test else None, stem, stem)
+
+
+def _rim_and_cup(disc: Path, cup: Path) -> np.ndarray:
+    """Return 2 where the cup's map, and 1 where the disc's map, has at least half of its range (two of four experts)."""
+    return np.select([grey(cup) >= 128, grey(disc) >= 128], [2, 1], 0)
+
+
+def _rim_one(folder: Path) -> Iterator[Drawn]:
+    """RIM-ONE DL: pictures in one of two published partitions, drawings of disc and cup elsewhere.
+
+    Both partitions hold the same pictures; the random one comes before that by hospital. Of several drawings of a picture
+    (-1-, -2-) the first is taken.
+    """
+    parts = {one.name.lower(): one for one in folders(folder) if child(one, "training_set") and child(one, "test_set")}
+    part = next((parts[name] for name in ("partitioned_randomly", "partitioned_by_hospital") if name in parts), None)
+    if part is None:
+        raise wrong_layout(folder, "partitioned_randomly/ or partitioned_by_hospital/ with training_set/ and test_set/")
+    discs, cups = files(folder, ["-disc-t.png"]), by_stem(files(folder, ["-cup-t.png"]))
+    if not discs and files(folder, ["-disc-t.txt"]):
+        raise DataError(f"{folder}: expected *-Disc-T.png; found contours (*.txt) only; draw them with the publisher's script")
+    first = {re.sub(r"-\d+-disc-t$", "", disc.stem, flags=re.IGNORECASE): disc for disc in reversed(discs)}
+    for image in by_stem(files(part, [".png"])).values():
+        disc = partner(image.stem, first, image, "drawing (*-1-Disc-T.png)")
+        cup = partner(f"{disc.stem[: -len('Disc-T')]}Cup-T", cups, disc, "drawing")
+        yield Drawn(image, (disc, cup), "test" if image.relative_to(part).parts[0].lower() == "test_set" else None)
+
+
+def _labelled(folder: Path) -> list[Drawn]:
+    """ORIGA and G1020 in their Kaggle layout: Images/ with Masks/, or both with _Square. MATLAB's .mat files are refused."""
+    if files(folder, [".mat"]) and not any(child(one, m) for one in folders(folder) for m in ("Masks", "Masks_Square")):
+        raise DataError(f"{folder}: expected Masks/*.png with pixels 1 and 2; found .mat annotations only, which are not read")
+    return match(*folder_pair(folder, [("Images", "Masks"), ("Images_Square", "Masks_Square")]))
+
+
+def _rim_and_cup_values(name: str, mask: Path) -> Path:
+    if not usable(mask, (0, 1, 2)):
+        raise DataError(f"{mask}: expected one channel of 0, 1 (rim) and 2 (cup); found other values or colours")
+    return mask
+
+
+def read_feddg(source: Path, options: Options) -> ImportResult:
+    """Read the fundus benchmark of DoFE and FedDG (Wang et al. 2020, Liu et al. 2021): a site per domain, in its split.
+
+    Masks are dark in the cup and bright in the background. They are cut at 50 and 200, as by the publishers' loader, because
+    their edges are smoothed. The two eyes of RIM-ONE's patients, named -L and -R, are kept together.
+    Raises DataError for another layout, or a mask with a dark corner.
+    """
+    found: list[SourceSample] = []
+    for site in DOMAINS:
+        domain = by_folder(site, source)
+        for split in ("train", "test") if domain else ():
+            part = child(domain, split) if domain else None
+            rois = child(part, "ROIs") if part else None
+            if rois is None:
+                raise wrong_layout(part or domain or source, "ROIs/image and ROIs/mask" if part else "train/ROIs and test/ROIs")
+            drawn = match(*folder_pair(rois, [("image", "mask")]), "test" if split == "test" else None)
+            named = (d._replace(name=f"{split}-{d.image.stem}", group=re.sub(r"-[LR]$", "", d.image.stem)) for d in drawn)
+            found += samples(site, named, partial(mask_from, _feddg_mask))
+    if not found:
+        raise wrong_layout(source, FEDDG_LAYOUT)
+    there = sorted({one.site for one in found})
+    notes = [", ".join(f"{name}: {DOMAINS[name]}" for name in there), f"{', '.join(there)}: {NO_PATIENTS}"]
+    return ImportResult(found, DISC_AND_CUP, notes)
+
+
+def _feddg_mask(mask: Path) -> np.ndarray:
+    values = grey(mask)
+    if values[[0, 0, -1, -1], [0, -1, 0, -1]].min() <= 200:
+        raise DataError(f"{mask}: expected 255 (background) in the corners, 128 (rim) and 0 (cup); found a dark corner")
+    return cup_from_dark(values)
+
+
+def read_tnbc(source: Path, options: Options) -> ImportResult:
+    """Read TNBC (Naylor et al. 2018): Slide_XX/*.png with GT_XX/*.png, every value above 0 a nucleus. A slide is a patient.
+
+    Raises DataError for another layout.
+    """
+    found: list[SourceSample] = []
+    for slide in [folder for folder in folders(source) if re.fullmatch(r"slide_\d+", folder.name.lower())]:
+        annotated = child(slide.parent, truth := "GT_" + slide.name.split("_")[1])
+        if annotated is None:
+            raise wrong_layout(slide.parent, f"{truth} beside {slide.name}")
+        drawn = (one._replace(group=slide.name, is_patient=True) for one in match(slide, annotated))
+        found += samples("tnbc", drawn, _nuclei)
+    if not found:
+        raise wrong_layout(source, TNBC_LAYOUT)
+    return ImportResult(found, NUCLEUS)
+
+
+def _nuclei(name: str, mask: Path) -> Path | DerivedFile:
+    return mask if usable(mask, (0, 1)) else mask_png(name, lambda path: grey(path) > 0, mask)
+
+
+def mask_from(make: Callable[..., np.ndarray], name: str, *drawings: Path) -> DerivedFile:
+    """Return the label picture to write that `make(*drawings)` returns."""
+    return mask_png(name, make, *drawings)
+
+
+PLAIN = [("images", "masks")]
+POLYPS = {
+    # Jha et al., Kvasir-SEG (2020): no patients are named
+    "kvasir-seg": PictureSet("kvasirseg", "Kvasir-SEG (images/, masks/)", partial(_polyps, PLAIN, False), cut_at_half),
+    # Bernal et al., WM-DOVA maps (2015): a metadata.csv names the videos
+    "cvc-clinicdb": PictureSet(
+        "cvcclinic", "CVC-ClinicDB (Original/, Ground Truth/)", partial(_polyps, [("Original", "Ground Truth")], True),
+        cut_at_half, has_frames=True,
+    ),
+    # Bernal et al. (2012)
+    "cvc-colondb": PictureSet(
+        "cvccolon", "CVC-ColonDB (images/, masks/)", partial(_polyps, PLAIN, True), cut_at_half, has_frames=True
+    ),
+    # Silva et al. (2014)
+    "etis-laribpolypdb": PictureSet(
+        "etis", "ETIS-LaribPolypDB (ETIS-LaribPolypDB/N.tif, Ground Truth/pN.tif; or images/, masks/)", _etis, cut_at_half,
+        has_frames=True,
+    ),
+}  # fmt: skip
+FUNDUS = {
+    # Orlando et al., REFUGE (2020)
+    "refuge": PictureSet(
+        "refuge", "REFUGE (*.jpg, Disc_Cup_Masks/*.bmp)", _refuge, partial(mask_from, _refuge_mask), has_split=True
+    ),
+    # Zhang et al., ORIGA-light (2010)
+    "origa": PictureSet("origa", "ORIGA (Images/, Masks/)", _labelled, _rim_and_cup_values),
+    # Bajwa et al., G1020 (2020)
+    "g1020": PictureSet("g1020", "G1020 (Images/, Masks/)", _labelled, _rim_and_cup_values),
+    # Sivaswamy et al., Drishti-GS (2014)
+    "drishti-gs1": PictureSet(
+        "drishti", "Drishti-GS1 (Images/, *_ODsegSoftmap.png, *_cupsegSoftmap.png)", _drishti,
+        partial(mask_from, _rim_and_cup), has_split=True,
+    ),
+    # Fumero Batista et al., RIM-ONE DL (2020)
+    "rim-one-dl": PictureSet(
+        "rimone",
+        "RIM-ONE_DL_images (partitioned_randomly/ or partitioned_by_hospital/ with training_set/ and test_set/) with "
+        "RIM-ONE_DL_reference_segmentations (*-N-Disc-T.png, *-N-Cup-T.png)",
+        _rim_one, partial(mask_from, _rim_and_cup), has_split=True, is_scattered=True,
+    ),
+}  # fmt: skip
+DOMAINS = {
+    "domain1": "Drishti-GS",
+    "domain2": "RIM-ONE r3",
+    "domain3": "REFUGE's training set",
+    "domain4": "REFUGE's validation set",
+}
+FEDDG_LAYOUT = "folders Domain1 to Domain4, or some of them, with train/ and test/, each with ROIs/image and ROIs/mask"
+PRANET_PAIRS = [("image", "mask"), *PLAIN]
+PRANET_SITES = {"kvasir": "kvasir-seg"} | {
+    name: name for name in ("cvc-300", "cvc-clinicdb", "cvc-colondb", "etis-laribpolypdb")
+}
+"""Sites by the names of TestDataset's folders, in lower case."""
+PRANET_LAYOUT = (
+    "TrainDataset/{image,mask}/*.png and TestDataset/SET/{images,masks}/*.png, SET one of CVC-300, CVC-ClinicDB, "
+    "CVC-ColonDB, ETIS-LaribPolypDB and Kvasir"
+)
+TNBC_LAYOUT = "folders Slide_01, ... with *.png beside folders GT_01, ... with masks of the same names"
+
+
+@dataclass(frozen=True)
+class ClassSet:
+    """A published set with a folder per class, in folders of splits if the publisher has them; it becomes one site."""
+
+    site: str
+    classes: list[str]
+    splits: tuple[str, ...] = ()
+
+    @property
+    def layout(self) -> str:
+        """The layout of its folder."""
+        start = "train/, val/ and test/ with a folder" if self.splits else "a folder"
+        return f"{start} per class: {', '.join(self.classes)}"
+
+    def read(self, source: Path, options: Options) -> ImportResult:
+        """Read the pictures of the first folder that has all folders wanted. Raises DataError."""
+        wanted = [f"{split}/{name}" for split in self.splits or (".",) for name in self.classes]
+        root = next((one for one in folders(source) if all((one / name).is_dir() for name in wanted)), None)
+        if root is None:
+            raise wrong_layout(source, self.layout)
+        found = [
+            SourceSample(self.site, f"{name}/{picture.name}", picture, name, split=split if self.splits else None)
+            for split, picture, name in read_folders(root)
+            if name in self.classes
+        ]
+        notes = ["one list for all, no sites: share it out with `consilium data partition` of its datalist.json"]
+        return ImportResult(found, self.classes, notes + ([] if self.splits else [f"{self.site}: {NO_PATIENTS}"]))
+
+
+OCT_C8 = ClassSet(  # Subramanian et al., OCT-C8 (2022)
+    "oct-c8", ["AMD", "CNV", "CSR", "DME", "DR", "DRUSEN", "MH", "NORMAL"], ("train", "val", "test")
+)
+KVASIR_V2 = ClassSet(  # Pogorelov et al., Kvasir (2017)
+    "kvasir-v2",
+    ["dyed-lifted-polyps", "dyed-resection-margins", "esophagitis", "normal-cecum", "normal-pylorus", "normal-z-line", "polyps",
+     "ulcerative-colitis"],
+)  # fmt: skip
+SETS = {
+    "polyp": Importer(sets_layout(POLYPS), partial(read_sets, POLYPS, POLYP)),
+    "polyp-pranet": Importer(PRANET_LAYOUT, read_pranet),
+    "fundus": Importer(sets_layout(FUNDUS), partial(read_sets, FUNDUS, DISC_AND_CUP)),
+    "fundus-feddg": Importer(FEDDG_LAYOUT, read_feddg),
+    "tnbc": Importer(TNBC_LAYOUT, read_tnbc),
+    "oct-c8": Importer(OCT_C8.layout, OCT_C8.read),
+    "kvasir-v2": Importer(KVASIR_V2.layout, KVASIR_V2.read),
+}

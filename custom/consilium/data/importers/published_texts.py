@@ -1,0 +1,305 @@
+"""Published text sets, as their publishers ship them. Each set is a declaration that one reader serves.
+
+The choice sets (BoolQ, PIQA, HellaSwag, WinoGrande) have test sets without labels. Their labelled development set is the test
+split here, and validation is cut from the training set.
+"""
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from consilium.core.errors import DataError
+from consilium.data.importers.base import Importer, ImportResult, Options, TextRecord, files, slug, wrong_layout
+from consilium.data.patients import linked
+from consilium.data.safe_open import check_file, check_line, parse_json, read_text, text_lines
+
+REMEDY = "give the publisher's file"
+RESULT = "The answer is:"
+SIZES = ("xl", "l", "m", "s", "xs", "debiased")
+"""Of WinoGrande's training set."""
+DEVELOPMENT = "the publisher's development set is the test split, because the test set has no labels"
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TextSet:
+    """A published set of texts that becomes one site.
+
+    `parts`: names of each file, the first that is there is read ({size} for --size), and its split. `fields`: keys and types of
+    a record. `convert(where, raw, label)`: the record's group and the record, or None for a record without an answer. `labels`:
+    labels come in NAME-labels.lst beside NAME.jsonl. `unanswered`: how a note calls the records left out.
+    """
+
+    site: str
+    layout: str
+    parts: tuple[tuple[tuple[str, ...], str | None], ...]
+    fields: Mapping[str, type]
+    convert: Callable[[str, Record, str], tuple[str, Record] | None]
+    labels: bool = False
+    unanswered: str = ""
+    notes: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
+
+    def read(self, source: Path, options: Options) -> ImportResult:
+        """Read all parts. Raises DataError."""
+        lines: list[TextRecord] = []
+        total = 0
+        for names, split in self.parts:
+            size = options.size or next(iter(self.sizes), "")
+            path = find(source, [name.format(size=size) for name in names], self.layout)
+            raws = _read_records(path, self.fields)
+            labels = _read_labels(path, len(raws)) if self.labels else [""] * len(raws)
+            total += len(raws)
+            for number, (raw, label) in enumerate(zip(raws, labels, strict=True), start=1):
+                if found := self.convert(f"{path}: record {number}", raw, label):
+                    group, record = found
+                    lines.append(TextRecord(self.site, group or f"{path.name}:{number - 1}", record, split))
+        left = total - len(lines)
+        more = [f"{left} records without {self.unanswered} are left out"] if left else []
+        return ImportResult(one_split_per_prompt(lines), None, [*self.notes, *more])
+
+
+def find(source: Path, names: Sequence[str], layout: str) -> Path:
+    """Return the file of the first name that is there, in any case, at any depth. Raises DataError for none, or for two."""
+    for name in names:
+        found = [path for path in files(source, [name.lower()]) if path.name.lower() == name.lower()]
+        least = min((len(path.parts) for path in found), default=0)
+        highest = [path for path in found if len(path.parts) == least]
+        if len(highest) > 1:
+            raise DataError(f"{source}: expected one {name}; found {highest[0]} and {highest[1]}; give the folder of one")
+        if highest:
+            return highest[0]
+    raise wrong_layout(source, layout)
+
+
+def _read_records(path: Path, fields: Mapping[str, type]) -> list[Record]:
+    """Return the records of a JSON list or a JSONL file. Raises DataError, naming file and record or line."""
+    if path.suffix.lower() == ".json":
+        raw = parse_json(str(path), read_text(path, REMEDY), REMEDY)
+        if not isinstance(raw, list):
+            raise DataError(f"{path}: expected a list of records; found a {type(raw).__name__}; {REMEDY}")
+        found = [(f"{path}[{index}]", record) for index, record in enumerate(raw)]
+    else:
+        found = []
+        for number, line in enumerate(text_lines(path, REMEDY), start=1):
+            if line.strip():
+                check_line(where := f"{path}:{number}", line)
+                found.append((where, parse_json(where, line, REMEDY)))
+    for where, one in found:
+        if not (isinstance(one, dict) and all(isinstance(one.get(key), kind) for key, kind in fields.items())):
+            expected = ", ".join(f"{key} ({kind.__name__})" for key, kind in fields.items())
+            there = (
+                ", ".join(f"{k} ({type(v).__name__})" for k, v in one.items()) if isinstance(one, dict) else type(one).__name__
+            )
+            raise DataError(f"{where}: expected {expected}; found {there[:200] or 'nothing'}; {REMEDY}")
+    return [one for _, one in found]
+
+
+def _read_labels(path: Path, count: int) -> list[str]:
+    labels = path.with_name(f"{path.stem}-labels.lst")
+    if not labels.is_file():
+        raise DataError(f"{path}: expected {labels.name} beside it; found none; complete the set")
+    found = read_text(labels, REMEDY).split()
+    if len(found) != count:
+        raise DataError(f"{labels}: expected {count} labels, as many as {path.name} has records; found {len(found)}; {REMEDY}")
+    return found
+
+
+def one_split_per_prompt(lines: Iterable[TextRecord]) -> list[TextRecord]:
+    """Return the records with groups that share a prompt merged: no prompt is ever cut into two splits of a site."""
+    lines = list(lines)
+    keys = [[(x.site, x.group), (x.site, x.record.get("instruction", ""), x.record.get("input", ""))] for x in lines]
+    first, least = linked(keys), dict[int, str]()
+    for line, root in zip(lines, first, strict=True):
+        least[root] = min(line.group, least.get(root, line.group))
+    return [replace(line, group=least[root]) for line, root in zip(lines, first, strict=True)]
+
+
+def _task(instruction: str, output: str, text: str = "") -> Record:
+    return {"instruction": instruction, "input": text, "output": output}
+
+
+def _choice(where: str, task: str, text: str, options: Sequence[Any], label: str, first: int) -> Record:
+    """Return a record whose answer is a letter; `label` counts the options from `first`. Raises DataError."""
+    letters = [chr(ord("A") + index) for index in range(len(options))]
+    if label not in map(str, range(first, first + len(letters))):
+        last = first + len(letters) - 1
+        raise DataError(f"{where}: {text[:60]!r}: expected a label from {first} to {last}; found {label[:20]!r}; {REMEDY}")
+    asked = f"{task} Answer with {', '.join(letters[:-1])} or {letters[-1]}."
+    shown = "\n".join(f"{letter}. {option}" for letter, option in zip(letters, options, strict=True))
+    return _task(asked, letters[int(label) - first], f"{text}\n{shown}") | {"labels": letters}
+
+
+def _gsm8k(where: str, raw: Record, label: str) -> tuple[str, Record]:
+    """Remove the calculator's notes <<...>> from an answer; `final_answer` is the text after ####."""
+    steps, mark, result = raw["answer"].rpartition("####")
+    if not mark or not result.strip():
+        raise DataError(f"{where}: expected an answer with its result behind ####; found {raw['answer'][-80:]!r}; {REMEDY}")
+    output = re.sub(r"<<[^<>]*>>", "", steps) + f"#### {result.strip()}"
+    return "", _task(raw["question"], output) | {"final_answer": result.strip().replace(",", "")}
+
+
+def _metamath(where: str, raw: Record, label: str) -> tuple[str, Record] | None:
+    """Write "The answer is: X" as "#### X", which exact match reads; variants of one question are one group."""
+    steps, mark, result = raw["response"].rpartition(RESULT)
+    if not mark or not (result := result.strip()):
+        return None
+    output = f"{steps.rstrip().removesuffix(f'#### {result}').rstrip()}\n#### {result}".lstrip()
+    return raw["original_question"], _task(raw["query"], output) | {"final_answer": result, "type": raw["type"]}
+
+
+def _alpaca(where: str, raw: Record, label: str) -> tuple[str, Record] | None:
+    answered = raw["output"].strip() and raw["instruction"].strip()
+    return ("", _task(raw["instruction"], raw["output"], raw["input"])) if answered else None
+
+
+def _boolq(where: str, raw: Record, label: str) -> tuple[str, Record]:
+    """Questions about one page are one group."""
+    task = "Read the passage and answer the question about it with True or False."
+    record = _task(task, str(raw["answer"]), f"{raw['passage']}\n\nQuestion: {raw['question']}?")
+    return str(raw.get("title") or raw["passage"]), record | {"labels": ["True", "False"]}
+
+
+def _piqa(where: str, raw: Record, label: str) -> tuple[str, Record]:
+    """Questions about one goal are one group."""
+    return raw["goal"], _choice(where, "Which solution reaches the goal?", raw["goal"], [raw["sol1"], raw["sol2"]], label, 0)
+
+
+def _hellaswag(where: str, raw: Record, label: str) -> tuple[str, Record]:
+    """Texts of one video or article are one group. `activity_label` is kept."""
+    text = f"{raw['activity_label']}: {raw['ctx']}"
+    record = _choice(where, "How does the text go on?", text, raw["endings"], str(raw["label"]), 0)
+    return str(raw.get("source_id") or ""), record | {"activity_label": raw["activity_label"]}
+
+
+def _winogrande(where: str, raw: Record, label: str) -> tuple[str, Record]:
+    """The two sentences of a pair are one group."""
+    task, both = "Which option belongs in the gap, marked _?", [raw["option1"], raw["option2"]]
+    return re.sub(r"-[12]$", "", raw["qID"]), _choice(where, task, raw["sentence"], both, label, 1)
+
+
+def read_medquad(source: Path, options: Options) -> ImportResult:
+    """Read MedQuAD (Ben Abacha and Demner-Fushman 2019): a site per source; all questions of one page stay together.
+
+    Empty answers are left out: three sources withhold theirs for copyright. `type` and `focus` are kept.
+    """
+    lines: list[TextRecord] = []
+    empty: Counter[str] = Counter()
+    for path in files(source, [".xml"]):
+        if found := re.fullmatch(r"\d+_(.+?)_QA(_XML)?", path.parent.name, re.IGNORECASE):
+            site = slug(found[1])
+            records = list(_medquad(path))
+            lines += [TextRecord(site, f"{path.parent.name}/{path.name}", one) for one in records if one["output"]]
+            empty[site] += sum(not one["output"] for one in records)
+    if not lines:
+        raise wrong_layout(source, MEDQUAD_LAYOUT)
+    parts = ", ".join(f"{count} of {site}" for site, count in sorted(empty.items()) if count)
+    return ImportResult(one_split_per_prompt(lines), None, [f"empty answers are left out: {parts}"] if parts else [])
+
+
+def _medquad(path: Path) -> Iterator[Record]:
+    """Yield the questions of a page, with runs of blanks as one. Raises DataError."""
+    check_file(path, REMEDY)
+    try:
+        root = ElementTree.parse(path).getroot()
+    except (OSError, ValueError, LookupError, ElementTree.ParseError) as error:  # LookupError: an unknown encoding
+        raise DataError(f"{path}: expected XML of QAPairs; found otherwise ({error}); {REMEDY}") from None
+    focus = _words(root.find("Focus"))
+    for pair in root.iter("QAPair"):
+        question = pair.find("Question")
+        if question is not None and (asked := _words(question)):
+            kind = question.attrib.get("qtype", "")
+            yield _task(asked, _words(pair.find("Answer"))) | {"type": kind, "focus": focus}
+
+
+def _words(element: ElementTree.Element | None) -> str:
+    return "" if element is None else " ".join("".join(element.itertext()).split())
+
+
+def read_e2e(source: Path, options: Options) -> ImportResult:
+    """Read E2E NLG (Novikova et al. 2017): its three splits; in the test split all references of one input are one record.
+
+    `name`, the first attribute of every input, is kept as a key.
+    """
+    lines: list[TextRecord] = []
+    for name, split in (("trainset.csv", None), ("devset.csv", "validation"), ("testset_w_refs.csv", "test")):
+        rows = _e2e_rows(find(source, [name], E2E_LAYOUT))
+        references: dict[str, list[str]] = {}
+        for mr, ref in rows:
+            references.setdefault(mr, []).append(ref)
+        merged: list[tuple[str, Record]] = [(mr, {"outputs": refs}) for mr, refs in references.items()]
+        answers = merged if split == "test" else [(mr, {"output": ref}) for mr, ref in rows]
+        for mr, answer in answers:
+            first = re.match(r"[^\[\]]*\[([^\]]*)\]", mr)
+            record = {
+                "instruction": "Describe this restaurant in a sentence or two.",
+                "input": mr,
+                "name": first[1] if first else "",
+            }
+            lines.append(TextRecord("e2e", mr, record | answer, split))
+    return ImportResult(one_split_per_prompt(lines), None)
+
+
+def _e2e_rows(path: Path) -> list[tuple[str, str]]:
+    """Return (mr, ref) of every row. Raises DataError."""
+    reader = csv.DictReader(text_lines(path, REMEDY, newline=""))
+    try:
+        heads, rows = reader.fieldnames or [], list(reader)
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}: expected rows of CSV; found otherwise ({error}); {REMEDY}") from None
+    if not {"mr", "ref"} <= set(heads):
+        raise DataError(f"{path}: expected the columns mr and ref; found {', '.join(heads)[:200] or 'none'}")
+    return [(row["mr"], row["ref"]) for row in rows if row["mr"] and row["ref"]]
+
+
+MEDQUAD_LAYOUT = "folders such as 1_CancerGov_QA or 9_CDC_QA with *.xml of QAPairs"
+E2E_LAYOUT = "trainset.csv, devset.csv and testset_w_refs.csv with the columns mr and ref"
+_DEVELOPMENT_TESTS = partial(TextSet, notes=(DEVELOPMENT,))
+TEXT_SETS = (
+    TextSet(  # Cobbe et al. (2021)
+        "gsm8k", "train.jsonl and test.jsonl with question and answer, the result behind ####",
+        ((("train.jsonl",), None), (("test.jsonl",), "test")),
+        {"question": str, "answer": str}, _gsm8k,
+    ),
+    TextSet(  # Yu et al. (2023)
+        "metamathqa", "MetaMathQA-395K.json, a list of records with query, response, type and original_question",
+        ((("MetaMathQA-395K.json", "MetaMathQA.json"), None),),
+        {"query": str, "response": str, "type": str, "original_question": str}, _metamath, unanswered=repr(RESULT),
+    ),
+    TextSet(  # Taori et al. (2023)
+        "alpaca", "alpaca_data.json, a list of records with instruction, input and output",
+        ((("alpaca_data.json", "alpaca_data_cleaned.json"), None),),
+        {"instruction": str, "input": str, "output": str}, _alpaca, unanswered="an output",
+    ),
+    _DEVELOPMENT_TESTS(  # Clark et al. (2019)
+        "boolq", "train.jsonl and dev.jsonl with question, passage and answer (true or false)",
+        ((("train.jsonl",), None), (("dev.jsonl",), "test")),
+        {"question": str, "passage": str, "answer": bool}, _boolq,
+    ),
+    _DEVELOPMENT_TESTS(  # Bisk et al. (2020)
+        "piqa",
+        "train.jsonl and valid.jsonl (or dev.jsonl) with goal, sol1 and sol2, and train-labels.lst and valid-labels.lst",
+        ((("train.jsonl",), None), (("valid.jsonl", "dev.jsonl"), "test")),
+        {"goal": str, "sol1": str, "sol2": str}, _piqa, labels=True,
+    ),
+    _DEVELOPMENT_TESTS(  # Zellers et al. (2019)
+        "hellaswag", "hellaswag_train.jsonl and hellaswag_val.jsonl with ctx, endings and label",
+        ((("hellaswag_train.jsonl",), None), (("hellaswag_val.jsonl",), "test")),
+        {"ctx": str, "endings": list, "label": int, "activity_label": str}, _hellaswag,
+    ),
+    _DEVELOPMENT_TESTS(  # Sakaguchi et al. (2020)
+        "winogrande", "train_xl.jsonl (or another --size) with train_xl-labels.lst, and dev.jsonl with dev-labels.lst",
+        ((("train_{size}.jsonl",), None), (("dev.jsonl",), "test")),
+        {"qID": str, "sentence": str, "option1": str, "option2": str}, _winogrande, labels=True, sizes=SIZES,
+    ),
+)  # fmt: skip
+SETS = {one.site: Importer(one.layout, one.read, sizes=one.sizes) for one in TEXT_SETS} | {
+    "medquad": Importer(MEDQUAD_LAYOUT, read_medquad),
+    "e2e": Importer(E2E_LAYOUT, read_e2e),
+}
