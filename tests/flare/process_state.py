@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 from nvflare.apis.fl_context import FLContext
 
-from consilium.client.client import Site
+from consilium.client.client import Client
 from consilium.flare.job import filters, job_context, site_registry, wire
 from consilium.privacy.guard.guard import Guard
 
@@ -55,6 +55,6 @@ def guards() -> list[Guard]:
     return list(filters._guards.values())
 
 
-def sites_here() -> list[Site]:
+def sites_here() -> list[Client]:
     """Return the sites of this process."""
     return list(site_registry._sites.values())

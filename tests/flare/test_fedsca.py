@@ -25,7 +25,7 @@ def test_every_site_receives_its_own_mixture_and_low_adapters_travel_alone(flare
 
     low = job.strategy.names(job.initial, Role.SHARED, 1, 0)
     others = [name for name in job.initial if name not in low]
-    mixtures = {n: job.strategy.broadcast(reference.state, SiteInfo(n, 1, joined=True)).tensors for n in SITES}
+    mixtures = {n: job.strategy.payload(reference.state, SiteInfo(n, 1, joined=True)).tensors for n in SITES}
     assert not torch.equal(mixtures["site-1"][low[0]], mixtures["site-2"][low[0]])
     for name in SITES:
         tasks = [p.read_bytes() for p in sorted((workspace / "received" / name).iterdir(), key=lambda p: int(p.stem))]

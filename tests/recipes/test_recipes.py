@@ -103,11 +103,11 @@ def test_fedadam_moves_by_hand_worked_steps() -> None:
     """
     strategy = FedAdam(lr=1.0, beta1=0.5, beta2=0.5, tau=1.0)
     state = ServerState(0, 0, {"x": torch.zeros(1)}, {})
-    state = strategy.merge(state, {"x": torch.tensor([0.5], dtype=torch.float64)})
+    state = strategy.aggregate(state, {"x": torch.tensor([0.5], dtype=torch.float64)})
     first = 0.25 / (math.sqrt(0.625) + 1)
     assert state.shared["x"].item() == pytest.approx(first, rel=1e-6)
     assert {n: t.item() for n, t in state.optimizer.items()} == {"m/x": 0.25, "v/x": 0.625}
-    state = strategy.merge(state, {"x": torch.tensor([-0.25], dtype=torch.float64)})
+    state = strategy.aggregate(state, {"x": torch.tensor([-0.25], dtype=torch.float64)})
     assert state.shared["x"].item() == pytest.approx(first, rel=1e-6)
     assert {n: t.item() for n, t in state.optimizer.items()} == {"m/x": 0.0, "v/x": 0.34375}
     assert state.round == 2

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from consilium.config.job import TrainingConfig
 from consilium.core.errors import ConsiliumError
 from consilium.privacy.dpsgd import DpSgd
-from consilium.strategies.strategy import LocalStep
+from consilium.strategies.trainer import LocalStep
 from consilium.training.device import autocast, pick_device
 from consilium.training.loop import train
 from consilium.training.optimizer import make_optimizer
@@ -222,13 +222,13 @@ def test_private_steps_keep_what_noised_gradients_made() -> None:
     assert torch.allclose(rounds(3, {}, free), plain(6, 6, torch.optim.Adam), atol=1e-5)
 
 
-def test_a_drift_is_shared_out_by_the_learning_rate() -> None:
-    """A loss without gradient: the whole drift is added by the round's end, in cosine shares of 1, 0.75 and 0.25 of 2."""
+def test_correction_follows_the_learning_rate() -> None:
+    """A loss without gradient: the whole correction is added by the round's end, in cosine shares of 1, 0.75 and 0.25 of 2."""
     model, seen = Line(), list[float]()
     params = dict(model.named_parameters())
     flat = type("Flat", (LineTask,), {"loss": lambda self, model, batch: (0 * model.a).sum()})()
-    settings, drift = config(optimizer="sgd", local_steps=3, schedule="cosine"), {"a": torch.tensor([2.0, -4.0])}
+    settings, correction = config(optimizer="sgd", local_steps=3, schedule="cosine"), {"a": torch.tensor([2.0, -4.0])}
     watch = lambda progress: seen.append(model.a[0].item())  # noqa: E731
-    train(model, flat, params, {"a"}, settings, 0, lambda step: None, {}, watch, drift=drift)
+    train(model, flat, params, {"a"}, settings, 0, lambda step: None, {}, watch, correction=correction)
     assert seen == pytest.approx([1 + 1, 1 + 1.75, 1 + 2])
     assert model.a.tolist() == pytest.approx([3.0, -2.0])

@@ -49,7 +49,7 @@ class SitePartnersConfig(Section):
 def check_masked(job: "JobConfig") -> None:
     """Raise ValueError, naming field, value and remedy, for what secure aggregation hides or cannot sum."""
     strategy = job.strategy
-    if strategy.needs == "sites" or strategy.pools_data:
+    if strategy.traits.needs == "sites" or strategy.traits.pools_data:
         what = "needs single sites' updates, which nobody sees"
         raise ValueError(f"secure_aggregation: strategy {strategy.name!r} {what}; remove the section, or use fedit")
     if job.server is not None and job.server.robust:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from consilium.client.build import build_guard, build_site
-from consilium.client.client import Site
+from consilium.client.client import Client
 from consilium.client.site_data import site_data
 from consilium.config.site import SiteConfig, check_packages
 from consilium.core.messages import Hello, Kind, Observer, Payload, loading
@@ -24,7 +24,7 @@ from consilium.privacy.secagg.terms import Message
 class Member:
     """A site and the guard at its door."""
 
-    site: Site
+    site: Client
     guard: Guard
 
     def begin(self, what: str, run: str, *payload: Payload | Message) -> Callable[[], Any]:
@@ -32,14 +32,14 @@ class Member:
         return partial(getattr(self, what), run, *payload)
 
     def close(self) -> None:
-        """See Site."""
+        """See Client."""
         self.site.close()
 
     def hello(self, run: str) -> Hello:
         """Return the site's hello, if its guard admits the job."""
         task = self.guard.authorize(Kind.HELLO, run)
         shown = self.guard.greet(task, self.site.hello(task.run).to_dict())
-        return Hello(**shown | {"name": self.site.name})  # a pooled site has the guard of one of its members
+        return Hello(**shown | {"name": self.site.context.name})  # a pooled site has the guard of one of its members
 
     def statistics(self, run: str) -> dict[str, Any]:
         """Count, and return what the guard lets out."""

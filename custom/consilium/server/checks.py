@@ -105,8 +105,8 @@ def check_result(job: Job, result: Payload) -> None:
     for name, dtype in expected.items():
         _check_tensor(name, result.tensors[name], dtype)
     _check_finite(result.tensors)
-    if wrong := result.scalars.keys() ^ job.strategy.upload_scalars:
-        missing = wrong & job.strategy.upload_scalars
+    if wrong := result.scalars.keys() ^ job.strategy.traits.upload_scalars:
+        missing = wrong & job.strategy.traits.upload_scalars
         raise RefusedError(f"scalar {_first(missing or wrong)!r} is {'missing' if missing else 'not declared'}")
     _check_numbers("scalar", result.scalars)
     _check_seal(result)
@@ -225,7 +225,7 @@ def check_next(strategy: Strategy, state: ServerState, merged: ServerState | Non
         raise ConsiliumError(f"{who} stays in round {merged.round}; build on super().merge(), which counts")
     if wrong := [n for n, t in merged.optimizer.items() if not isinstance(t, Tensor)]:
         raise ConsiliumError(f"{who} put {wrong[0]!r} into optimizer, which is no tensor; write torch.tensor(...)")
-    if strategy.needs == "sums":  # one that sees single sites may send each another set of tensors
+    if strategy.traits.needs == "sums":  # one that sees single sites may send each another set of tensors
         _keep_shapes(who, state.shared, merged.shared)
 
 

@@ -10,9 +10,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from consilium.core.linalg.lowrank import summed
+from consilium.core.messages import Payload
 from consilium.core.schema import Factor
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.strategy import LocalStep
+from consilium.strategies.trainer import LocalStep, Trainer
+from consilium.strategies.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -20,10 +22,16 @@ class FedProx(FedIT):
     """Share every adapter tensor; training is pulled back to what was received, over the tensors that train."""
 
     name: ClassVar[str] = "fedprox"
+    traits = Traits(elementwise=True, fits_only=True)
 
     mu: Factor = 0.01
 
-    def regularizer(self, step: LocalStep) -> Tensor | None:
+    def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
+        """Train with the proximal term."""
+        trainer.fit(penalty=self.penalty)
+        return trainer.update()
+
+    def penalty(self, step: LocalStep) -> Tensor | None:
         """Return mu / 2 times the squared distance to the anchors."""
         if not self.mu:
             return None

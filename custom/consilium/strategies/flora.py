@@ -9,7 +9,7 @@ Source: Z. Wang, Z. Shen, Y. He, G. Sun, H. Wang, L. Lyu, A. Li, "FLoRA: Federat
 Heterogeneous Low-Rank Adaptations", NeurIPS 2024, arXiv 2409.05976.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -23,6 +23,7 @@ from consilium.strategies.heterogeneous_ranks.exact import ExactServer, global_u
 from consilium.strategies.heterogeneous_ranks.layers import expanded, others, prefix_and_tail, whole_numbers
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import ServerState, SiteResult
+from consilium.strategies.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,13 @@ class FLoRA(ExactServer):
 
     name: ClassVar[str] = "flora"
     decomposes: ClassVar[bool] = False
-    one_rank: ClassVar[bool] = True
-    tails: ClassVar[bool] = True
 
-    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+    @property
+    def traits(self) -> Traits:
+        """See Strategy."""
+        return replace(super().traits, one_rank=True, sends_frozen_ranks=True)
+
+    def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the whole update as a tail, and fresh factors before it: A as drawn for this round, B = 0."""
         return self._payload(state, self.train_rank(site))
 
@@ -56,7 +60,7 @@ class FLoRA(ExactServer):
         """Return fresh factors and the update at its widest: each layer's size."""
         return whole_numbers(sent.tensors)
 
-    def receive(self, params: Tensors, payload: Payload) -> Tensors:
+    def receive(self, own: Tensors, payload: Payload) -> Tensors:
         """Return what the server sent, its tails in pairs."""
         return expanded(payload.tensors)
 
@@ -69,6 +73,6 @@ class FLoRA(ExactServer):
         """Return W plus the stack."""
         return lowrank.add(update, lowrank.products(layer, 1.0))
 
-    def diagnostics(self, state: ServerState, gathered: dict[str, SiteResult]) -> dict[str, float]:
+    def diagnostics(self, state: ServerState, results: dict[str, SiteResult]) -> dict[str, float]:
         """Return what all such algorithms tell; nothing is truncated, so all energy is retained."""
-        return UnequalRanks.diagnostics(self, state, gathered)
+        return UnequalRanks.diagnostics(self, state, results)

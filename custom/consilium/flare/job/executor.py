@@ -1,4 +1,4 @@
-"""The site's FLARE executor: one Site behind its tasks. It runs what the guard has authorized and holds the answer."""
+"""The site's FLARE executor: one Client behind its tasks. It runs what the guard has authorized and holds the answer."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
-from consilium.client.client import Site
+from consilium.client.client import Client
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload
 from consilium.flare.job import job_context, site_registry, wire
@@ -60,13 +60,13 @@ class SiteExecutor(Executor):
             return Payload(*task.place, {})  # the guard has the answer, whatever has become of the site by now
         return self._do(task, self._ready(fl_ctx, abort_signal))
 
-    def _ready(self, fl_ctx: FLContext, abort_signal: Signal) -> Site:
+    def _ready(self, fl_ctx: FLContext, abort_signal: Signal) -> Client:
         site = site_registry.ready(self, fl_ctx)
-        site.should_stop = lambda: _stop_if(abort_signal)
+        site.context.should_stop = lambda: _stop_if(abort_signal)
         return site
 
     @staticmethod
-    def _do(task: Task, site: Site) -> Any:
+    def _do(task: Task, site: Client) -> Any:
         if task.kind is Kind.HELLO:
             return site.hello(task.run).to_dict()
         if task.kind is Kind.MASKS:

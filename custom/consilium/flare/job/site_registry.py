@@ -10,13 +10,13 @@ from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_context import FLContext
 
 from consilium.client.build import build_site
-from consilium.client.client import Site
+from consilium.client.client import Client
 from consilium.client.site_data import site_data
 from consilium.core.errors import ConsiliumError, DataError
 from consilium.data.datalist import DataList
 from consilium.flare.job import job_context
 
-_sites: dict[tuple[str, str], Site] = {}
+_sites: dict[tuple[str, str], Client] = {}
 _read: dict[tuple[str, str], DataList] = {}
 _useless: set[tuple[str, str]] = set()
 """Those whose list was read, and no site can be made of it."""
@@ -54,7 +54,7 @@ def _folder(fl_ctx: FLContext) -> Path:
     return job_context.former_site(fl_ctx, job, name, site) or job_context.site_folder(fl_ctx, job, name, site)
 
 
-def ready(component: FLComponent, fl_ctx: FLContext) -> Site:
+def ready(component: FLComponent, fl_ctx: FLContext) -> Client:
     """Return the site, its data and weights read. Raises ConsiliumError where it cannot be made; `component` logs meanwhile."""
     if (place := key(fl_ctx)) not in _sites:
         job, site = job_context.approved(fl_ctx, name := fl_ctx.get_identity_name())
