@@ -140,6 +140,8 @@ class Client:
             reply = Payload(payload.round, payload.phase, summed)
         else:
             reply = strategy.local_update(trainer, payload)
+        if report.failure is not None:  # which the algorithm has caught
+            raise report.failure
         if not isinstance(reply, Payload):
             what = f"local_update() returned {type(reply).__name__}; return trainer.update()"
             raise ConfigError(f"strategy {strategy.name!r}: {what}")
@@ -226,6 +228,8 @@ class Client:
         if self.context.strategy.traits.fits_after_last_round:
             trainer = Trainer(self.context, payload, own, final, {}, {}, report, closing=True)
             self.context.strategy.local_update(trainer, payload)
+            if report.failure is not None:
+                raise report.failure
         return self.models.own_model(final | self.context.values(report.fitted), payload, closing=True)
 
     def _validate_last(self, run: str, kept: SavedModel, payload: Payload) -> None:

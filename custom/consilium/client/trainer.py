@@ -1,6 +1,7 @@
 """The training of one phase at a client, as an algorithm's `local_update` uses it; see strategies/trainer.py."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import cast
@@ -32,12 +33,14 @@ class FitReport:
     """Results of a phase's fits for the client. The algorithm does not see them: no noise covers a loss.
 
     `numbers`: the steps of all fits, the loss and the rest of the last. `fitted`: names of all tensors that trained. `begin`:
-    the values when the first fit began, where they are not those received.
+    the values when the first fit began, where they are not those received. `failure`: the first error; an algorithm that
+    catches it must not go on, because it may depend on single records.
     """
 
     numbers: dict[str, float] = field(default_factory=lambda: {"steps": 0.0})
     fitted: set[str] = field(default_factory=set)
     begin: Tensors | None = None
+    failure: Exception | None = None
 
 
 class Trainer:
@@ -76,32 +79,58 @@ class Trainer:
         Raises ConfigError for a fit that the strategy's traits do not declare or that privacy does not charge, CheckpointError
         for a correction that fits no tensor, ConsiliumError for training that fails.
         """
-        context, payload, number = self._context, self._payload, self._fits
-        strategy, config, traits = context.strategy, context.config, context.strategy.traits
-        private, plan = dpsgd_of(context, payload, number), context.plan
+        with self._noting_failure():
+            private = self._charged(feature_penalty is not None)
+            self._fits += 1
+            trained = self._trained(names)
+            live = layers.tensors(self._context.model)
+            params = {name: live[name] for name in live if name in self.start}
+            if wrong := sorted(n for n, one in correction.items() if n not in params or one.shape != params[n].shape):
+                what = f"the correction of {wrong[0]!r} fits no tensor here; same job.yaml for both?"
+                raise CheckpointError(f"{self._context.name}: {what}")
+            task = self._context.task
+            if feature_penalty is not None:
+                task = cast(Task, WithFeatures(task, feature_penalty))
+            self._context.mix(share)
+            found = self._train(task, params, trained, penalty or _no_penalty, correction, private)
+            self._context.mix(0.0)
+            self._report.fitted |= trained
+            self._report.numbers = found | {"steps": self._report.numbers["steps"] + found["steps"]}
+
+    def _charged(self, features: bool) -> DpSgd | None:
+        """Return how the next fit trains privately. Raises ConfigError where traits or privacy do not allow the fit."""
+        context, number = self._context, self._fits
+        traits, plan, dp = context.strategy.traits, context.plan, context.config.dpsgd
         if number >= (1 if self.closing else traits.fits):
-            raise self._refusal(
-                f"calls fit() more than {number} times in a phase", "set traits.fits to the number of its calls"
-            )
-        if feature_penalty is not None and FEATURE_SHIFT not in traits.parts:
+            remedy = "set traits.fits to the number of its calls"
+            raise self._refusal(f"calls fit() more than {number} times in a phase", remedy)
+        if features and FEATURE_SHIFT not in traits.parts:
             raise self._refusal("gives a feature_penalty without the part", "add FEATURE_SHIFT to traits.parts")
-        unplanned = plan is None or plan.by_step or private is None
-        if config.dpsgd is not None and (unplanned or self.closing or feature_penalty is not None):
-            raise self._uncharged("this fit()", config.dpsgd.unit)
-        self._fits += 1
-        params = {name: tensor for name, tensor in layers.tensors(context.model).items() if name in self.start}
-        trained = set(trained_names(strategy, self.start, payload.round, payload.phase) if names is None else names)
-        if wrong := sorted(n for n, one in correction.items() if n not in params or one.shape != params[n].shape):
-            raise CheckpointError(
-                f"{context.name}: the correction of {wrong[0]!r} fits no tensor here; same job.yaml for both?"
-            )
-        task = context.task
-        if feature_penalty is not None:
-            task = cast(Task, WithFeatures(task, feature_penalty))
+        private = dpsgd_of(context, self._payload, number)
+        if dp is not None and (plan is None or plan.by_step or private is None or self.closing or features):
+            raise self._uncharged("this fit()", dp.unit)
+        return private
+
+    def _trained(self, names: Iterable[str] | None) -> set[str]:
+        round, phase = self._payload.round, self._payload.phase
+        return set(trained_names(self._context.strategy, self.start, round, phase) if names is None else names)
+
+    def _train(
+        self,
+        task: Task,
+        params: Tensors,
+        trained: set[str],
+        penalty: Penalty,
+        correction: Mapping[str, Tensor],
+        private: DpSgd | None,
+    ) -> dict[str, float]:
+        """Run the training loop, on all devices of the client; return its numbers, with the peak memory of a GPU."""
+        context, payload, number = self._context, self._payload, self._fits - 1
         if context.ranks:
-            scaling = scaling_of(strategy, payload)
+            scaling = scaling_of(context.strategy, payload)
             task = cast(Task, context.ranks.joined(task, layers.values(context.model), trained, scaling))
-        before = sum(traits.phases_of(round) for round in range(payload.round)) + payload.phase
+        phases = context.strategy.traits.phases_of
+        before = sum(phases(round) for round in range(payload.round)) + payload.phase
 
         def on_progress(progress: Progress) -> None:
             context.should_stop()
@@ -112,29 +141,28 @@ class Trainer:
             step, group = before * progress.steps + progress.step, f"steps/{number + 1}" if number else "steps"
             context.events.step(step, {f"{group}/loss": progress.loss, f"{group}/lr": progress.lr})
 
-        context.mix(share)
+        config, seed = context.config.training, context.seed("train", payload, number)
+        memory = self._optimizer if config.optimizer_state == "kept" else None
         with peak_memory(next(context.model.parameters()).device) as peak:
             found = train(
-                context.model, task, params, trained, config.training, context.seed("train", payload, number),
-                penalty or _no_penalty, payload.scalars, on_progress, private,
-                self._optimizer if config.training.optimizer_state == "kept" else None, correction,
+                context.model, task, params, trained, config, seed, penalty, payload.scalars, on_progress, private, memory,
+                correction,
             )  # fmt: skip
-        context.mix(0.0)
         if peak and not before + number:  # a run's first
             spread = (context.ranks.site.device_count, context.ranks.sharded) if context.ranks else ()
-            compare_peak(config, context.name, peak["peak_bytes"], *spread)
-        self._report.fitted |= trained
-        self._report.numbers = found | peak | {"steps": self._report.numbers["steps"] + found["steps"]}
+            compare_peak(context.config, context.name, peak["peak_bytes"], *spread)
+        return found | peak
 
     def probe(self) -> GradientProbe:
         """See strategies/trainer.py. Raises ConfigError where traits declare no probe, or under record-level privacy."""
         context, share = self._context, self._context.strategy.traits.probe_fraction
-        if not share:
-            raise self._refusal("calls probe()", "set traits.probe_fraction to the share of the data that it reads")
-        if context.config.dpsgd is not None:
-            raise self._uncharged("probe()", context.config.dpsgd.unit)
-        seed = context.seed("look", self._payload)
-        return BatchGradients(context.model, context.task, context.config.training, seed, share)
+        with self._noting_failure():
+            if not share:
+                raise self._refusal("calls probe()", "set traits.probe_fraction to the share of the data that it reads")
+            if context.config.dpsgd is not None:
+                raise self._uncharged("probe()", context.config.dpsgd.unit)
+            seed = context.seed("look", self._payload)
+            return BatchGradients(context.model, context.task, context.config.training, seed, share)
 
     def values(self) -> Tensors:
         """See strategies/trainer.py."""
@@ -155,6 +183,14 @@ class Trainer:
         round, phase = self._payload.round, self._payload.phase
         shared = self._context.strategy.names(end, Role.SHARED, round, phase)
         return Payload(round, phase, {name: end[name] - since[name] for name in shared})
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._report.failure = self._report.failure or error
+            raise
 
     def _refusal(self, does: str, remedy: str) -> ConfigError:
         return ConfigError(f"strategy {self._context.strategy.name!r}: local_update() {does}; {remedy}")
