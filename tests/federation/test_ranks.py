@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from consilium.client.build import build_site
 from consilium.client.client import Client
-from consilium.client.ddp import Share, found_by
+from consilium.client.ddp import Share, loss_and_gradients
 from consilium.client.ddp_checks import ranks_of
 from consilium.client.ddp_worker import store_of
 from consilium.config.job import JobConfig
@@ -175,9 +175,9 @@ def test_shares_add_up_to_the_gradient_of_the_batch(job: Job, tmp_path: Path) ->
     site = build_site(job, "site-1", SiteConfig(), tmp_path, lambda event: None)
     batch = site.context.task.batch([0, 1, 2], 0)
     live = [p for p in site.context.model.parameters() if p.requires_grad]
-    whole = found_by(site.context.task, site.context.model, Share(batch, 1.0, 0), live)
+    whole = loss_and_gradients(site.context.task, site.context.model, Share(batch, 1.0, 0), live)
     parts = [Share({k: v[:2] for k, v in batch.items()}, 2 / 3, 0), Share({k: v[2:] for k, v in batch.items()}, 1 / 3, 0)]
-    summed = sum(found_by(site.context.task, site.context.model, one, live) for one in [*parts, Share({}, 0.0, 0)])
+    summed = sum(loss_and_gradients(site.context.task, site.context.model, one, live) for one in [*parts, Share({}, 0.0, 0)])
     assert whole.abs().sum() > 0
     assert torch.allclose(whole, summed, rtol=0, atol=1e-5 * float(whole.abs().max()))
 

@@ -12,7 +12,7 @@ from consilium import __version__
 from consilium.adapters import layers
 from consilium.client import capacity_probe
 from consilium.client.context import ClientContext
-from consilium.client.ddp_checks import jointly
+from consilium.client.ddp_checks import on_all_ranks
 from consilium.client.evaluator import Evaluator
 from consilium.client.model_store import ModelStore, interpolation_of
 from consilium.client.trainer import FitReport, Trainer, step_of_all
@@ -67,7 +67,7 @@ class Client:
             self.context.watch.check(getattr(self.context.task, "read_again", lambda split, index: None))
         self._begin_ranks()
 
-    @jointly
+    @on_all_ranks
     def _begin_ranks(self) -> None:
         if self.context.ranks:
             self.context.ranks.begin()
@@ -112,7 +112,7 @@ class Client:
             raise RefusedError(f"{context.name}: the job asks for no statistics; nothing was counted", Reason.TASK)
         return tally(context.data, context.config.task, section.bins, context.should_stop)
 
-    @jointly
+    @on_all_ranks
     def train(self, run: str, payload: Payload) -> Payload:
         """Do one phase of one round and return the update for the guard. A replayed payload gets the first reply again.
 
@@ -179,7 +179,7 @@ class Client:
         """See ModelStore."""
         return self.models.personalized_model()
 
-    @jointly
+    @on_all_ranks
     def evaluate(self, run: str, payload: Payload) -> Payload:
         """Return metrics of the pretrained, the personalized and the global model on the test split, without one on validation.
 

@@ -73,7 +73,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def jointly(do: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+def on_all_ranks(do: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Have a client's method find the model ready for use on all its ranks; see Ranks.working."""
 
     @wraps(do)

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +17,14 @@ from consilium.core.seeding import seed_for
 from consilium.data.crop import drawn
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.file_watch import Watch
+from consilium.data.header_check import Lost, left_of, without_faults
 from consilium.data.label_map import relabelled
 from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.data.patients import by_patient, item_patient, most_of_one
+from consilium.data.store import open_store
+from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.privacy.plan import per_patient
 from consilium.tasks.registry import TASKS
-
-if TYPE_CHECKING:
-    from consilium.data.header_check import Lost
 
 SCORED = -1
 """In the place of a seed, for what every seed is scored on."""
@@ -40,10 +40,8 @@ def site_data(
     with other settings would otherwise learn, as a refusal and without a row in the ledger, whether any sample has what they
     ask about. Raises ConfigError, DataError.
     """
-    from consilium.data.header_check import left_of
-
     quiet = quiet or config.privacy is not None or config.statistics is not None
-    loading, lost = _loading(site, root or folder, quiet), list["Lost"]()
+    loading, lost = _loading(site, root or folder, quiet), list[Lost]()
     read = _read(config, name, site, folder, lost if loading.skip else None, quiet)
     read = _quiet(read, getattr(config.task, "classes", None)) if quiet else read
     if site.test_only:
@@ -97,9 +95,6 @@ def _without_bad(config: JobConfig, data: DataList) -> DataList:
     look = TASKS[config.task.name].look
     if look is None:
         return data
-    from consilium.data.header_check import without_faults
-    from consilium.data.store import open_store
-
     store = open_store(data.loading.folder, data.loading.most)
     return without_faults(data, partial(look, config.task), f"look {config.task.model_dump_json()}", store)
 
@@ -114,7 +109,7 @@ def _test_alone(config: JobConfig, name: str, data: DataList) -> DataList:
     return replace(data, splits={split: data.splits[split] if split == "test" else () for split in SPLITS})
 
 
-def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, lost: "list[Lost] | None", quiet: bool) -> DataList:
+def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, lost: list[Lost] | None, quiet: bool) -> DataList:
     """Return the data list; entries that cannot be used are errors, or left out and put into `lost` where that is given."""
     task, phantoms = TASKS[config.task.name], config.data.phantoms
     _, own = site.dataset(config.data.dataset, name)
@@ -126,8 +121,6 @@ def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, lost: "l
             f"{name}: no data list; set `datalist:` or `datasets:` in its site.yaml, or simulate with --data FOLDER that holds "
             f"{name}/{task.file}"
         )
-    from consilium.data.synthetic.phantoms import make_phantoms
-
     spec = phantoms.model_dump() | {"seed": config.training.seed, "size": config.model.image_side}
     return task.read(make_phantoms(folder / "phantoms", site=name, **spec))
 
