@@ -201,8 +201,8 @@ def test_a_job_that_names_no_threshold_is_told_what_one_would_save() -> None:
         (STEPS | {"epsilon": 3}, "fedit", {"schedule": "cosine"}, "training.schedule: 'cosine' falls within a round"),
         (STEPS | {"epsilon": 3}, "fedit", {"optimizer_state": "kept"}, "training.optimizer_state: 'kept' is of sites"),
         (STEPS | {"epsilon": 3}, "fedsa_lora", {}, "'fedsa_lora' keeps tensors at their sites"),
-        (STEPS | {"epsilon": 3}, "fedprox", {}, r"'fedprox' does more \(regularizer\) than to sum gradients"),
-        (STEPS | {"epsilon": 3}, {"name": "deer", "rebalance": True}, {}, r"'deer' does more \(merge\) than to sum"),
+        (STEPS | {"epsilon": 3}, "fedprox", {}, r"'fedprox' does more \(local_update\) than to sum gradients"),
+        (STEPS | {"epsilon": 3}, {"name": "deer", "rebalance": True}, {}, r"'deer' does more \(aggregate\) than to sum"),
     ],
 )
 def test_what_does_not_go_with_steps_over_all_sites_is_named(
