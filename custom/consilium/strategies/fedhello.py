@@ -32,7 +32,14 @@ from torch import Tensor
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Rank
 from consilium.core.seeding import seed_for
-from consilium.strategies.heterogeneous_ranks.layers import factors, mean_others, others, pair, prefix_and_tail, shapes
+from consilium.strategies.heterogeneous_ranks.layers import (
+    factors,
+    mean_others,
+    non_lora_tensors,
+    pair,
+    prefix_and_tail,
+    shapes,
+)
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import ServerState, SiteResult, next_phase, shares
 
@@ -55,7 +62,7 @@ class FedHeLLo(UnequalRanks):
 
     def initialize(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: the common factors at `rank`."""
-        shared = dict(others(initial))
+        shared = dict(non_lora_tensors(initial))
         for layer in shapes(initial):
             b, a = factors(initial, layer)
             shared |= pair(layer, (b[:, : self.rank].clone(), a[: self.rank].clone()))
@@ -64,7 +71,7 @@ class FedHeLLo(UnequalRanks):
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return all layers: the site's to train, the others as frozen tails."""
-        tensors, chosen = dict(others(state.shared)), self.chosen(state, site)
+        tensors, chosen = dict(non_lora_tensors(state.shared)), self.chosen(state, site)
         for layer in shapes(state.shared):
             b, a = factors(state.shared, layer)
             tensors |= prefix_and_tail(layer, (b, a), len(a) if layer in chosen else 0, 1.0)

@@ -25,7 +25,7 @@ from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
 from consilium.strategies.heterogeneous_ranks import allocation
 from consilium.strategies.heterogeneous_ranks.exact import ExactServer, stored_spectra, truncated_factors
-from consilium.strategies.heterogeneous_ranks.layers import changes, others, prefix_and_tail, shapes
+from consilium.strategies.heterogeneous_ranks.layers import changes, non_lora_tensors, prefix_and_tail, shapes
 from consilium.strategies.strategy import ServerState, SiteResult, shares
 from consilium.strategies.traits import Traits
 
@@ -73,7 +73,7 @@ class FedHera(ExactServer):
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return W truncated to the site's download ranks, split into what it trains and the tail behind the site's gate."""
-        gate, tensors = self.gate_of(state, site.name), dict(others(state.shared))
+        gate, tensors = self.gate_of(state, site.name), dict(non_lora_tensors(state.shared))
         found, (download, train) = stored_spectra(state), self.ranks(state, site)
         for layer, rank in download.items():
             tensors |= prefix_and_tail(layer, truncated_factors(state, layer, found[layer], rank), train[layer], gate)

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from consilium.core.messages import Tensors
 from consilium.core.schema import Rank
-from consilium.strategies.heterogeneous_ranks.layers import factors, others, pair, shapes
+from consilium.strategies.heterogeneous_ranks.layers import factors, non_lora_tensors, pair, shapes
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import RoundResults, ServerState, Strategy
 from consilium.strategies.traits import Traits
@@ -33,7 +33,7 @@ class FedHomoLoRA(UnequalRanks):
     def initialize(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: the common factors cut to the rank."""
         rank = self.rank or int(min(self.tiers[name].train for name in self._shares()))
-        shared = dict(others(initial))
+        shared = dict(non_lora_tensors(initial))
         for layer in shapes(initial):
             b, a = factors(initial, layer)
             shared |= pair(layer, (b[:, :rank].clone(), a[:rank].clone()))

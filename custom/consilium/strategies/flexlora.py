@@ -16,7 +16,7 @@ from consilium.core.linalg import lowrank
 from consilium.core.linalg.lowrank import Change, Product, Spectrum, Update
 from consilium.core.messages import Payload, SiteInfo
 from consilium.strategies.heterogeneous_ranks.exact import ExactServer, stored_spectra, truncated_factors
-from consilium.strategies.heterogeneous_ranks.layers import others, pair
+from consilium.strategies.heterogeneous_ranks.layers import non_lora_tensors, pair
 from consilium.strategies.strategy import ServerState
 from consilium.strategies.traits import Traits
 
@@ -36,7 +36,7 @@ class FlexLoRA(ExactServer):
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return W truncated to the site's rank, all of it to train."""
-        ranks, tensors = self.download_ranks(state, site), dict(others(state.shared))
+        ranks, tensors = self.download_ranks(state, site), dict(non_lora_tensors(state.shared))
         for layer, found in stored_spectra(state).items():
             tensors |= pair(layer, self._shifted(truncated_factors(state, layer, found, ranks[layer]), found))
         return Payload(state.round, state.phase, tensors)

@@ -20,7 +20,7 @@ from consilium.core.linalg.lowrank import Change, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
 from consilium.strategies.heterogeneous_ranks.exact import ExactServer, global_updates
-from consilium.strategies.heterogeneous_ranks.layers import expanded, others, prefix_and_tail, whole_numbers
+from consilium.strategies.heterogeneous_ranks.layers import expanded, non_lora_tensors, prefix_and_tail, whole_numbers
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import ServerState, SiteResult
 from consilium.strategies.traits import Traits
@@ -47,7 +47,7 @@ class FLoRA(ExactServer):
         return self._payload(state, 0)
 
     def _payload(self, state: ServerState, wanted: int) -> Payload:
-        tensors = dict(others(state.shared))
+        tensors = dict(non_lora_tensors(state.shared))
         for layer, update in global_updates(state).items():
             out, into = update.shape
             rank = min(wanted, out, into)

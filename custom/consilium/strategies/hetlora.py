@@ -20,7 +20,7 @@ from torch import Tensor
 from consilium.core.linalg import lowrank
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Factor
-from consilium.strategies.heterogeneous_ranks.layers import factors, mean_others, others, pair, shapes
+from consilium.strategies.heterogeneous_ranks.layers import factors, mean_others, non_lora_tensors, pair, shapes
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import ServerState, SiteResult, next_phase, shares
 from consilium.strategies.trainer import LocalStep, Trainer
@@ -47,7 +47,7 @@ class HetLoRA(UnequalRanks):
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the first ranks of the global factors, as many as the site trains."""
-        tensors, rank = dict(others(state.shared)), self.rank_of(state, site)
+        tensors, rank = dict(non_lora_tensors(state.shared)), self.rank_of(state, site)
         for layer in shapes(state.shared):
             b, a = factors(state.shared, layer)
             tensors |= pair(layer, (b[:, :rank], a[:rank]))

@@ -16,7 +16,7 @@ from torch import Tensor
 from consilium.core.linalg import lowrank
 from consilium.core.linalg.lowrank import Change, Product, Spectrum, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
-from consilium.strategies.heterogeneous_ranks.layers import changes, mean_others, others, pair, shapes
+from consilium.strategies.heterogeneous_ranks.layers import changes, mean_others, non_lora_tensors, pair, shapes
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import ServerState, SiteResult, next_phase, shares
 
@@ -55,13 +55,15 @@ class ExactServer(UnequalRanks):
     def initialize(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: W = 0."""
         zero = {layer: lowrank.zero(*shape) for layer, shape in shapes(initial).items()}
-        state = ServerState(0, 0, others(initial), {n: t for n, t in initial.items() if n not in others(initial)})
+        state = ServerState(
+            0, 0, non_lora_tensors(initial), {n: t for n, t in initial.items() if n not in non_lora_tensors(initial)}
+        )
         return self._decomposed(state, zero)
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the global update truncated to what the site can download, all of it to train."""
         ranks = self.download_ranks(state, site)
-        tensors = dict(others(state.shared))
+        tensors = dict(non_lora_tensors(state.shared))
         for layer, found in stored_spectra(state).items():
             tensors |= pair(layer, truncated_factors(state, layer, found, ranks[layer]))
         return Payload(state.round, state.phase, tensors)
