@@ -106,20 +106,6 @@ def test_a_model_without_a_decoder_or_linear_layers_is_named() -> None:
         assemble_job(JobConfig.model_validate(raw))
 
 
-@pytest.mark.parametrize(
-    ("adapter", "said"),
-    [
-        ({"kind": "full"}, "adapter.kind: 'full': has no per-sample gradients"),
-        (ENCODER | {"decoder": "share"}, "adapter.decoder: 'share': privacy.unit record covers linear layers only"),
-    ],
-)
-def test_record_level_privacy_does_not_cover_the_base(adapter: dict[str, Any], said: str) -> None:
-    raw = small_config("fedit").model_dump() | {"adapter": adapter}
-    raw["privacy"] = {"unit": "record", "epsilon": 8.0, "delta": 1e-5, "clip": 1.0}
-    with pytest.raises(ConfigError, match=said):
-        assemble_job(JobConfig.model_validate(raw))
-
-
 def test_a_strategy_that_scales_by_the_round_is_refused_where_the_adapter_cannot() -> None:
     """dp_dylora's alpha over the round's rank would be left out without a word."""
     with pytest.raises(ConfigError, match=r"adapter\.kind: 'dual_rank': .*'dp_dylora'.* use lora"):

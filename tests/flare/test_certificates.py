@@ -87,7 +87,7 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, now: datetime, where: str = "cert
         def now(cls, tz: Any = None) -> datetime:
             return now
 
-    monkeypatch.setattr(f"consilium.flare.{where}.datetime", Clock)
+    monkeypatch.setattr(f"consilium.flare.kit.{where}.datetime", Clock)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_site_waits_for_its_certificates_time_and_says_so(
 
     def later(seconds: float) -> None:
         told.append(seconds)
-        set_clock(monkeypatch, begins - timedelta(seconds=90 - sum(told)), "attendance_report")
+        set_clock(monkeypatch, begins - timedelta(seconds=90 - sum(told)), "heartbeat_client")
 
     monkeypatch.setattr(heartbeat_client.time, "sleep", later)
     begins, ends = opened(kit).not_valid_before_utc, opened(kit).not_valid_after_utc
@@ -160,7 +160,7 @@ def test_a_site_waits_for_its_certificates_time_and_says_so(
     heartbeat_client.await_certificate(kit)
     assert told == [0, 60, 60]
     assert caplog.text.count(f"the kit's certificate is valid from {begins:%Y-%m-%d %H:%M}") == 2
-    set_clock(monkeypatch, ends + timedelta(seconds=1), "attendance_report")
+    set_clock(monkeypatch, ends + timedelta(seconds=1), "heartbeat_client")
     heartbeat_client.await_certificate(kit)
     assert len(told) == 4
     heartbeat_client.await_certificate(kit / "local")  # nothing to wait for

@@ -213,7 +213,7 @@ def test_allow_keeps_what_is_there_and_replaces_what_is_ours(tmp_path: Path) -> 
     local = tmp_path / "local"
     local.mkdir()
     (local / "resources.json.default").write_text(json.dumps({"class_allow_list": ["nvflare.x.Y", "consilium."], "keep": 1}))
-    ours = {role: [f"consilium.flare.{name}" for name in names] for role, names in NAMES.items()}
+    ours = {role: [f"consilium.flare.job.{name}" for name in names] for role, names in NAMES.items()}
     for roles in (["site"], ["site"], ["server"], ["server", "site"]):
         found = json.loads(allow_classes(tmp_path, *roles).read_text())
         assert found == {"class_allow_list": ["nvflare.x.Y", *(name for role in roles for name in ours[role])], "keep": 1}

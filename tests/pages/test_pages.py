@@ -31,7 +31,7 @@ NOT_RUN = {
         "consilium allow WORKSPACE",
         "consilium simulate jobs/quickstart --mlflow",
         "consilium study run iat_table1",
-        "python -m consilium.models",
+        "python -m tests.pretraining",
     ],
     "custom/consilium/data/README.md": [
         "consilium data cache STATE",

@@ -1,21 +1,18 @@
-"""Record-level DP-SGD: per-sample gradients are autograd's, steps clip and noise as planned, adapters survive saving."""
+"""Record-level DP-SGD: steps clip each record's gradient and add noise as planned; adapters survive saving."""
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from consilium.adapters import layers, lora
+from consilium.adapters import layers
 from consilium.cli.audit import markdown
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
@@ -24,13 +21,10 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.messages import Tensors
 from consilium.federation.job import assemble_job, build_model, build_task
-from consilium.models.clip import CLIP
-from consilium.models.clip.network import build_clip
-from consilium.models.sam import SAM
-from consilium.models.sam.network import build_sam
-from consilium.privacy.dpsgd import DpSgd, PerSampleGradients, PrivateSteps, UnitGradients
+from consilium.privacy.dpsgd import ClippedSum, DpSgd, PrivateSteps
 from consilium.privacy.ledger.audit import FILE, read
 from consilium.privacy.plan import make_plan
+from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.report.page.words import statement
 from consilium.report.run_record import read_run
 from consilium.runtime.engine import simulate
@@ -40,129 +34,37 @@ from consilium.training.loop import train
 from consilium.training.losses import Losses
 from tests.conftest import small_config, training_only
 
-Case = tuple[nn.Module, dict[str, nn.Parameter], Callable[[list[int]], torch.Tensor]]
 
-
-def sam_case(prompt: str, precision: torch.dtype = torch.float32) -> Case:
-    """Windowed attention (several rows a sample), two classes, and boxes or points (one decoding a class)."""
-    torch.manual_seed(0)
-    model = build_sam("tiny", None, 64, 2, prompt=prompt)
-    lora.inject(model, 2, 2.0, SAM.target("paper"))
-    for name, parameter in layers.tensors(model).items():
-        nn.init.normal_(parameter, std=0.1 if name.endswith("A") else 0.02)
-    images, labels = torch.rand(3, 3, 64, 64) * 255, (torch.rand(3, 2, 64, 64) > 0.5).float()
-    given = {"box": [[4.0, 4, 40, 50], [8, 8, 20, 30]], "point": [[20.0, 30], [14, 18]]}
-    prompts = torch.tensor([given[prompt]] * 3) if prompt in given else None
-
-    def loss(indices: list[int]) -> torch.Tensor:
-        logits = model(images[indices], None if prompts is None else prompts[indices])
-        return nn.functional.binary_cross_entropy_with_logits(logits, labels[indices])
-
-    return model, layers.tensors(model), loss
-
-
-def llama_case() -> Case:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
-    )
-    model = LlamaForCausalLM(config)
-    inject_adapter_in_model(LoraConfig(r=2, lora_alpha=2, target_modules=["q_proj", "k_proj", "v_proj"]), model)
-    layers.freeze_base(model, [name for name, _ in model.named_parameters() if ".lora_" in name])
-    for name, parameter in layers.tensors(model).items():
-        if name.endswith("lora_B"):
-            nn.init.normal_(parameter, std=0.1)
-    tokens = torch.randint(0, 50, (3, 7))
-    return model, layers.tensors(model), lambda indices: model(input_ids=tokens[indices], labels=tokens[indices]).loss
-
-
-def clip_case() -> Case:
-    """A vision tower with LoRA and a trained head, which has a bias."""
-    torch.manual_seed(0)
-    model = build_clip("tiny", None, 64, 3)
-    lora.inject(model, 2, 2.0, CLIP.target("paper"))
-    for name, parameter in layers.tensors(model).items():
-        nn.init.normal_(parameter, std=0.1)
-        assert parameter.requires_grad, name
-    images, labels = torch.rand(3, 3, 64, 64) * 255, torch.tensor([0, 2, 1])
-    return model, layers.tensors(model), lambda indices: nn.functional.cross_entropy(model(images[indices]), labels[indices])
-
-
-CASES = {
-    "clip": clip_case,
-    "sam": lambda: sam_case("none"),
-    "sam box": lambda: sam_case("box"),
-    "sam point": lambda: sam_case("point"),
-    "causal lm": llama_case,
-}
-
-
-@pytest.mark.parametrize("kind", CASES)
-def test_per_sample_gradients_are_autograds(kind: str) -> None:
-    model, trained, loss = CASES[kind]()
-    one_by_one = [dict(zip(trained, torch.autograd.grad(loss([i]), list(trained.values())), strict=True)) for i in range(3)]
-    collector = PerSampleGradients(model, trained)
-    for part in ([0, 1], [2]):  # a Poisson batch in two pieces
-        with collector.collect(len(part)):
-            loss(part).backward()
-    found = collector.take()
-    collector.close()
-    for name in trained:
-        truth = torch.stack([gradients[name] for gradients in one_by_one])
-        assert found[name].shape == truth.shape
-        assert (found[name] - truth).abs().max() <= 2e-5 * max(1e-3, float(truth.abs().max()))
-    assert max(float(g.abs().max()) for g in found.values()) > 1e-4
-    assert all(p.grad is None for p in trained.values())
-
-
-def test_a_frozen_factor_has_no_gradient_and_a_bias_has_one() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    model[1].weight.requires_grad_(False)
-    x, trained = torch.randn(5, 3), {"weight": model[0].weight, "bias": model[1].bias}
-    collector = PerSampleGradients(model, trained)
-    with collector.collect(5):
-        model(x).square().mean().backward()
-    found = collector.take()
-    assert found["weight"].shape == (5, 4, 3)
-    for i in range(5):
-        gradient = torch.autograd.grad(model(x[i : i + 1]).square().mean(), [model[0].weight, model[1].bias])
-        assert torch.allclose(found["weight"][i], gradient[0], atol=1e-6)
-        assert torch.allclose(found["bias"][i], gradient[1], atol=1e-6)
-
-
-def test_a_parameter_of_another_layer_is_named() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-    with pytest.raises(ConfigError, match=r"'norm'"):
-        PerSampleGradients(model, {"norm": model[1].weight})
-
-
+@pytest.mark.parametrize("unit", ["record", "patient"])
 @pytest.mark.parametrize("tie", [nn.BatchNorm1d(4), nn.Dropout(0.1)])
-def test_a_module_that_ties_records_together_is_named(tie: nn.Module) -> None:
+def test_a_module_that_ties_units_together_is_named(tie: nn.Module, unit: str) -> None:
     model = nn.Sequential(nn.Linear(3, 4), tie)
-    with pytest.raises(ConfigError, match=rf"'1' \({type(tie).__name__}\) ties the records of a batch together"):
-        PerSampleGradients(model, {"weight": model[0].weight, "bias": model[0].bias})
+    with pytest.raises(ConfigError, match=rf"unit: '{unit}': '1' \({type(tie).__name__}\) ties the records"):
+        ClippedSum(model, {"weight": model[0].weight}, DpSgd(1.0, 1.0, 0.5, per_patient=int(unit == "patient")))
 
 
-@pytest.mark.parametrize("collector", [PerSampleGradients, partial(UnitGradients, unit="patient")])
-def test_a_model_that_draws_without_a_module_that_says_so_is_refused(collector: Callable[..., Any]) -> None:
-    """DropPath keeps or drops whole records: it is no dropout module, and its draws go by places in the batch."""
+def test_a_model_that_draws_in_a_function_is_refused() -> None:
+    """DropPath keeps or drops whole records. It is no dropout module."""
 
     class DropPath(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * torch.empty(len(x), 1).bernoulli_(0.5)
 
     layer = DropPath(3, 4)
-    gradients = collector(layer, {"weight": layer.weight, "bias": layer.bias})
-    with pytest.raises(ConfigError, match="random numbers"), gradients.collect(2):
+    clipped = ClippedSum(layer, {"weight": layer.weight}, DpSgd(1.0, 1.0, 0.5))
+    with pytest.raises(ConfigError, match="random numbers"), clipped.unit():
         layer(torch.ones(2, 3)).mean().backward()
 
 
-def test_a_layer_that_sees_some_rows_only_is_refused() -> None:
-    """An expert's: its rows cannot be told apart by record."""
-    layer = nn.Linear(3, 4)
-    collector = PerSampleGradients(layer, {"weight": layer.weight, "bias": layer.bias})
-    with pytest.raises(ConfigError, match="mixes the records of a batch"), collector.collect(2):
-        layer(torch.randn(4, 3)[:3]).sum().backward()
+def test_a_parameter_without_a_gradient_counts_as_zero() -> None:
+    """By hand: only the first weight gets a gradient, (3, 4), which the clip 1 makes (0.6, 0.8)."""
+    layers = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    clipped = ClippedSum(nn.ModuleList(layers), {str(i): one.weight for i, one in enumerate(layers)}, DpSgd(0.0, 1.0, 0.5))
+    with clipped.unit():
+        layers[0](torch.tensor([[3.0, 4.0]])).sum().backward()
+    assert torch.allclose(clipped.take() * UNIT, torch.tensor([0.6, 0.8, 0.0, 0.0]), atol=1e-6)
+    assert all(one.weight.grad is None for one in layers)
+    assert not clipped.take().any(), "taken sums are forgotten"
 
 
 def steps(dp: DpSgd, lr: float = 1.0) -> tuple[nn.Linear, PrivateSteps]:
@@ -175,8 +77,9 @@ def test_each_sample_is_clipped_on_its_own_and_the_mean_has_a_constant_divisor()
     layer, private = steps(DpSgd(0.0, 1.0, 0.2, seed=0))
     x = torch.tensor([[100.0, 0.0], [0.0, 0.5], [0.0, 0.0]])
     with private:
-        with private.gradients.collect(3):
-            (-layer(x)).mean().backward()  # gradient of sample i is -x_i
+        for row in x:
+            with private.sum.unit():
+                (-layer(row)).sum().backward()  # the gradient is -row
         private.step({})
     assert torch.allclose(layer.weight, torch.tensor([[1.0, 0.5]]) / 2, atol=1e-5)  # 10 samples at rate 0.2: 2 expected
 
@@ -186,8 +89,9 @@ def test_a_sample_without_a_finite_gradient_adds_nothing_and_stops_nothing(odd: 
     def after(rows: list[list[float]]) -> torch.Tensor:
         layer, private = steps(DpSgd(0.0, 0.5, 1.0, seed=0))
         with private:
-            with private.gradients.collect(len(rows)):
-                (-layer(torch.tensor(rows))).mean().backward()
+            for row in rows:
+                with private.sum.unit():
+                    (-layer(torch.tensor(row))).sum().backward()
             private.step({})
         return layer.weight.detach().clone()
 
@@ -309,6 +213,7 @@ def test_results_page_and_record_of_a_seeded_run_say_that_it_is_not_private(priv
     assert {site: numbers["privacy/not_private"] for site, numbers in results.items()} == {"site-1": 1.0, "site-2": 1.0}
     told = "NOT PRIVATE: the noise of site-1, site-2 came from a seed"
     assert told in " ".join(statement(read_run(folder))[0])
+    assert told in (folder / "adapters/global/README.md").read_text()
     assert "NOT PRIVATE" in markdown(read(next((folder / "sites/site-1").rglob(FILE))))
     assert (
         told in make_plan(private_config(noise_multiplier=1.0), FedIT(), 8).with_seeded(["site-2", "site-1"]).summary()["claim"]
@@ -338,7 +243,7 @@ def test_a_step_is_divided_by_how_many_units_it_draws_on_average(units: int, bat
     nn.init.zeros_(layer.weight)
     dp = DpSgd(0.0, 1.0, rate, seed=0)
     with PrivateSteps(layer, torch.optim.SGD(layer.parameters(), 1.0), {"w": layer.weight}, units, dp) as private:
-        with private.gradients.collect(1):
+        with private.sum.unit():
             (-layer(torch.ones(1, 1))).mean().backward()
         private.step({})
     assert layer.weight.item() == pytest.approx(1 / (units * rate), rel=1e-6)

@@ -25,12 +25,12 @@ from consilium.data.text import read_texts
 from consilium.federation.job import assemble_job
 from consilium.privacy.accounting.accountant import GaussianEvent, epsilon_of, gaussian_epsilon
 from consilium.privacy.accounting.composition import Entry, epsilon_for
-from consilium.privacy.dpsgd import DpSgd, PrivateSteps, UnitGradients
+from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.privacy.ledger.ledger import Ledger
 from consilium.privacy.plan import make_plan
 from consilium.privacy.randomness import Randomness
 from consilium.runtime.engine import simulate
-from tests.conftest import assembled, small_cells, small_config, small_text, training_only
+from tests.conftest import assembled, small_cells, small_text, training_only
 from tests.data.writing import write
 
 PATIENT = {"unit": "patient", "epsilon": 8, "per_patient": 2}
@@ -113,8 +113,8 @@ def stepped(rows: torch.Tensor, patients: tuple[tuple[int, ...], ...], drawn: li
     nn.init.zeros_(layer.weight)
     dp = DpSgd(0.0, 1.0, 0.5, seed=0, patients=patients, per_patient=per_patient)
     with PrivateSteps(layer, torch.optim.SGD(layer.parameters(), 1.0), {"w": layer.weight}, 8, dp) as private:
-        for part in private.parts(drawn, batch_size=1):
-            with private.gradients.collect(len(part)):
+        for part in private.samples(drawn):
+            with private.sum.unit():
                 (-layer(rows[part])).mean().backward()
         private.step({})
     return layer.weight.detach().flatten()
@@ -137,24 +137,10 @@ def test_a_hundred_samples_of_one_patient_move_a_step_no_more_than_one() -> None
 def test_of_a_patient_with_too_many_samples_a_choice_is_drawn_anew_each_time() -> None:
     dp = DpSgd(0.0, 1.0, 0.5, patients=(tuple(range(10)), (10,)), per_patient=3)
     randomness = Randomness.seeded(0)
-    chosen = [list(dp.chosen([0, 1], 4, randomness)) for _ in range(30)]
+    chosen = [list(dp.samples([0, 1], randomness)) for _ in range(30)]
     assert all(len(first) == 3 and len(set(first)) == 3 and set(first) <= set(range(10)) for first, _ in chosen)
     assert all(second == [10] for _, second in chosen)
     assert {sample for first, _ in chosen for sample in first} == set(range(10))
-
-
-def test_layers_that_couple_samples_are_refused_by_their_name() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    with pytest.raises(ConfigError, match=r"privacy\.unit: 'patient': '1' \(BatchNorm1d\)"):
-        UnitGradients(model, {"weight": model[0].weight}, "patient")
-
-
-def test_any_layer_will_do_where_no_gradients_per_sample_are_needed() -> None:
-    raw = small_config("fedit").model_dump() | {"privacy": {"unit": "record", "epsilon": 8}}
-    raw["adapter"] |= {"decoder": "share", "targets": "encoder-qkv"}
-    with pytest.raises(ConfigError, match=r"linear layers.*decoder"):
-        assembled(JobConfig.model_validate(raw))
-    assembled(JobConfig.model_validate(raw | {"privacy": PATIENT}))
 
 
 # plan, guard ----------------------------------------------------------------------------------------------------------

@@ -54,4 +54,4 @@ def export(folder: Path, values: Mapping[str, Tensor], config: Any, base: ModelK
     save_file({n: t.detach().cpu().contiguous() for n, t in values.items()}, folder / "adapter.safetensors", {"base": name})
 
 
-SHIFT = AdapterKind(ShiftConfig, shapes, inject, export, per_sample=False)
+SHIFT = AdapterKind(ShiftConfig, shapes, inject, export)

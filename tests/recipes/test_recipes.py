@@ -17,6 +17,7 @@ from consilium.adapters import layers
 from consilium.cli.main import main
 from consilium.config.code_digest import code_of
 from consilium.config.job import JobConfig, load_job
+from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import Payload, Tensors
@@ -264,11 +265,13 @@ def test_an_algorithm_for_other_adapters_says_what_to_use(strategy: str, install
         assemble_job(job_of({"adapter": {"kind": "shift"}, "strategy": {"name": strategy}}))
 
 
-def test_an_adapter_without_gradients_per_sample_is_refused_under_record_level_dp(install: Install) -> None:
+def test_an_adapter_of_ones_own_trains_under_record_level_dp(install: Install, tmp_path: Path) -> None:
     install("shift.py", "adapters", "shift", "SHIFT")
     privacy = {"unit": "record", "clip": 1.0, "noise_multiplier": 1.0}
-    with pytest.raises(ConfigError, match=r"adapter\.kind: 'shift': has no per-sample gradients"):
-        assemble_job(job_of({"adapter": {"kind": "shift"}, "privacy": privacy}))
+    config = job_of({"adapter": {"kind": "shift"}, "privacy": privacy})
+    job, site = assemble_job(config), SiteConfig(privacy=HospitalPrivacyPolicy(noise_seed=1))
+    shared = simulate(job, {"site-1": site, "site-2": site}, tmp_path, lambda event: None).state.shared
+    assert all(not torch.equal(tensor, job.initial[name]) for name, tensor in shared.items())
 
 
 # all together ---------------------------------------------------------------------------------------------------------

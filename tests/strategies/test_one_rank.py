@@ -98,11 +98,6 @@ def test_a_site_s_capacity_does_not_count_at_one_rank(tmp_path: Path) -> None:
     [
         ({"name": "flora", "profile": "skewed"}, {}, "strategy.tiers, strategy.profile: are for sites of unequal ranks"),
         ("fedhera", {}, "gives sites unequal ranks; use dual_rank"),
-        (
-            "flora",
-            {"privacy": {"unit": "record", "epsilon": 3}},
-            "with frozen ranks in its products has no per-sample gradients",
-        ),
         ("flora", {"privacy": {"unit": "site", "epsilon": 3, "clip": 1, "trust": "central"}}, "compares single sites' updates"),
     ],
 )

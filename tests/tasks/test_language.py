@@ -10,13 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from consilium.adapters import layers, lora
 from consilium.core.errors import DataError
 from consilium.data.datalist import DataList
 from consilium.data.text import Text
-from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
-from consilium.privacy.dpsgd import PerSampleGradients
 from consilium.tasks.language import LanguageConfig, metric_names
 from consilium.tasks.language.task import LanguageTask, token_losses
 from consilium.tasks.language.tokens import IGNORED, Encoder
@@ -150,24 +147,6 @@ def test_every_sample_weighs_the_same_in_the_loss() -> None:
     parts = [task.loss(model, task.batch([i], seed=0)).item() for i in (0, 1)]
     assert task.loss(model, batch).item() == pytest.approx(sum(parts) / 2, rel=1e-5)
     assert losses[~learned].abs().sum() == 0
-
-
-def test_a_batch_s_gradients_per_sample_are_those_of_each_alone() -> None:
-    task, model = (
-        make_task(text("q", "yes"), text("a longer question?", "and a much longer answer")),
-        build_causal_lm("tiny", None),
-    )
-    lora.inject(model.double(), 2, 2, CAUSAL_LM.target("paper"))
-    params = layers.tensors(model.double())  # in float64 padding and batching leave no trace
-    for parameter in params.values():
-        nn.init.normal_(parameter, std=0.1)
-    alone = [torch.autograd.grad(task.loss(model, task.batch([i], 0)), list(params.values())) for i in (0, 1)]
-    collected = PerSampleGradients(model, params)
-    with collected.collect(2):
-        task.loss(model, task.batch([0, 1], 0)).backward()
-    for position, gradient in enumerate(collected.take().values()):
-        for sample in (0, 1):
-            torch.testing.assert_close(gradient[sample].double(), alone[sample][position], rtol=1e-4, atol=1e-6)
 
 
 def test_loss_and_perplexity_of_a_uniform_model_and_of_an_empty_split() -> None:

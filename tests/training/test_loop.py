@@ -1,4 +1,4 @@
-"""The local loop: seeded, frozen parts without gradient, accumulation, regularizer once a step, clear failure."""
+"""The local loop: seeded, frozen parts without gradient, accumulation, penalty once a step, clear failure."""
 
 from collections.abc import Sequence
 
@@ -48,9 +48,9 @@ def config(**options: object) -> TrainingConfig:
     return TrainingConfig.model_validate({"rounds": 1, "lr": 0.1, "batch_size": 2} | options)
 
 
-def run(model: Line, trained: set[str], seed: int = 0, regularizer=lambda step: None, **options: object) -> dict[str, float]:  # noqa: ANN001
+def run(model: Line, trained: set[str], seed: int = 0, penalty=lambda step: None, **options: object) -> dict[str, float]:  # noqa: ANN001
     params = dict(model.named_parameters())
-    return train(model, LineTask(), params, trained, config(**options), seed, regularizer, {}, lambda progress: None)
+    return train(model, LineTask(), params, trained, config(**options), seed, penalty, {}, lambda progress: None)
 
 
 def test_a_seed_fixes_everything_and_another_changes_it() -> None:
@@ -92,7 +92,7 @@ def test_accumulation_equals_a_larger_batch() -> None:
     assert torch.allclose(*ends, atol=1e-6)
 
 
-def test_the_regularizer_acts_once_a_step_with_anchors_of_the_start() -> None:
+def test_the_penalty_acts_once_a_step_with_anchors_of_the_start() -> None:
     seen: list[Tensor] = []
 
     def pull(step: LocalStep) -> Tensor:
@@ -101,7 +101,7 @@ def test_the_regularizer_acts_once_a_step_with_anchors_of_the_start() -> None:
         return step.params["a"].sum() * 0 + step.memory["count"] * 0 + (step.params["a"] - 3).square().sum()
 
     model = Line()
-    run(model, {"a"}, regularizer=pull, accumulate=2, local_steps=3)
+    run(model, {"a"}, penalty=pull, accumulate=2, local_steps=3)
     assert len(seen) == 3
     assert all(anchor.tolist() == [1.0, 2.0] for anchor in seen)
 
@@ -152,7 +152,7 @@ def test_precision_and_device() -> None:
 
 
 class Slope(nn.Module):
-    """A linear layer, whose per-sample gradients record-level privacy needs."""
+    """A linear layer."""
 
     def __init__(self) -> None:
         super().__init__()

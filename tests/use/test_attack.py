@@ -231,8 +231,8 @@ def canary(noise: float, present: bool, seed: int) -> float:
     dp = DpSgd(noise, 1.0, 0.5, seed, patients, 40)
     with PrivateSteps(layer, torch.optim.SGD(layer.parameters(), 1.0), {"w": layer.weight}, 21, dp) as private:
         for _ in range(10):
-            for part in filter(None, private.parts(private.draw(), 1)):
-                with private.gradients.collect(len(part)):
+            for part in private.samples(private.draw()):
+                with private.sum.unit():
                     (-layer(rows[part])).mean().backward()
             private.step({})
     return float(layer.weight[0, 0].detach())

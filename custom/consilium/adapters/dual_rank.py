@@ -229,8 +229,8 @@ def _export_tailed(folder: Path, values: Mapping[str, Tensor], config: lora.Lora
     save_parameters(folder / "decoder.safetensors", {n: t for n, t in values.items() if n not in own})
 
 
-DUAL_RANK = AdapterKind(DualRankConfig, _shapes, _inject, _export, merge=merge, unequal_ranks=True, per_sample=False)
+DUAL_RANK = AdapterKind(DualRankConfig, _shapes, _inject, _export, merge=merge, unequal_ranks=True)
 TAILED_LORA = AdapterKind(
-    lora.LoraConfig, lora.LORA.shapes, _inject_tailed, _export_tailed, lora.LORA.trainable_base, merge=merge, per_sample=False
+    lora.LoraConfig, lora.LORA.shapes, _inject_tailed, _export_tailed, lora.LORA.trainable_base, merge=merge
 )
 """Plain LoRA at the job's one rank, with room for a frozen tail."""

@@ -45,4 +45,4 @@ def _merge(model: nn.Module) -> None:
     """Do nothing: what trains are the base's own layers."""
 
 
-FULL = AdapterKind(FullConfig, _shapes, _inject, _export, _names, merge=_merge, per_sample=False)
+FULL = AdapterKind(FullConfig, _shapes, _inject, _export, _names, merge=_merge)

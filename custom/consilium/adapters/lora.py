@@ -60,9 +60,6 @@ class LoraConfig(AdapterConfig):
     def keep_apart(self) -> None:
         """See AdapterConfig."""
         refuse_dropout(self.dropout)
-        if self.dora:
-            what = "has no gradients per sample, which privacy.unit record takes of linear layers only"
-            raise ValueError(f"adapter.dora: true {what}; use false")
 
 
 def refuse_dropout(dropout: float) -> None:

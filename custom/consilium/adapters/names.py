@@ -11,13 +11,13 @@ and head.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from consilium.core.errors import ConfigError
 
 if TYPE_CHECKING:  # strategies and reports read names without PyTorch
-    from torch import Tensor
+    pass
 
 HEAD = "head"
 """Module name of a classifier's head; no target set may adapt it."""
@@ -51,21 +51,6 @@ def lora_factor(name: str, strategy: str) -> str | None:
     if factor(name) is None and not is_head(name) and not name.startswith(f"{BASE}."):
         raise ConfigError(f"strategy {strategy} cannot place adapter tensor {name!r}; use adapter kind lora")
     return factor(name)
-
-
-def trained_layers(tensors: Mapping[str, "Tensor"]) -> frozenset[str]:
-    """Return the layers that an adapter trains, by their names in the model, whatever its kind, rank or parameters.
-
-    A head has one name in all models, so how many numbers it reads is said with it.
-    """
-    found = set[str]()
-    for name, tensor in tensors.items():
-        layer = name.removeprefix(f"{BASE}.").removeprefix(f"{WHOLE_BASE}.").removesuffix(OWN).rpartition(".")[0]
-        if not is_head(name):
-            found.add(layer)
-        elif tensor.dim() > 1:
-            found.add(f"{HEAD} of {tensor.shape[-1]}")
-    return frozenset(found)
 
 
 def is_local(name: str) -> bool:

@@ -51,8 +51,8 @@ class AdapterKind:
     adapter's part of the forward pass. `add_local(model, config)` puts a second, local adapter into the same layers, and
     `mix(model, config, share)` makes them W x + (1 - share) global + share local, with one share or one a sample (N,).
     `merge(model)` writes what it does into the base's own layers and takes it out, in place; None where it adds layers that a
-    base cannot hold. `unequal_ranks`: whether ranks may differ by site; `per_sample`: whether it has gradients per sample;
-    `tailed`: the same adapter with room for frozen tails, for strategies that send such.
+    base cannot hold. `unequal_ranks`: whether ranks may differ by site; `tailed`: the same adapter with room for
+    frozen tails, for strategies that send such.
     """
 
     config: type[AdapterConfig]
@@ -66,7 +66,6 @@ class AdapterKind:
     mix: "Callable[[nn.Module, Any, float | Tensor], None] | None" = None
     merge: "Callable[[nn.Module], None] | None" = None
     unequal_ranks: bool = False
-    per_sample: bool = True
     tailed: "Callable[[], AdapterKind] | None" = None
 
 

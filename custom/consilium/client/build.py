@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from consilium.adapters.names import trained_layers
 from consilium.client.client import Client
 from consilium.client.context import ClientContext
 from consilium.client.ddp_checks import ranks_of
@@ -96,7 +95,6 @@ def build_guard(
         SumLedger(
             root,
             (patients, str(data.path.resolve())) if own else (GENERATED,),
-            trained_layers(job.initial),
             job.config.title,
             "uniform" if job.config.weighting == "uniform" else f"samples, at most {most_weight(job.config)}",
         ),

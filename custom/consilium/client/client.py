@@ -15,7 +15,7 @@ from consilium.client.context import ClientContext
 from consilium.client.ddp_checks import on_all_ranks
 from consilium.client.evaluator import Evaluator
 from consilium.client.model_store import ModelStore, interpolation_of
-from consilium.client.trainer import FitReport, Trainer, step_of_all
+from consilium.client.trainer import FitReport, Trainer, rehearse_step, step_of_all
 from consilium.core.errors import ConfigError, DataError, Reason, RefusedError
 from consilium.core.linalg.together import norm
 from consilium.core.messages import (
@@ -60,11 +60,15 @@ class Client:
     def __init__(self, context: ClientContext) -> None:
         self.context, self.evaluator, self.models = context, Evaluator(context), ModelStore(context)
         self.on_train: Callable[[str, Payload], None] = lambda run, payload: None
+        self._rehearsed = False
 
     def begin(self) -> None:
-        """Make sure that a round can be trained: its files can be read, and other devices are there. Raises ConsiliumError."""
+        """Check files, a private step and other devices before a round is charged. Raises ConsiliumError."""
         if self.context.watch:
             self.context.watch.check(getattr(self.context.task, "read_again", lambda split, index: None))
+        if self.context.plan is not None and self.context.config.dpsgd and not self._rehearsed:
+            rehearse_step(self.context)
+            self._rehearsed = True
         self._begin_ranks()
 
     @on_all_ranks

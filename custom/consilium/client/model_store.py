@@ -1,6 +1,6 @@
 """What a site keeps of its models: while a run goes on the best by validation, at its end a folder for each."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import fsum
 from pathlib import Path
@@ -25,7 +25,7 @@ from consilium.federation.saved_model import (
     write_kept,
 )
 from consilium.federation.trainable_checks import as_changes
-from consilium.privacy.plan import Plan
+from consilium.privacy.plan import Plan, not_private
 from consilium.report.run_record import Results
 from consilium.strategies.strategy import Strategy, scaling_of
 from consilium.strategies.traits import Interpolation
@@ -141,14 +141,18 @@ def keep_shared(
     results: Results,
     base_sha256: str | None,
     plan: Plan | None,
+    seeded: Collection[str],
 ) -> None:
-    """Write the adapter that all sites share, as the server has it, into a run's `folder`; its scores are means over sites."""
+    """Write the adapter that all sites share, as the server has it, into a run's `folder`; its scores are means over sites.
+
+    `seeded`: the sites whose noise came from a seed.
+    """
     told = sum(site.num_samples for site in sites.values()) if config.privacy is None else None
     trained = {site: one for site, one in results.items() if site not in sites or sites[site].num_samples}
     split, scores = _over_sites(config, trained or results)
     card = Card.of(
         config, Stage.GLOBAL, kept.rounds, base_sha256 or "", sites=len(sites), training=told, split=split, scores=scores,
-        interval="lowest and highest site; the value is their mean", privacy=_claim(config, plan),
+        interval="lowest and highest site; the value is their mean", privacy=_claim(config, plan, seeded),
     )  # fmt: skip
     write_kept(folder / ADAPTERS / Stage.GLOBAL, kept, as_changes(kept.values), config, card, plan)
 
@@ -163,8 +167,11 @@ def _over_sites(config: JobConfig, results: Results) -> tuple[str, dict[str, Sco
     return split, {name: (fsum(values) / len(values), min(values), max(values)) for name, values in by_name.items()}
 
 
-def _claim(config: JobConfig, plan: Plan | None) -> str:
-    """Return what privacy the shared adapter keeps; a record-level plan differs by site, so only sites can tell it."""
+def _claim(config: JobConfig, plan: Plan | None, seeded: Collection[str]) -> str:
+    """Return the privacy of the shared adapter. Only sites know the epsilon of their own record-level plans."""
     if plan is not None:
         return plan.claim()
-    return f"{config.privacy.unit} level; each site's own model card has its epsilon" if config.privacy is not None else ""
+    if config.privacy is None:
+        return ""
+    void = f"{not_private(seeded)} " if seeded else ""
+    return f"{void}{config.privacy.unit} level; each site's own model card has its epsilon"

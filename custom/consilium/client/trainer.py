@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from consilium.adapters import layers
 from consilium.adapters.parts import FEATURE_SHIFT
@@ -16,12 +16,13 @@ from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.messages import Payload, Tensors
 from consilium.core.seeding import seed_for
 from consilium.data.patients import by_patient
-from consilium.privacy.dpsgd import DpSgd
+from consilium.privacy.dpsgd import DpSgd, rehearse
 from consilium.privacy.plan import dpsgd, per_patient
 from consilium.strategies.strategy import Role, scaling_of, trained_names
 from consilium.strategies.trainer import FeaturePenalty, GradientProbe, Penalty
 from consilium.tasks.base import Task
-from consilium.training.device import peak_memory
+from consilium.tasks.registry import TASKS
+from consilium.training.device import autocast, peak_memory
 from consilium.training.dpsgd_sum import clipped_sum
 from consilium.training.features import WithFeatures
 from consilium.training.gradient_probe import BatchGradients
@@ -215,6 +216,20 @@ def step_of_all(context: ClientContext, payload: Payload, names: Collection[str]
     params = {name: tensor for name, tensor in layers.tensors(context.model).items() if name in names}
     trained = set(context.strategy.names(params, Role.SHARED, payload.round, payload.phase))
     return clipped_sum(context.model, context.task, params, trained, context.config.training, dp)
+
+
+def rehearse_step(context: ClientContext) -> None:
+    """Refuse a private step that would fail on any data, before it is charged. Raises ConsiliumError."""
+    config, device = context.config, next(context.model.parameters()).device
+    trained = {n: p for n, p in layers.tensors(context.model).items() if isinstance(p, nn.Parameter)}
+    if config.dpsgd is None or (made := TASKS[config.task.name].rehearse) is None:
+        return
+
+    def loss() -> Tensor:
+        with device, autocast(device, "fp32"):
+            return made(config.task, config.model, context.model, per_patient(config.dpsgd) or 1)
+
+    rehearse(context.model, trained, config.dpsgd.unit, loss)
 
 
 def _no_penalty(step: object) -> Tensor | None:

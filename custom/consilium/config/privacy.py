@@ -98,7 +98,7 @@ class _DpSgdConfig(Section):
 
 
 class RecordLevelDpConfig(_DpSgdConfig):
-    """Record-level DP-SGD: each record is hidden by clipping per-sample gradients to `clip`, noise and Poisson batches.
+    """Record-level DP-SGD: each record is hidden by clipping its gradient to `clip`, noise and Poisson batches.
 
     With trust local the number of records is public: a site tells it, and its weight and noise follow from it. `trust`
     distributed takes one step a round over all sites' records, and sites' shares of noise are one noise together.

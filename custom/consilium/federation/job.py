@@ -110,12 +110,6 @@ def _check_adapter(config: JobConfig, adapter: AdapterKind, source: Path | str) 
     if LOCAL_ADAPTER in strategy.traits.parts and adapter.add_local is None:
         what = f"strategy {strategy.name!r} puts a second, local adapter beside the first, which this kind cannot"
         raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use lora")
-    if not adapter.per_sample and config.privacy is not None and config.privacy.unit == "record":
-        has = "with frozen ranks in its products has" if strategy.traits.sends_frozen_ranks or adapter.unequal_ranks else "has"
-        what = f"{has} no per-sample gradients, which privacy.unit record takes of linear layers only"
-        raise ConfigError(
-            f"{source}: adapter.kind: {kind!r}: {what}; use {'fedit on lora' if strategy.traits.sends_frozen_ranks else 'lora'}"
-        )
 
 
 def _check_privacy(job: Job, source: Path | str) -> None:

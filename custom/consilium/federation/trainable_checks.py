@@ -43,8 +43,6 @@ def check_base(config: JobConfig, names: list[str], source: Path | str) -> None:
     if not names or wanted == "freeze":
         return
     where = f"{source}: adapter.decoder: {wanted!r}"
-    if config.privacy is not None and config.privacy.unit == "record":
-        raise ConfigError(f"{where}: privacy.unit record covers linear layers only, the decoder has others; use freeze")
     does = {"keep": "keeps it at its site", "share": "shares it"}
     if (rule := decoder_rule(config.strategy, names)) is None:
         raise ConfigError(f"{where}: strategy {config.strategy.name!r} has no rule for a decoder that trains; use freeze")

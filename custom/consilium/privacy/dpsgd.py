@@ -1,38 +1,39 @@
 """DP-SGD (Abadi et al. 2016) on adapter parameters by records or patients.
 
-Per-sample gradients are ours, because Opacus' hooks take a layer's first dimension for the sample, and SAM's windowed attention
-(and one decoding per class) hands layers several rows a sample. Here the rows of a sample stay together, so a layer's input
-(N k, ..., in) is read as (N, k ..., in), and a sample's gradient is one product. Clipping, sum and noise are in integers, see
-distributed_noise.py; all that is drawn comes from randomness.py.
+One record or one patient goes through the model at a time. Autograd then gives its gradient, whatever the layers are, and
+float32 cannot round it by the records beside it: a server can choose weights that make that rounding larger than the clip.
+Clipping, sum and noise are in integers (distributed_noise.py). All draws come from randomness.py.
 
-Noise is made for a sum that one record moves by the clip at most, so nothing may tie a batch's records together. Dropout would
-(one generator, of a seed that the server knows, draws all masks: a record more changes everybody's), and so would batch
-statistics and rounding to bf16. So record level has none of them: simpler than a generator a record, and little is lost beside
-the noise. Dropout as a function and DropPath are no modules of a known class, so whatever draws in a pass ends the training.
+The gradient of a patient is that of the mean loss over some of the samples.
 
-Of a patient the gradient is that of the mean loss over some of the samples, by autograd, one patient at a time. So no layer
-needs gradients per sample.
+Noise is made for a sum that one unit moves by the clip at most, so nothing may tie units together. Dropout would: one
+generator, with a seed that the server knows, draws all masks, so one record more changes those of all others. Batch statistics
+and rounding to bf16 do so within a patient's samples, where nothing is gained by allowing them. They are refused. Dropout as a
+function and DropPath are no modules of a known class, so any draw during a pass is found by the states of the generators.
+
+A unit whose reading, loss or gradient fails, for whatever reason, counts as zero: an error instead would tell, without noise,
+what the unit holds. It is logged at the site alone. What fails for all data alike (a model that draws, a step too large for
+the device) is refused before any data are read, see `rehearse`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from consilium.core.errors import ConfigError
+from consilium.core.errors import ConfigError, ConsiliumError, Reason
 from consilium.privacy.discrete_gaussian import discrete_gaussian
 from consilium.privacy.distributed_noise import clipped_sum, rounding, share_deviation
 from consilium.privacy.randomness import Randomness
 from consilium.privacy.secagg.arithmetic import UNIT
 
-ALONE = 1
-"""Records at a time: float32 rounds a gradient by the records beside it, and a server can choose weights that amplify that."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,114 +70,76 @@ class DpSgd:
         """Return where all draws of a training come from."""
         return Randomness.of(self.seed)
 
-    def chosen(self, drawn: Sequence[int], batch_size: int, randomness: Randomness) -> Iterator[list[int]]:
-        """Yield the samples of the units `drawn`, as they go through the model together: one patient, or `batch_size` records.
-
-        Of a patient with too many samples a random choice.
-        """
-        if not self.per_patient:
-            yield from (list(drawn[start : start + batch_size]) for start in range(0, len(drawn), batch_size))
-            return
+    def samples(self, drawn: Sequence[int], randomness: Randomness) -> Iterator[list[int]]:
+        """Yield the samples of each drawn unit: one record, or a patient's, of too many a random choice."""
         for number in drawn:
-            samples = list(self.patients[number])
-            yield samples if len(samples) <= self.per_patient else randomness.choice(samples, self.per_patient)
+            samples = list(self.patients[number]) if self.per_patient else [number]
+            yield samples if len(samples) <= max(1, self.per_patient) else randomness.choice(samples, self.per_patient)
 
 
-class UnitGradients:
-    """Collects the gradient of a unit's mean loss, (1, *parameter.shape), of one record or patient after another."""
+class ClippedSum:
+    """The sum of clipped gradients of the `trained` parameters of `model`, int64 on the grid, one unit at a time.
 
-    def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter], unit: str) -> None:
+    Raises ConfigError for a model that ties units together.
+    """
+
+    def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter], dp: DpSgd) -> None:
         self.trained = dict(trained)
-        _refuse_ties(model, unit)
-        self._unit = unit
-        self._found: list[dict[str, Tensor]] = []
+        _refuse_ties(model, dp.unit)
+        self._dp = dp
+        self._sum: Tensor | None = None
 
     @contextmanager
-    def collect(self, count: int) -> Iterator[None]:
-        """Collect from the backward pass of the mean loss over the `count` samples of one unit inside the block."""
-        with _without_draws(self.trained, self._unit):
-            yield
+    def unit(self) -> Iterator[None]:
+        """Add the clipped gradient that the block's backward pass of one unit's mean loss leaves; zero if the block fails."""
+        try:
+            with _without_draws(self.trained, self._dp.unit):
+                yield
+        except Exception as error:
+            if isinstance(error, ConsiliumError) and error.reason is Reason.STOPPED:
+                raise
+            log_failure(self._dp.unit, error)
+            for parameter in self.trained.values():
+                parameter.grad = None
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.trained.items()}
-        self._found.append({name: gradient.detach().unsqueeze(0) for name, gradient in gradients.items()})
+        alone = {name: gradient.detach().float().unsqueeze(0) for name, gradient in gradients.items()}
+        self._sum = clipped_sum(alone, self._dp.clip, self._sum)
         for parameter in self.trained.values():
             parameter.grad = None
 
-    def take(self) -> dict[str, Tensor]:
-        """Return the gradients of all units since the last call, (N, *shape) by name, and forget them."""
-        found, self._found = self._found, []
-        none = {name: torch.zeros(0, *p.shape, device=p.device) for name, p in self.trained.items()}
-        return {name: torch.cat([empty, *(one[name] for one in found)]) for name, empty in none.items()}
-
-    def close(self) -> None:
-        """Do nothing: there are no hooks."""
+    def take(self) -> Tensor:
+        """Return the sum of all units since the last call, (d,) on the CPU, and begin another; zeros if there was no unit."""
+        found, self._sum = self._sum, None
+        numbers = sum(parameter.numel() for parameter in self.trained.values())
+        return torch.zeros(numbers, dtype=torch.int64) if found is None else found
 
 
-class PerSampleGradients:
-    """Hooks on the linear layers whose weight or bias is trained; collects a gradient per sample, (N, *parameter.shape)."""
-
-    def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
-        self.trained = dict(trained)
-        _refuse_ties(model, "record")
-        ours = {id(p) for p in trained.values()}
-        layers = [m for m in model.modules() if isinstance(m, nn.Linear) and ours & {id(m.weight), id(m.bias)}]
-        covered = {id(p) for layer in layers for p in (layer.weight, layer.bias)}
-        if missing := [name for name, p in trained.items() if id(p) not in covered]:
-            raise ConfigError(f"privacy.unit: 'record': {missing[0]!r} is no part of a linear layer; choose other targets")
-        self._handles = [layer.register_forward_hook(self._watch) for layer in layers]
-        self._count = 0
-        self._found: dict[int, Tensor] = {}
-        self._parts: dict[int, list[Tensor]] = {}
-        self._clear()
-
-    @contextmanager
-    def collect(self, count: int) -> Iterator[None]:
-        """Collect from the forward and backward pass of the mean loss over `count` samples inside the block."""
-        self._count, self._found = count, {}
-        with _without_draws(self.trained, "record"):
-            yield
-        self._count = 0
-        for parameter in self.trained.values():
-            missing = torch.zeros(count, *parameter.shape, device=parameter.device)
-            self._parts[id(parameter)].append(self._found.get(id(parameter), missing))
-            parameter.grad = None
-
-    def take(self) -> dict[str, Tensor]:
-        """Return the gradients of all samples since the last call, (N, *shape) by name, and forget them."""
-        found = {name: torch.cat(self._parts[id(p)]) for name, p in self.trained.items()}
-        self._clear()
-        return found
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _clear(self) -> None:
-        self._parts = {id(p): [torch.zeros(0, *p.shape, device=p.device)] for p in self.trained.values()}
-
-    def _watch(self, layer: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
-        if output.requires_grad and self._count:
-            rows = args[0].detach()
-            output.register_hook(lambda gradient: self._add(layer, rows, gradient))
-
-    def _add(self, layer: Any, rows: Tensor, gradient: Tensor) -> None:
-        if rows.shape[0] % self._count:
-            raise ConfigError("privacy.unit: 'record': a layer mixes the records of a batch; choose other targets")
-        inputs = rows.reshape(self._count, -1, rows.shape[-1]).float()
-        outputs = gradient.reshape(self._count, -1, gradient.shape[-1]).float() * self._count  # the loss is a mean
-        if layer.weight.requires_grad:
-            self._sum(layer.weight, torch.einsum("nto,nti->noi", outputs, inputs))
-        if layer.bias is not None and layer.bias.requires_grad:
-            self._sum(layer.bias, outputs.sum(1))
-
-    def _sum(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        before = self._found.get(id(parameter))  # a layer may be used more than once in a pass
-        self._found[id(parameter)] = gradient if before is None else before + gradient
+def log_failure(unit: str, error: Exception) -> None:
+    """Log, at the site alone, why a unit counts as zero."""
+    _log.warning(f"a {unit} counts as zero: {type(error).__name__}: {error}")
 
 
-def gradients_by_unit(model: nn.Module, trained: Mapping[str, nn.Parameter], dp: DpSgd) -> UnitGradients | PerSampleGradients:
-    """Return what collects a gradient of every record, or of every patient. Raises ConfigError where that cannot be."""
-    return UnitGradients(model, trained, dp.unit) if dp.per_patient else PerSampleGradients(model, trained)
+def rehearse(model: nn.Module, trained: Mapping[str, nn.Parameter], unit: str, loss: Callable[[], Tensor]) -> None:
+    """Take the `loss` of one unit of zeros, of full size, back through the model, and forget it.
+
+    Raises ConfigError for a model that ties units together, and ConsiliumError for a step that this machine cannot take.
+    """
+    _refuse_ties(model, unit)
+    gpus = sorted({parameter.device.index for parameter in trained.values() if parameter.is_cuda})
+    was, training = {name: parameter.requires_grad for name, parameter in trained.items()}, model.training
+    model.train()
+    try:
+        with torch.random.fork_rng(devices=gpus), _without_draws(trained, unit):
+            for parameter in trained.values():
+                parameter.requires_grad_(True)
+            loss().backward()
+    except (MemoryError, RuntimeError) as error:
+        what = f"a step on one {unit} of full size fails here ({type(error).__name__}: {error})"
+        raise ConsiliumError(f"training: {what}; lower model.image_size or task.max_length", Reason.TRAINING) from error
+    finally:
+        model.train(training)
+        for name, parameter in trained.items():
+            parameter.requires_grad_(was[name]).grad = None
 
 
 def _refuse_ties(model: nn.Module, unit: str) -> None:
@@ -218,7 +181,7 @@ class PrivateSteps:
         num_units: int,
         dp: DpSgd,
     ) -> None:
-        self.gradients, self.optimizer = gradients_by_unit(model, trained, dp), optimizer
+        self.sum, self.optimizer = ClippedSum(model, trained, dp), optimizer
         self._dp, self._num_units = dp, num_units
         self._numbers = sum(parameter.numel() for parameter in trained.values())
         self._deviation = share_deviation(dp.noise_multiplier, dp.clip + rounding(self._numbers), 1)
@@ -232,8 +195,7 @@ class PrivateSteps:
 
     def __exit__(self, *error: object) -> None:
         self._ahead.shutdown(cancel_futures=True)
-        self.gradients.close()
-        for parameter in self.gradients.trained.values():
+        for parameter in self.sum.trained.values():
             parameter.grad = None
 
     def draw(self) -> list[int]:
@@ -241,9 +203,9 @@ class PrivateSteps:
         self._begin_noise()
         return self._draws.coins(self._num_units, self._dp.sample_rate)
 
-    def parts(self, drawn: Sequence[int], batch_size: int) -> list[list[int]]:
-        """Return the samples of the units `drawn`, as they go through the model together."""
-        return list(self._dp.chosen(drawn, batch_size, self._draws))
+    def samples(self, drawn: Sequence[int]) -> list[list[int]]:
+        """Return the samples of each drawn unit."""
+        return list(self._dp.samples(drawn, self._draws))
 
     def seed(self) -> int:
         """Return what the augmentation of a step is drawn with, see `DpSgd`."""
@@ -254,10 +216,10 @@ class PrivateSteps:
 
         The divisor is the batch's expected size, which tells nothing of what was drawn.
         """
-        noisy = clipped_sum(self.gradients.take(), self._dp.clip) + self._begin_noise().result()
+        noisy = self.sum.take() + self._begin_noise().result()
         self._next = None
         mean = noisy.double() * (UNIT / (self._num_units * self._dp.sample_rate))
-        trained = self.gradients.trained
+        trained = self.sum.trained
         for (name, parameter), part in zip(trained.items(), mean.split([p.numel() for p in trained.values()]), strict=True):
             parameter.grad = part.reshape(parameter.shape).to(parameter)
             if name in penalty:

@@ -99,7 +99,7 @@ class Masking:
 
     @property
     def _need(self) -> float:
-        """What clip and noise may come to; without privacy 0, because a number over the bound is refused by itself."""
+        """What clip and noise may come to; without privacy 0, because numbers over the bound are cut off."""
         return self.plan.clip + DEVIATIONS * self.plan.site_noise if self.plan else 0.0
 
     def _check_room(self, room: float) -> None:

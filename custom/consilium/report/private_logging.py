@@ -10,8 +10,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-OF_DATA = ("consilium.data", "consilium.tasks", "consilium.report")
-"""Loggers of the code that reads and shows samples, and names files of them."""
+OF_DATA = (
+    "consilium.data",
+    "consilium.tasks",
+    "consilium.report",
+    "consilium.privacy.dpsgd",
+    "consilium.privacy.secagg.arithmetic",
+)
+"""Loggers of code that reads, shows or trains on samples. Their lines name files, or tell what a record holds."""
 PLACES = ("event", "site", "round", "phase", "stage", "what", "reason")
 """What an event of private training may tell: none of these holds a number that follows from the data."""
 _log = logging.getLogger(__name__)

@@ -52,7 +52,8 @@ class RunLog:
         self._lock = file_lock(folder / LOCK, wait=False)
         self._file = _open_alone(folder / "metrics.jsonl", resume, self._lock)
         self._test_only: set[str] = set()
-        self._seeded: set[str] = set()
+        self.seeded: set[str] = set()
+        """Sites whose noise comes from a seed."""
         self._events: dict[str, EventFile] = {}
         self._down: dict[str, int] = {}
         self._results: dict[str, dict[str, float]] = {}
@@ -120,7 +121,7 @@ class RunLog:
 
     def _marked(self, joined: dict[str, Any]) -> None:
         """Note a site that only tests, or whose noise comes from a seed."""
-        for mark, sites in (("test_only", self._test_only), ("seeded", self._seeded)):
+        for mark, sites in (("test_only", self._test_only), ("seeded", self.seeded)):
             if joined.get(mark) is True:
                 sites.add(joined["site"])
 
@@ -193,10 +194,10 @@ class RunLog:
 
     def finish(self, plan: Plan | None = None) -> None:
         """Write results.json, and privacy.json of a private run: only a run that came to its end has them."""
-        for site in self._seeded & self._results.keys():
+        for site in self.seeded & self._results.keys():
             self._results[site] = self._results[site] | {NOT_PRIVATE: 1.0}
         if plan is not None:
-            write_atomic(self.folder / "privacy.json", json.dumps(plan.with_seeded(self._seeded).summary(), indent=1).encode())
+            write_atomic(self.folder / "privacy.json", json.dumps(plan.with_seeded(self.seeded).summary(), indent=1).encode())
         for title, rounds in self._figures.items():
             figures.plot_matrices(self.folder / f"{title}.png", rounds)
         if self._curves:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from consilium.config.job import TrainingConfig
 from consilium.core.messages import Tensors
-from consilium.privacy import distributed_noise
-from consilium.privacy.dpsgd import ALONE, DpSgd, UnitGradients
+from consilium.privacy.dpsgd import ClippedSum, DpSgd
 from consilium.tasks.base import Task
 from consilium.training.device import autocast
 from consilium.training.loop import read, scalar, set_requires_grad
@@ -37,20 +36,16 @@ def clipped_sum(
     active, randomness = set_requires_grad(params, trained), dp.randomness()
     config = config.model_copy(update={"precision": "fp32"})  # bf16 rounds by who else is in the batch
     drawn = randomness.coins(dp.count(task.num_samples), dp.sample_rate)
-    parts = list(dp.chosen(drawn, ALONE, randomness))
-    gradients = UnitGradients(model, active, dp.unit)  # alone, so autograd's gradient is the unit's
+    clipped = ClippedSum(model, active, dp)
     model.train()
     try:
-        total = distributed_noise.clipped_sum(gradients.take(), dp.clip)  # of nobody
-        for count, batch in read(model, task, parts, randomness.seed()):
-            with gradients.collect(count):
+        for _, batch in read(model, task, list(dp.samples(drawn, randomness)), randomness.seed()):
+            with clipped.unit():
                 with autocast(next(model.parameters()).device, config.precision):
                     loss = scalar(task.loss(model, batch))
                 if loss.requires_grad:
                     loss.backward()
-            total = distributed_noise.clipped_sum(gradients.take(), dp.clip, total)
     finally:
-        gradients.close()
         model.eval()
-    parted = (-total).split([p.numel() for p in active.values()])
+    parted = (-clipped.take()).split([p.numel() for p in active.values()])
     return {name: part.reshape(p.shape) for (name, p), part in zip(active.items(), parted, strict=True)}

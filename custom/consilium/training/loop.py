@@ -16,7 +16,7 @@ from consilium.core.errors import ConsiliumError, DataError, Reason
 from consilium.core.messages import Tensors
 from consilium.core.seeding import seed_for
 from consilium.data.loading import AHEAD, NOTHING_LEFT, ahead
-from consilium.privacy.dpsgd import ALONE, DpSgd, PrivateSteps
+from consilium.privacy.dpsgd import DpSgd, PrivateSteps, log_failure
 from consilium.strategies.trainer import LocalStep, Penalty
 from consilium.tasks.base import Batch, GroupsRecords, Task
 from consilium.training.compiled import compiled
@@ -27,6 +27,8 @@ from consilium.training.optimizer import learning_rate, make_optimizer, restore_
 
 class Stopped(ConsiliumError):
     """Training was asked to stop (job aborted); nothing was uploaded or saved."""
+
+    reason = Reason.STOPPED
 
 
 @dataclass(frozen=True)
@@ -182,19 +184,16 @@ def _private_step(
 ) -> bool:
     """Take one step on a Poisson batch, one record or one patient at a time; an empty one is noise only.
 
-    One at a time, because float32 kernels round a record's gradient by who is beside it, and a server can choose weights that
-    make this rounding larger than the clip.
-
     A record that cannot be read and is left out adds nothing to the sum, as if its gradient were 0: the clip still bounds what
     it can change, it was drawn like any other, and the divisor is the batch's expected size, so noise and accounting hold.
     What augments is of the step, see `DpSgd`. Were it the batch's, one record or patient more would change the augmentation of
     all behind it, and with it more of the clipped sum than the clip, which is what the noise is made for.
     """
-    value, trained = penalty(step), private.gradients.trained
-    parts = private.parts(private.draw(), ALONE)
+    value, trained = penalty(step), private.sum.trained
+    parts = private.samples(private.draw())
     whole = sum(map(len, parts))
     for count, batch in read(model, task, parts, private.seed()):
-        with private.gradients.collect(count):
+        with private.sum.unit():
             losses.add(_backward(model, task, batch, config, 1.0), count / whole)
     known = losses.look(last)
     penalty_gradients = _gradients(value, trained) if value is not None and value.requires_grad else {}
@@ -203,10 +202,18 @@ def _private_step(
 
 
 def read(model: nn.Module, task: Task, parts: Sequence[list[int]], seed: int) -> Iterator[tuple[int, Batch]]:
-    """Yield (size, batch) for each part; a part with no readable sample is left out."""
-    calls = (partial(_batch, task, _device(model), part, seed) for part in parts)
+    """Yield (size, batch) for each unit's samples; a unit that cannot be read is left out. Nothing that it raises is told."""
+    calls = (partial(_unit, task, _device(model), part, seed) for part in parts)
     with closing(ahead(calls, _ahead(task))) as made:
         yield from ((len(next(iter(batch.values()))), batch) for batch in made if batch)
+
+
+def _unit(task: Task, device: torch.device, samples: list[int], seed: int) -> Batch:
+    try:
+        return _batch(task, device, samples, seed)
+    except Exception as error:
+        log_failure("unit", error)
+        return {}
 
 
 def _gradients(value: Tensor, of: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

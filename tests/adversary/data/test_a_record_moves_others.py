@@ -14,7 +14,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.messages import Tensors
 from consilium.federation.job import assemble_job, build_model, build_task
-from consilium.privacy.distributed_noise import clipped_sum, rounding
+from consilium.privacy.distributed_noise import rounding
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.training.loop import train
@@ -28,6 +28,8 @@ JOBS = {
     "segmentation by boxes": lambda: changed(small_config("fedit"), task={"prompt": "box"}),
     "segmentation by points": lambda: changed(small_config("fedit"), task={"prompt": "point"}),
     "segmentation, bottlenecks": lambda: small_config("fedsca"),
+    "segmentation, DoRA": lambda: changed(small_config("fedit"), adapter={"dora": True}),
+    "segmentation, a decoder": lambda: changed(small_config("fedit"), adapter={"decoder": "share", "targets": "encoder-qkv"}),
     "classification": lambda: small_cells("fedit"),
     "language": lambda: small_text("fedit"),
 }
@@ -63,7 +65,7 @@ class Sums:
         return self.found
 
     def _keep(self, steps: PrivateSteps) -> None:
-        self.found = clipped_sum(steps.gradients.take(), CLIP).double() * UNIT
+        self.found = steps.sum.take().double() * UNIT
 
 
 def moved(initial: Tensors) -> Tensors:

@@ -29,8 +29,8 @@ def release(dp: DpSgd, rows: torch.Tensor) -> torch.Tensor:
     layer = nn.Linear(rows.shape[1], 1, bias=False)
     nn.init.zeros_(layer.weight)
     with PrivateSteps(layer, torch.optim.SGD(layer.parameters(), 1.0), {"w": layer.weight}, len(rows), dp) as private:
-        for part in filter(None, private.parts(private.draw(), 4)):
-            with private.gradients.collect(len(part)):
+        for part in private.samples(private.draw()):
+            with private.sum.unit():
                 (-layer(rows[part])).mean().backward()
         private.step({})
     return layer.weight.detach().flatten() * len(rows) * dp.sample_rate

@@ -164,6 +164,9 @@ def test_two_runs_do_not_show_the_hospital_that_joins_or_leaves(sets: Any, hospi
         pytest.param({"name": "another_study"}, marks=pytest.mark.slow),
         {"secure_aggregation": {"threshold": 4}},
         pytest.param({"strategy": {"name": "ffa_lora"}}, marks=pytest.mark.slow),
+        {"adapter": {"targets": "encoder-qkv"}},
+        {"adapter": {"kind": "full"}},
+        {"adapter": {"kind": "bottleneck"}},
     ],
     ids=str,
 )
@@ -287,7 +290,7 @@ def test_two_processes_that_write_at_once_do_not_both_pass(tmp_path: Path) -> No
     def add(sites: Iterable[str]) -> None:
         barrier.wait()
         try:
-            passed.append(SumLedger(tmp_path, ["ward"], ["q"]).add(sites, 3, "run"))
+            passed.append(SumLedger(tmp_path, ["ward"]).add(sites, 3, "run"))
         except RefusedError:
             passed.append(None)
 
@@ -326,7 +329,7 @@ def half(path: Path) -> None:
 
 def kept(folder: Path) -> Path:
     """Return the ledger of two sums, whose updates are on record."""
-    ledger = SumLedger(folder, ["ward"], ["q"])
+    ledger = SumLedger(folder, ["ward"])
     for number, sites in enumerate((THREE, ["site-1", "site-5", "site-6"])):
         seal, masked = ledger.add(sites, 3, f"run-{number}"), {"threshold": 3, "sites": sites}
         audit.Record(folder / "runs" / str(number) / audit.FILE).add({"kind": "update", "masked": masked, "sums": seal})
@@ -350,11 +353,11 @@ def test_a_harmed_ledger_of_sums_is_noticed_and_what_it_said_is_read_from_record
     sum_ledger.check_whole(tmp_path)
     for sites in (FOUR, ["site-1", "site-5", "site-6", "site-2"]):
         with pytest.raises(RefusedError, match=r"shows site-[24] alone"):
-            SumLedger(tmp_path, ["ward"], ["q"]).check(sites, 3)
+            SumLedger(tmp_path, ["ward"]).check(sites, 3)
 
 
 def test_a_torn_line_costs_no_other_sum_though_no_record_is_left(tmp_path: Path) -> None:
-    ledger = SumLedger(tmp_path, ["ward"], ["q"])
+    ledger = SumLedger(tmp_path, ["ward"])
     for sites in (THREE, ["site-1", "site-5", "site-6"]):
         ledger.add(sites, 3, "run")
     half(ledger.path)
@@ -362,7 +365,7 @@ def test_a_torn_line_costs_no_other_sum_though_no_record_is_left(tmp_path: Path)
     assert said["sums_set_aside"]
     assert [line["sites"] for line in sum_ledger.read(ledger.path)] == [THREE]
     with pytest.raises(RefusedError, match="shows site-4 alone"):
-        SumLedger(tmp_path, ["ward"], ["q"]).check(FOUR, 3)
+        SumLedger(tmp_path, ["ward"]).check(FOUR, 3)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +379,7 @@ def test_a_torn_line_costs_no_other_sum_though_no_record_is_left(tmp_path: Path)
 )
 def test_a_former_run_without_noise_in_its_sums_counts_though_it_was_resumed(noise: dict, tmp_path: Path) -> None:
     """The run has a sum of the former version, and one more of this version over other hospitals."""
-    record, ledger = audit.Record(tmp_path / "runs" / "old" / audit.FILE), SumLedger(tmp_path, ["ward"], ["q"])
+    record, ledger = audit.Record(tmp_path / "runs" / "old" / audit.FILE), SumLedger(tmp_path, ["ward"])
     spend = {"noise_multiplier": 1.0, "sample_rate": 1.0, "count": 1, "slack": 0.0}
     line = {"kind": "update", "phase": 0, "privacy": {"trust": "local", "delta": 1e-5, "spend": spend} | noise}
     record.add(line | {"round": 0, "masked": {"threshold": 3}})
@@ -385,14 +388,14 @@ def test_a_former_run_without_noise_in_its_sums_counts_though_it_was_resumed(noi
     record.add(line | {"round": 1, "masked": {"threshold": 3, "sites": later}, "sums": ledger.add(later, 3, "old")})
     record.add({"kind": "masks", "step": "confirm", "survivors": later})
     with pytest.raises(RefusedError, match="shows site-4 alone"):
-        SumLedger(tmp_path, ["ward"], ["q"]).check(FOUR, 3)
+        SumLedger(tmp_path, ["ward"]).check(FOUR, 3)
 
 
 def test_an_accepted_loss_forgives_nothing_later(tmp_path: Path) -> None:
     path = kept(tmp_path)
     lose(path)
     sum_ledger.accept(tmp_path, "first")
-    seal = SumLedger(tmp_path, ["ward"], ["k"]).add(THREE, 3, "run-2")
+    seal = SumLedger(tmp_path, ["ward"]).add(THREE, 3, "run-2")
     audit.Record(tmp_path / "runs" / "2" / audit.FILE).add({"kind": "update", "masked": {"sites": THREE}, "sums": seal})
     sum_ledger.check_whole(tmp_path)
     cut(path)
@@ -418,7 +421,7 @@ def test_a_lost_ledger_of_sums_stops_jobs_until_it_is_accepted(hospitals: Hospit
 
 
 def test_a_ledger_of_sums_that_is_lost_while_a_job_runs_is_noticed(tmp_path: Path) -> None:
-    ledger = SumLedger(tmp_path, ["ward"], ["q"])
+    ledger = SumLedger(tmp_path, ["ward"])
     ledger.add(THREE, 3, "run")
     lose(ledger.path)
     with pytest.raises(RefusedError, match="lacks lines that it had a moment ago"):
@@ -434,7 +437,7 @@ def test_sums_of_a_former_version_count_by_its_records(tmp_path: Path) -> None:
     spend = {"noise_multiplier": 1.0, "sample_rate": 1.0, "count": 1, "slack": 0.0}
     private.add({"kind": "update", "round": 0, "phase": 0, "privacy": {"delta": 1e-5, "spend": spend}})
     private.add({"kind": "masks", "step": "confirm", "survivors": [*THREE, "site-5"]})
-    ledger = SumLedger(tmp_path, ["ward"], ["q"])
+    ledger = SumLedger(tmp_path, ["ward"])
     with pytest.raises(RefusedError, match="shows site-4 alone"):
         ledger.check(FOUR, 3)
     ledger.check(THREE, 3)
@@ -476,37 +479,27 @@ def test_the_same_list_is_the_same_data_by_whatever_name(again: str, hospitals: 
         hospitals.sum(FOUR)
 
 
-def test_other_data_and_other_layers_are_sums_of_their_own(tmp_path: Path) -> None:
-    SumLedger(tmp_path, ["ward-7", "/a"], ["block.0.q", "block.0.k"]).add(THREE, 3, "run")
-    SumLedger(tmp_path, ["ward-8", "/b"], ["block.0.q"]).check(FOUR, 3)
-    SumLedger(tmp_path, ["ward-7", "/a"], ["block.1.q"]).check(FOUR, 3)
-    for data, layers in ((["ward-9", "/a"], ["block.0.q"]), (["ward-7", "/c"], ["block.0.k", "block.2.k"])):
+def test_other_data_are_sums_of_their_own(tmp_path: Path) -> None:
+    SumLedger(tmp_path, ["ward-7", "/a"]).add(THREE, 3, "run")
+    SumLedger(tmp_path, ["ward-8", "/b"]).check(FOUR, 3)
+    for data in (["ward-9", "/a"], ["ward-7", "/c"]):
         with pytest.raises(RefusedError, match="shows site-4 alone"):
-            SumLedger(tmp_path, data, layers).check(FOUR, 3)
-
-
-def test_a_set_that_is_new_to_one_layer_is_looked_at_for_it(tmp_path: Path) -> None:
-    """THREE and FOUR are both known, the second of other layers only: for `q` it is new."""
-    SumLedger(tmp_path, ["ward"], ["q"]).add(THREE, 3, "run")
-    SumLedger(tmp_path, ["ward"], ["k"]).add(FOUR, 3, "run")
-    SumLedger(tmp_path, ["ward"], ["k"]).check(FOUR, 3)
-    with pytest.raises(RefusedError, match="shows site-4 alone"):
-        SumLedger(tmp_path, ["ward"], ["k", "q"]).check(FOUR, 3)
+            SumLedger(tmp_path, data).check(FOUR, 3)
 
 
 def test_an_earlier_sum_s_threshold_holds_for_what_it_shows_later(tmp_path: Path) -> None:
     """Twelve were promised to be nine at least. A job of seven with threshold 5 would show the other five."""
     twelve = [f"h{number}" for number in range(12)]
-    SumLedger(tmp_path, ["ward"], ["q"]).add(twelve, 9, "run")
+    SumLedger(tmp_path, ["ward"]).add(twelve, 9, "run")
     with pytest.raises(RefusedError, match="shows h10, h11, h7, h8, h9 alone, and at least 7"):
-        SumLedger(tmp_path, ["ward"], ["q"]).check(twelve[:7], 5)
-    SumLedger(tmp_path, ["ward"], ["q"]).check(twelve[:6], 5)  # six and six
+        SumLedger(tmp_path, ["ward"]).check(twelve[:7], 5)
+    SumLedger(tmp_path, ["ward"]).check(twelve[:6], 5)  # six and six
 
 
 def test_many_sets_that_differ_in_many_and_show_one_together_are_refused(hospitals: Hospitals, tmp_path: Path) -> None:
     """A+B+x - (A+C+x) - (D+B+x) + (D+C+x+y) is y, and any two of these differ in four hospitals or more."""
     a, b, c, d = (["a1", "a2"], ["b1", "b2"], ["c1", "c2"], ["d1", "d2"])
-    ledger = SumLedger(tmp_path / "x", ["ward"], ["q"])
+    ledger = SumLedger(tmp_path / "x", ["ward"])
     for sites in ([*a, *b, "x"], [*a, *c, "x"], [*d, *b, "x"]):
         ledger.add(sites, 4, "run")
     with pytest.raises(RefusedError, match="less earlier ones shows y alone"):
@@ -548,7 +541,7 @@ def test_two_simulations_show_what_the_rule_is_for(tmp_path: Path, monkeypatch: 
 
 
 def test_a_ledger_with_more_overlaps_than_can_be_worked_out_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = SumLedger(tmp_path, ["ward"], ["q"])
+    ledger = SumLedger(tmp_path, ["ward"])
     ledger.add(["a", "b", "c", "d", "e", "f"], 3, "run")
     ledger.add(["a", "b", "c", "g", "h", "i"], 3, "run")
     monkeypatch.setattr(differencing, "MOST_STEPS", 1)

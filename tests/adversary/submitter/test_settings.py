@@ -53,7 +53,7 @@ def test_flares_grpc_takes_two_connections_of_every_site_and_some_peoples_and_fi
     (driver_path / "comm_config.json").write_text("{}\n")  # as kits of earlier versions have it
     pin_settings(driver_path)
     ConfigService.initialize({}, [str(driver_path)])
-    driver, server = GrpcDriver(), files("consilium.flare").joinpath("policies", "resources_server.json")
+    driver, server = GrpcDriver(), files("consilium.flare.kit").joinpath("policies", "resources_server.json")
     assert driver.max_workers >= 2 * json.loads(server.read_text())["servers"][0]["max_num_clients"] + 100
     options = dict(driver.options)
     assert options.items() >= dict(GRPC_DEFAULT_OPTIONS).items()

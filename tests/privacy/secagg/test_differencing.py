@@ -6,9 +6,7 @@ from collections.abc import Collection
 
 import numpy as np
 import pytest
-import torch
 
-from consilium.adapters.names import trained_layers
 from consilium.privacy.secagg import differencing
 from consilium.privacy.secagg.differencing import UndecidedError, smallest_shown
 
@@ -70,17 +68,3 @@ def test_a_search_that_would_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch
     sets = [frozenset(drawn.sample(names, 20)) for _ in range(13)]
     with pytest.raises(UndecidedError):
         smallest_shown(sets[0], sets[1:], 12)
-
-
-def test_a_layer_is_one_whatever_its_adapter() -> None:
-    two, three = torch.zeros(2, 3), torch.zeros(3)
-    layer = frozenset({"blocks.0.q"})
-    for names in (
-        ["blocks.0.q.lora_A", "blocks.0.q.lora_B"],
-        ["blocks.0.q.lora_magnitude_vector.default.weight"],
-        ["blocks.0.q.tail_A"],
-        ["whole.blocks.0.q.weight", "whole.blocks.0.q.bias"],
-        ["base.blocks.0.q.weight"],
-    ):
-        assert trained_layers(dict.fromkeys(names, two)) == layer
-    assert trained_layers({"head.weight": two, "head.bias": three}) == {"head of 3"}

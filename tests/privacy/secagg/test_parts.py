@@ -37,14 +37,14 @@ def test_the_largest_numbers_of_all_sites_together_do_not_wrap() -> None:
     total, weights = unflat(words * np.uint64(sites), [("x", (2,))])
     assert total["x"].tolist() == [3 * 5 * most, -3 * 5 * most]
     assert weights == 15
-    with pytest.raises(RefusedError, match=r"bound"):
-        flat({"x": torch.tensor([-most - 1])}, weight, most)
 
 
-def test_the_smallest_of_all_integers_is_over_any_bound() -> None:
-    """Its absolute value is no 64-bit integer."""
-    with pytest.raises(RefusedError, match="over the bound"):
-        flat({"x": torch.tensor([-(2**63)])}, 1, limit(None, 3, 1))
+def test_numbers_over_the_bound_are_cut_off_at_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Of the smallest integer there is no absolute value in 64 bits."""
+    words = flat({"x": torch.tensor([-(2**63), -11, 7, 2**63 - 1])}, 3, 10)
+    assert words.view(np.int64).tolist() == [-30, -30, 21, 30, 3]
+    assert "were cut off" in caplog.text
+    assert "secure_aggregation.bound" in caplog.text
 
 
 def test_tensors_stand_in_a_vector_by_name_and_the_weight_last() -> None:

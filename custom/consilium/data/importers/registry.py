@@ -14,7 +14,7 @@ _ROOM = "consilium.data.importers"
 IMPORTERS: Registry[Importer] = Registry(
     "data set",
     {
-        "own": f"{_ROOM}.own:SETS",
+        "own": f"{_ROOM}.image_folders:SETS",
         "csv": f"{_ROOM}.table:SETS",
         "polyp": f"{_ROOM}.polyps:SETS",
         "polyp-pranet": f"{_ROOM}.polyps:SETS",

@@ -80,4 +80,4 @@ class SiteExecutor(Executor):
 
 def _stop_if(abort: Signal) -> None:
     if abort.triggered:
-        raise Stopped("the job was aborted", Reason.STOPPED)
+        raise Stopped("the job was aborted")

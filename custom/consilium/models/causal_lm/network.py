@@ -88,7 +88,7 @@ def require_causal(model: PreTrainedModel) -> None:
 def use_linear_layers(model: nn.Module) -> None:
     """Put linear layers in the place of GPT-2's `Conv1D`, which is one with its weight (in, out) the other way round.
 
-    Adapters, merges and per-sample gradients then know one kind of layer. An adapter's own tensors are the same for both.
+    Adapters and merges then know one kind of layer. An adapter's own tensors are the same for both.
     Falcon's linear layer is a plain one that writes the product out.
     """
     for module in model.modules():

@@ -1,9 +1,11 @@
 """Numbers on the grid of the exact mean: 64-bit integers in units of 2^-36, whose sums no mask and no order changes.
 
 A site sends weight * round(update / UNIT) of every number and, as one number more, its weight, each plus a mask that is uniform
-modulo 2^64. Sums that wrap cannot be seen by anybody. So all know a bound, and every guard refuses to send a number over it.
+modulo 2^64. Sums that wrap cannot be seen by anybody. So all know a bound, and every guard cuts numbers off at it. A refusal
+instead would be about one hospital's update: by the bounds of many jobs a server could search for its largest number.
 """
 
+import logging
 from collections.abc import Mapping
 
 import numpy as np
@@ -21,6 +23,7 @@ ROOM = 2**62
 Words = NDArray[np.uint64]
 Layout = list[tuple[str, tuple[int, ...]]]
 """Names and shapes of the tensors, in the order in which their numbers stand in a masked vector."""
+_log = logging.getLogger(__name__)
 
 
 def quantize(update: Mapping[str, Tensor], unit: float = UNIT) -> Tensors:
@@ -53,17 +56,14 @@ def layout(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
 
 
 def flat(integers: Mapping[str, Tensor], weight: int, largest: int) -> Words:
-    """Return (d + 1,) words: every number times the weight, by names, then the weight.
-
-    Raises RefusedError for a number over `largest` units.
-    """
+    """Return (d + 1,) words: every number, cut off at `largest` units, times the weight, by names, then the weight."""
     numbers = [integers[name].reshape(-1).numpy() for name in sorted(integers)]
     joined = np.concatenate([*numbers, np.ones(1, np.int64)])
     if joined.max() > largest or joined.min() < -largest:
         top = max(abs(int(joined.max())), abs(int(joined.min()))) * UNIT
-        what = f"an update of {top:.3g} is over the bound of {largest * UNIT:.3g} that sums need (secure_aggregation.bound)"
-        raise RefusedError(f"{what}; nothing was sent; lower training.lr, or raise the bound where there is room")
-    return (joined * np.int64(weight)).view(np.uint64)
+        what = f"numbers up to {top:.3g} were cut off at {largest * UNIT:.3g}, which sums have room for"
+        _log.warning(f"masked update: {what}; lower training.lr, or raise secure_aggregation.bound where there is room")
+    return (joined.clip(-largest, largest) * np.int64(weight)).view(np.uint64)
 
 
 def unflat(words: Words, order: Layout) -> tuple[Tensors, int]:

@@ -7,20 +7,19 @@ Whether the sum was opened later does not matter: a server may have opened it.
 Lines are chained by SHA-256, as those of audit.jsonl are, and every update's line there names one of them. A file that is lost,
 cut or edited stops all jobs with masks and without noise until the administrator has accepted that (ledger_recovery.py). Which
 hospitals lost lines named is then taken from the records of what left. So are sums that a former version made, which kept no
-ledger of them. Of both the data and the layers are not known: they count for all.
+ledger of them. Their data are not known: they count for all.
 
-Sums count together where they are of the same data and have a layer in common. Data are the same by the name that the privacy
-ledger has for them, or by their list's path; all generated data are one. A layer is known by its name in the model, whatever
-the kind, rank or values of its adapter: the first step of a LoRA's B is the layer's gradient times a known matrix, so sums of
-rank 7 take those of rank 8 apart. What sums show together must hold the threshold of the new one, or of an earlier one where
-that is larger, up to as many hospitals as the new sum has.
+Sums count together where they are of the same data, whatever model, layers, adapter, ranks or values they train: one layer's
+gradient can be read in another's (a LoRA's B holds it times a known matrix, a bottleneck's bias is that of the layer before),
+and names tell little. Data are the same by the name that the privacy ledger has for them, or by their list's path; all
+generated data are one. What sums show together must hold the threshold of the new one, or of an earlier one where that is
+larger, up to as many hospitals as the new sum has.
 
 All sums of one hospital's data must weigh updates alike: two sums of the same hospitals that differ in `federation.max_weight`
 alone differ by a multiple of the largest hospital's update. Of sums of a former version the weights are not known; they are
 taken to be those of the new sum.
 
-Names of hospitals stand for hospitals: `partners` of site.yaml are what holds against whoever issues certificates. The same
-weights under other names of layers, in another kind of model, are not recognized.
+Names of hospitals stand for hospitals: `partners` of site.yaml are what holds against whoever issues certificates.
 """
 
 import getpass
@@ -53,27 +52,21 @@ SHOWN = 5
 class PastSum:
     """A sum without noise: its hospitals, and its `least`, see differencing.py.
 
-    `weights`: the rule by which updates were weighed. `data`, `layers` and `weights` are None where they are not known.
+    `weights`: the rule by which updates were weighed. `data` and `weights` are None where they are not known.
     """
 
     sites: frozenset[str]
     data: frozenset[str] | None
-    layers: frozenset[str] | None
     least: int
     weights: str | None = None
 
 
 class SumLedger:
-    """The ledger of sums in `records`, as a job sees it whose `data` have these names, and which trains these `layers`.
+    """The ledger of sums in `records`, as a job sees it whose `data` have these names. `weights`: its rule of weights."""
 
-    `weights`: the job's rule of weights, as a text.
-    """
-
-    def __init__(
-        self, records: Path, data: Iterable[str], layers: Iterable[str], job: str = "", weights: str = "uniform"
-    ) -> None:
+    def __init__(self, records: Path, data: Iterable[str], job: str = "", weights: str = "uniform") -> None:
         self.records, self.path = records, records / FILE
-        self.data, self.layers, self.job, self.weights = frozenset(data), frozenset(layers), job, weights
+        self.data, self.job, self.weights = frozenset(data), job, weights
         self._last = ""
         self._unlisted: list[PastSum] | None = None
 
@@ -85,7 +78,7 @@ class SumLedger:
     def add(self, sites: Iterable[str], least: int, run: str) -> str:
         """Write down a sum that a masked update is about to join; return the seal of the line that stands for it.
 
-        A set that is there already for these data and layers gets no second line. Raises RefusedError as `check`.
+        A set that is there already for these data gets no second line. Raises RefusedError as `check`.
         """
         new = frozenset(sites)
         with _locked(self.path):
@@ -93,8 +86,7 @@ class SumLedger:
             self._check(new, least, lines)
             if (known := next((line for line in lines if self._covers(line, new, least)), None)) is not None:
                 return str(known["seal"])
-            said = {"sites": sorted(new), "data": sorted(self.data), "layers": sorted(self.layers), "least": least}
-            said["weights"] = self.weights
+            said = {"sites": sorted(new), "data": sorted(self.data), "least": least, "weights": self.weights}
             audit.Record(self.path).add({"kind": SUM, **said, "job": self.job, "run": run}, again=True)
             return str(self._read()[-1]["seal"])
 
@@ -112,7 +104,7 @@ class SumLedger:
             return False
         if line["weights"] != self.weights:
             return False
-        return self.data <= set(line["data"]) and self.layers <= set(line["layers"])
+        return self.data <= set(line["data"])
 
     def _check(self, new: frozenset[str], least: int, lines: list[dict[str, Any]]) -> None:
         if any(line["kind"] == ALLOWED and frozenset(line["sites"]) == new for line in lines):
@@ -121,22 +113,20 @@ class SumLedger:
             self._unlisted = unlisted(self.records)
         past = [*_sums(lines), *self._unlisted]
         past = [one for one in past if one.data is None or one.data & self.data]
-        past = [one for one in past if one.layers is None or one.layers & self.layers]
         if other := next((one for one in past if one.weights not in (None, self.weights)), None):
             raise _refused(
                 f"weighs by {self.weights!r}, an earlier one by {other.weights!r}, which shows the hospital that weighs most",
                 new,
                 "weigh as before (federation.weighting, federation.max_weight)",
             )
-        for group in {tuple(one for one in past if one.layers is None or layer in one.layers) for layer in self.layers}:
-            needed = max([least, *(min(one.least, len(new)) for one in group)])
-            try:
-                shown = smallest_shown(new, {one.sites for one in group}, needed)
-            except UndecidedError:
-                raise _refused(f"overlaps with {len(group)} earlier ones, too many to work out what they show", new) from None
-            if shown is not None:
-                held = f"less earlier ones shows {_named(shown)} alone, and at least {needed} must be in all that is shown"
-                raise _refused(held, new)
+        needed = max([least, *(min(one.least, len(new)) for one in past)])
+        try:
+            shown = smallest_shown(new, {one.sites for one in past}, needed)
+        except UndecidedError:
+            raise _refused(f"overlaps with {len(past)} earlier ones, too many to work out what they show", new) from None
+        if shown is not None:
+            held = f"less earlier ones shows {_named(shown)} alone, and at least {needed} must be in all that is shown"
+            raise _refused(held, new)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -159,7 +149,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_line(line: Mapping[str, Any]) -> bool:
-    lists = {SUM: ("sites", "data", "layers"), ALLOWED: ("sites",), ACCEPTED: ("lost",)}.get(str(line.get("kind")))
+    lists = {SUM: ("sites", "data"), ALLOWED: ("sites",), ACCEPTED: ("lost",)}.get(str(line.get("kind")))
     texts = lists is not None and all(_is_texts(line.get(name)) for name in lists)
     return texts and (line["kind"] != SUM or (type(line.get("least")) is int and isinstance(line.get("weights"), str)))
 
@@ -206,7 +196,7 @@ def _unlisted(lines: list[dict[str, Any]], known: set[str]) -> Iterator[PastSum]
     named += [line.get("survivors") for line in lines]
     for sites in named:
         if _is_texts(sites) and sites and frozenset(sites) not in listed:
-            yield PastSum(frozenset(sites), None, None, least)
+            yield PastSum(frozenset(sites), None, least)
 
 
 def _has_noise(private: Mapping[str, Any]) -> bool:
@@ -225,7 +215,7 @@ def _masked(line: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _sums(lines: list[dict[str, Any]]) -> list[PastSum]:
     return [
-        PastSum(frozenset(line["sites"]), frozenset(line["data"]), frozenset(line["layers"]), line["least"], line["weights"])
+        PastSum(frozenset(line["sites"]), frozenset(line["data"]), line["least"], line["weights"])
         for line in lines
         if line["kind"] == SUM
     ]
@@ -295,7 +285,7 @@ def _named(sites: frozenset[str]) -> str:
 def _refused(what: str, sites: frozenset[str], first: str = "ask the hospitals of an earlier sum") -> RefusedError:
     """Return the refusal of a sum, with the ways out; `first`: the one that needs nobody's word."""
     names = shlex.quote(",".join(sorted(sites)))
-    remedy = f"{first}, or add noise (privacy:), or let the administrator run: "
+    remedy = f"{first}, or add noise (privacy.unit: site), or let the administrator run: "
     remedy += f"consilium privacy sums KIT --allow {names} --reason TEXT"
     return RefusedError(
         f"secure aggregation without noise: a sum over {_named(sites)} {what}; nothing was sent; {remedy}", Reason.SUMS
