@@ -192,8 +192,8 @@ def test_a_fit_without_a_plan_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_algorithm_cannot_go_on_after_data_failed(tmp_path: Path) -> None:
-    """Whether a drawn record can be read must not decide what is sent."""
-    found, payload = client(algorithm(undaunted(plain), Traits(fits_only=True)), RECORD, tmp_path)
+    """Whether data can be read must not decide what is sent. (Under record-level privacy such a record counts as zero.)"""
+    found, payload = client(algorithm(undaunted(plain), Traits(fits_only=True)), None, tmp_path)
 
     def broken(indices: object, seed: int) -> dict[str, Tensor]:
         raise DataError("Muster_Erika.png: image cannot be read")
