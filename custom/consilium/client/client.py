@@ -62,6 +62,11 @@ class Client:
         self.on_train: Callable[[str, Payload], None] = lambda run, payload: None
         self._rehearsed = False
 
+    @property
+    def name(self) -> str:
+        """The client's name in the federation."""
+        return self.context.name
+
     def begin(self) -> None:
         """Check files, a private step and other devices before a round is charged. Raises ConsiliumError."""
         if self.context.watch:

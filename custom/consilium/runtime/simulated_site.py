@@ -39,7 +39,7 @@ class Member:
         """Return the site's hello, if its guard admits the job."""
         task = self.guard.authorize(Kind.HELLO, run)
         shown = self.guard.greet(task, self.site.hello(task.run).to_dict())
-        return Hello(**shown | {"name": self.site.context.name})  # a pooled site has the guard of one of its members
+        return Hello(**shown | {"name": self.site.name})  # a pooled site has the guard of one of its members
 
     def statistics(self, run: str) -> dict[str, Any]:
         """Count, and return what the guard lets out."""

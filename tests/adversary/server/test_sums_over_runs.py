@@ -524,9 +524,7 @@ def test_two_simulations_show_what_the_rule_is_for(tmp_path: Path, monkeypatch: 
     """
     trained: dict[str, Payload] = {}
     train = Client.train
-    monkeypatch.setattr(
-        Client, "train", lambda self, run, payload: trained.setdefault(self.context.name, train(self, run, payload))
-    )
+    monkeypatch.setattr(Client, "train", lambda self, run, payload: trained.setdefault(self.name, train(self, run, payload)))
     job = assemble_job(load_job(JOBS / "quickstart_secagg" / "app" / "config" / "job.yaml", {"training.rounds": 1}))
     sums = []
     for names in (THREE, FOUR):
