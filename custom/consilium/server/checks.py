@@ -218,11 +218,11 @@ def _first(names: Iterable[Any]) -> str:
 
 def check_next(strategy: Strategy, state: ServerState, merged: ServerState | None) -> None:
     """Raise ConsiliumError where merge returned no next state: the sites would refuse it oddly, or the run would never end."""
-    who = f"strategy {strategy.name!r}: merge()"
+    who = f"strategy {strategy.name!r}: aggregate()"
     if not isinstance(merged, ServerState):
         raise ConsiliumError(f"{who} returned {type(merged).__name__}; return the next ServerState")
     if (merged.round, merged.phase) <= (state.round, state.phase):
-        raise ConsiliumError(f"{who} stays in round {merged.round}; build on super().merge(), which counts")
+        raise ConsiliumError(f"{who} stays in round {merged.round}; build on super().aggregate(), which counts")
     if wrong := [n for n, t in merged.optimizer.items() if not isinstance(t, Tensor)]:
         raise ConsiliumError(f"{who} put {wrong[0]!r} into optimizer, which is no tensor; write torch.tensor(...)")
     if strategy.traits.needs == "sums":  # one that sees single sites may send each another set of tensors
