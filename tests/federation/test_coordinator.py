@@ -326,7 +326,7 @@ def test_the_log_tells_the_epsilon_of_the_plan_so_far(tmp_path: Path) -> None:
 
 WRONG_MERGES: dict[str, Callable[[ServerState], object]] = {
     "returned NoneType; return the next ServerState": lambda state: None,
-    r"stays in round 0; build on super\(\)\.merge": lambda state: replace(state, round=0),
+    r"stays in round 0; build on super\(\)\.aggregate": lambda state: replace(state, round=0),
     "lost tensor 'a'": lambda state: replace(state, shared={}),
     r"returned 'a' with shape \(6,\), expected \(2, 3\)": lambda state: replace(state, shared={"a": torch.zeros(6)}),
     "put 'steps' into optimizer, which is no tensor": lambda state: replace(state, optimizer={"steps": 3}),
