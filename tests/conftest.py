@@ -94,7 +94,7 @@ def small_config(strategy: str | dict[str, Any] = "fediat", **training: Any) -> 
     phantoms = {"kind": "fundus", "training": 4, "validation": 1, "test": 1}
     name = strategy if isinstance(strategy, str) else strategy["name"]
     adapter: dict[str, Any] = {"kind": "bottleneck", "width": 4} if name == "fedsca" else {"rank": 4, "alpha": 4}
-    if STRATEGIES[name].ranks_differ:
+    if STRATEGIES[name]().traits.ranks_differ:
         adapter = {"kind": "dual_rank", "rank": 8, "scaling": 1.0}
     return JobConfig.model_validate(
         {

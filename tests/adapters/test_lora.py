@@ -212,7 +212,7 @@ def test_dora_starts_as_the_base_and_plain_peft_loads_its_lengths_of_rows(tmp_pa
 
 def test_dora_is_refused_where_its_lengths_have_no_rule() -> None:
     assert len(assemble_job(job(dora=True)).initial) == 3 * len([n for n in assemble_job(job()).initial if "lora_A" in n])
-    known = {name for name, strategy in STRATEGIES.items() if strategy.one_by_one}
+    known = {name for name, strategy in STRATEGIES.items() if strategy().traits.elementwise}
     assert known == {"fedit", "fedprox", "scaffold", "centralized", "local_only"}
     for strategy in ("ffa_lora", "fedra"):
         with pytest.raises(ConfigError, match="has no rule for the lengths of rows; use fedit"):

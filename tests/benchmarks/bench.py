@@ -36,7 +36,7 @@ from consilium.report.run_log import payload_bytes
 from consilium.runtime.engine import simulate
 from consilium.strategies.fediat import FedIAT
 from consilium.strategies.fedsca import similarities
-from consilium.strategies.strategy import LocalStep
+from consilium.strategies.trainer import LocalStep
 
 Normal = Callable[[tuple[int, ...]], torch.Tensor]
 """Draws standard normals (shape), float64."""
@@ -63,7 +63,7 @@ def _step(model: nn.Module, images: torch.Tensor, sor: FedIAT) -> Callable[[], N
     optimizer = torch.optim.Adam(params.values())
 
     def step() -> None:
-        penalty = sor.regularizer(LocalStep(params, anchors, {}, memory))
+        penalty = sor.penalty(LocalStep(params, anchors, {}, memory))
         loss = model(images).square().mean() + (0.0 if penalty is None else penalty)
         loss.backward()
         optimizer.step()
@@ -117,7 +117,7 @@ def wire_bytes() -> None:
     wire.register()
     for name in ("quickstart", "fundus_fediat", "fundus_fedit"):
         job = assemble_job(load_job(JOBS / name))
-        payload = job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("a", 1, joined=True))
+        payload = job.strategy.payload(job.strategy.initialize(job.initial), SiteInfo("a", 1, joined=True))
         sent = len(fobs.dumps(wire.encode(payload, "run", update=True, packed=True)))
         print(f"bytes on the wire / parameters' own, {name}: {sent / payload_bytes(payload.tensors):.3f} ({sent:,} bytes)")
 

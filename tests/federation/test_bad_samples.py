@@ -84,13 +84,13 @@ def test_a_private_job_decodes_every_picture_before_anything_is_paid(privacy: di
     pixels(tmp_path / "b", 1)
     with pytest.raises(DataError, match=r"Muster_Erika_training_1\.png: .*cannot be read"):
         build_site(job, "a", refuses, tmp_path / "run", quiet)
-    task = build_site(job, "b", skips, tmp_path / "run", quiet).task
+    task = build_site(job, "b", skips, tmp_path / "run", quiet).context.task
     assert (task.num_samples, getattr(task, "skipped", 0)) == (5, 1)
     for index in range(5):
         pixels(tmp_path / "b", index)
     with pytest.raises(DataError, match="no training sample"):
         build_site(job, "b", skips, tmp_path / "run", quiet)
-    assert build_site(assemble_job(config()), "a", refuses, tmp_path / "run", quiet).task.num_samples == 5
+    assert build_site(assemble_job(config()), "a", refuses, tmp_path / "run", quiet).context.task.num_samples == 5
 
 
 def test_an_entry_without_its_file_is_left_out_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -126,7 +126,7 @@ def test_guard_and_task_count_what_is_left(tmp_path: Path) -> None:
     guard = build_guard(job, "a", settings, folder, folder, quiet, data=data)
     header(tmp_path / "a", 3)  # what is found once holds for both
     made = build_site(job, "a", settings, folder, quiet, data=data)
-    assert guard.num_samples == made.task.num_samples == 4
+    assert guard.num_samples == made.context.task.num_samples == 4
 
 
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
@@ -206,9 +206,20 @@ def test_record_level_noise_is_the_same_and_the_lost_record_adds_nothing(tmp_pat
         made = build_site(job, "a", settings, tmp_path / f"run-{len(ends)}", quiet)
         params = dict(_params(made))
         dp = DpSgd(noise_multiplier=0.0, clip=1e-3, sample_rate=1.0, seed=3)
-        train(made.model, made.task, params, set(params), _sgd(job.config), 0, lambda step: None, {}, lambda p: None, dp)
+        train(
+            made.context.model,
+            made.context.task,
+            params,
+            set(params),
+            _sgd(job.config),
+            0,
+            lambda step: None,
+            {},
+            lambda p: None,
+            dp,
+        )
         ends.append({name: parameter.detach().clone() for name, parameter in params.items()})
-        assert made.task.skipped == len(lost)
+        assert made.context.task.skipped == len(lost)
     start = {name: tensor for name, tensor in job.initial.items()}
     moved = [sum(float((end[n] - start[n]).square().sum()) for n in start) ** 0.5 for end in ends]
     assert moved[0] == 0.0
@@ -221,8 +232,8 @@ def _sgd(job: JobConfig) -> Any:
 
 
 def _params(made: Any) -> dict[str, torch.Tensor]:
-    layers.load(made.model, assemble_job(config()).initial)
-    return layers.tensors(made.model)
+    layers.load(made.context.model, assemble_job(config()).initial)
+    return layers.tensors(made.context.model)
 
 
 # the cache in a run ---------------------------------------------------------------------------------------------------

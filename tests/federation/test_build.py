@@ -64,7 +64,7 @@ def test_what_trains_of_the_base_too(adapter: dict[str, Any], strategy: str) -> 
     base = [n for n in made.initial if is_base(n)]
     assert bool(base) == (adapter.get("decoder", "freeze") != "freeze" or adapter["kind"] == "full")
     assert not any(made.initial[n].any() for n in base)
-    state = made.strategy.init_state(made.initial)
+    state = made.strategy.initialize(made.initial)
     assert all((n in state.shared) == (strategy not in ("fedsca", "fedsa_lora")) and n not in state.initial for n in base)
 
 

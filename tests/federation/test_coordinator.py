@@ -326,7 +326,7 @@ def test_the_log_tells_the_epsilon_of_the_plan_so_far(tmp_path: Path) -> None:
 
 WRONG_MERGES: dict[str, Callable[[ServerState], object]] = {
     "returned NoneType; return the next ServerState": lambda state: None,
-    r"stays in round 0; build on super\(\)\.merge": lambda state: replace(state, round=0),
+    r"stays in round 0; build on super\(\)\.aggregate": lambda state: replace(state, round=0),
     "lost tensor 'a'": lambda state: replace(state, shared={}),
     r"returned 'a' with shape \(6,\), expected \(2, 3\)": lambda state: replace(state, shared={"a": torch.zeros(6)}),
     "put 'steps' into optimizer, which is no tensor": lambda state: replace(state, optimizer={"steps": 3}),
@@ -338,7 +338,7 @@ def test_a_merge_that_returns_no_next_state_is_one_line(message: str) -> None:
     before = ServerState(0, 0, {"a": torch.zeros(2, 3)}, {})
     after = replace(before, round=1)
     check_next(FedIT(), before, after)
-    with pytest.raises(ConsiliumError, match=rf"strategy 'fedit': merge\(\) {message}"):
+    with pytest.raises(ConsiliumError, match=rf"strategy 'fedit': aggregate\(\) {message}"):
         check_next(FedIT(), before, WRONG_MERGES[message](after))
 
 
@@ -348,7 +348,7 @@ def test_why_results_do_not_merge_is_said(small_job: MakeJob, tmp_path: Path, mo
     server.start()
     for site in range(3):
         server.accept(f"site-{site}", update(job, 1.0))
-    monkeypatch.setattr(FedIT, "merge", lambda self, state, results: torch.zeros(2) + torch.zeros(3))
+    monkeypatch.setattr(FedIT, "aggregate", lambda self, state, results: torch.zeros(2) + torch.zeros(3))
     with pytest.raises(ConsiliumError, match=r"RuntimeError: The size of tensor a \(2\)"):
         server.conclude()
 

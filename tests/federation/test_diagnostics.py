@@ -34,10 +34,10 @@ def measured(strategy: Strategy, scale: float = 1.0) -> tuple[dict[str, float], 
     """Return the deviation of three sites of unequal weights, and numpy's own of the same factors."""
     draw = np.random.default_rng(0)
     begin = {A: draw.normal(size=(2, 7)), B: draw.normal(size=(5, 2))}
-    state = strategy.init_state({name: torch.tensor(value) for name, value in begin.items()})
+    state = strategy.initialize({name: torch.tensor(value) for name, value in begin.items()})
     results, ends, weights = {}, [], {"c": 1, "a": 3, "b": 6}
     for name, weight in weights.items():
-        sent = strategy.broadcast(state, SiteInfo(name, weight))
+        sent = strategy.payload(state, SiteInfo(name, weight))
         moved = {n: draw.normal(size=begin[n].shape) for n in strategy.names(sent.tensors, Role.SHARED, 0, 0)}
         update = Payload(0, 0, {n: torch.tensor(m) for n, m in moved.items()})
         results[name] = SiteResult(update, weight, sent, SiteInfo(name, weight))

@@ -35,7 +35,7 @@ from consilium.strategies.registry import STRATEGIES
 from tests.conftest import assembled, small_config, training_only
 
 NAMES = ["site-1", "site-2", "site-3", "site-4"]
-SUMS = sorted(n for n in STRATEGIES if STRATEGIES[n].needs == "sums" and not STRATEGIES[n].pools_data)
+SUMS = sorted(n for n in STRATEGIES if STRATEGIES[n]().traits.needs == "sums" and not STRATEGIES[n]().traits.pools_data)
 
 
 NOISE: dict[str, Any] = {"privacy": {"unit": "site", "noise_multiplier": 1.0, "clip": 1.0}}

@@ -216,7 +216,7 @@ def test_a_rank_of_another_machine_shares_the_work_and_calls_again_when_it_has_f
             os.kill(child.pid, signal.SIGKILL)
 
     site = build_site(job, "site-1", config, tmp_path / "site", seen)
-    sent = job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 5))
+    sent = job.strategy.payload(job.strategy.initialize(job.initial), SiteInfo("site-1", 5))
     with pytest.raises(ConsiliumError, match=r"site\.yaml: devices: rank 1 on 127\.0\.0\.1: .*gone"):
         site.train("run", sent)
     assert killed

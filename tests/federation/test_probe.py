@@ -92,13 +92,13 @@ def test_a_site_measures_in_the_jobs_precision(tmp_path: Path, monkeypatch: pyte
     raw["training"]["precision"] = "bf16"
     job, limits, seen = assemble_job(JobConfig.model_validate(raw)), CapacityConfig(memory_bytes=1e9), set[bool]()
     site = build_site(job, "a", SiteConfig(capacity=limits), tmp_path, lambda event: None)
-    plain = site.task.loss
+    plain = site.context.task.loss
 
     def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         seen.add(torch.is_autocast_enabled("cpu"))
         return plain(model, batch)
 
-    monkeypatch.setattr(site.task, "loss", loss)
+    monkeypatch.setattr(site.context.task, "loss", loss)
     monkeypatch.setattr(
         capacity_probe,
         "measured_ranks",

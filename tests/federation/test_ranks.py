@@ -12,8 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from consilium.client.build import build_site
-from consilium.client.client import Site
-from consilium.client.ddp import Share, found_by
+from consilium.client.client import Client
+from consilium.client.ddp import Share, loss_and_gradients
 from consilium.client.ddp_checks import ranks_of
 from consilium.client.ddp_worker import store_of
 from consilium.config.job import JobConfig
@@ -49,9 +49,9 @@ def job() -> Job:
     return assemble_job(JobConfig.model_validate(raw))
 
 
-def trained(job: Job, folder: Path, seen: Any = lambda event: None, **site: Any) -> tuple[Site, Payload]:
+def trained(job: Job, folder: Path, seen: Any = lambda event: None, **site: Any) -> tuple[Client, Payload]:
     made = build_site(job, "site-1", SiteConfig.model_validate(site), folder, seen)
-    sent = job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 5))
+    sent = job.strategy.payload(job.strategy.initialize(job.initial), SiteInfo("site-1", 5))
     try:
         return made, made.train("run", sent)
     finally:
@@ -99,7 +99,7 @@ def test_a_sharded_language_model_trains_and_scores_as_a_whole_one_in_its_part_o
     found = []
     for devices, base in ((["cpu"], "replicated"), (["cpu", "cpu"], "sharded")):
         site = build_site(job, "site-1", SiteConfig(devices=tuple(devices), base=base), tmp_path / base, lambda event: None)
-        sent = job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 5))
+        sent = job.strategy.payload(job.strategy.initialize(job.initial), SiteInfo("site-1", 5))
         found.append((site, site.train("run", sent), site.evaluate("run", sent).metrics))
         site.close()
     (alone, update, scores), (joint, joint_update, joint_scores) = found
@@ -116,7 +116,7 @@ def test_a_sharded_language_model_trains_and_scores_as_a_whole_one_in_its_part_o
 @pytest.mark.slow
 def test_a_rank_that_dies_fails_the_round_with_the_reason_and_the_next_try_works(job: Job, tmp_path: Path) -> None:
     site = build_site(job, "site-1", SiteConfig(devices=("cpu", "cpu")), tmp_path / "site", killer := Killer())
-    sent = job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 5))
+    sent = job.strategy.payload(job.strategy.initialize(job.initial), SiteInfo("site-1", 5))
     with pytest.raises(ConsiliumError, match=r"site\.yaml: devices: rank 1 on cpu: .*exit code -9") as error:
         site.train("run", sent)
     assert killer.killed
@@ -140,7 +140,7 @@ def test_a_rank_opens_no_file_of_the_data_and_says_nothing_of_what_is_left_out(
     assert "Muster_Erika_training_1.png" in caplog.text  # of the site's own process, which keeps it apart in a kit
     (tmp_path / "data" / "Muster_Erika_test_0.png").unlink()
     (tmp_path / "data" / "datalist.json").unlink()
-    found = site.train("run", job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 5)))
+    found = site.train("run", job.strategy.payload(job.strategy.initialize(job.initial), SiteInfo("site-1", 5)))
     assert len(ranks()) == 1
     site.close()
     assert found.metrics["train/steps"] == 4
@@ -160,10 +160,10 @@ def test_what_a_rank_says_of_a_failure_goes_to_its_site_alone(
 ) -> None:
     """Its traceback went to the journal."""
     site = build_site(job, "site-1", SiteConfig(devices=("cpu", "cpu")), tmp_path / "site", lambda event: None)
-    assert site.ranks
-    site.ranks.data.splits["training"] = (sample,)
+    assert site.context.ranks
+    site.context.ranks.data.splits["training"] = (sample,)
     with pytest.raises(ConsiliumError, match=r"site\.yaml: devices: rank 1 on cpu: .*(HIV|'str' object)") as error:
-        site.train("run", job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 5)))
+        site.train("run", job.strategy.payload(job.strategy.initialize(job.initial), SiteInfo("site-1", 5)))
     assert (error.value.reason, error.value.told) == (Reason.TRAINING, f"site.yaml: devices: rank 1 on cpu: {told}")
     assert ["Traceback" in note for note in getattr(error.value, "__notes__", ())] == [True] * traced
     assert "".join(capfd.readouterr()) == ""
@@ -173,11 +173,11 @@ def test_what_a_rank_says_of_a_failure_goes_to_its_site_alone(
 def test_shares_add_up_to_the_gradient_of_the_batch(job: Job, tmp_path: Path) -> None:
     """In this process: 2/3 and 1/3 of three samples, and nothing of none."""
     site = build_site(job, "site-1", SiteConfig(), tmp_path, lambda event: None)
-    batch = site.task.batch([0, 1, 2], 0)
-    live = [p for p in site.model.parameters() if p.requires_grad]
-    whole = found_by(site.task, site.model, Share(batch, 1.0, 0), live)
+    batch = site.context.task.batch([0, 1, 2], 0)
+    live = [p for p in site.context.model.parameters() if p.requires_grad]
+    whole = loss_and_gradients(site.context.task, site.context.model, Share(batch, 1.0, 0), live)
     parts = [Share({k: v[:2] for k, v in batch.items()}, 2 / 3, 0), Share({k: v[2:] for k, v in batch.items()}, 1 / 3, 0)]
-    summed = sum(found_by(site.task, site.model, one, live) for one in [*parts, Share({}, 0.0, 0)])
+    summed = sum(loss_and_gradients(site.context.task, site.context.model, one, live) for one in [*parts, Share({}, 0.0, 0)])
     assert whole.abs().sum() > 0
     assert torch.allclose(whole, summed, rtol=0, atol=1e-5 * float(whole.abs().max()))
 

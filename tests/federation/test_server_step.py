@@ -62,7 +62,7 @@ def test_three_rounds_are_a_plain_loops(server: dict[str, Any]) -> None:
     strategy, state = FedIT(), ServerState(0, 0, {"w": torch.zeros(3, dtype=torch.float64)}, {})
     for update in MEANS:
         before = {name: moment.clone() for name, moment in state.optimizer.items()}
-        after = strategy.merge(*step(ServerConfig(**server), state, {"w": torch.from_numpy(update)}))
+        after = strategy.aggregate(*step(ServerConfig(**server), state, {"w": torch.from_numpy(update)}))
         assert all(torch.equal(before[name], moment) for name, moment in state.optimizer.items())  # the old state stands
         state = after
     assert state.shared["w"].numpy() == pytest.approx(numpy_loop(server), rel=1e-12)
@@ -92,10 +92,10 @@ def test_without_an_optimizer_nothing_changes() -> None:
 def test_a_tensors_state_rests_while_the_other_factor_trains() -> None:
     a, b = "q_proj.lora_A", "q_proj.lora_B"
     strategy, server = DEeR(), ServerConfig(optimizer="momentum", beta1=0.5)
-    state = strategy.init_state({a: torch.zeros(1, 1), b: torch.zeros(1, 1)})
+    state = strategy.initialize({a: torch.zeros(1, 1), b: torch.zeros(1, 1)})
     for name in (b, a, b):
         assert strategy.role(name, state.round, state.phase) is Role.SHARED
-        state = strategy.merge(*step(server, state, {name: torch.ones(1, 1)}))
+        state = strategy.aggregate(*step(server, state, {name: torch.ones(1, 1)}))
     assert (state.shared[a].item(), state.shared[b].item()) == (1.0, 2.5)
 
 
@@ -107,9 +107,9 @@ def test_ranks_that_a_round_leaves_out_keep_their_state() -> None:
         state, steps = step(server, state, {"x.lora_A": torch.ones(rank, 3)})
     assert steps["x.lora_A"].tolist() == [[1.75] * 3, [1.5] * 3]
     strategy = DPDyLoRA()
-    full = strategy.init_state({"x.lora_A": torch.zeros(2, 3), "x.lora_B": torch.zeros(3, 2)})
-    update = {n: t for n, t in strategy.broadcast(full, SiteInfo("a", 1)).tensors.items()}
-    assert strategy.merge(*step(server, full, update)).round == 1
+    full = strategy.initialize({"x.lora_A": torch.zeros(2, 3), "x.lora_B": torch.zeros(3, 2)})
+    update = {n: t for n, t in strategy.payload(full, SiteInfo("a", 1)).tensors.items()}
+    assert strategy.aggregate(*step(server, full, update)).round == 1
 
 
 @pytest.mark.parametrize(

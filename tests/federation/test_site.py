@@ -16,7 +16,7 @@ from PIL import Image
 
 from consilium.adapters import layers
 from consilium.client.build import build_site
-from consilium.client.client import Site
+from consilium.client.client import Client
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, Reason, RefusedError
 from consilium.core.messages import HELD_OUT, Payload, SiteInfo
@@ -29,13 +29,13 @@ from tests.conftest import small_config, training_only
 MakeJob = Callable[..., Job]
 
 
-def make_site(job: Job, folder: Path, **options: object) -> Site:
+def make_site(job: Job, folder: Path, **options: object) -> Client:
     return build_site(job, "site-1", SiteConfig(**options), folder, lambda event: None)
 
 
 def payload(job: Job, joined: bool = False, round: int = 0) -> Payload:
-    state = replace(job.strategy.init_state(job.initial), round=round)
-    return job.strategy.broadcast(state, SiteInfo("site-1", 1, joined))
+    state = replace(job.strategy.initialize(job.initial), round=round)
+    return job.strategy.payload(state, SiteInfo("site-1", 1, joined))
 
 
 def test_a_round_uploads_the_shared_update_and_keeps_the_rest(small_job: MakeJob, tmp_path: Path) -> None:
@@ -56,8 +56,8 @@ def test_a_round_uploads_the_shared_update_and_keeps_the_rest(small_job: MakeJob
 def test_the_handshake_has_the_checkpoints_hash(small_job: MakeJob, tmp_path: Path) -> None:
     site = make_site(small_job(), tmp_path)
     assert site.hello("run").checkpoint == ""  # the tiny model's weights are the package's
-    site.checkpoint = tmp_path / "base.pth"
-    site.checkpoint.write_bytes(b"weights")
+    site.context.checkpoint = tmp_path / "base.pth"
+    site.context.checkpoint.write_bytes(b"weights")
     assert site.hello("run").checkpoint == hashlib.sha256(b"weights").hexdigest()
 
 
@@ -100,7 +100,7 @@ def test_private_factors_survive_a_new_process(small_job: MakeJob, tmp_path: Pat
     kept, _ = load_state(tmp_path / "run" / "state.safetensors")
     site = make_site(job, tmp_path)
     seen: dict[str, torch.Tensor] = {}
-    site.task.evaluate = lambda model, *rest: (
+    site.context.task.evaluate = lambda model, *rest: (
         seen.update({n: p.clone() for n, p in layers.tensors(model).items()} if not seen else {}) or {}
     )
     site.train("run", payload(job, joined=True, round=1))
@@ -136,7 +136,7 @@ def test_a_state_that_would_lose_its_meaning_is_refused(small_job: MakeJob, stra
 def test_a_metric_that_is_no_number_is_named(small_job: MakeJob, tmp_path: Path) -> None:
     job = small_job()
     site = make_site(job, tmp_path)
-    site.task.evaluate = lambda *given: {"loss": 1, "dice": torch.tensor(0.5)}
+    site.context.task.evaluate = lambda *given: {"loss": 1, "dice": torch.tensor(0.5)}
     with pytest.raises(ConsiliumError, match=r"evaluate\(\) .*'dice'.*return float"):
         site.evaluate("run", payload(job))
 
@@ -162,7 +162,7 @@ def test_a_stop_in_training_saves_and_sends_nothing(small_job: MakeJob, tmp_path
     def stop() -> None:
         raise ConsiliumError("stopped")
 
-    site.should_stop = stop
+    site.context.should_stop = stop
     with pytest.raises(ConsiliumError, match="stopped"):
         site.train("run", payload(job))
     assert not site.hello("run").joined
@@ -187,7 +187,7 @@ def test_the_picture_of_predictions_stays_and_changes_no_number(tmp_path: Path) 
         site = make_site(job, tmp_path / str(shown))
         site.train("run", payload(job))
         if not shown:
-            site.task.examples = lambda model, split: None
+            site.context.task.examples = lambda model, split: None
         torch.manual_seed(7)
         found[shown] = (site.evaluate("run", payload(job, joined=True, round=1)), torch.rand(1))
     picture = tmp_path / "True" / "predictions.png"

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from nvflare.apis.fl_context import FLContext
 
-from consilium.client.client import Site
+from consilium.client.client import Client
 from consilium.flare.job import job_context, site_registry, wire
 from consilium.privacy.guard.guard import Guard
 
@@ -52,6 +52,6 @@ def guards() -> list[Guard]:
     return [one.guard for one in site_registry.jobs.values() if one.guard]
 
 
-def sites_here() -> list[Site]:
+def sites_here() -> list[Client]:
     """Return the sites of this process."""
     return [one.site for one in site_registry.jobs.values() if one.site]

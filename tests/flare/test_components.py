@@ -48,7 +48,7 @@ def update(job: Job) -> Payload:
 
 
 def broadcast(job: Job) -> Payload:
-    return job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 1))
+    return job.strategy.payload(job.strategy.initialize(job.initial), SiteInfo("site-1", 1))
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ def test_matrix_of_the_jobs_split_and_model(tmp_path: Path) -> None:
     job = assemble_job(crossing())
     server = Coordinator(job, tmp_path / "second", lambda event: None)
     server.welcome(Hello("gives", 4, True, __version__))
-    after = replace(job.strategy.init_state(job.initial), round=1)
+    after = replace(job.strategy.initialize(job.initial), round=1)
     matrix = CrossSites(server, job.config.cross_site, Saved("r", None, after))
     scores = {f"{split}/{stage}/dice": 0.9 for split in ("test", "validation") for stage in Stage}
     sent = matrix.shared()["gives"]

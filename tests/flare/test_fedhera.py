@@ -40,7 +40,7 @@ def test_tiers_get_payloads_of_their_ranks(flare: Runner, tmp_path: Path) -> Non
     assert sorted(job.strategy.tier(name).train for name in SITES) == [1, 2, 4]
     trained, received = {}, {}
     for name in SITES:
-        sent = job.strategy.broadcast(reference.state, SiteInfo(name, 1, joined=True)).tensors
+        sent = job.strategy.payload(reference.state, SiteInfo(name, 1, joined=True)).tensors
         layers = shapes(sent)
         trained[name] = sum(len(sent[f"{layer}.lora_A"]) for layer in layers)
         received[name] = trained[name] + sum(len(sent.get(f"{layer}.tail_A", ())) for layer in layers)

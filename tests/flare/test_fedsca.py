@@ -23,7 +23,7 @@ def test_sites_get_own_mixtures_and_send_low_adapters(flare: Runner, tmp_path: P
 
     low = job.strategy.names(job.initial, Role.SHARED, 1, 0)
     others = [name for name in job.initial if name not in low]
-    mixtures = {n: job.strategy.broadcast(reference.state, SiteInfo(n, 1, joined=True)).tensors for n in SITES}
+    mixtures = {n: job.strategy.payload(reference.state, SiteInfo(n, 1, joined=True)).tensors for n in SITES}
     assert not torch.equal(mixtures["site-1"][low[0]], mixtures["site-2"][low[0]])
     for name in SITES:
         tasks = [p.read_bytes() for p in sorted((workspace / "received" / name).iterdir(), key=lambda p: int(p.stem))]

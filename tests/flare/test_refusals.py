@@ -175,7 +175,7 @@ def test_picture_errors_go_to_the_private_log(
     site = build_site(job, "site-1", SiteConfig(datalist=listed), tmp_path / "one", observer)
     break_pixels(tmp_path / "list" / "Muster_Erika_test_0.png")
     with pytest.raises(DataError, match="Muster_Erika_test_0"):  # which log_failure keeps apart
-        site.train("run", job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 5)))
+        site.train("run", job.strategy.payload(job.strategy.initialize(job.initial), SiteInfo("site-1", 5)))
     assert '"reason": "tb_events: DataError"' in caplog.text
     assert "Muster" not in caplog.text + "".join(capfd.readouterr())
     assert "tb_events: DataError: " in (kept := (tmp_path / "state/errors/job-1.log").read_text())

@@ -149,8 +149,8 @@ def test_state_survives_a_process_per_task(tmp_path: Path) -> None:
 class AsFlareAdds(FedIT):
     """FedIT whose server adds the mean as FLARE's FedAvg does: rounded to the tensors' own type, then summed in that type."""
 
-    def merge(self, state: ServerState, results: Tensors) -> ServerState:
-        after = super().merge(state, results)
+    def aggregate(self, state: ServerState, results: Tensors) -> ServerState:
+        after = super().aggregate(state, results)
         return replace(after, shared={n: t + results[n].to(t.dtype) for n, t in state.shared.items()})
 
 

@@ -186,7 +186,7 @@ def test_the_page_knows_which_algorithms_share_a_decoder_that_trains() -> None:
     """SAM with LoRA beside its decoder; an algorithm for unequal ranks takes no such adapter."""
     shares: dict[str | None, set[str]] = {}
     for name, kind in STRATEGIES.items():
-        if kind.one_rank or not kind.ranks_differ:
+        if kind().traits.one_rank or not kind().traits.ranks_differ:
             shares.setdefault(decoder_rule(kind(), ["base.mask_decoder.mask_tokens.weight"]), set()).add(name)
     text = " ".join(text_of("jobs/README.md").split())
     told = [re.search(rf"Algorithms {which}: ([^.]*)\.", text) for which in ("that keep it", "without a rule for it")]

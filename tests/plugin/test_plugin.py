@@ -91,10 +91,10 @@ def test_its_first_round_is_fedavg_and_its_second_goes_further(installed: Path, 
 def test_two_updates_of_one_half_move_by_hand_worked_steps(installed: Path, tmp_path: Path) -> None:
     """Momentum 0.9, both means 0.5: v = 0.5, then 0.45 + 0.5 = 0.95, so x = 0.5, then 1.45."""
     strategy = job_of(tmp_path).strategy
-    state = strategy.init_state({"x": torch.zeros(1, dtype=torch.float64)})
+    state = strategy.initialize({"x": torch.zeros(1, dtype=torch.float64)})
     moved = []
     for _ in range(2):
-        state = strategy.merge(state, {"x": torch.tensor([0.5], dtype=torch.float64)})
+        state = strategy.aggregate(state, {"x": torch.tensor([0.5], dtype=torch.float64)})
         moved.append(state.shared["x"].item())
     assert moved == pytest.approx([0.5, 1.45], rel=1e-15)
 

@@ -201,8 +201,8 @@ def test_a_job_that_names_no_threshold_is_told_what_one_would_save() -> None:
         (STEPS | {"epsilon": 3}, "fedit", {"schedule": "cosine"}, "training.schedule: 'cosine' falls within a round"),
         (STEPS | {"epsilon": 3}, "fedit", {"optimizer_state": "kept"}, "training.optimizer_state: 'kept' is of sites"),
         (STEPS | {"epsilon": 3}, "fedsa_lora", {}, "'fedsa_lora' keeps tensors at their sites"),
-        (STEPS | {"epsilon": 3}, "fedprox", {}, r"'fedprox' does more \(regularizer\) than to sum gradients"),
-        (STEPS | {"epsilon": 3}, {"name": "deer", "rebalance": True}, {}, r"'deer' does more \(merge\) than to sum"),
+        (STEPS | {"epsilon": 3}, "fedprox", {}, r"'fedprox' does more \(local_update\) than to sum gradients"),
+        (STEPS | {"epsilon": 3}, {"name": "deer", "rebalance": True}, {}, r"'deer' does more \(aggregate\) than to sum"),
     ],
 )
 def test_what_does_not_go_with_steps_over_all_sites_is_named(
@@ -254,7 +254,7 @@ def test_what_the_server_maps_back_is_the_mean_of_the_clipped_products(tmp_path:
     """Against products in full: each site's s dB A is clipped to C, the mean of these is what the server's dB A is."""
     config = job(SITE | {"noise_multiplier": 0}, "deer", rounds=1)
     made, generator = assembled(config), torch.Generator().manual_seed(3)
-    state = made.strategy.init_state(made.initial)
+    state = made.strategy.initialize(made.initial)
     names = [name for name in state.shared if name.endswith("lora_B")][:2]
     updates = [{n: k * torch.randn(state.shared[n].shape, generator=generator) for n in names} for k in (0.001, 1.0, 5.0)]
     maps = geometries(config.strategy, config, updates[0], state.shared, 0, 0)
@@ -278,7 +278,7 @@ def test_what_the_server_maps_back_is_the_mean_of_the_clipped_products(tmp_path:
 def test_shares_of_noise_on_whitened_coordinates_have_the_deviation_of_the_plan() -> None:
     config = job(SITE, "deer", rounds=1)
     made = assembled(config)
-    state = made.strategy.init_state(made.initial)
+    state = made.strategy.initialize(made.initial)
     update = {n: torch.zeros_like(t) for n, t in state.shared.items() if n.endswith("lora_B")}
     maps = geometries(config.strategy, config, update, state.shared, 0, 0)
     released, outcome = privatized(plan(config), update, maps, Randomness.seeded(0), as_sums=True)

@@ -72,8 +72,8 @@ def make(tmp_path: Path) -> Make:
 
 
 def broadcast(job: Job, round: int = 0, phase: int = 0) -> Payload:
-    state = replace(job.strategy.init_state(job.initial), round=round, phase=phase)
-    return job.strategy.broadcast(state, SiteInfo("site-1", 1))
+    state = replace(job.strategy.initialize(job.initial), round=round, phase=phase)
+    return job.strategy.payload(state, SiteInfo("site-1", 1))
 
 
 def result(job: Job, round: int = 0, phase: int = 0, value: float = 1.0) -> Payload:

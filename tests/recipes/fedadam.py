@@ -27,7 +27,7 @@ class FedAdam(FedIT):
     beta2: Share = 0.99
     tau: Positive = 1e-3
 
-    def merge(self, state: ServerState, results: Tensors) -> ServerState:
+    def aggregate(self, state: ServerState, results: Tensors) -> ServerState:
         """Return the next state, its `optimizer` the moments "m/<name>" and "v/<name>" in float64."""
         moments: Tensors = {}
         for name, update in results.items():
@@ -35,7 +35,7 @@ class FedAdam(FedIT):
             moments |= {f"m/{name}": self.beta1 * m + (1 - self.beta1) * update}
             moments |= {f"v/{name}": self.beta2 * v + (1 - self.beta2) * update.square()}
         steps = {n: self.lr * moments[f"m/{n}"] / (moments[f"v/{n}"].sqrt() + self.tau) for n in results}
-        return replace(super().merge(state, steps), optimizer=state.optimizer | moments)
+        return replace(super().aggregate(state, steps), optimizer=state.optimizer | moments)
 
     def _moments(self, state: ServerState, name: str, like: Tensor) -> tuple[Tensor, Tensor]:
         first = zeros_like(like), full_like(like, self.tau**2)

@@ -31,8 +31,10 @@ from consilium.runtime.engine import simulate
 from consilium.server.checks import check_update
 from consilium.strategies.strategy import ServerState
 from tests.conftest import Snapshot, small_cells
+from tests.pages.reading import blocks
 from tests.recipes.conftest import Install
 from tests.recipes.fedadam import FedAdam
+from tests.strategies.scripted import Scripted
 
 SITES = {"site-1": SiteConfig(), "site-2": SiteConfig()}
 Toy = tuple[dict[str, Any], dict[str, SiteConfig]]
@@ -103,11 +105,11 @@ def test_fedadam_moves_by_hand_worked_steps() -> None:
     """
     strategy = FedAdam(lr=1.0, beta1=0.5, beta2=0.5, tau=1.0)
     state = ServerState(0, 0, {"x": torch.zeros(1)}, {})
-    state = strategy.merge(state, {"x": torch.tensor([0.5], dtype=torch.float64)})
+    state = strategy.aggregate(state, {"x": torch.tensor([0.5], dtype=torch.float64)})
     first = 0.25 / (math.sqrt(0.625) + 1)
     assert state.shared["x"].item() == pytest.approx(first, rel=1e-6)
     assert {n: t.item() for n, t in state.optimizer.items()} == {"m/x": 0.25, "v/x": 0.625}
-    state = strategy.merge(state, {"x": torch.tensor([-0.25], dtype=torch.float64)})
+    state = strategy.aggregate(state, {"x": torch.tensor([-0.25], dtype=torch.float64)})
     assert state.shared["x"].item() == pytest.approx(first, rel=1e-6)
     assert {n: t.item() for n, t in state.optimizer.items()} == {"m/x": 0.0, "v/x": 0.34375}
     assert state.round == 2
@@ -293,3 +295,25 @@ def test_all_four_stand_in_one_job_file(install: Install, tmp_path: Path) -> Non
     lines = str(refused.value).split("\n")
     assert [line.split(": ")[1] for line in lines] == ["strategy.name", "model.name", "adapter.kind"]
     assert "'fedadam'" in lines[0]
+
+
+def test_one_mix_learns_its_weight_by_hand() -> None:
+    """Own 0, global 2, loss (x - 1)^2 / 2: the gradient at 0 + w 2 is 2 w - 1, times the gap 2, times eta 1/8.
+
+    From w = 1: 1 - 1/8 * 1 * 2 = 3/4; then 3/4 - 1/8 * 1/2 * 2 = 5/8. The site starts at 5/4.
+    """
+    module: dict[str, Any] = {"__name__": "one_mix"}
+    (block,) = [one for one in blocks("custom/README.md") if one.home and one.home[0].endswith("one_mix.py")]
+    exec(compile(block.text, "one_mix.py", "exec"), module)
+    strategy, start = module["OneMix"](eta=0.125), {"x": torch.tensor([2.0])}
+
+    class Bowl:
+        batches = 2
+
+        def __call__(self, values: Tensors, names: Any) -> tuple[float, Tensors]:
+            return 0.0, {"x": values["x"] - 1}
+
+    trainer = Scripted(strategy, start, {}, Payload(0, 0, start), {"x": torch.zeros(1)}, Bowl())
+    update = strategy.local_update(trainer, Payload(0, 0, start))
+    assert trainer.memory["weight"].item() == 0.625
+    assert update.tensors["x"].item() == 1.25 - 2

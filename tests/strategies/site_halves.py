@@ -1,6 +1,7 @@
 """A toy that trains in microseconds: one adapted layer, a head, a site's real training on them, and a plain loop beside it."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from consilium.adapters import layers, lora
 from consilium.adapters.lora import LORA, LoraConfig
 from consilium.adapters.parts import add_parts, part_shapes
-from consilium.client.trainer import LocalTraining
+from consilium.client.context import ClientContext
+from consilium.client.trainer import FitReport, Trainer
 from consilium.config.job import TrainingConfig
 from consilium.core.messages import SiteInfo, Tensors
 from consilium.models.registry import Cut, ModelConfig, ModelKind, TargetSet
@@ -64,21 +66,21 @@ def toy(strategy: Strategy) -> tuple[nn.Module, Tensors]:
     """Return the model with adapter and parts, and an adapter of which nothing is zero but what starts so by itself."""
     model = Toy()
     shapes = lora.shapes(model, RANK, TargetSet("encoder"))
-    own = shapes | part_shapes(strategy.parts, shapes, model, KIND) | layers.head_shapes(model)
+    own = shapes | part_shapes(strategy.traits.parts, shapes, model, KIND) | layers.head_shapes(model)
     lora.inject(model, RANK, ALPHA, TargetSet("encoder"))
-    add_parts(strategy.parts, model, LORA, LoraConfig(rank=RANK, alpha=ALPHA), KIND)
+    add_parts(strategy.traits.parts, model, LORA, LoraConfig(rank=RANK, alpha=ALPHA), KIND)
     generator = torch.Generator().manual_seed(7)
     initial = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in own.items()}
     return model, initial | {n: torch.zeros_like(t) for n, t in initial.items() if "shift" in n}
 
 
-def site(name: str, strategy: Strategy, model: nn.Module) -> LocalTraining:
-    found = LocalTraining()
+def site(name: str, strategy: Strategy, model: nn.Module) -> ClientContext:
+    """Return a client on its points, without privacy."""
     training = TrainingConfig(rounds=3, local_steps=STEPS, batch_size=16, optimizer="sgd", lr=LR, precision="fp32")
-    config: Any = SimpleNamespace(training=training, adapter=LoraConfig(rank=RANK, alpha=ALPHA))
-    found.name, found.config, found.strategy, found.model = name, config, strategy, model
-    found.task, found.adapter, found.plan, found.noise_seed = Points(name), LORA, None, None
-    found.observer, found.should_stop = (lambda event: None), (lambda: None)
+    config: Any = SimpleNamespace(
+        training=training, adapter=LoraConfig(rank=RANK, alpha=ALPHA), adapter_kind=LORA, privacy=None, dpsgd=None
+    )
+    found = ClientContext(name, config, strategy, model, Points(name), Path("unused"), lambda event: None)
     events: Any = SimpleNamespace(step=lambda number, values: None)
     found.events = events
     return found
@@ -89,18 +91,17 @@ def federate(
 ) -> tuple[ServerState, dict[str, Tensors], dict[str, Tensors]]:
     """Return the server's state after so many rounds of two sites, and by site its own tensors and what its strategy kept."""
     model, initial = toy(strategy)
-    state, own, kept = strategy.init_state(initial), {n: Tensors() for n in SIZES}, {n: Tensors() for n in SIZES}
+    state, own, kept = strategy.initialize(initial), {n: Tensors() for n in SIZES}, {n: Tensors() for n in SIZES}
     for round in range(rounds):
         mean = ExactMean()
         for name in [name for name in SIZES if (round, name) not in absent]:
-            payload = strategy.broadcast(state, SiteInfo(name, SIZES[name], joined=bool(own[name])))
-            start, member, memory = strategy.receive(own[name], payload), site(name, strategy, model), Tensors()
+            payload = strategy.payload(state, SiteInfo(name, SIZES[name], joined=bool(own[name])))
+            start = strategy.receive(own[name], payload)
             layers.load(model, start)
-            start, kept[name] = member.prepare(own[name], start, kept[name], payload)
-            member.train_passes(strategy.passes(start, round, 0), start, payload, memory, {})
-            own[name] = strategy.after_training(member.values(start), memory, round)
-            mean.add(strategy.upload(start, own[name], payload).tensors, SIZES[name])
-        state = strategy.merge(state, mean.value())
+            trainer = Trainer(site(name, strategy, model), payload, own[name], start, kept[name], {}, FitReport())
+            mean.add(strategy.local_update(trainer, payload).tensors, SIZES[name])
+            own[name], kept[name] = trainer.values(), trainer.memory
+        state = strategy.aggregate(state, mean.value())
     return state, own, kept
 
 

@@ -14,7 +14,8 @@ from consilium.strategies.fedhl import FedHL
 from consilium.strategies.fedprox import FedProx
 from consilium.strategies.heterogeneous_ranks.ranks import Tier
 from consilium.strategies.hetlora import HetLoRA
-from consilium.strategies.strategy import LocalStep, ServerState, SiteResult
+from consilium.strategies.strategy import ServerState, SiteResult
+from consilium.strategies.trainer import LocalStep
 
 A, B = "model.layers.0.q_proj.lora_A", "model.layers.0.q_proj.lora_B"
 EACH = {"all": Tier(1, 2)}
@@ -36,13 +37,13 @@ def test_fedprox_pulls_back_by_mu_times_the_distance() -> None:
     """mu = 0.5 at distances (1, -2): 0.25 * (1 + 4) = 1.25, gradient 0.5 * (1, -2); what does not train does not count."""
     moved, frozen = torch.tensor([3.0, 0.0], requires_grad=True), torch.tensor([9.0])
     anchors = {"a": torch.tensor([2.0, 2.0]), "b": torch.tensor([0.0])}
-    penalty = FedProx(mu=0.5).regularizer(LocalStep({"a": moved, "b": frozen}, anchors, {}, {}))
+    penalty = FedProx(mu=0.5).penalty(LocalStep({"a": moved, "b": frozen}, anchors, {}, {}))
     assert penalty is not None
     assert penalty.item() == pytest.approx(1.25)
     penalty.backward()
     assert moved.grad is not None
     assert moved.grad.tolist() == [0.5, -1.0]
-    assert FedProx(mu=0.0).regularizer(LocalStep({"a": moved}, anchors, {}, {})) is None
+    assert FedProx(mu=0.0).penalty(LocalStep({"a": moved}, anchors, {}, {})) is None
 
 
 def test_fedhl_trusts_a_site_by_what_truncation_cost_it() -> None:
@@ -51,17 +52,17 @@ def test_fedhl_trusts_a_site_by_what_truncation_cost_it() -> None:
     Site low doubles its product diag(3, 0), site high changes nothing: W becomes diag(3 + 3/3, 1).
     """
     strategy = FedHL(tiers=EACH, profile={"all": 1.0}, floor=0.1)
-    state = strategy.init_state({A: torch.eye(2), B: torch.zeros(2, 2)})
+    state = strategy.initialize({A: torch.eye(2), B: torch.zeros(2, 2)})
     layer = A.removesuffix(".lora_A")
     update = lowrank.add(lowrank.zero(2, 2), (matrix((3.0, 0.0), (0.0, 1.0)), torch.eye(2)))
     state = strategy._decomposed(replace(state, round=1), {layer: update})
     low = SiteInfo("low", 1, capacity={"time": 1.0, "memory": 1.0, "download": 1.0})
     high = SiteInfo("high", 1, capacity={"time": 2.0, "memory": 2.0, "download": 2.0})
-    sent = {site.name: strategy.broadcast(state, site) for site in (low, high)}
+    sent = {site.name: strategy.payload(state, site) for site in (low, high)}
     doubled = zeros(sent["low"].tensors) | {B: sent["low"].tensors[B]}
     results = {"low": result(sent["low"], low, doubled), "high": result(sent["high"], high, zeros(sent["high"].tensors))}
     assert strategy.share(state, results) == pytest.approx({"low": 1 / 3, "high": 2 / 3})
-    after = strategy.merge(state, results).shared
+    after = strategy.aggregate(state, results).shared
     found = after[f"{layer}.dense"] if f"{layer}.dense" in after else after[f"{layer}.left"] @ after[f"{layer}.right"]
     torch.testing.assert_close(found, matrix((4.0, 0.0), (0.0, 1.0)))
 
@@ -77,7 +78,7 @@ def test_hetlora_weighs_by_the_norm_of_the_product_and_pads_with_zeros() -> None
         "a": result(one, SiteInfo("a", 1), {A: matrix((1.0, 0.0)), B: matrix((3.0,), (0.0,))}),
         "b": result(two, SiteInfo("b", 1), {A: matrix((0.0, 0.0), (0.0, 1.0)), B: matrix((0.0, 0.0), (0.0, 1.0))}),
     }
-    after = strategy.merge(state, results).shared
+    after = strategy.aggregate(state, results).shared
     assert after[A].tolist() == [[0.75, 0.0], [0.0, 0.25]]
     assert after[B].tolist() == [[2.25, 0.0], [0.0, 0.25]]
 
@@ -86,17 +87,17 @@ def test_fedhello_averages_a_layer_over_those_who_trained_it() -> None:
     """Site a (weight 1) trains the top layer only and adds 1, site b (weight 3) both and adds 3: +2.5 on top, +3 below."""
     names = {f"model.layers.{i}.q_proj.lora_{f}": torch.ones(2, 2) for i in (0, 1) for f in "AB"}
     strategy = FedHeLLo(tiers={"all": Tier(1, 2)}, profile={"all": 1.0}, rank=2, layers="top")
-    state = strategy.init_state(names)
+    state = strategy.initialize(names)
     sites = {
         "a": SiteInfo("a", 1, capacity={"time": 1.0, "memory": 1.0}),
         "b": SiteInfo("b", 3, capacity={"time": 2.0, "memory": 2.0}),
     }
     results = {}
     for name, weight, step in (("a", 1, 1.0), ("b", 3, 3.0)):
-        sent = strategy.broadcast(state, sites[name])
+        sent = strategy.payload(state, sites[name])
         trained = {n: torch.full_like(t, step) for n, t in sent.tensors.items() if n.rpartition(".")[2].startswith("lora_")}
         results[name] = result(sent, sites[name], trained, weight)
-    after = strategy.merge(state, results).shared
+    after = strategy.aggregate(state, results).shared
     for factor in "AB":
         assert after[f"model.layers.1.q_proj.lora_{factor}"].tolist() == [[3.5, 3.5], [3.5, 3.5]]
         assert after[f"model.layers.0.q_proj.lora_{factor}"].tolist() == [[4.0, 4.0], [4.0, 4.0]]
@@ -119,7 +120,7 @@ def test_fedhello_s_fisher_scores_are_of_the_last_trainers_and_survive_a_missed_
     """Six layers, one trained a round. Site a moves by 1, b (weight 3) by 2: a layer that both train scores (1 + 3 * 4) / 4."""
     names = {f"model.layers.{i}.q_proj.lora_{f}": torch.ones(2, 2) for i in range(6) for f in "AB"}
     strategy = FedHeLLo(tiers={"all": Tier(1 / 3, 2)}, profile={"all": 1.0}, rank=2, layers="fisher")
-    state, expected = strategy.init_state(names), [-1.0] * 6
+    state, expected = strategy.initialize(names), [-1.0] * 6
     for round in range(12):
         weights = {"a": 1, "b": 3} if round % 3 else {"a": 1}
         results, squares = {}, dict[int, list[tuple[int, float]]]()
@@ -127,10 +128,10 @@ def test_fedhello_s_fisher_scores_are_of_the_last_trainers_and_survive_a_missed_
             site, step = SiteInfo(name, weight), 1.0 if name == "a" else 2.0
             (layer,) = strategy.chosen(state, site)
             squares.setdefault(int(layer.split(".")[2]), []).append((weight, step**2))
-            sent = strategy.broadcast(state, site)
+            sent = strategy.payload(state, site)
             trained = {n: torch.full_like(t, step) for n, t in sent.tensors.items() if n.rpartition(".")[2].startswith("lora_")}
             results[name] = result(sent, site, trained, weight)
-        state = strategy.merge(state, results)
+        state = strategy.aggregate(state, results)
         for index, found in squares.items():
             expected[index] = sum(w * s for w, s in found) / sum(w for w, _ in found)
         assert state.matrices["scores"].tolist() == pytest.approx(expected)
@@ -145,7 +146,7 @@ def test_fedhello_draws_layers_at_odds_of_one_to_three_by_score() -> None:
     assert odds([4.0, -1.0, 1.0, -1.0, 2.0, 3.0]) == [2, 3, 1, 3, 1, 2]  # thirds of all six, not of the four with a score
     names = {f"model.layers.{i}.q_proj.lora_{f}": torch.ones(2, 2) for i in range(6) for f in "AB"}
     strategy = FedHeLLo(tiers={"all": Tier(1 / 3, 2)}, profile={"all": 1.0}, rank=2, layers="fisher")
-    state = strategy.init_state(names)
+    state = strategy.initialize(names)
     state = replace(state, matrices={"scores": torch.tensor([5.0, 1.0, 3.0, 9.0, 2.0, 7.0], dtype=torch.float64)})
     drawn = Counter(strategy.chosen(replace(state, round=r), SiteInfo("a", 1)).pop() for r in range(6000))
     shares = [drawn[f"model.layers.{i}.q_proj"] / 6000 for i in range(6)]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from consilium.adapters.names import other_factor
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
@@ -21,6 +22,7 @@ from consilium.strategies.deer import DEeR, rebalanced
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState, Strategy
 from tests.conftest import Snapshot, small_cells, small_config, strategy_of, training_only
+from tests.strategies.scripted import update_of
 
 A, B = "layer.lora_A", "layer.lora_B"
 
@@ -39,17 +41,17 @@ def exchange(strategy: Strategy, state: ServerState, sites: int = 4) -> tuple[Se
     aggregate, products = RoundAggregate(strategy), []
     for site in range(sites):
         generator = torch.Generator().manual_seed(100 * state.round + 10 * state.phase + site)
-        payload = strategy.broadcast(state, SiteInfo(str(site), 1))
+        payload = strategy.payload(state, SiteInfo(str(site), 1))
         begin = strategy.receive({}, payload)
         trained = strategy.names(begin, Role.SHARED, state.round, state.phase)
         end = begin | {n: begin[n] + torch.randn(begin[n].shape, generator=generator) for n in trained}
-        aggregate.add(SiteInfo(str(site), 1), strategy.upload(begin, end, payload), 1, payload)
+        aggregate.add(SiteInfo(str(site), 1), update_of(strategy, begin, end, payload), 1, payload)
         products.append(end[B].double() @ end[A].double())
-    return strategy.merge(state, aggregate.mean()), torch.stack(products).mean(0)
+    return strategy.aggregate(state, aggregate.mean()), torch.stack(products).mean(0)
 
 
 def deviation(strategy: Strategy, phases: int) -> float:
-    state, worst = strategy.init_state(start()), 0.0
+    state, worst = strategy.initialize(start()), 0.0
     for _ in range(phases):
         state, mean_of_products = exchange(strategy, state)
         product_of_means = state.shared[B].double() @ state.shared[A].double()
@@ -71,14 +73,14 @@ def test_one_factor_trains_at_a_time_b_first_and_a_head_always() -> None:
     strategy = DEeR()
     roles = [[strategy.role(name, 0, phase) for name in (B, A, "head.weight")] for phase in (0, 1)]
     assert roles == [[Role.SHARED, Role.FROZEN, Role.SHARED], [Role.FROZEN, Role.SHARED, Role.SHARED]]
-    assert (strategy.peer(B, 0, 0), strategy.peer(A, 0, 1), strategy.peer("head.weight", 0, 0)) == (A, B, None)
-    assert DEeR(regulator=False).peer(B, 0, 0) is None
+    assert (other_factor(B), other_factor(A), other_factor("head.weight")) == (A, B, None)
+    assert [DEeR(regulator=on).traits.paired_factors for on in (True, False)] == [True, False]
 
 
 @pytest.mark.parametrize(("schedule", "exchanges"), [("100%", 8), ("75%", 6), ("50%", 4)])
 def test_a_schedule_keeps_its_share_of_the_exchanges_and_trains_both_factors(schedule: str, exchanges: int) -> None:
     strategy = DEeR(schedule=schedule)
-    trained = [strategy.names(start(), Role.SHARED, r, p) for r in range(4) for p in range(strategy.phases(r))]
+    trained = [strategy.names(start(), Role.SHARED, r, p) for r in range(4) for p in range(strategy.traits.phases_of(r))]
     assert len(trained) == exchanges
     assert sum(A in names for names in trained) == sum(B in names for names in trained) == exchanges / 2
     assert B in trained[0]
@@ -88,7 +90,7 @@ def test_three_quarters_of_the_exchanges_take_turns_in_what_is_left_out() -> Non
     """Of four rounds the second leaves A out and the fourth B, so that none rests for long."""
     strategy = DEeR(schedule="75%")
     trained = ["".join(f for f, name in (("B", B), ("A", A)) if name in strategy.names(start(), Role.SHARED, r, p))
-               for r in range(4) for p in range(strategy.phases(r))]  # fmt: skip
+               for r in range(4) for p in range(strategy.traits.phases_of(r))]  # fmt: skip
     assert trained == ["B", "A", "B", "B", "A", "A"]
 
 
@@ -155,12 +157,12 @@ def test_a_run_releases_twice_a_round_keeps_peers_bit_for_bit_and_resumes_exactl
 
 
 def test_the_head_rides_along_in_both_phases() -> None:
-    strategy, state = DEeR(), DEeR().init_state(start())
+    strategy, state = DEeR(), DEeR().initialize(start())
     for _ in range(2):
         state, _ = exchange(strategy, state)
     assert (state.round, state.phase) == (1, 0)
     assert state.shared["head.weight"].abs().max() > 0
-    payload = strategy.broadcast(replace(state, phase=1), SiteInfo("a", 1))
+    payload = strategy.payload(replace(state, phase=1), SiteInfo("a", 1))
     assert isinstance(payload, Payload)
     assert payload.tensors.keys() == state.shared.keys()
 
@@ -184,10 +186,10 @@ def test_a_classifier_with_a_head_runs_privately_under_the_same_guard(strategy: 
 
 def test_without_the_eliminator_it_is_fedit_s_exchange_with_the_regulator() -> None:
     strategy = DEeR(eliminator=False)
-    assert strategy.phases(0) == 1
+    assert strategy.traits.phases_of(0) == 1
     assert {strategy.role(name, 0, 0) for name in start()} == {Role.SHARED}
-    assert (strategy.peer(A, 0, 0), strategy.peer(B, 0, 0), strategy.peer("head.weight", 0, 0)) == (B, A, None)
-    mine, theirs = (exchange(one, one.init_state(start()))[0] for one in (strategy, FedIT()))
+    assert strategy.traits.paired_factors
+    mine, theirs = (exchange(one, one.initialize(start()))[0] for one in (strategy, FedIT()))
     assert all(torch.equal(mine.shared[name], theirs.shared[name]) for name in (A, B))
     assert deviation(strategy, 4) > 0.05
 

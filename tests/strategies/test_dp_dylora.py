@@ -8,7 +8,7 @@ import torch
 
 from consilium.adapters import layers, lora
 from consilium.client.build import build_site
-from consilium.client.client import Site
+from consilium.client.client import Client
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
@@ -16,7 +16,9 @@ from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.federation.job import assemble_job, build_model
 from consilium.server.aggregation import ExactMean
 from consilium.strategies.dp_dylora import DPDyLoRA
+from consilium.strategies.strategy import scaling_of
 from tests.conftest import small_cells, small_config, small_text, strategy_of
+from tests.strategies.scripted import update_of
 
 A, B = "layer.lora_A", "layer.lora_B"
 SITE = SiteInfo("a", 1)
@@ -38,19 +40,19 @@ def test_every_rank_is_drawn_and_the_seed_fixes_them() -> None:
 @pytest.mark.parametrize("round", range(8))
 def test_only_active_ranks_travel_train_and_change(round: int) -> None:
     strategy = DPDyLoRA()
-    state = replace(strategy.init_state(start()), round=round)
-    rank, payload = strategy.rank(4, round), strategy.broadcast(state, SITE)
+    state = replace(strategy.initialize(start()), round=round)
+    rank, payload = strategy.rank(4, round), strategy.payload(state, SITE)
     assert {n: tuple(t.shape) for n, t in payload.tensors.items()} == {A: (rank, 5), B: (6, rank)}
-    assert strategy.scaling(payload) == pytest.approx(4 / rank)
+    assert scaling_of(strategy, payload) == pytest.approx(4 / rank)
     begin = strategy.receive({}, payload)
     product = state.shared[B][:, :rank] @ state.shared[A][:rank]
     assert torch.allclose(begin[B] @ begin[A], product, atol=1e-6)
     end = {n: t + 1 for n, t in begin.items()}
-    update = strategy.upload(begin, end, payload)
+    update = update_of(strategy, begin, end, payload)
     assert {n: t.shape for n, t in update.tensors.items()} == {n: t.shape for n, t in payload.tensors.items()}
     mean = ExactMean()
     mean.add(update.tensors, 1)
-    after = strategy.merge(state, mean.value()).shared
+    after = strategy.aggregate(state, mean.value()).shared
     assert torch.allclose(after[A][:rank], state.shared[A][:rank] + 1)
     assert torch.equal(after[A][rank:], state.shared[A][rank:])
     assert torch.equal(after[B][:, rank:], state.shared[B][:, rank:])
@@ -58,8 +60,8 @@ def test_only_active_ranks_travel_train_and_change(round: int) -> None:
 
 def test_padding_gets_no_gradient() -> None:
     strategy = DPDyLoRA()
-    state = strategy.init_state(start())
-    begin = strategy.receive({}, strategy.broadcast(state, SITE))
+    state = strategy.initialize(start())
+    begin = strategy.receive({}, strategy.payload(state, SITE))
     a, b = (begin[n].clone().requires_grad_() for n in (A, B))
     (torch.randn(7, 5) @ (b @ a).T).square().sum().backward()
     rank = strategy.rank(4, 0)
@@ -70,9 +72,9 @@ def test_padding_gets_no_gradient() -> None:
 
 def test_the_last_broadcast_is_at_full_rank_and_scale() -> None:
     strategy = DPDyLoRA()
-    payload = strategy.final(replace(strategy.init_state(start()), round=2), SITE)
+    payload = strategy.final(replace(strategy.initialize(start()), round=2), SITE)
     assert torch.equal(payload.tensors[A], start()[A])
-    assert strategy.scaling(payload) == 1
+    assert scaling_of(strategy, payload) == 1
 
 
 def test_the_forward_pass_uses_alpha_over_the_rounds_rank() -> None:
@@ -97,22 +99,22 @@ def test_a_rank_below_one_is_named() -> None:
 def test_every_choice_is_the_cut_model_at_its_own_scale() -> None:
     """At rank b the product is alpha / b of the cut factors, while the site's model has alpha / r."""
     strategy, alpha = DPDyLoRA(rank_min=2, tested_rank="best"), 8.0
-    payload = strategy.final(strategy.init_state(start()), SITE)
-    found = strategy.choices(payload)
+    payload = strategy.final(strategy.initialize(start()), SITE)
+    found = strategy.final_candidates(payload)
     assert list(found) == ["rank 4", "rank 3", "rank 2"]
     for rank, one in zip((4, 3, 2), found.values(), strict=True):
         assert {n: t.shape for n, t in one.tensors.items()} == {n: t.shape for n, t in payload.tensors.items()}
         cut = alpha / rank * payload.tensors[B][:, :rank] @ payload.tensors[A][:rank]
-        assert strategy.scaling(one) == 1
+        assert scaling_of(strategy, one) == 1
         assert torch.allclose(alpha / 4 * one.tensors[B] @ one.tensors[A], cut, atol=1e-5)
     assert torch.equal(found["rank 4"].tensors[B], payload.tensors[B])
-    assert list(DPDyLoRA().choices(payload).values()) == [payload]
+    assert list(DPDyLoRA().final_candidates(payload).values()) == [payload]
 
 
 class Marked:
     """A task that scores each rank as told, by how many ranks of the model are not 0."""
 
-    def __init__(self, site: Site, scores: dict[int, float], metric: str, validation: bool = True) -> None:
+    def __init__(self, site: Client, scores: dict[int, float], metric: str, validation: bool = True) -> None:
         self.site, self.scores, self.metric, self.validation, self.seen = site, scores, metric, validation, list[int]()
 
     def has(self, split: str) -> bool:
@@ -120,7 +122,7 @@ class Marked:
 
     def evaluate(self, model: object, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
         assert split == "validation"
-        values = layers.tensors(self.site.model)
+        values = layers.tensors(self.site.context.model)
         a = next(t for n, t in values.items() if n.endswith("lora_A"))
         self.seen.append(int((a.abs().sum(1) > 0).sum()))
         return {self.metric: self.scores[self.seen[-1]]}
@@ -139,33 +141,36 @@ def test_a_site_takes_the_rank_that_its_validation_split_likes_best(
     scores: dict[int, float], metric: str, best: int, tmp_path: Path
 ) -> None:
     site, payload, events = at_a_site(tmp_path)
-    site.task = Marked(site, scores, metric)
+    site.context.task = Marked(site, scores, metric)
     if metric == "loss":
         raw = small_text(TESTED).model_dump()
-        site.config = JobConfig.model_validate(raw | {"task": {"name": "language", "evaluate": "loss"}})
-    chosen = site.chosen(payload, lambda one: site._receive({}, one))
-    assert site.task.seen == [4, 3, 2, 1]
-    assert all(torch.equal(t, chosen.tensors[n]) for n, t in site.strategy.choices(payload)[f"rank {best}"].tensors.items())
+        site.context.config = JobConfig.model_validate(raw | {"task": {"name": "language", "evaluate": "loss"}})
+    chosen = site.evaluator.choose_final({}, payload)
+    assert site.context.task.seen == [4, 3, 2, 1]
+    assert all(
+        torch.equal(t, chosen.tensors[n])
+        for n, t in site.context.strategy.final_candidates(payload)[f"rank {best}"].tensors.items()
+    )
     assert events == [{"event": "chosen", "site": "site-1", "text": f"tests rank {best}, the best of its validation split"}]
 
 
 def test_without_a_validation_split_a_site_tests_the_full_rank_and_says_so(tmp_path: Path) -> None:
     site, payload, events = at_a_site(tmp_path)
-    site.task = Marked(site, {}, "accuracy", validation=False)
-    assert site.chosen(payload, lambda one: site._receive({}, one)) is not None
-    assert not site.task.seen
+    site.context.task = Marked(site, {}, "accuracy", validation=False)
+    assert site.evaluator.choose_final({}, payload) is not None
+    assert not site.context.task.seen
     assert [event["text"] for event in events] == ["tests rank 4, having no validation split"]
 
 
 TESTED = {"name": "dp_dylora", "tested_rank": "best"}
 
 
-def at_a_site(folder: Path) -> tuple[Site, Payload, list[dict[str, object]]]:
+def at_a_site(folder: Path) -> tuple[Client, Payload, list[dict[str, object]]]:
     """Return a site, what it receives to evaluate, and the list of what it says."""
     raw = small_cells(TESTED).model_dump()
     job, events = assemble_job(JobConfig.model_validate(raw | {"adapter": {"kind": "lora", "rank": 4}})), []
     site = build_site(job, "site-1", SiteConfig(), folder, lambda event: events.append(dict(event)))
     events.clear()  # that it loads model and data
     drawn = {n: torch.ones_like(t) for n, t in job.initial.items()}
-    state = job.strategy.init_state(drawn)
+    state = job.strategy.initialize(drawn)
     return site, job.strategy.final(state, SITE), events

@@ -64,13 +64,13 @@ def play(strategy: FedHEAL, state: ServerState, round: int, order: tuple[str, ..
     aggregate = RoundAggregate(strategy)
     for site in order:
         info = SiteInfo(site, 1)
-        aggregate.add(info, Payload(round, 0, tensors(moves(round, site))), 1, strategy.broadcast(state, info))
-    return strategy.merge(state, aggregate.take())
+        aggregate.add(info, Payload(round, 0, tensors(moves(round, site))), 1, strategy.payload(state, info))
+    return strategy.aggregate(state, aggregate.take())
 
 
 def test_fedheal_is_the_rule_of_its_authors_also_for_a_site_that_misses_a_round() -> None:
     strategy, reference = FedHEAL(tau=TAU, beta=BETA), Reference()
-    state, masked = strategy.init_state(tensors(draw(0))), 0
+    state, masked = strategy.initialize(tensors(draw(0))), 0
     for round, sites in enumerate(ROUNDS):
         masked += sum(int((reference.mask(s, n, -v) == 0).sum()) for s in sites for n, v in moves(round, s).items())
         backwards = play(strategy, state, round, sites[::-1])
@@ -88,12 +88,12 @@ def test_fedheal_is_the_rule_of_its_authors_also_for_a_site_that_misses_a_round(
 def test_a_number_that_nobody_keeps_stays_and_zero_counts_as_falling() -> None:
     """One number falls in round 0 and rises in round 1: with tau 0.3 its sign was there in 0 of 1 rounds, so it is masked."""
     strategy = FedHEAL()
-    state = strategy.init_state({"x": torch.tensor([1.0, 1.0])})
+    state = strategy.initialize({"x": torch.tensor([1.0, 1.0])})
     site = SiteInfo("a", 1)
     for round, update in enumerate(([-0.5, 0.0], [0.25, -0.25])):
         aggregate = RoundAggregate(strategy)
-        aggregate.add(site, Payload(round, 0, {"x": torch.tensor(update)}), 1, strategy.broadcast(state, site))
-        state = strategy.merge(state, aggregate.take())
+        aggregate.add(site, Payload(round, 0, {"x": torch.tensor(update)}), 1, strategy.payload(state, site))
+        state = strategy.aggregate(state, aggregate.take())
     assert state.shared["x"].tolist() == [0.5, 0.75]
 
 
@@ -112,21 +112,21 @@ def test_a_sign_counts_where_it_was_there_in_over_tau_of_the_rounds(
 ) -> None:
     """u = theta_g - theta_i >= 0, so also 0, has the sign of a fall; one fall of two rounds is half, which is not over 0.5."""
     strategy, site = FedHEAL(tau=tau), SiteInfo("a", 1)
-    state = strategy.init_state({"x": torch.ones(1)})
+    state = strategy.initialize({"x": torch.ones(1)})
     for round, moved in enumerate(past):
         aggregate = RoundAggregate(strategy)
-        aggregate.add(site, Payload(round, 0, {"x": torch.tensor([moved])}), 1, strategy.broadcast(state, site))
-        state = strategy.merge(state, aggregate.take())
+        aggregate.add(site, Payload(round, 0, {"x": torch.tensor([moved])}), 1, strategy.payload(state, site))
+        state = strategy.aggregate(state, aggregate.take())
     assert strategy.mask(state.sites["a"], {"x": torch.tensor([update])})["x"].tolist() == [kept]
 
 
 def test_updates_of_nothing_but_zeros_are_no_division_by_zero() -> None:
     strategy = FedHEAL()
-    state = strategy.init_state({"x": torch.ones(2)})
+    state = strategy.initialize({"x": torch.ones(2)})
     aggregate = RoundAggregate(strategy)
     for name in ("a", "b"):
         site = SiteInfo(name, 1)
-        aggregate.add(site, Payload(0, 0, {"x": torch.zeros(2)}), 1, strategy.broadcast(state, site))
-    after = strategy.merge(state, aggregate.take())
+        aggregate.add(site, Payload(0, 0, {"x": torch.zeros(2)}), 1, strategy.payload(state, site))
+    after = strategy.aggregate(state, aggregate.take())
     assert after.shared["x"].tolist() == [1, 1]
     assert {float(kept["weight"]) for kept in after.sites.values()} == {0.5 + 0.4 * 0.5}

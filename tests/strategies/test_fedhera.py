@@ -54,13 +54,13 @@ LARGE = {"model.layers.0.q_proj": (120, 90), "model.layers.1.q_proj": (100, 140)
 @pytest.mark.parametrize("aggregation", ["residual", "literal"])
 def test_after_ten_rounds_the_update_equals_a_dense_float64_reference(aggregation: str) -> None:
     strategy = FedHera(aggregation=aggregation, profile="skewed")
-    state = strategy.init_state(initial(layers=LARGE, rank=64))
+    state = strategy.initialize(initial(layers=LARGE, rank=64))
     dense = {layer: torch.zeros(shape, dtype=torch.float64) for layer, shape in LARGE.items()}
     for round in range(10):
         uploads = {}
         for index, name in enumerate(SITES):
             site = SiteInfo(name, 1 + index)
-            sent = strategy.broadcast(state, site)
+            sent = strategy.payload(state, site)
             update = answer(strategy, sent, 100 * round + index)
             uploads[name] = SiteResult(update, site.num_samples, sent, site)
         total = sum(upload.weight for upload in uploads.values())
@@ -70,7 +70,7 @@ def test_after_ten_rounds_the_update_equals_a_dense_float64_reference(aggregatio
                 b, a = b0.double() + db.double(), a0.double() + da.double()
                 start = b0.double() @ a0.double() if aggregation == "residual" else 0.0
                 dense[layer] += upload.weight / total * (b @ a - start)
-        state = strategy.merge(state, uploads)
+        state = strategy.aggregate(state, uploads)
         for layer, reference in dense.items():
             assert torch.linalg.norm(whole(state, layer) - reference) < 1e-5 * torch.linalg.norm(reference)
             true = torch.linalg.svdvals(reference)[:64]
@@ -79,9 +79,9 @@ def test_after_ten_rounds_the_update_equals_a_dense_float64_reference(aggregatio
 
 def test_the_round_starts_alike_and_smaller_ranks_are_prefixes() -> None:
     strategy, start = hera(), initial()
-    state = strategy.init_state(start)
+    state = strategy.initialize(start)
     for name in SITES:
-        sent = strategy.broadcast(state, SiteInfo(name, 1))
+        sent = strategy.payload(state, SiteInfo(name, 1))
         tier = strategy.tier(name)
         assert sizes(sent) == {layer: (tier.train, 0) for layer in LAYERS}  # no tail while there is no update
         for layer in LAYERS:
@@ -93,11 +93,11 @@ def test_the_round_starts_alike_and_smaller_ranks_are_prefixes() -> None:
 @pytest.mark.parametrize("allocation", ["water_filling", "literal", "even"])
 def test_ranks_stay_within_budgets_and_add_up_to_the_truncated_update(allocation: str) -> None:
     strategy = hera(allocation=allocation, gate="open")
-    state = play(strategy, play(strategy, strategy.init_state(initial()), SITES), SITES[:5])
+    state = play(strategy, play(strategy, strategy.initialize(initial()), SITES), SITES[:5])
     total = sum(map(sum, LAYERS.values()))
     for name in SITES:
         site, tier = SiteInfo(name, 1), strategy.tier(name)
-        sent = strategy.broadcast(state, site)
+        sent = strategy.payload(state, site)
         ranks = sizes(sent)
         assert sum((r + k) * sum(LAYERS[layer]) for layer, (r, k) in ranks.items()) <= tier.download * total
         assert sum(r * sum(LAYERS[layer]) for layer, (r, _) in ranks.items()) <= tier.train * total
@@ -111,7 +111,7 @@ def test_ranks_stay_within_budgets_and_add_up_to_the_truncated_update(allocation
 def test_a_site_that_changes_nothing_changes_nothing_whatever_the_gate() -> None:
     for options in ({"gate": "open"}, {"gate": "paper"}, {"gate": "neutral"}):
         strategy = hera(**options)
-        state = play(strategy, strategy.init_state(initial()), SITES)
+        state = play(strategy, strategy.initialize(initial()), SITES)
         after = play(strategy, state, SITES[:3], size=0.0)
         assert all(torch.equal(whole(state, layer), whole(after, layer)) for layer in LAYERS)
 
@@ -121,18 +121,18 @@ def test_one_round_at_full_rank_equals_flexlora() -> None:
     tiers = {"all": {"train": 5, "download": 5}}
     ours, theirs = (cls(tiers={n: tier_of(t) for n, t in tiers.items()}, profile={"all": 1.0}) for cls in (FedHera, FlexLoRA))
     start = initial(layers=layers, rank=5)
-    first, second = (play(strategy, strategy.init_state(start), sites) for strategy in (ours, theirs))
+    first, second = (play(strategy, strategy.initialize(start), sites) for strategy in (ours, theirs))
     layer = next(iter(layers))
     torch.testing.assert_close(whole(first, layer), whole(second, layer))
-    sent = (strategy.broadcast(state, SiteInfo("a", 1)) for strategy, state in ((ours, first), (theirs, second)))
+    sent = (strategy.payload(state, SiteInfo("a", 1)) for strategy, state in ((ours, first), (theirs, second)))
     torch.testing.assert_close(*(product(payload.tensors, layer) for payload in sent), rtol=1e-4, atol=1e-6)
 
 
 def test_a_direction_without_an_update_can_learn() -> None:
     strategy = hera()
-    state = play(strategy, strategy.init_state(initial()), ["site-0"])  # rank 1 to 4 of it
+    state = play(strategy, strategy.initialize(initial()), ["site-0"])  # rank 1 to 4 of it
     for layer, (rank, _) in sizes(
-        sent := strategy.broadcast(state, SiteInfo("big", 1, capacity={"time": 6, "memory": 6}))
+        sent := strategy.payload(state, SiteInfo("big", 1, capacity={"time": 6, "memory": 6}))
     ).items():
         b, a = factors(sent.tensors, layer)
         blank = ~b.any(0)
@@ -143,8 +143,8 @@ def test_a_direction_without_an_update_can_learn() -> None:
 
 def test_only_the_trained_prefix_leaves() -> None:
     strategy = hera()
-    state = play(strategy, strategy.init_state(initial()), SITES)
-    sent = strategy.broadcast(state, SiteInfo("site-1", 1))
+    state = play(strategy, strategy.initialize(initial()), SITES)
+    sent = strategy.payload(state, SiteInfo("site-1", 1))
     assert any(name.endswith("tail_A") for name in sent.tensors)
     update = answer(strategy, sent, 0)
     assert update.tensors.keys() == set(strategy.names(sent.tensors, Role.SHARED, 1, 0))
@@ -153,7 +153,7 @@ def test_only_the_trained_prefix_leaves() -> None:
 
 def test_the_order_of_answers_changes_nothing() -> None:
     strategy = hera()
-    state = play(strategy, strategy.init_state(initial()), SITES)
+    state = play(strategy, strategy.initialize(initial()), SITES)
     one, other = play(strategy, state, SITES), play(strategy, state, SITES[::-1])
     assert all(torch.equal(one.shared[n], other.shared[n]) for n in one.shared)
     assert {n: s["alignment"] for n, s in one.sites.items()} == {n: s["alignment"] for n, s in other.sites.items()}
@@ -161,21 +161,21 @@ def test_the_order_of_answers_changes_nothing() -> None:
 
 def test_opposite_sites_are_scored_by_what_they_changed() -> None:
     strategy = hera(score="residual", profile={"medium": 1.0})
-    state = play(strategy, strategy.init_state(initial()), SITES)
+    state = play(strategy, strategy.initialize(initial()), SITES)
     aggregate = RoundAggregate(strategy)
     for name, weight, sign in (("many", 3, 1.0), ("few", 1, -1.0)):
         site = SiteInfo(name, weight)
-        sent = strategy.broadcast(state, site)
+        sent = strategy.payload(state, site)
         moved = {n: sign * 1e-3 * torch.ones_like(t) for n, t in sent.tensors.items() if ".lora_" in n}
         aggregate.add(site, Payload(state.round, 0, moved), weight, sent)
-    after = strategy.merge(state, aggregate.take())
+    after = strategy.aggregate(state, aggregate.take())
     scores = {name: float(after.sites[name]["alignment"]) for name in ("many", "few")}
     assert scores == {"many": pytest.approx(1, abs=0.01), "few": pytest.approx(-1, abs=0.01)}
 
 
 def test_the_gate_opens_with_rounds_and_closes_for_absent_sites() -> None:
     strategy, neutral = hera(gate="paper"), hera(gate="neutral")
-    state = strategy.init_state(initial())
+    state = strategy.initialize(initial())
     assert strategy.gate_of(state, "site-0") == 0
     state = play(strategy, state, SITES)
     score = float(state.sites["site-0"]["alignment"])
@@ -185,16 +185,16 @@ def test_the_gate_opens_with_rounds_and_closes_for_absent_sites() -> None:
     assert strategy.gate_of(state, "site-0") == pytest.approx(gate(3, score, 2))
     assert neutral.gate_of(state, "site-0") == pytest.approx(gate(3, score, 2, "neutral"))
     assert strategy.gate_of(state, "never") == pytest.approx(gate(3, None, 3))
-    sent = strategy.broadcast(state, SiteInfo("site-0", 1))
+    sent = strategy.payload(state, SiteInfo("site-0", 1))
     gates = {float(t) for n, t in sent.tensors.items() if n.endswith(".gate")}
     assert list(gates) == pytest.approx([gate(3, score, 2)], rel=1e-6)
 
 
 def test_final_is_the_whole_download_to_use_without_a_gate() -> None:
     strategy = hera()
-    state = play(strategy, strategy.init_state(initial()), SITES)
+    state = play(strategy, strategy.initialize(initial()), SITES)
     site = SiteInfo("site-2", 1)
-    final, sent = strategy.final(state, site), hera(gate="open").broadcast(state, site)
+    final, sent = strategy.final(state, site), hera(gate="open").payload(state, site)
     assert not any("tail" in name for name in final.tensors)
     for layer, expected in products(sent.tensors).items():
         torch.testing.assert_close(product(final.tensors, layer), expected)
@@ -202,8 +202,8 @@ def test_final_is_the_whole_download_to_use_without_a_gate() -> None:
 
 def test_diagnostics_are_what_they_say() -> None:
     strategy = hera()
-    state = play(strategy, strategy.init_state(initial()), SITES)
-    sent = {name: strategy.broadcast(state, SiteInfo(name, 1)) for name in SITES[:3]}
+    state = play(strategy, strategy.initialize(initial()), SITES)
+    sent = {name: strategy.payload(state, SiteInfo(name, 1)) for name in SITES[:3]}
     uploads = {n: SiteResult(answer(strategy, p, i), 1, p, SiteInfo(n, 1)) for i, (n, p) in enumerate(sent.items())}
     found = strategy.diagnostics(state, uploads)
     assert 0 < found["drift/cross"] < 2
@@ -218,15 +218,15 @@ def test_diagnostics_are_what_they_say() -> None:
 
 def test_a_head_is_averaged() -> None:
     strategy = hera()
-    state = strategy.init_state(initial() | {"head.weight": torch.zeros(2, 3)})
+    state = strategy.initialize(initial() | {"head.weight": torch.zeros(2, 3)})
     aggregate = RoundAggregate(strategy)
     for name, weight, value in (("a", 1, 1.0), ("b", 3, 2.0)):
         site = SiteInfo(name, weight)
-        sent = strategy.broadcast(state, site)
+        sent = strategy.payload(state, site)
         update = replace(answer(strategy, sent, 1, 0.0))
         update.tensors["head.weight"] = torch.full((2, 3), value)
         aggregate.add(site, update, weight, sent)
-    after = strategy.merge(state, aggregate.take())
+    after = strategy.aggregate(state, aggregate.take())
     torch.testing.assert_close(after.shared["head.weight"], torch.full((2, 3), 1.75))
 
 
@@ -244,17 +244,17 @@ def gathered(strategy: FedHera, state: ServerState, names: list[str], seed: int 
     found = {}
     for index, name in enumerate(names):
         site = SiteInfo(name, 1 + index)
-        sent = strategy.broadcast(state, site)
+        sent = strategy.payload(state, site)
         found[name] = SiteResult(answer(strategy, sent, seed + index), site.num_samples, sent, site)
     return found
 
 
 def test_replacing_aggregation_is_the_mean_of_whole_products_whatever_was_there() -> None:
     strategy = hera(aggregation="replace")
-    state = play(strategy, play(strategy, strategy.init_state(initial()), SITES), SITES)
+    state = play(strategy, play(strategy, strategy.initialize(initial()), SITES), SITES)
     results = gathered(strategy, state, SITES[:4])
     assert any(name.endswith("tail_A") for one in results.values() for name in one.sent.tensors)
-    after = strategy.merge(state, results)
+    after = strategy.aggregate(state, results)
     total = sum(one.weight for one in results.values())
     for layer in LAYERS:
         parts = {name: site_products(one, layer) for name, one in results.items()}
@@ -264,9 +264,9 @@ def test_replacing_aggregation_is_the_mean_of_whole_products_whatever_was_there(
 
 def test_the_cumulative_score_is_the_cosine_of_whole_products_with_the_new_update() -> None:
     strategy = hera(score="cumulative")
-    state = play(strategy, play(strategy, strategy.init_state(initial()), SITES), SITES)
+    state = play(strategy, play(strategy, strategy.initialize(initial()), SITES), SITES)
     results = gathered(strategy, state, SITES[:3])
-    after = strategy.merge(state, results)
+    after = strategy.aggregate(state, results)
     update = torch.cat([whole(after, layer).flatten() for layer in LAYERS])
     for name, one in results.items():
         own = torch.cat([(sum(site_products(one, layer)[1:])).flatten() for layer in LAYERS])
@@ -276,9 +276,9 @@ def test_the_cumulative_score_is_the_cosine_of_whole_products_with_the_new_updat
 
 def test_literal_aggregation_warns_and_grows_without_training() -> None:
     strategy = hera(aggregation="literal")
-    assert "use residual" in strategy.warnings[0]
-    assert hera().warnings == hera(aggregation="replace").warnings == []
-    state = play(strategy, strategy.init_state(initial()), SITES)
+    assert "use residual" in strategy.traits.warnings[0]
+    assert hera().traits.warnings == hera(aggregation="replace").traits.warnings == ()
+    state = play(strategy, strategy.initialize(initial()), SITES)
     after = play(strategy, state, SITES, size=0.0)
     assert all(whole(after, layer).norm() > 1.2 * whole(state, layer).norm() for layer in LAYERS)
 
@@ -294,26 +294,26 @@ def test_a_tier_that_trains_nothing_takes_part_without_a_say(aggregation: str, s
     )
     idle = next(n for n in SITES if strategy.tier(n).train == 0)
     busy = next(n for n in SITES if strategy.tier(n).train == 2)
-    state = play(strategy, strategy.init_state(initial()), SITES)
+    state = play(strategy, strategy.initialize(initial()), SITES)
     results = gathered(strategy, state, [busy, idle])
     assert all(len(results[idle].update.tensors[f"{layer}.lora_A"]) == 0 for layer in LAYERS)
     found = strategy.diagnostics(state, results)
     assert all(math.isfinite(value) for value in found.values())
-    after = strategy.merge(state, results)
+    after = strategy.aggregate(state, results)
     for layer in LAYERS:
         (start, end, tail), (_, _, idle_tail) = (site_products(results[n], layer) for n in (busy, idle))
         mean = (end + tail + 2 * idle_tail) / 3
         expected = mean if aggregation == "replace" else whole(state, layer) + end - start
         torch.testing.assert_close(whole(after, layer), expected, rtol=1e-5, atol=1e-6)
     assert idle not in after.sites
-    quiet = strategy.merge(state, {idle: results[idle]})
+    quiet = strategy.aggregate(state, {idle: results[idle]})
     if aggregation == "residual":
         assert all(torch.equal(whole(quiet, layer), whole(state, layer)) for layer in LAYERS)
 
 
 def test_random_ranks_differ_by_site_and_round_and_are_the_same_again() -> None:
     strategy = hera(allocation="random", profile={"high": 1.0})
-    state = play(strategy, strategy.init_state(initial()), SITES)
+    state = play(strategy, strategy.initialize(initial()), SITES)
     drawn = [strategy.ranks(state, SiteInfo(name, 1)) for name in SITES]
     assert drawn == [strategy.ranks(state, SiteInfo(name, 1)) for name in SITES]
     assert len({str(ranks) for ranks in drawn}) > 1
@@ -329,7 +329,7 @@ def test_raw_energies_compete_across_layers() -> None:
     kept = {}
     for energy in ("normalized", "raw"):
         strategy = FedHera(energy=energy, tiers={"all": tier_of({"train": 2, "download": 2})}, profile={"all": 1.0})
-        state = strategy.init_state(initial(layers=layers, rank=4))
+        state = strategy.initialize(initial(layers=layers, rank=4))
         for layer, values in squares.items():
             state.matrices[f"{layer}.values"] = torch.tensor(values, dtype=torch.float64).sqrt()
             state.matrices[f"{layer}.energy"] = torch.tensor([sum(values), 0.0], dtype=torch.float64)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from consilium.adapters import layers
+from consilium.adapters.names import skippable_block
 from consilium.client.build import build_site
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
@@ -22,6 +23,7 @@ from consilium.runtime.engine import simulate
 from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.fedra import FedRA
 from tests.conftest import Snapshot, small_config
+from tests.strategies.scripted import update_of
 
 BLOCKS = [f"image_encoder.blocks.{i}" for i in range(6)]
 DECODER = "mask_decoder.transformer.layers.0.self_attn.q_proj.lora_A"
@@ -35,13 +37,13 @@ def initial() -> Tensors:
 
 def test_blocks_are_averaged_over_those_who_had_them_and_others_keep_their_value() -> None:
     strategy = FedRA(share=1 / 3, by_site={"b": 0.5}, seed=3)
-    state, untouched = strategy.init_state(initial()), 0
+    state, untouched = strategy.initialize(initial()), 0
     expected = {name: tensor.double().numpy() for name, tensor in initial().items()}
     for round, sites in enumerate(ROUNDS):
         aggregate, moves = RoundAggregate(strategy), dict[str, list[np.ndarray]]()
         for site in reversed(sites):
             info = SiteInfo(site, 1)
-            sent = strategy.broadcast(state, info)
+            sent = strategy.payload(state, info)
             start = strategy.receive(initial(), sent)
             had = {name.partition(".attn")[0] for name in start if name != DECODER}
             assert len(had) == (3 if site == "b" else 2)
@@ -51,8 +53,8 @@ def test_blocks_are_averaged_over_those_who_had_them_and_others_keep_their_value
             end = {name: tensor + torch.randn(2, 2, generator=generator) for name, tensor in start.items()}
             for name in start:
                 moves.setdefault(name, []).append((end[name] - start[name]).double().numpy())
-            aggregate.add(info, strategy.upload(start, end, sent), 7 if site == "a" else 1, sent)  # weights do not count
-        state = strategy.merge(state, aggregate.take())
+            aggregate.add(info, update_of(strategy, start, end, sent), 7 if site == "a" else 1, sent)  # weights do not count
+        state = strategy.aggregate(state, aggregate.take())
         untouched += len(expected.keys() - moves.keys())
         expected = {name: value + np.mean(moves.get(name, [0.0]), axis=0) for name, value in expected.items()}
         for name, tensor in state.shared.items():
@@ -81,10 +83,10 @@ def test_a_site_runs_the_net_without_the_blocks_it_does_not_have(kind: dict, tmp
     """Against the same model with those blocks taken out of its list: each block that stays keeps its own window."""
     config = small(kind)
     job, site = assemble_job(config), build_site(assemble_job(config), "a", SiteConfig(), tmp_path, lambda event: None)
-    state = job.strategy.init_state(job.initial)
+    state = job.strategy.initialize(job.initial)
     state = replace(state, shared={n: t + 0.1 for n, t in state.shared.items()})
-    sent = job.strategy.broadcast(state, SiteInfo("a", 1))
-    site._receive({}, sent)
+    sent = job.strategy.payload(state, SiteInfo("a", 1))
+    site.context.receive({}, sent)
     whole = build_model(config, SiteConfig())
     layers.load(whole, state.shared)
     encoder: Any = whole.image_encoder
@@ -97,21 +99,21 @@ def test_a_site_runs_the_net_without_the_blocks_it_does_not_have(kind: dict, tmp
     with torch.no_grad():
         full = whole(images)
         encoder.blocks = shorter
-        expected, found = whole(images), site.model(images)
+        expected, found = whole(images), site.context.model(images)
         assert torch.equal(found, expected)
         assert not torch.equal(found, full)
-        site._receive({}, job.strategy.final(state, SiteInfo("a", 1)))
-        assert torch.equal(site.model(images), full)
+        site.context.receive({}, job.strategy.final(state, SiteInfo("a", 1)))
+        assert torch.equal(site.context.model(images), full)
 
 
 def test_a_missing_tensor_of_no_block_is_an_error(tmp_path: Path) -> None:
     config = small({"rank": 2})
     job = assemble_job(config)
     site = build_site(job, "a", SiteConfig(), tmp_path, lambda event: None)
-    sent = job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("a", 1))
+    sent = job.strategy.payload(job.strategy.initialize(job.initial), SiteInfo("a", 1))
     lost = next(name for name in sent.tensors if name.startswith("mask_decoder"))
     with pytest.raises(CheckpointError, match="no value for 'mask_decoder"):
-        site._receive({}, replace(sent, tensors={n: t for n, t in sent.tensors.items() if n != lost}))
+        site.context.receive({}, replace(sent, tensors={n: t for n, t in sent.tensors.items() if n != lost}))
 
 
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -127,9 +129,9 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path: Path) -> None
 
 def test_a_decoder_that_trains_whole_is_in_no_block_and_every_site_has_it() -> None:
     strategy, decoder = FedRA(share=0.1), "base.mask_decoder.transformer.layers.1.mlp.lin1.weight"
-    state = strategy.init_state(initial() | {decoder: torch.ones(2, 2)})
-    sent = [strategy.broadcast(replace(state, round=round), SiteInfo("a", 1)).tensors for round in range(8)]
-    assert strategy.block(decoder) is None
+    state = strategy.initialize(initial() | {decoder: torch.ones(2, 2)})
+    sent = [strategy.payload(replace(state, round=round), SiteInfo("a", 1)).tensors for round in range(8)]
+    assert skippable_block(decoder) is None
     assert all(one[decoder].numel() for one in sent)
     assert all(sum(one[f"{block}.attn.qkv.lora_A"].numel() > 0 for block in BLOCKS) == 1 for one in sent)
 

@@ -9,6 +9,7 @@ from consilium.core.messages import SiteInfo
 from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.fedsa_lora import FedSALoRA
 from consilium.strategies.strategy import Role
+from tests.strategies.scripted import update_of
 
 BLOCK = "image_encoder.blocks.0.adapter_mlp"
 DOWN, UP = f"{BLOCK}.down.weight", f"{BLOCK}.up.weight"
@@ -28,15 +29,15 @@ def test_two_sites_get_one_down_projection_and_keep_their_own_up() -> None:
     strategy, draw = FedSALoRA(), np.random.default_rng(0)
     ends = {name: {DOWN: draw.normal(size=(2, 3)), UP: draw.normal(size=(3, 2))} for name in ("a", "b")}
     start = {DOWN: torch.zeros(2, 3), UP: torch.zeros(3, 2)}
-    state, aggregate = strategy.init_state(start), RoundAggregate(strategy)
+    state, aggregate = strategy.initialize(start), RoundAggregate(strategy)
     trained = {name: {n: torch.tensor(v, dtype=torch.float32) for n, v in end.items()} for name, end in ends.items()}
     for name, weight in (("a", 3), ("b", 1)):
         site = SiteInfo(name, weight)
-        sent = strategy.broadcast(state, site)
-        update = strategy.upload(start, trained[name], sent)
+        sent = strategy.payload(state, site)
+        update = update_of(strategy, start, trained[name], sent)
         assert update.tensors.keys() == {DOWN}
         aggregate.add(site, update, weight, sent)
-    after = strategy.merge(state, aggregate.take())
-    again = strategy.receive(trained["b"], strategy.broadcast(after, SiteInfo("b", 1, joined=True)))
+    after = strategy.aggregate(state, aggregate.take())
+    again = strategy.receive(trained["b"], strategy.payload(after, SiteInfo("b", 1, joined=True)))
     assert np.allclose(again[DOWN].numpy(), 0.75 * ends["a"][DOWN] + 0.25 * ends["b"][DOWN], atol=1e-6)
     assert torch.equal(again[UP], trained["b"][UP])

@@ -21,7 +21,8 @@ from consilium.federation.job import assemble_job
 from consilium.runtime.engine import simulate
 from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.fedsca import MATRIX, FedSCA, alone_from, similarities
-from consilium.strategies.strategy import LocalStep, Role, ServerState, SiteResult
+from consilium.strategies.strategy import Role, ServerState, SiteResult
+from consilium.strategies.trainer import LocalStep
 from tests.conftest import Snapshot, small_config, strategy_of, training_only
 
 NAMES = [f"image_encoder.blocks.{i}.{place}.down.weight" for i in range(2) for place in PLACES]
@@ -38,25 +39,25 @@ def exchange(
     """Let every site in `moves` set its low adapters to that constant."""
     aggregate = RoundAggregate(strategy)
     for name, value in moves.items():
-        sent = strategy.broadcast(state, SiteInfo(name, 1))
+        sent = strategy.payload(state, SiteInfo(name, 1))
         low = [n for n in NAMES if strategy.role(n, 0, 0) is Role.SHARED]
         end = {n: torch.full((2, 3), value) for n in low}
         update = {n: end[n] - sent.tensors[n] for n in low}
         aggregate.add(SiteInfo(name, 1), Payload(state.round, 0, update), (weights or {}).get(name, 1), sent)
-    return strategy.merge(state, aggregate.take())
+    return strategy.aggregate(state, aggregate.take())
 
 
 def received(strategy: FedSCA, state: ServerState, name: str) -> float:
-    return float(strategy.broadcast(state, SiteInfo(name, 1, joined=True)).tensors[NAMES[0]].mean())
+    return float(strategy.payload(state, SiteInfo(name, 1, joined=True)).tensors[NAMES[0]].mean())
 
 
 @pytest.mark.parametrize(("low", "expected"), [(1, NAMES[:1]), (4, NAMES[:4]), (0, NAMES), (6, NAMES)])
 def test_only_the_lowest_adapters_travel(low: int, expected: list[str]) -> None:
     strategy = FedSCA(low=low)
-    state = strategy.init_state(start())
+    state = strategy.initialize(start())
     assert strategy.names(start(), Role.SHARED, 0, 0) == expected
-    assert list(strategy.broadcast(state, SiteInfo("a", 1, joined=True)).tensors) == expected
-    assert strategy.broadcast(state, SiteInfo("a", 1)).tensors.keys() == start().keys()
+    assert list(strategy.payload(state, SiteInfo("a", 1, joined=True)).tensors) == expected
+    assert strategy.payload(state, SiteInfo("a", 1)).tensors.keys() == start().keys()
     assert strategy.role("mask_decoder.iou_token.weight", 0, 0) is Role.LOCAL
 
 
@@ -64,7 +65,7 @@ def test_what_it_cannot_place_or_does_not_have_is_named() -> None:
     with pytest.raises(ConfigError, match=r"cannot place adapter tensor 'x\.lora_A'"):
         FedSCA().role("x.lora_A", 0, 0)
     with pytest.raises(ConfigError, match=r"strategy\.low: 7: .*6 adapters"):
-        FedSCA(low=7).init_state(start())
+        FedSCA(low=7).initialize(start())
     with pytest.raises(ConfigError, match=r"strategy\.alpha: -1"):
         strategy_of({"name": "fedsca", "alpha": -1})
 
@@ -73,7 +74,7 @@ def test_what_it_cannot_place_or_does_not_have_is_named() -> None:
 def test_the_least_similar_site_gets_the_least_weight(similarity: str) -> None:
     """PITFALL: + distance instead of - distance."""
     strategy = FedSCA(low=1, similarity=similarity)
-    state = exchange(strategy, strategy.init_state(start()), {"a": 1.0, "b": 1.1, "c": -5.0})
+    state = exchange(strategy, strategy.initialize(start()), {"a": 1.0, "b": 1.1, "c": -5.0})
     matrix = state.matrices[MATRIX]
     assert torch.allclose(matrix.sum(1), torch.ones(3, dtype=torch.float64))
     assert matrix[0, 2] == matrix[0].min() < matrix[0, 1]
@@ -100,7 +101,7 @@ def test_alpha_means_the_same_whatever_the_models_size() -> None:
 
 def test_every_site_receives_its_own_mixture_of_values() -> None:
     strategy = FedSCA(low=1, alpha=0.5)
-    state = exchange(strategy, strategy.init_state(start()), {"a": 0.0, "b": 1.0, "c": 4.0})
+    state = exchange(strategy, strategy.initialize(start()), {"a": 0.0, "b": 1.0, "c": 4.0})
     for i, name in enumerate("abc"):
         row = state.matrices[MATRIX][i]
         assert received(strategy, state, name) == pytest.approx(
@@ -113,21 +114,21 @@ def test_every_site_receives_its_own_mixture_of_values() -> None:
 
 def test_data_size_counts_by_default_and_drops_out_of_the_printed_formula() -> None:
     weights, moves = {"a": 90, "b": 9, "c": 1}, {"a": 0.0, "b": 1.0, "c": 2.0}
-    ours = exchange(FedSCA(low=1, alpha=0.0), FedSCA(low=1).init_state(start()), moves, weights).matrices[MATRIX]
+    ours = exchange(FedSCA(low=1, alpha=0.0), FedSCA(low=1).initialize(start()), moves, weights).matrices[MATRIX]
     assert torch.allclose(ours, torch.tensor([0.9, 0.09, 0.01], dtype=torch.float64).expand(3, 3), atol=1e-12)
-    printed = exchange(FedSCA(low=1, alpha=0.0, prior="literal"), FedSCA(low=1).init_state(start()), moves, weights)
+    printed = exchange(FedSCA(low=1, alpha=0.0, prior="literal"), FedSCA(low=1).initialize(start()), moves, weights)
     assert torch.allclose(printed.matrices[MATRIX], torch.full((3, 3), 1 / 3, dtype=torch.float64))
 
 
 def test_the_plain_mean_is_an_ablation() -> None:
     strategy = FedSCA(low=0, mixture="mean", pull=0.0)
-    state = exchange(strategy, strategy.init_state(start()), {"a": 1.0, "b": 5.0}, {"a": 3, "b": 1})
+    state = exchange(strategy, strategy.initialize(start()), {"a": 1.0, "b": 5.0}, {"a": 3, "b": 1})
     assert received(strategy, state, "a") == received(strategy, state, "b") == pytest.approx(2.0)
 
 
 def test_an_absent_site_gets_a_mixture_of_what_is_known_and_others_ignore_it() -> None:
     strategy = FedSCA(low=1, alpha=0.1)
-    state = exchange(strategy, strategy.init_state(start()), {"a": 0.0, "b": 1.0, "c": 2.0})
+    state = exchange(strategy, strategy.initialize(start()), {"a": 0.0, "b": 1.0, "c": 2.0})
     later = exchange(strategy, state, {"a": 0.0, "b": 1.0})
     matrix = later.matrices[MATRIX]
     assert (matrix[:2, 2] == 0).all()
@@ -140,7 +141,7 @@ def test_an_absent_site_gets_a_mixture_of_what_is_known_and_others_ignore_it() -
 def test_an_absent_site_counts_with_its_last_weight_and_others_with_their_new_ones() -> None:
     """With alpha 0 rows are the priors: 4 and 1 of 5 for those present, 4, 1 and 5 of 10 for the absent site c."""
     strategy, moves = FedSCA(low=1, alpha=0.0), {"a": 0.0, "b": 1.0}
-    state = exchange(strategy, strategy.init_state(start()), moves | {"c": 2.0}, {"a": 1, "b": 2, "c": 5})
+    state = exchange(strategy, strategy.initialize(start()), moves | {"c": 2.0}, {"a": 1, "b": 2, "c": 5})
     matrix = exchange(strategy, state, moves, {"a": 4, "b": 1}).matrices[MATRIX]
     wanted = [[0.8, 0.2, 0.0], [0.8, 0.2, 0.0], [0.4, 0.1, 0.5]]
     torch.testing.assert_close(matrix, torch.tensor(wanted, dtype=torch.float64))
@@ -149,7 +150,7 @@ def test_an_absent_site_counts_with_its_last_weight_and_others_with_their_new_on
 def test_order_of_arrival_changes_nothing() -> None:
     strategy, moves = FedSCA(low=2), {"a": 0.3, "b": 1.7, "c": -2.0}
     states = [
-        exchange(strategy, strategy.init_state(start()), dict(order)) for order in (moves.items(), reversed(moves.items()))
+        exchange(strategy, strategy.initialize(start()), dict(order)) for order in (moves.items(), reversed(moves.items()))
     ]
     assert torch.equal(states[0].matrices[MATRIX], states[1].matrices[MATRIX])
     assert all(torch.equal(states[0].shared[n], states[1].shared[n]) for n in states[0].shared)
@@ -158,16 +159,16 @@ def test_order_of_arrival_changes_nothing() -> None:
 def test_the_pull_is_minus_the_cosine_over_all_low_adapters_together() -> None:
     strategy, anchors = FedSCA(low=2, pull=0.5), start()
     params = {n: t.clone().requires_grad_() for n, t in start(1).items()}
-    loss = strategy.regularizer(LocalStep(params, anchors, {}, {}))
+    loss = strategy.penalty(LocalStep(params, anchors, {}, {}))
     now, then = (torch.cat([v[n].detach().flatten() for n in NAMES[:2]]) for v in (params, anchors))
     assert loss.item() == pytest.approx(-0.5 * float(now @ then / (now.norm() * then.norm())), rel=1e-5)
     loss.backward()
     assert params[NAMES[1]].grad.abs().sum() > 0
     assert params[NAMES[2]].grad is None
     still = {n: t.clone().requires_grad_() for n, t in anchors.items()}
-    strategy.regularizer(LocalStep(still, anchors, {}, {})).backward()
+    strategy.penalty(LocalStep(still, anchors, {}, {})).backward()
     assert still[NAMES[0]].grad.abs().max() < 1e-6
-    assert FedSCA(pull=0.0).regularizer(LocalStep(params, anchors, {}, {})) is None
+    assert FedSCA(pull=0.0).penalty(LocalStep(params, anchors, {}, {})) is None
 
 
 @pytest.fixture(scope="module")
@@ -233,8 +234,8 @@ def test_noise_on_sums_is_refused_with_a_server_that_looks_at_sites() -> None:
 
 def test_a_state_that_never_met_a_site_broadcasts_the_start() -> None:
     strategy = FedSCA()
-    state = replace(strategy.init_state(start()), round=3)
-    assert torch.equal(strategy.broadcast(state, SiteInfo("late", 1)).tensors[NAMES[0]], start()[NAMES[0]])
+    state = replace(strategy.initialize(start()), round=3)
+    assert torch.equal(strategy.payload(state, SiteInfo("late", 1)).tensors[NAMES[0]], start()[NAMES[0]])
     assert math.isfinite(received(strategy, state, "late"))
 
 
@@ -263,7 +264,7 @@ def test_the_limit_is_where_an_independent_solver_puts_it() -> None:
 def test_a_round_says_who_mixes_nobody(caplog: pytest.LogCaptureFixture) -> None:
     assert alone_from(torch.tensor([0.5, 0.5]), torch.zeros(2, 2)).isinf().all()  # alike: nobody is ever alone
     strategy, name = FedSCA(low=0, alpha=1.0), "image_encoder.blocks.0.adapter_mlp.up.bias"
-    state = strategy.init_state({name: torch.zeros(2)})
+    state = strategy.initialize({name: torch.zeros(2)})
     sent = Payload(0, 0, {name: torch.zeros(2)})
     results = {
         site: SiteResult(Payload(0, 0, {name: torch.tensor(value)}), weight, sent, SiteInfo(site, weight))

@@ -21,6 +21,7 @@ from consilium.server.initialization import server_start
 from consilium.strategies.frlora import FRLoRA, principal
 from consilium.strategies.strategy import ServerState
 from tests.conftest import small_config
+from tests.strategies.scripted import update_of
 
 LAYER, OUT, INTO, RANK, SCALE = "model.layers.0.q_proj", 12, 10, 2, 0.5
 A, B = f"{LAYER}.lora_A", f"{LAYER}.lora_B"
@@ -35,7 +36,7 @@ def weights() -> Tensors:
 def begin() -> tuple[FRLoRA, ServerState]:
     strategy = FRLoRA()
     plain = {A: torch.randn(RANK, INTO), B: torch.zeros(OUT, RANK), "head.weight": torch.zeros(3, 4)}
-    return strategy, strategy.init_state(strategy.start(plain, weights(), SCALE))
+    return strategy, strategy.initialize(strategy.start(plain, weights(), SCALE))
 
 
 def forward(tensors: Tensors) -> np.ndarray:
@@ -58,7 +59,7 @@ def test_the_start_is_the_best_approximation_and_the_model_is_its_base() -> None
     np.testing.assert_allclose(SCALE * (b @ a).numpy(), (u[:, :RANK] * s[:RANK]) @ vt[:RANK], atol=1e-5)
     np.testing.assert_allclose((b.T @ b).numpy(), (a @ a.T).numpy(), atol=1e-4)  # half the values in each factor
     strategy, state = begin()
-    start = strategy.receive({}, strategy.broadcast(state, SiteInfo("a", 1)))
+    start = strategy.receive({}, strategy.payload(state, SiteInfo("a", 1)))
     np.testing.assert_allclose(forward(start), weights()[LAYER].double().numpy(), atol=1e-6)
 
 
@@ -71,24 +72,24 @@ def test_every_round_goes_into_the_weights_once_and_reaches_everybody() -> None:
         aggregate, ends = RoundAggregate(strategy), {}
         for site, weight in sites.items():
             info = SiteInfo(site, weight, joined=round > 0)
-            sent = strategy.broadcast(state, info)
+            sent = strategy.payload(state, info)
             start = strategy.receive({A: torch.ones(RANK, INTO)}, sent)  # of its own it keeps nothing
             ends[site] = trained(start, round, site)
-            aggregate.add(info, strategy.upload(start, ends[site], sent), weight, sent)
-        state = strategy.merge(state, aggregate.take())
+            aggregate.add(info, update_of(strategy, start, ends[site], sent), weight, sent)
+        state = strategy.aggregate(state, aggregate.take())
         total = sum(sites.values())
         mean = {n: sum(w * ends[s][n].double().numpy() for s, w in sites.items()) / total for n in (A, B, "head.weight")}
         evaluated = residual + SCALE * mean[B] @ mean[A]
         residual, head = residual + SCALE * (mean[B] @ mean[A] - b0 @ a0), mean["head.weight"]
         for info in (SiteInfo("b", 1, joined=True), SiteInfo("new", 1)):
-            for payload in (strategy.broadcast(state, info), strategy.final(state, info)):
+            for payload in (strategy.payload(state, info), strategy.final(state, info)):
                 received = strategy.receive({}, payload)
                 np.testing.assert_allclose(forward(received), evaluated, atol=2e-5)
                 np.testing.assert_allclose(received["head.weight"].numpy(), head, atol=1e-6)
         widths.append(len(received[f"{LAYER}.tail_A"]))
         assert torch.equal(state.shared[B], torch.from_numpy(b0).float())
     assert widths == [4, INTO, INTO, INTO]  # r more a round, one matrix from where (out + in) k reaches out * in
-    assert strategy.download_numbers(strategy.broadcast(state, info), info) == RANK * (OUT + INTO) + 12 + OUT * INTO
+    assert strategy.download_numbers(strategy.payload(state, info), info) == RANK * (OUT + INTO) + 12 + OUT * INTO
 
 
 def small(**sections: object) -> JobConfig:

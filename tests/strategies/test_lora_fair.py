@@ -15,13 +15,13 @@ SITES = ["a", "b", "c"]
 
 def round_of(strategy: LoraFair) -> tuple[ServerState, dict[str, SiteResult], ServerState]:
     """Return a state, what its sites answer, and the state after."""
-    state = strategy.init_state({n: t + 0.3 * torch.randn(t.shape, generator=seeded(n)) for n, t in initial(rank=3).items()})
+    state = strategy.initialize({n: t + 0.3 * torch.randn(t.shape, generator=seeded(n)) for n, t in initial(rank=3).items()})
     uploads = {}
     for index, name in enumerate(SITES):
         site = SiteInfo(name, index + 1)
-        sent = strategy.broadcast(state, site)
+        sent = strategy.payload(state, site)
         uploads[name] = SiteResult(answer(strategy, sent, index, 0.5), index + 1, sent, site)
-    return state, uploads, strategy.merge(state, uploads)
+    return state, uploads, strategy.aggregate(state, uploads)
 
 
 def seeded(name: str) -> torch.Generator:
@@ -83,15 +83,15 @@ def test_without_an_angle_there_is_no_correction() -> None:
 
 def test_equal_sites_need_no_correction_and_nothing_stays_nothing() -> None:
     strategy = LoraFair()
-    state = strategy.init_state(initial(rank=3))
+    state = strategy.initialize(initial(rank=3))
     uploads = {}
     for name in SITES:
-        sent = strategy.broadcast(state, SiteInfo(name, 1))
+        sent = strategy.payload(state, SiteInfo(name, 1))
         uploads[name] = SiteResult(answer(strategy, sent, 7), 1, sent, SiteInfo(name, 1))
-    after = strategy.merge(state, uploads)
+    after = strategy.aggregate(state, uploads)
     for layer in LAYERS:
         torch.testing.assert_close(factors(after.shared, layer), factors(uploads["a"].trained(), layer))
     still = {n: SiteResult(answer(strategy, u.sent, 7, 0.0), 1, u.sent, u.site) for n, u in uploads.items()}
-    unmoved = strategy.merge(state, still)
+    unmoved = strategy.aggregate(state, still)
     for name, tensor in state.shared.items():
         torch.testing.assert_close(unmoved.shared[name], tensor)

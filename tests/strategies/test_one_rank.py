@@ -21,6 +21,7 @@ from consilium.strategies.flexlora import FlexLoRA
 from consilium.strategies.flora import FLoRA
 from consilium.strategies.heterogeneous_ranks.ranks import Tier, UnequalRanks
 from tests.conftest import small_config
+from tests.strategies.scripted import update_of
 
 LAYER, OUT, INTO, RANK = "model.layers.0.q_proj", 40, 30, 3
 A, B = f"{LAYER}.lora_A", f"{LAYER}.lora_B"
@@ -43,7 +44,7 @@ def dense(tensors: Tensors) -> np.ndarray:
 def test_one_rank_at_all_sites_against_dense_weights(kind: type[UnequalRanks]) -> None:
     """FLoRA: W += sum p_k B_k A_k, sites start from B = 0 beside W. FlexLoRA: W = sum p_k B_k A_k, sites start from its SVD."""
     strategy = kind().at_rank(RANK)
-    state = strategy.init_state(
+    state = strategy.initialize(
         {A: torch.randn(RANK, INTO, generator=torch.Generator().manual_seed(0)), B: torch.zeros(OUT, RANK)}
     )
     whole = np.zeros((OUT, INTO))
@@ -51,18 +52,18 @@ def test_one_rank_at_all_sites_against_dense_weights(kind: type[UnequalRanks]) -
         aggregate, mean = RoundAggregate(strategy), np.zeros((OUT, INTO))
         for site, weight in sites.items():
             info = SiteInfo(site, weight, joined=round > 0)
-            sent = strategy.broadcast(state, info)
+            sent = strategy.payload(state, info)
             start = strategy.receive({}, sent)
             assert start[A].shape == (RANK, INTO)
             end = trained(start, round, site)
-            aggregate.add(info, strategy.upload(start, end, sent), weight, sent)
+            aggregate.add(info, update_of(strategy, start, end, sent), weight, sent)
             mean += weight / sum(sites.values()) * (end[B].double() @ end[A].double()).numpy()
-        state = strategy.merge(state, aggregate.take())
+        state = strategy.aggregate(state, aggregate.take())
         whole = whole + mean if kind is FLoRA else mean
         u, s, vt = np.linalg.svd(whole)
         expected = whole if kind is FLoRA else (u[:, :RANK] * s[:RANK]) @ vt[:RANK]
         for info in (SiteInfo("b", 1, joined=True), SiteInfo("late", 1)):
-            for payload in (strategy.broadcast(state, info), strategy.final(state, info)):
+            for payload in (strategy.payload(state, info), strategy.final(state, info)):
                 np.testing.assert_allclose(dense(strategy.receive({}, payload)), expected, atol=1e-5)
         if kind is FLoRA and round == 0:  # the download of a round is what the sites' ranks add up to
             assert sum(t.numel() for t in payload.tensors.values()) == 3 * RANK * (OUT + INTO) + 1

@@ -19,7 +19,7 @@ from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Role
 from tests.conftest import JOBS, strategy_of
 
-UNEQUAL = [cls() for cls in STRATEGIES.values() if cls.ranks_differ]
+UNEQUAL = [cls() for cls in STRATEGIES.values() if cls().traits.ranks_differ]
 
 
 @pytest.mark.parametrize(("profile", "expected"), [("uniform", (1 / 3, 1 / 3, 1 / 3)), ("skewed", (0.3, 0.5, 0.2))])

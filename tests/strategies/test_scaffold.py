@@ -1,16 +1,19 @@
 """SCAFFOLD: the paper's Algorithm 1, option II, written out in numpy, and what our control variates do under Adam."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from consilium.config.job import TrainingConfig
-from consilium.core.messages import Payload, SiteInfo
+from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.scaffold import CONTROL, Scaffold
 from consilium.strategies.strategy import Role, ServerState
 from consilium.training.loop import train
+from tests.strategies.scripted import Scripted
 
 CURVES = {"a": (np.array([1.0, 3.0]), np.array([2.0, -1.0])), "b": (np.array([2.0, 0.5]), np.array([-1.0, 4.0]))}
 """By site h and o of its loss sum h (w - o)^2 / 2."""
@@ -47,21 +50,28 @@ def ours(site: str, sent: Payload, strategy: Scaffold, **training: object) -> Pa
     model = Point(start["w"])
     options = {"rounds": 1, "local_steps": STEPS, "batch_size": 1, "lr": ETA, "optimizer": "sgd"} | training
     config = TrainingConfig.model_validate(options)
-    drift = strategy.drift(sent)
-    train(model, Bowl(site), {"w": model.w}, {"w"}, config, 0, lambda step: None, {}, lambda done: None, drift=drift)
-    return strategy.upload(start, {"w": model.w.detach().clone()}, sent)
+
+    class Trained(Scripted):
+        def fit(self, names: object = None, **options: Any) -> None:
+            train(model, Bowl(site), {"w": model.w}, {"w"}, config, 0, lambda step: None, {}, lambda done: None, **options)
+            super().fit(names)
+
+        def values(self) -> Tensors:
+            return {"w": model.w.detach().clone()}
+
+    return strategy.local_update(Trained(strategy, start, {}, sent), sent)
 
 
 def rounds(strategy: Scaffold, present: list[dict[str, int]], **training: object) -> ServerState:
     """Return the state after rounds in which these sites answer with these weights."""
-    state = strategy.init_state({"w": torch.zeros(2, dtype=torch.float64)})
+    state = strategy.initialize({"w": torch.zeros(2, dtype=torch.float64)})
     for weights in present:
         aggregate = RoundAggregate(strategy)
         for name, weight in weights.items():
             site = SiteInfo(name, weight, joined=True)
-            sent = strategy.broadcast(state, site)
+            sent = strategy.payload(state, site)
             aggregate.add(site, ours(name, sent, strategy, **training), weight, sent)
-        state = strategy.merge(state, aggregate.take())
+        state = strategy.aggregate(state, aggregate.take())
     return state
 
 
@@ -106,7 +116,7 @@ def test_under_adam_every_site_goes_the_mean_way_once_the_ways_are_known() -> No
     """Far from both optima Adam's steps are +-eta each: a goes (+, -) and b (-, +); corrected, both go the weighted mean."""
     strategy, tiny = Scaffold(), {"optimizer": "adam", "lr": 1e-3}
     state = rounds(strategy, BOTH, **tiny)
-    ends = [ours(n, strategy.broadcast(state, SiteInfo(n, 1)), strategy, **tiny).tensors["w"] for n in "ab"]
+    ends = [ours(n, strategy.payload(state, SiteInfo(n, 1)), strategy, **tiny).tensors["w"] for n in "ab"]
     way = STEPS * 1e-3 * np.array([(1 - 3) / 4, (-1 + 3) / 4])
     for end in ends:
         assert end.numpy() == pytest.approx(way, rel=1e-3)
@@ -115,7 +125,7 @@ def test_under_adam_every_site_goes_the_mean_way_once_the_ways_are_known() -> No
 def test_corrections_come_down_by_name_and_never_go_up() -> None:
     strategy = Scaffold()
     state = rounds(strategy, [{"a": 1}])
-    sent = strategy.broadcast(state, SiteInfo("b", 1))
+    sent = strategy.payload(state, SiteInfo("b", 1))
     assert sent.tensors.keys() == {"w", f"{CONTROL}w"}
     assert not sent.tensors[f"{CONTROL}w"].any()  # it has not reported
     assert strategy.role(f"{CONTROL}w", 0, 0) is Role.FROZEN

@@ -12,19 +12,21 @@ from torch import Tensor
 
 from consilium.adapters import layers
 from consilium.adapters.lora import LORA, LoraConfig, PerSample
+from consilium.client.model_store import interpolation_of
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
-from consilium.core.messages import Tensors
+from consilium.core.messages import Payload, Tensors
 from consilium.federation.job import assemble_job
 from consilium.federation.saved_model import export_adapter
 from consilium.privacy.plan import make_plan
 from consilium.strategies.fedala import FedALA
 from consilium.strategies.feddbe import FedDBE
 from consilium.strategies.feddpa import FedDPA
-from consilium.strategies.local_plan import Blend
 from consilium.strategies.strategy import Role
-from consilium.training.interpolation import blended, similarity
+from consilium.strategies.traits import Interpolation, Traits
+from consilium.training.interpolation import interpolated, similarity
 from tests.conftest import small_config, small_text
+from tests.strategies.scripted import Scripted
 from tests.strategies.site_halves import (
     KIND,
     SIZES,
@@ -107,13 +109,13 @@ def test_fedala_ends_its_first_learning_and_leaves_new_sites_alone() -> None:
         {"x.lora_A": torch.ones(2), "y.lora_A": torch.ones(2)},
         {"x.lora_A": torch.zeros(2), "y.lora_A": torch.zeros(2)},
     )
-    begin, kept = strategy.before_training(own, start, {}, look)
+    begin, kept = strategy.mixed(own, start, {}, look)
     assert look.calls == 30 * 3
     assert kept.keys() == {"y.lora_A"}
     assert begin["x.lora_A"].tolist() == [0, 0]
-    strategy.before_training(own, start, kept, look)
+    strategy.mixed(own, start, kept, look)
     assert look.calls == 31 * 3
-    assert strategy.before_training({}, start, {}, look) == (start, {})
+    assert strategy.mixed({}, start, {}, look) == (start, {})
     assert look.calls == 31 * 3
 
 
@@ -197,14 +199,20 @@ def test_feddpa_is_its_paper_in_a_plain_loop(variant: str) -> None:
     for name in SIZES:
         close(own[name], twin[name])
     assert (variant == "F") == all(torch.equal(own["a"][n], initial[n]) for n in local)
-    closing = strategy.closing_passes(initial)
-    assert [(sorted(one.trained), one.share) for one in closing] == ([(local, 0.4)] if variant == "F" else [])
+    sent = Payload(ROUNDS, 0, {})
+    trainer = Scripted(strategy, initial, {}, sent)
+    trainer.closing = strategy.traits.fits_after_last_round
+    assert trainer.closing == (variant == "F")
+    strategy.local_update(trainer, sent)
+    assert [(sorted(fit["names"]), fit.get("share", 0.0)) for fit in trainer.fits] == [
+        (local, 0.4), *[(sorted(shared), 0.0)] * (variant == "T")
+    ]  # fmt: skip
 
 
-def test_feddpa_f_has_no_local_adapter_to_blend_before_its_last_fit() -> None:
-    assert [FedDPA(variant="F", most=0.3).blend(closing) for closing in (False, True)] == [None, Blend(0.3, 5)]
-    assert [FedDPA(variant="T", most=0.3).blend(closing) for closing in (False, True)] == [Blend(0.3, 5)] * 2
-    assert FedDPA(weighting="fixed").blend(False) == Blend(0.5, 0)
+def test_feddpa_f_has_no_local_adapter_to_weigh_before_its_last_fit() -> None:
+    found = {v: [interpolation_of(FedDPA(variant=v, most=0.3), closing) for closing in (False, True)] for v in ("T", "F")}
+    assert found == {"T": [Interpolation(0.3, 5)] * 2, "F": [None, Interpolation(0.3, 5)]}
+    assert FedDPA(weighting="fixed").traits.interpolation == Interpolation(0.5, 0)
 
 
 @pytest.mark.parametrize("examples", [3, 0])
@@ -224,7 +232,7 @@ def test_the_personalized_model_weighs_each_sample_by_its_likeness_to_the_sites_
 
     mix(0.0)
     before = model(x)
-    with blended(model, cut(model), points, mix, Blend(0.6, examples), 5):
+    with interpolated(model, cut(model), points, mix, Interpolation(0.6, examples), 5):
         torch.testing.assert_close(model(x), logits(values, features(values, x, share)), atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(model(x[:1]), logits(values, features(values, x[:1], share[:1])), atol=1e-5, rtol=1e-4)
     assert torch.equal(model(x), before)  # the global adapter alone again
@@ -280,7 +288,7 @@ def test_record_level_privacy_refuses_what_it_does_not_cover(strategy: dict[str,
 
 
 def test_a_strategy_that_does_not_say_so_is_refused_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FedALA, "refuses_records", lambda self: None)
+    monkeypatch.setattr(FedALA, "traits", Traits(fits_only=True, probe_fraction=0.5))
     raw = small_config("fedala").model_dump() | {"privacy": RECORD}
     with pytest.raises(ConfigError, match=r"privacy\.unit record.*; use fedit"):
         assemble_job(JobConfig.model_validate(raw))

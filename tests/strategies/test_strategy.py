@@ -15,10 +15,11 @@ from consilium.server.aggregation import ExactMean, RoundAggregate
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.scaffold import CONTROL
 from consilium.strategies.strategy import Role, Strategy, next_phase
+from tests.strategies.scripted import update_of
 
 LAYERS = {"image_encoder.blocks.0.attn.qkv": (9, 6), "mask_decoder.transformer.layers.0.self_attn.q_proj": (6, 6)}
 EVERY = [cls() for cls in STRATEGIES.values()]
-EQUAL = [strategy for strategy in EVERY if not (strategy.ranks_differ or strategy.tails)]
+EQUAL = [strategy for strategy in EVERY if not (strategy.traits.ranks_differ or strategy.traits.sends_frozen_ranks)]
 """Those whose server state is the adapter itself; test_ranks.py and test_frlora.py are about the others."""
 
 
@@ -40,9 +41,9 @@ def tensors_of(strategy: Strategy, seed: int) -> Tensors:
 def parts_of(strategy: Strategy, seed: int) -> Tensors:
     """Return what the strategy asks for beside the adapter."""
     generator, found = torch.Generator().manual_seed(100 + seed), Tensors()
-    if LOCAL_ADAPTER in strategy.parts:
+    if LOCAL_ADAPTER in strategy.traits.parts:
         found |= {local_twin(name): torch.randn(t.shape, generator=generator) for name, t in adapter(seed).items()}
-    if FEATURE_SHIFT in strategy.parts:
+    if FEATURE_SHIFT in strategy.traits.parts:
         found |= {name: torch.randn(5, generator=generator) for name in (SHIFT, MEAN)}
     return found
 
@@ -98,8 +99,8 @@ def corner(strategy: Strategy, name: str, tensor: torch.Tensor, round: int = 0) 
 def test_upload_names_shared_tensors_only_and_mutates_nothing(strategy: Strategy) -> None:
     start, end = tensors_of(strategy, 0), tensors_of(strategy, 1)
     kept = {n: t.clone() for n, t in end.items()}
-    state = replace(strategy.init_state(start), round=3)
-    sent = strategy.upload(start, end, strategy.broadcast(state, SiteInfo("a", 1, joined=True)))
+    state = replace(strategy.initialize(start), round=3)
+    sent = update_of(strategy, start, end, strategy.payload(state, SiteInfo("a", 1, joined=True)))
     assert (sent.round, sent.phase) == (3, 0)
     assert sent.tensors.keys() == set(strategy.names(end, Role.SHARED, 3, 0))
     assert all(torch.equal(t, corner(strategy, n, end[n] - start[n], 3)) for n, t in sent.tensors.items())
@@ -109,9 +110,9 @@ def test_upload_names_shared_tensors_only_and_mutates_nothing(strategy: Strategy
 @pytest.mark.parametrize("strategy", EQUAL, ids=lambda s: s.name)
 def test_a_site_starts_from_the_common_factors_once(strategy: Strategy) -> None:
     initial = tensors_of(strategy, 0)
-    state = strategy.init_state(initial)
-    first = strategy.broadcast(state, SiteInfo("a", 1, joined=False))
-    later = strategy.broadcast(state, SiteInfo("a", 1, joined=True))
+    state = strategy.initialize(initial)
+    first = strategy.payload(state, SiteInfo("a", 1, joined=False))
+    later = strategy.payload(state, SiteInfo("a", 1, joined=True))
     start = strategy.receive({}, first)
     assert {n: t.shape for n, t in start.items()} == {n: t.shape for n, t in initial.items()}
     assert all(torch.equal(corner(strategy, n, start[n]), corner(strategy, n, t)) for n, t in initial.items())
@@ -121,21 +122,21 @@ def test_a_site_starts_from_the_common_factors_once(strategy: Strategy) -> None:
 @pytest.mark.parametrize("strategy", EQUAL, ids=lambda s: s.name)
 def test_private_tensors_survive_what_the_server_sends(strategy: Strategy) -> None:
     own = tensors_of(strategy, 5)
-    state = strategy.init_state(tensors_of(strategy, 0))
-    received = strategy.receive(own, strategy.broadcast(state, SiteInfo("a", 1, joined=True)))
+    state = strategy.initialize(tensors_of(strategy, 0))
+    received = strategy.receive(own, strategy.payload(state, SiteInfo("a", 1, joined=True)))
     assert all(torch.equal(received[n], own[n]) for n in own if n not in state.shared)
 
 
 @pytest.mark.parametrize("strategy", EQUAL, ids=lambda s: s.name)
 def test_constant_updates_are_a_fixed_point_whoever_takes_part(strategy: Strategy) -> None:
-    state = strategy.init_state(tensors_of(strategy, 0))
+    state = strategy.initialize(tensors_of(strategy, 0))
     shared = strategy.names(state.shared, Role.SHARED, 0, 0)
     update = {n: torch.full_like(corner(strategy, n, state.shared[n]), 0.5) for n in shared}
-    aggregate, sent = RoundAggregate(strategy), strategy.broadcast(state, SiteInfo("a", 1))
+    aggregate, sent = RoundAggregate(strategy), strategy.payload(state, SiteInfo("a", 1))
     for name, weight in (("b", 3), ("a", 11)):
         aggregate.add(SiteInfo(name, weight), Payload(0, 0, update), weight, sent)
-    after = strategy.merge(state, aggregate.take())
-    assert (after.round, after.phase) == next_phase(state, strategy.phases(0))
+    after = strategy.aggregate(state, aggregate.take())
+    assert (after.round, after.phase) == next_phase(state, strategy.traits.phases_of(0))
     for name in state.shared:
         moved = corner(strategy, name, after.shared[name] - state.shared[name])
         assert torch.allclose(moved, torch.full_like(moved, 0.5 if name in shared else 0.0), atol=1e-6)
@@ -143,11 +144,11 @@ def test_constant_updates_are_a_fixed_point_whoever_takes_part(strategy: Strateg
 
 @pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
 def test_roles_repeat_with_the_period(strategy: Strategy) -> None:
-    for round in range(strategy.warm_up, strategy.warm_up + strategy.period):
-        assert strategy.phases(round) == strategy.phases(round + strategy.period)
-        places = [(round, phase) for phase in range(strategy.phases(round))]
-        for name in tensors_of(strategy, 0):
-            assert [strategy.role(name, *p) for p in places] == [strategy.role(name, r + strategy.period, p) for r, p in places]
+    period = len(strategy.traits.phases)
+    first, again = (strategy.traits.role_schedule(strategy.traits.warm_up + later, period) for later in (0, period))
+    assert [phase for _, phase in first] == [phase for _, phase in again]
+    for name in tensors_of(strategy, 0):
+        assert [strategy.role(name, *place) for place in first] == [strategy.role(name, *place) for place in again]
 
 
 def test_ffa_mean_of_products_is_the_product_of_means_and_fedit_is_not() -> None:

@@ -18,7 +18,8 @@ from consilium.strategies.heterogeneous_ranks.exact import global_updates, store
 from consilium.strategies.heterogeneous_ranks.layers import factors, shapes
 from consilium.strategies.heterogeneous_ranks.ranks import Tier, UnequalRanks
 from consilium.strategies.hetlora import HetLoRA
-from consilium.strategies.strategy import LocalStep, ServerState, SiteResult
+from consilium.strategies.strategy import ServerState, SiteResult
+from consilium.strategies.trainer import LocalStep
 from tests.strategies.unequal import LAYERS, TIERS, answer, initial, play, product, products
 
 SITES = [f"site-{i}" for i in range(6)]
@@ -34,7 +35,7 @@ def exchange(strategy: UnequalRanks, state: ServerState, names: list[str] = SITE
     found = {}
     for index, name in enumerate(names):
         site = SiteInfo(name, index + 1)
-        sent = strategy.broadcast(state, site)
+        sent = strategy.payload(state, site)
         found[name] = SiteResult(answer(strategy, sent, 7 * index + state.round), index + 1, sent, site)
     return found
 
@@ -54,29 +55,29 @@ def whole(state: ServerState, layer: str) -> Tensor:
 @pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.name)
 def test_the_order_of_answers_changes_nothing_and_the_state_is_its_tensors(cls: Callable[..., UnequalRanks]) -> None:
     strategy = make(cls)
-    state = play(strategy, strategy.init_state(initial()), SITES)
+    state = play(strategy, strategy.initialize(initial()), SITES)
     one, other = play(strategy, state, SITES), play(strategy, state, SITES[::-1])
     assert one.shared.keys() == other.shared.keys()
     assert all(torch.equal(one.shared[n], other.shared[n]) for n in one.shared)
     again = ServerState(state.round, state.phase, *(dict(reversed(g.items())) for g in (state.shared, state.initial)))
     again = type(state)(**(vars(state) | {"shared": again.shared, "initial": again.initial}))  # as a checkpoint may order it
-    sent, resumed = (strategy.broadcast(s, SiteInfo("site-1", 1)).tensors for s in (state, again))
+    sent, resumed = (strategy.payload(s, SiteInfo("site-1", 1)).tensors for s in (state, again))
     assert sent.keys() == resumed.keys()
     assert all(torch.equal(sent[n], resumed[n]) for n in sent)
 
 
 def test_flora_s_stack_equals_the_mean_of_products_round_after_round() -> None:
     strategy = make(FLoRA)
-    state, total = strategy.init_state(initial()), {layer: 0.0 for layer in LAYERS}
+    state, total = strategy.initialize(initial()), {layer: 0.0 for layer in LAYERS}
     for _ in range(4):
         uploads = exchange(strategy, state)
         fresh = [{layer: factors(u.sent.tensors, layer) for layer in LAYERS} for u in uploads.values()]
         assert not any(one[layer][0].any() for one in fresh for layer in LAYERS)  # B starts at 0
         total = {layer: total[layer] + mean_product(_trained_only(uploads), layer) for layer in LAYERS}
-        state = strategy.merge(state, uploads)
+        state = strategy.aggregate(state, uploads)
         for layer in LAYERS:
             torch.testing.assert_close(whole(state, layer), total[layer], rtol=1e-4, atol=1e-6)
-            for payload in (strategy.broadcast(state, SiteInfo("late", 1)), strategy.final(state, SiteInfo("late", 1))):
+            for payload in (strategy.payload(state, SiteInfo("late", 1)), strategy.final(state, SiteInfo("late", 1))):
                 torch.testing.assert_close(product(payload.tensors, layer), total[layer], rtol=1e-4, atol=1e-6)
     sent = strategy.final(state, SiteInfo("late", 1))
     received = strategy.receive({}, sent)
@@ -95,9 +96,9 @@ def _trained_only(uploads: dict[str, SiteResult]) -> dict[str, SiteResult]:
 
 def test_flora_draws_new_factors_every_round() -> None:
     strategy = make(FLoRA)
-    state = strategy.init_state(initial())
-    first = strategy.broadcast(state, SiteInfo("a", 1)).tensors
-    second = strategy.broadcast(play(strategy, state, SITES), SiteInfo("a", 1)).tensors
+    state = strategy.initialize(initial())
+    first = strategy.payload(state, SiteInfo("a", 1)).tensors
+    second = strategy.payload(play(strategy, state, SITES), SiteInfo("a", 1)).tensors
     layer = next(iter(LAYERS))
     assert not torch.equal(first[f"{layer}.lora_A"], second[f"{layer}.lora_A"])
 
@@ -105,16 +106,16 @@ def test_flora_draws_new_factors_every_round() -> None:
 @pytest.mark.parametrize("values_in", ["left", "both"])
 def test_flexlora_sends_the_best_approximation_of_the_mean_of_products(values_in: str) -> None:
     strategy = make(FlexLoRA, values_in=values_in)
-    state = play(strategy, strategy.init_state(initial()), SITES)  # so that the round starts from something
+    state = play(strategy, strategy.initialize(initial()), SITES)  # so that the round starts from something
     uploads = exchange(strategy, state)
-    state = strategy.merge(state, uploads)
+    state = strategy.aggregate(state, uploads)
     for layer, shape in LAYERS.items():
         mean = mean_product(uploads, layer)
         torch.testing.assert_close(whole(state, layer), mean, rtol=1e-4, atol=1e-6)
         u, values, v = torch.linalg.svd(mean, full_matrices=False)
         for rank in (1, 3, min(shape)):
             site = SiteInfo("a", 1, capacity={"time": rank, "memory": rank, "download": rank})
-            sent = strategy.broadcast(state, site)
+            sent = strategy.payload(state, site)
             rank = min(rank, 6)
             expected = u[:, :rank] * values[:rank] @ v[:rank]
             torch.testing.assert_close(product(sent.tensors, layer), expected, rtol=1e-4, atol=1e-6)
@@ -125,7 +126,7 @@ def test_flexlora_sends_the_best_approximation_of_the_mean_of_products(values_in
 
 def test_fedhl_adds_residuals_and_trusts_untruncated_sites_most() -> None:
     strategy = make(FedHL)
-    state = play(strategy, strategy.init_state(initial()), SITES)
+    state = play(strategy, strategy.initialize(initial()), SITES)
     uploads = exchange(strategy, state)
     share = strategy.share(state, uploads)
     assert sum(share.values()) == pytest.approx(1)
@@ -138,7 +139,7 @@ def test_fedhl_adds_residuals_and_trusts_untruncated_sites_most() -> None:
         lost[name] = sum(rest for _, rest in energy.values()) / sum(whole for whole, _ in energy.values())
     raw = {name: uploads[name].weight / (0.1 + lost[name]) for name in uploads}
     assert share == pytest.approx({name: value / sum(raw.values()) for name, value in raw.items()})
-    after = strategy.merge(state, uploads)
+    after = strategy.aggregate(state, uploads)
     for layer in LAYERS:
         moved = sum(share[n] * (product(u.trained(), layer) - product(u.sent.tensors, layer)) for n, u in uploads.items())
         torch.testing.assert_close(whole(after, layer), whole(state, layer) + moved, rtol=1e-4, atol=1e-6)
@@ -146,11 +147,11 @@ def test_fedhl_adds_residuals_and_trusts_untruncated_sites_most() -> None:
 
 def test_hetlora_pads_with_zeros_and_weights_by_norm() -> None:
     strategy = make(HetLoRA)
-    state = play(strategy, strategy.init_state(initial()), SITES)
+    state = play(strategy, strategy.initialize(initial()), SITES)
     uploads = exchange(strategy, state)
     ends = {name: upload.trained() for name, upload in uploads.items()}
     norms = {n: sum(float(product(end, layer).square().sum()) for layer in LAYERS) ** 0.5 for n, end in ends.items()}
-    after = strategy.merge(state, uploads)
+    after = strategy.aggregate(state, uploads)
     for layer in LAYERS:
         b, a = (torch.zeros_like(t, dtype=torch.float64) for t in factors(state.shared, layer))
         for name, end in ends.items():
@@ -158,24 +159,24 @@ def test_hetlora_pads_with_zeros_and_weights_by_norm() -> None:
             b[:, : own_b.shape[1]] += norms[name] / sum(norms.values()) * own_b
             a[: len(own_a)] += norms[name] / sum(norms.values()) * own_a
         torch.testing.assert_close(factors(after.shared, layer), (b.float(), a.float()))
-        sent = strategy.broadcast(after, SiteInfo("site-1", 1)).tensors
+        sent = strategy.payload(after, SiteInfo("site-1", 1)).tensors
         assert torch.equal(sent[f"{layer}.lora_A"], after.shared[f"{layer}.lora_A"][: int(strategy.tier("site-1").train)])
 
 
 def test_hetlora_prunes_a_site_whose_last_ranks_have_faded() -> None:
     """Of 7 ranks, of which the second layer has 6, three quarters are 5."""
     strategy = HetLoRA(tiers={"all": Tier(8, 8)}, profile={"all": 1.0}, prune=0.75, prune_weight=0.1)
-    state = strategy.init_state({n: t + 1 for n, t in initial(rank=8).items()})
+    state = strategy.initialize({n: t + 1 for n, t in initial(rank=8).items()})
     aggregate = RoundAggregate(strategy)
     for name, factor in (("fades", -0.5), ("grows", 0.5)):
         site = SiteInfo(name, 1)
-        sent = strategy.broadcast(state, site)
+        sent = strategy.payload(state, site)
         aggregate.add(site, Payload(0, 0, {n: factor * t for n, t in sent.tensors.items()}), 1, sent)
-    state = strategy.merge(state, aggregate.take())
+    state = strategy.aggregate(state, aggregate.take())
     ranks = {name: strategy.rank_of(state, SiteInfo(name, 1)) for name in ("fades", "grows", "new")}
     assert ranks == {"fades": 5, "grows": 7, "new": 8}
-    params = {n: t.clone().requires_grad_() for n, t in strategy.broadcast(state, SiteInfo("grows", 1)).tensors.items()}
-    penalty = strategy.regularizer(LocalStep(params, params, {}, {}))
+    params = {n: t.clone().requires_grad_() for n, t in strategy.payload(state, SiteInfo("grows", 1)).tensors.items()}
+    penalty = strategy.penalty(LocalStep(params, params, {}, {}))
     pairs = [factors(params, layer) for layer in shapes(params)]
     expected = 0.1 * sum(b[:, 5:].norm() * a[5:].norm() for b, a in pairs)
     torch.testing.assert_close(penalty, expected)
@@ -184,26 +185,26 @@ def test_hetlora_prunes_a_site_whose_last_ranks_have_faded() -> None:
 def test_hetlora_keeps_a_rank_of_one() -> None:
     """Half of one rank is none: the site would train nothing from then on."""
     strategy = HetLoRA(tiers={"all": Tier(1, 1)}, profile={"all": 1.0}, prune=0.5, prune_weight=0.1)
-    state, site = strategy.init_state({n: t + 1 for n, t in initial().items()}), SiteInfo("a", 1)
+    state, site = strategy.initialize({n: t + 1 for n, t in initial().items()}), SiteInfo("a", 1)
     for _ in range(2):
-        sent, aggregate = strategy.broadcast(state, site), RoundAggregate(strategy)
+        sent, aggregate = strategy.payload(state, site), RoundAggregate(strategy)
         aggregate.add(site, Payload(state.round, 0, {n: -0.5 * t for n, t in sent.tensors.items()}), 1, sent)
-        state = strategy.merge(state, aggregate.take())
+        state = strategy.aggregate(state, aggregate.take())
         assert strategy.rank_of(state, site) == 1
 
 
 def test_hetlora_s_penalty_has_a_finite_gradient_at_zero() -> None:
     params = {n: torch.zeros_like(t).requires_grad_() for n, t in initial().items()}
-    HetLoRA(prune_weight=1.0).regularizer(LocalStep(params, params, {}, {})).backward()
+    HetLoRA(prune_weight=1.0).penalty(LocalStep(params, params, {}, {})).backward()
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in params.values())
 
 
 @pytest.mark.parametrize("layers", ["top", "bottom", "ends", "spread", "random", "fisher"])
 def test_fedhello_averages_each_layer_over_its_trainers(layers: str) -> None:
     strategy = make(FedHeLLo, rank=4, layers=layers)
-    state = play(strategy, strategy.init_state(initial()), SITES)
+    state = play(strategy, strategy.initialize(initial()), SITES)
     uploads = exchange(strategy, state)
-    after = strategy.merge(state, uploads)
+    after = strategy.aggregate(state, uploads)
     for layer in LAYERS:
         trainers = {n: u for n, u in uploads.items() if len(u.sent.tensors[f"{layer}.lora_A"])}
         assert set(trainers) == {n for n, u in uploads.items() if layer in strategy.chosen(state, u.site)}
@@ -219,7 +220,7 @@ def test_fedhello_averages_each_layer_over_its_trainers(layers: str) -> None:
 def test_fedhello_trains_as_many_layers_as_a_site_can_pay_for() -> None:
     names = {f"model.layers.{i}.q_proj": (6, 6) for i in range(8)}
     strategy = FedHeLLo(rank=8, layers="top", profile={"low": 1.0})
-    state = strategy.init_state(initial(layers=names, rank=6))
+    state = strategy.initialize(initial(layers=names, rank=6))
     assert strategy.chosen(state, SiteInfo("a", 1)) == {f"model.layers.{i}.q_proj" for i in (4, 5, 6, 7)}  # 4 of 8 ranks
     rich = SiteInfo("a", 1, capacity={"time": 99, "memory": 99})
     assert len(strategy.chosen(state, rich)) == 8
@@ -229,8 +230,8 @@ def test_fedhello_trains_as_many_layers_as_a_site_can_pay_for() -> None:
 
 def test_fedhomolora_is_fedit_at_the_lowest_rank() -> None:
     strategy, plain = make(FedHomoLoRA), FedIT()
-    state = strategy.init_state(initial())
-    same = plain.init_state({n: t[:1] if n.endswith("A") else t[:, :1] for n, t in initial().items()})
+    state = strategy.initialize(initial())
+    same = plain.initialize({n: t[:1] if n.endswith("A") else t[:, :1] for n, t in initial().items()})
     for _ in range(2):
         state, same = play(strategy, state, SITES), play(plain, same, SITES)
         assert state.shared.keys() == same.shared.keys()

@@ -7,6 +7,7 @@ from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.heterogeneous_ranks.layers import factors, shapes
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import Role, ServerState
+from tests.strategies.scripted import update_of
 
 LAYERS = {"model.layers.0.q_proj": (9, 7), "model.layers.1.q_proj": (6, 8)}
 RANK = 6
@@ -28,7 +29,7 @@ def answer(strategy: UnequalRanks, sent: Payload, seed: int, size: float = 0.1) 
     for name, tensor in sorted(sent.tensors.items()):
         if strategy.role(name, sent.round, sent.phase) is Role.SHARED:
             end[name] = tensor + size * torch.randn(tensor.shape, generator=generator)
-    return strategy.upload(strategy.receive({}, sent), end, sent)
+    return update_of(strategy, strategy.receive({}, sent), end, sent)
 
 
 def play(strategy: UnequalRanks, state: ServerState, sites: list[str], weight: int = 1, size: float = 0.1) -> ServerState:
@@ -36,10 +37,10 @@ def play(strategy: UnequalRanks, state: ServerState, sites: list[str], weight: i
     aggregate = RoundAggregate(strategy)
     for name in sites:
         site = SiteInfo(name, weight)
-        sent = strategy.broadcast(state, site)
+        sent = strategy.payload(state, site)
         seed = sum(map(ord, name)) + 1000 * state.round
         aggregate.add(site, answer(strategy, sent, seed, size), weight, sent)
-    return strategy.merge(state, aggregate.take())
+    return strategy.aggregate(state, aggregate.take())
 
 
 def product(tensors: Tensors, layer: str) -> torch.Tensor:

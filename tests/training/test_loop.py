@@ -1,4 +1,4 @@
-"""The local loop: seeded, frozen parts without gradient, accumulation, regularizer once a step, clear failure."""
+"""The local loop: seeded, frozen parts without gradient, accumulation, penalty once a step, clear failure."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from consilium.config.job import TrainingConfig
 from consilium.core.errors import ConsiliumError
 from consilium.privacy.dpsgd import DpSgd
-from consilium.strategies.strategy import LocalStep
+from consilium.strategies.trainer import LocalStep
 from consilium.training.device import autocast, pick_device
 from consilium.training.loop import train
 from consilium.training.optimizer import make_optimizer
@@ -48,9 +48,9 @@ def config(**options: object) -> TrainingConfig:
     return TrainingConfig.model_validate({"rounds": 1, "lr": 0.1, "batch_size": 2} | options)
 
 
-def run(model: Line, trained: set[str], seed: int = 0, regularizer=lambda step: None, **options: object) -> dict[str, float]:  # noqa: ANN001
+def run(model: Line, trained: set[str], seed: int = 0, penalty=lambda step: None, **options: object) -> dict[str, float]:  # noqa: ANN001
     params = dict(model.named_parameters())
-    return train(model, LineTask(), params, trained, config(**options), seed, regularizer, {}, lambda progress: None)
+    return train(model, LineTask(), params, trained, config(**options), seed, penalty, {}, lambda progress: None)
 
 
 def test_a_seed_fixes_everything_and_another_changes_it() -> None:
@@ -92,7 +92,7 @@ def test_accumulation_equals_a_larger_batch() -> None:
     assert torch.allclose(*ends, atol=1e-6)
 
 
-def test_the_regularizer_acts_once_a_step_with_anchors_of_the_start() -> None:
+def test_the_penalty_acts_once_a_step_with_anchors_of_the_start() -> None:
     seen: list[Tensor] = []
 
     def pull(step: LocalStep) -> Tensor:
@@ -101,7 +101,7 @@ def test_the_regularizer_acts_once_a_step_with_anchors_of_the_start() -> None:
         return step.params["a"].sum() * 0 + step.memory["count"] * 0 + (step.params["a"] - 3).square().sum()
 
     model = Line()
-    run(model, {"a"}, regularizer=pull, accumulate=2, local_steps=3)
+    run(model, {"a"}, penalty=pull, accumulate=2, local_steps=3)
     assert len(seen) == 3
     assert all(anchor.tolist() == [1.0, 2.0] for anchor in seen)
 
@@ -222,13 +222,13 @@ def test_private_steps_keep_what_noised_gradients_made() -> None:
     assert torch.allclose(rounds(3, {}, free), plain(6, 6, torch.optim.Adam), atol=1e-5)
 
 
-def test_a_drift_is_shared_out_by_the_learning_rate() -> None:
-    """A loss without gradient: the whole drift is added by the round's end, in cosine shares of 1, 0.75 and 0.25 of 2."""
+def test_correction_follows_the_learning_rate() -> None:
+    """A loss without gradient: the whole correction is added by the round's end, in cosine shares of 1, 0.75 and 0.25 of 2."""
     model, seen = Line(), list[float]()
     params = dict(model.named_parameters())
     flat = type("Flat", (LineTask,), {"loss": lambda self, model, batch: (0 * model.a).sum()})()
-    settings, drift = config(optimizer="sgd", local_steps=3, schedule="cosine"), {"a": torch.tensor([2.0, -4.0])}
+    settings, correction = config(optimizer="sgd", local_steps=3, schedule="cosine"), {"a": torch.tensor([2.0, -4.0])}
     watch = lambda progress: seen.append(model.a[0].item())  # noqa: E731
-    train(model, flat, params, {"a"}, settings, 0, lambda step: None, {}, watch, drift=drift)
+    train(model, flat, params, {"a"}, settings, 0, lambda step: None, {}, watch, correction=correction)
     assert seen == pytest.approx([1 + 1, 1 + 1.75, 1 + 2])
     assert model.a.tolist() == pytest.approx([3.0, -2.0])

@@ -170,6 +170,12 @@ def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
             parameter.copy_(base[name].cpu() + values[name].cpu() if name in base else values[name])
 
 
+def overwrite(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Copy `values` into those of the model's adapter tensors that they name; of the base they are changes."""
+    base = _adapted(model).base
+    _write(tensors(model), {n: base[n].cpu() + value.cpu() if n in base else value for n, value in values.items()})
+
+
 def head_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the model's head; {} without one."""
     return {name: tuple(parameter.shape) for name, parameter in _head(model).items()}

@@ -34,6 +34,7 @@ LOCAL = {"lora_A": "local_A", "lora_B": "local_B"}
 SHIFT, MEAN = "feature_shift.shift", "feature_shift.mean"
 PLACES = ("adapter_attention", "adapter_mlp", "adapter_output")
 """The bottlenecks of a block, from its input."""
+_BLOCK = re.compile(r"(?!mask_decoder\.)((.+?)\.\d+)\..+")
 _BOTTLENECK = re.compile(rf".*\.blocks\.(\d+)\.({'|'.join(PLACES)})\.(down|up)\.(weight|bias)")
 
 
@@ -86,6 +87,20 @@ def is_magnitude(name: str) -> bool:
 def is_frozen_part(name: str) -> bool:
     """Tell whether a tensor is a frozen tail or its gate, which never train."""
     return name.rpartition(".")[2] in (*TAIL, WHOLE, GATE)
+
+
+def skippable_block(name: str) -> str | None:
+    """Return the block of the base, "<stack>.<number>", that a tensor adapts and a model may run without; else None.
+
+    SAM's decoder blocks are none, because they hand on two streams. A part of the base that trains is in none.
+    """
+    found = None if is_base(name) else _BLOCK.fullmatch(name)
+    return found[1] if found else None
+
+
+def other_factor(name: str) -> str | None:
+    """Return the name of the other LoRA factor of the same layer, None for a tensor that is no factor."""
+    return None if factor(name) is None else name[:-1] + ("A" if factor(name) == "B" else "B")
 
 
 def bottleneck_position(name: str) -> int | None:

@@ -80,7 +80,7 @@ def _leaves(job: Any) -> dict[str, Any]:
     """Return the tensors that a site sends over all phases, the most numbers of a phase, and statistics, if asked for."""
     strategy, initial = job.strategy, job.initial
     rounds = job.config.training.rounds if job.config.trains else 0
-    places = [place for place in strategy.places() if place[0] < rounds]
+    places = [place for place in strategy.traits.role_schedule() if place[0] < rounds]
     sent = [strategy.names(initial, Role.SHARED, *place) for place in places]
     numbers = max((sum(initial[name].numel() for name in names) for names in sent), default=0)
     found = {"tensors": len({name for names in sent for name in names}), "numbers a phase": numbers}

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from consilium.client.client import Site
+from consilium.client.client import Client
+from consilium.client.context import ClientContext
 from consilium.client.ddp_checks import ranks_of
 from consilium.client.site_data import of_patients, patients_of, site_data, units_of, watched
 from consilium.client.speedups import speed_up
@@ -33,7 +34,7 @@ def build_site(
     model: nn.Module | None = None,
     root: Path | None = None,
     data: DataList | None = None,
-) -> Site:
+) -> Client:
     """Return a ready site; `folder` is its private folder, `root` what outlives jobs there, by default `folder`.
 
     `model` lets sites of one process share the frozen base. `data`: what its guard counts; by default it is read here.
@@ -55,7 +56,7 @@ def build_site(
         observer(loading(job.config.model.title, name))
         model = build_model(job.config, site)
     made = _site(job, name, site, folder, observer, model, task, checkpoint_of(job.config.model, site), data)
-    made.watch = watch
+    made.context.watch = watch
     return made
 
 
@@ -108,7 +109,7 @@ def build_guard(
 
 def build_pooled_site(
     job: Job, name: str, members: dict[str, SiteConfig], folder: Path, observer: Observer, model: nn.Module
-) -> Site:
+) -> Client:
     """Return the one site of a centralized reference run, on the data of all `members`."""
     lists = [site_data(job.config, member, site, folder.parent / member) for member, site in members.items()]
     first = next(iter(members.values()))
@@ -126,13 +127,15 @@ def _site(
     task: Task,
     checkpoint: Path | None,
     data: DataList | None = None,
-) -> Site:
+) -> Client:
     units = units_of(job.config, data) if data else task.num_samples
     plan, seed = make_plan(job.config, job.strategy, units, job.initial), site.privacy.noise_seed
     plan = plan.with_seeded([name]) if plan is not None and seed is not None else plan
-    found = Site(name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data)
-    found.ranks = ranks_of(job.config, site, data, folder)
+    context = ClientContext(
+        name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data,
+        ranks=ranks_of(job.config, site, data, folder),
+        shares_scores=site.share_metrics if site.share_metrics is not None else job.config.privacy is None,
+    )  # fmt: skip
     if site.base != "sharded":  # whose ranks go through the encoder's blocks together, or not at all
         speed_up(job.config, model, task)
-    found.shares_scores = site.share_metrics if site.share_metrics is not None else job.config.privacy is None
-    return found
+    return Client(context)

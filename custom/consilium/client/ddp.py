@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from consilium.client.ddp_failures import Told, failure, hear, said, why
-from consilium.client.ddp_rendezvous import Joined, gather
+from consilium.client.ddp_failures import RemoteRank, Told, failure, hear, said, why
+from consilium.client.ddp_rendezvous import gather
 from consilium.client.ddp_worker import (
     LOOPBACK,
     PATIENCE,
@@ -30,7 +30,7 @@ from consilium.client.ddp_worker import (
     ReadBase,
     Share,
     flat,
-    found_by,
+    loss_and_gradients,
     meet,
     mesh_of,
     named,
@@ -48,6 +48,7 @@ from consilium.core.seeding import seed_for
 from consilium.core.storage import private_folder
 from consilium.data.datalist import DataList
 from consilium.data.loading import Loading
+from consilium.federation.job import build_model
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import pick_device
 from consilium.training.sharding import ask_for, leave_world, shard
@@ -64,8 +65,8 @@ class Ranks:
     """
 
     def __init__(self, config: JobConfig, site: SiteConfig, data: DataList, folder: Path) -> None:
-        self.config, self.site, self.data, self.folder = config, site, looked_at(data), folder
-        self.children, self.place, self.count, self.together = list[ChildProcess | Joined](), folder, 0, False
+        self.config, self.site, self.data, self.folder = config, site, training_only(data), folder
+        self.children, self.place, self.count, self.together = list[ChildProcess | RemoteRank](), folder, 0, False
         self.sharded, self.device = site.base == "sharded", pick_device(site.main_device)
         self._group: ProcessGroup | None = None
         self._split: nn.Module | None = None
@@ -92,8 +93,6 @@ class Ranks:
             raise
 
     def _spread(self, model: nn.Module) -> nn.Module:
-        from consilium.federation.job import build_model  # which has the site's side of ranks
-
         model = build_model(self.config, self.site) if model is self._split else model
         try:
             self._start(model)
@@ -198,7 +197,7 @@ class Ranks:
 
     def _where(self, rank: int) -> str:
         child = self.children[rank - 1]
-        return child.machine if isinstance(child, Joined) else self.site.devices[rank]
+        return child.machine if isinstance(child, RemoteRank) else self.site.devices[rank]
 
     def end(self) -> None:
         """End all other ranks."""
@@ -214,7 +213,7 @@ class Ranks:
             leave_world()
 
 
-def looked_at(data: DataList) -> DataList:
+def training_only(data: DataList) -> DataList:
     """Return the training samples alone, as ranks get them: a rank trains on shares, and opens no file of the data."""
     training = {split: items if split == "training" else () for split, items in data.splits.items()}
     return replace(data, splits=training, loading=Loading(prechecked=True, ignore_unfit=data.loading.ignore_unfit))
@@ -279,7 +278,7 @@ class _Joint(torch.autograd.Function):
     def forward(ctx: Any, joint: JointTask, model: nn.Module, own: Share, *trained: Tensor) -> Tensor:
         """Return the mean loss of the whole batch, and keep its gradients."""
         joint.reduced(flat(trained), found=False)
-        total = joint.reduced(found_by(joint.task, model, own, trained), found=True)
+        total = joint.reduced(loss_and_gradients(joint.task, model, own, trained), found=True)
         ctx.gradients = [part.view_as(one).to(one) for part, one in zip(total[1:].split(sizes(trained)), trained, strict=True)]
         return total[0].to(next(model.parameters()).device)
 

@@ -27,7 +27,7 @@ def ranks_of(config: JobConfig, site: SiteConfig, data: DataList | None, folder:
     if config.dpsgd is not None:
         unit = config.dpsgd.unit
         what = f"devices: privacy.unit {unit} clips the gradient of every {unit}, which one device does; give one device"
-    elif config.strategy.parts:
+    elif config.strategy.traits.parts:
         whom = f"strategy {config.strategy.name!r}"
         what = f"devices: {whom} trains more beside the adapter, which one device does; give one device"
     elif site.base == "sharded" and (why := _whole(config, site)):
@@ -45,33 +45,43 @@ def _whole(config: JobConfig, site: SiteConfig) -> str:
         return f"model.dtype {config.model.dtype!r} keeps layers in a form of its own"
     if config.training.compile:
         return "training.compile makes one program of the model"
-    if config.strategy.looked_at:
+    if config.strategy.traits.probe_fraction:
         return f"strategy {config.strategy.name!r} looks at gradients before it trains"
-    if site.capacity.given and config.strategy.ranks_differ:
+    if site.capacity.given and config.strategy.traits.ranks_differ:
         return "capacity is measured by steps"
     return ""
 
 
 class HasRanks(Protocol):
-    """A site: its model, and its other devices where it has some."""
+    """A client's context: its model, and its other devices where it has some."""
 
     model: nn.Module
     ranks: Ranks | None
 
 
-S = TypeVar("S", bound=HasRanks)
+class HasContext(Protocol):
+    """A client."""
+
+    @property
+    def context(self) -> HasRanks:
+        """See ClientContext."""
+        ...
+
+
+S = TypeVar("S", bound=HasContext)
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def jointly(do: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Have a method of a site find the model ready for use on all its ranks; see Ranks.working."""
+def on_all_ranks(do: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Have a client's method find the model ready for use on all its ranks; see Ranks.working."""
 
     @wraps(do)
-    def done(site: S, /, *words: P.args, **named: P.kwargs) -> R:
-        if site.ranks is None:
-            return do(site, *words, **named)
-        with site.ranks.working(site.model) as site.model:
-            return do(site, *words, **named)
+    def done(client: S, /, *words: P.args, **named: P.kwargs) -> R:
+        context = client.context
+        if context.ranks is None:
+            return do(client, *words, **named)
+        with context.ranks.working(context.model) as context.model:
+            return do(client, *words, **named)
 
     return done

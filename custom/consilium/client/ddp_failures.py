@@ -5,13 +5,11 @@ A rank writes that nowhere. Its site does, and puts what may name data where it 
 
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from multiprocessing import connection
+from typing import NamedTuple
 
 from consilium.core.child_process import ChildProcess, exit_reason, receive
 from consilium.core.errors import ConsiliumError, Reason
-
-if TYPE_CHECKING:
-    from consilium.client.ddp_rendezvous import Joined  # which starts ranks
 
 LONGEST = 1000
 """Characters of a line: it may name a list and a file, whose paths are long."""
@@ -25,10 +23,23 @@ class Failed(NamedTuple):
     trace: str = ""
 
 
+class RemoteRank:
+    """A rank on another machine: what ddp.py needs of a ChildProcess."""
+
+    process = None
+
+    def __init__(self, pipe: connection.Connection, machine: str) -> None:
+        self.pipe, self.machine = pipe, machine
+
+    def end(self) -> None:
+        """Hang up, which the rank takes as its end."""
+        self.pipe.close()
+
+
 class Told(RuntimeError):
     """What a rank has said of why it failed, and which it is."""
 
-    def __init__(self, why: Failed, child: "ChildProcess | Joined") -> None:
+    def __init__(self, why: Failed, child: ChildProcess | RemoteRank) -> None:
         super().__init__(why.line)
         self.why, self.child = why, child
 
@@ -50,14 +61,14 @@ def failure(who: str, what: Failed) -> ConsiliumError:
     return found
 
 
-def hear(children: "Sequence[ChildProcess | Joined]") -> None:
+def hear(children: Sequence[ChildProcess | RemoteRank]) -> None:
     """Wait until all are ready. Raises Told for the first that is not, OSError or EOFError where it is gone."""
     for child in children:
         if found := receive(child.pipe):
             raise Told(found, child)
 
 
-def said(child: "ChildProcess | Joined") -> Failed | None:
+def said(child: ChildProcess | RemoteRank) -> Failed | None:
     """Return why a rank failed, None if it did not; the others wait for it, and say nothing."""
     gone = False
     try:

@@ -17,9 +17,10 @@ from functools import partial
 from multiprocessing import AuthenticationError, connection
 from pathlib import Path
 
+from consilium.client.ddp_failures import RemoteRank
 from consilium.client.ddp_worker import work
 from consilium.config.site import NodesConfig
-from consilium.core.child_process import ChildProcess
+from consilium.core.child_process import ChildProcess, exit_with_parent
 from consilium.core.errors import ConfigError, ConsiliumError, Reason
 
 HANDSHAKE = 10
@@ -36,19 +37,6 @@ SHORTEST = 16
 """Bytes of a secret, at least."""
 
 
-class Joined:
-    """A rank on another machine: what ddp.py needs of a Child."""
-
-    process = None
-
-    def __init__(self, pipe: connection.Connection, machine: str) -> None:
-        self.pipe, self.machine = pipe, machine
-
-    def end(self) -> None:
-        """Hang up, which the rank takes as its end."""
-        self.pipe.close()
-
-
 def read_secret(path: Path) -> bytes:
     """Return the secret of a file that only its owner may read. Raises ConfigError."""
     if not path.is_file():
@@ -60,7 +48,7 @@ def read_secret(path: Path) -> bytes:
     return found
 
 
-def gather(nodes: NodesConfig) -> list[Joined]:
+def gather(nodes: NodesConfig) -> list[RemoteRank]:
     """Return the site's ranks on other machines once all have called. Raises ConfigError, ConsiliumError."""
     gathering = _Gathering(read_secret(nodes.secret), nodes.ranks, time.monotonic() + nodes.wait)
     try:
@@ -83,7 +71,7 @@ class _Gathering:
 
     def __init__(self, secret: bytes, wanted: int, until: float) -> None:
         self.secret, self.wanted, self.until = secret, wanted, until
-        self.found: list[Joined] = []
+        self.found: list[RemoteRank] = []
         self.open, self.lock, self.free = True, threading.Lock(), threading.BoundedSemaphore(AT_ONCE)
 
     def goes_on(self) -> bool:
@@ -104,7 +92,7 @@ class _Gathering:
             raise
         threading.Thread(target=self._admit, args=(_piped(caller), machine), daemon=True).start()
 
-    def end(self, wanted: int = 0) -> list[Joined]:
+    def end(self, wanted: int = 0) -> list[RemoteRank]:
         """Let nobody in any more; return who is, and hang up on them where they are fewer than `wanted`, or none is."""
         with self.lock:
             self.open = False
@@ -124,7 +112,7 @@ class _Gathering:
             self.free.release()
         with self.lock:
             if self.open and len(self.found) < self.wanted:
-                self.found.append(Joined(pipe, machine))
+                self.found.append(RemoteRank(pipe, machine))
                 return
         pipe.close()
 
@@ -177,8 +165,6 @@ def stand_by(place: tuple[str, int], secret: bytes, devices: Sequence[str], thre
 
 def _join(place: tuple[str, int], secret: bytes, device: str, parent: connection.Connection) -> None:
     """Call until rank 0 answers, then work for it once."""
-    from consilium.core.child_process import exit_with_parent
-
     exit_with_parent()
     while True:
         try:

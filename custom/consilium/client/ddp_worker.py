@@ -20,6 +20,7 @@ from consilium.core.child_process import exit_with_parent, receive, send
 from consilium.core.messages import Tensors
 from consilium.core.schema import validate
 from consilium.data.datalist import DataList
+from consilium.federation.job import build_model, build_task
 from consilium.federation.saved_model import load_values
 from consilium.report.private_logging import say_to
 from consilium.tasks.base import Batch, Task
@@ -81,7 +82,7 @@ class Share(NamedTuple):
     seed: int
 
 
-def found_by(task: Task, model: nn.Module, share: Share, trained: Sequence[Tensor]) -> Tensor:
+def loss_and_gradients(task: Task, model: nn.Module, share: Share, trained: Sequence[Tensor]) -> Tensor:
     """Return (1 + n,) float32 on the CPU: the share's weighted loss, then its gradient.
 
     The gradient is that with respect to the n trained numbers.
@@ -169,8 +170,6 @@ def work(pipe: connection.Connection, address: str = LOOPBACK, device: str | Non
 
 def _joined(pipe: connection.Connection, setup: RankSetup, address: str, device: str) -> "RankWorker":
     """Meet the others, read the base when it is this rank's turn, and keep its part of it where it is sharded."""
-    from consilium.federation.job import build_model, build_task  # which has the site's side of ranks
-
     site = setup.site.model_copy(update={"devices": (device,)})
     config = validate(JobConfig, setup.settings, Path("job.yaml"), setup.packages)
     task = build_task(config, setup.data, site)
@@ -225,7 +224,7 @@ def _take(model: nn.Module, task: Task, share: Share, trained: list[Tensor], pre
     _write(trained, reduced(group, flat(trained), found=False))
     torch.manual_seed(share.seed)
     with autocast(next(model.parameters()).device, precision):
-        found = found_by(task, model, share, trained)
+        found = loss_and_gradients(task, model, share, trained)
     reduced(group, found, found=True)
 
 

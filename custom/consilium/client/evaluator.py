@@ -1,99 +1,122 @@
-"""Scores of the model that a site runs: of one in its own run, and of those that a cross-site job sends or asks for."""
+"""Scores of the model that a client runs: of one in its own run, and of those that a cross-site job sends."""
 
-from pathlib import Path
+import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 
-from consilium.client.model_store import Keeping
-from consilium.config.job import JobConfig, load_job
+from consilium.adapters.parts import cut_of
+from consilium.client.context import ClientContext
+from consilium.config.job import JobConfig
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
-from consilium.core.messages import SKIPPED, MetricKey, Observer, Payload, Stage, Tensors
-from consilium.federation.saved_model import ADAPTERS, SavedModel, check_forward, read_kept, run_as_kept
-from consilium.tasks.base import Task
+from consilium.core.messages import MetricKey, Payload, Stage, Tensors
+from consilium.federation.saved_model import SavedModel, check_forward, run_as_kept
+from consilium.models.registry import MODELS
+from consilium.report.best_worst_cases import Closing
+from consilium.strategies.traits import Interpolation
+from consilium.tasks.base import Examples, Task
+from consilium.tasks.registry import LOWER, TASKS
 from consilium.training.device import autocast
+from consilium.training.interpolation import interpolated
 
 
-def scores(model: nn.Module, task: Task, config: JobConfig, split: str, distances: bool) -> dict[str, float]:
-    """Return the task's metrics of a split by the model as it is, {} for one without samples; `distances`: all of them."""
+def scores(model: nn.Module, task: Task, config: JobConfig, split: str, full: bool) -> dict[str, float]:
+    """Return the task's metrics of a split by the model as it is, {} for one without samples; `full`: distances too."""
     training = config.training
     with torch.no_grad(), autocast(next(model.parameters()).device, training.precision):
-        return task.evaluate(model, split, training.batch_size, distances)
+        return task.evaluate(model, split, training.batch_size, full)
 
 
-def former_jobs(config: JobConfig) -> list[JobConfig]:
-    """Return what the job of the run may be that a cross-site job scores: named at its submission, or by default."""
-    names = (config.cross_site.run, None) if config.cross_site else ()
-    return [config.model_copy(update={"cross_site": None, "experiment": name}) for name in names]
+class Evaluator:
+    """Evaluates the model of a client as it is now, on the client's own data."""
 
+    def __init__(self, context: ClientContext) -> None:
+        self.context = context
 
-class Scoring(Keeping):
-    """The part of a site that scores models and, for a cross-site job, gives its own; see Site."""
-
-    folder: Path
-    observer: Observer
-
-    def scored_run(self, run: str) -> str:
-        """Return what the site calls the run that a cross-site job scores; of any other job the run itself."""
-        own, _, _ = run.partition(".")
-        found = [f"{own}.{former.digest[:16]}" for former in former_jobs(self.config)]
-        return next((one for one in found if (self.folder / one).is_dir()), run)
-
-    def personalized_model(self) -> Payload:
-        """Return this site's personalized model of the run that a cross-site job scores, for its guard.
-
-        Raises RefusedError where the site has none of it.
-        """
-        folder, digests = self.folder / ADAPTERS / Stage.PERSONALIZED, {one.digest for one in former_jobs(self.config)}
-        if not folder.is_dir():
-            raise RefusedError(f"{self.name}: {folder}: there is no personalized model of the run", Reason.MODEL)
-        kept, _ = read_kept(folder)
-        if load_job(folder / "job.yaml", plugins=frozenset(self.config.packages)).digest not in digests:
-            raise RefusedError(f"{self.name}: {folder}: is of another job than the run that is scored", Reason.MODEL)
-        return Payload(-1, -1, kept.values, {"scaling": kept.scaling, "share": kept.share})
-
-    def score(self, local: Tensors, payload: Payload, split: str) -> Payload:
-        """Return a split's metrics of the model that a cross-site job sends, and nothing else.
-
-        Phase 0: what all sites share, with this site's `local` tensors of the run. Any other: a site's whole model. Raises
-        RefusedError, CheckpointError.
-        """
-        if payload.phase == 0:
-            stage, chosen = Stage.GLOBAL, self.chosen(payload, lambda one: self._receive(local, one))
-            self._receive(local, chosen)
-        else:
-            stage = Stage.PERSONALIZED
-            self._run(payload)
-        metrics = self._evaluate(split, stage, payload, distances=True) if self.task.has(split) else {}
-        self.observer({"event": "metrics", "site": self.name, "round": payload.round, "metrics": metrics})
-        return Payload(payload.round, payload.phase, {}, metrics=metrics | self._skipped())
-
-    def _run(self, payload: Payload) -> None:
-        """Put another site's whole model into the model."""
-        if payload.scalars.keys() != {"scaling", "share"}:
-            raise RefusedError(f"{self.name}: what came is no site's model; nothing was scored", Reason.TASK)
-        kept = SavedModel(payload.tensors, payload.round, payload.scalars["scaling"], payload.scalars["share"])
-        check_forward(kept, "the model that the server sent")
-        self.load(kept.values)
-        run_as_kept(self.model, self.config, kept)
-
-    def _receive(self, own: Tensors, payload: Payload) -> Tensors:
-        """Load the strategy's view of own tensors and payload into the model and return it."""
-        start = self.strategy.receive(own, payload)
-        self.load(start)
-        self._scale(self.strategy.scaling(payload))
-        self._mix(0.0)
-        return start
-
-    def _evaluate(self, split: str, stage: Stage, payload: Payload, distances: bool = False) -> dict[str, float]:
-        self.observer({"event": "evaluate", "site": self.name, "round": payload.round, "stage": f"{split}/{stage}"})
-        metrics = scores(self.model, self.task, self.config, split, distances)
+    def evaluate(self, split: str, stage: Stage, payload: Payload, full: bool = False) -> dict[str, float]:
+        """Return the metrics of a split by their keys. Raises ConsiliumError for a metric that is no number."""
+        context = self.context
+        context.observer({"event": "evaluate", "site": context.name, "round": payload.round, "stage": f"{split}/{stage}"})
+        metrics = scores(context.model, context.task, context.config, split, full)
         if wrong := [name for name, value in metrics.items() if not isinstance(value, int | float)]:
             what = f"the task's evaluate() returned {wrong[0]!r} as no number; return float(...)"
             raise ConsiliumError(what, Reason.TRAINING)
         return {str(MetricKey(split, stage, name)): value for name, value in metrics.items()}
 
-    def _skipped(self) -> dict[str, float]:
-        """Return how many samples were left out, {} for none or for a task that leaves none out."""
-        count = getattr(self.task, "skipped", 0)
-        return {SKIPPED: float(count)} if count else {}
+    def validate(self, stage: Stage, payload: Payload) -> dict[str, float]:
+        """Return validation metrics, {} where the job wants none of this model in this round. Pictures stay here."""
+        config = self.context.config.training
+        if not config.validates(payload.round, stage):
+            return {}
+        self.context.events.pictures(payload.round, stage, lambda: self._examples("validation"))
+        return self.evaluate("validation", stage, payload, config.validation.full)
+
+    def evaluate_final(self, split: str, stage: Stage, payload: Payload, closing: Closing) -> dict[str, float]:
+        """Return the full metrics of the model; put its predictions of a few samples into `closing`."""
+        metrics, context = self.evaluate(split, stage, payload, full=True), self.context
+        with torch.no_grad(), autocast(next(context.model.parameters()).device, context.config.training.precision):
+            closing.look(stage, context.task, context.model, split)
+        return metrics
+
+    def score(self, own: Tensors, payload: Payload, split: str) -> Payload:
+        """Return a split's metrics of the model that a cross-site job sends, and nothing else.
+
+        Phase 0: the model that all sites share, with this client's `own` tensors of the run. Any other: a site's whole model.
+        Raises RefusedError, CheckpointError.
+        """
+        context, stage = self.context, Stage.GLOBAL if payload.phase == 0 else Stage.PERSONALIZED
+        if payload.phase == 0:
+            context.receive(own, self.choose_final(own, payload))
+        else:
+            self._run(payload)
+        metrics = self.evaluate(split, stage, payload, full=True) if context.task.has(split) else {}
+        context.observer({"event": "metrics", "site": context.name, "round": payload.round, "metrics": metrics})
+        return Payload(payload.round, payload.phase, {}, metrics=metrics | context.skipped())
+
+    def _run(self, payload: Payload) -> None:
+        """Put another site's whole model into the model."""
+        if payload.scalars.keys() != {"scaling", "share"}:
+            what = "the payload is not a site's model, which has the scalars scaling and share; nothing was scored"
+            raise RefusedError(f"{self.context.name}: {what}", Reason.TASK)
+        kept = SavedModel(payload.tensors, payload.round, payload.scalars["scaling"], payload.scalars["share"])
+        check_forward(kept, "the model that the server sent")
+        self.context.load(kept.values)
+        run_as_kept(self.context.model, self.context.config, kept)
+
+    @torch.no_grad()
+    def choose_final(self, own: Tensors, payload: Payload) -> Payload:
+        """Return the candidate for the final model that scores best on the validation split; the first without a split."""
+        context, offered = self.context, self.context.strategy.final_candidates(payload)
+        names, best = list(offered), next(iter(offered))
+        if len(names) == 1:
+            return offered[best]
+        how = "having no validation split"
+        if context.task.has("validation"):
+            found = {name: self._leading_score(own, one) for name, one in offered.items()}
+            best, how = max(names, key=lambda name: found[name]), "the best of its validation split"
+        context.observer({"event": "chosen", "site": context.name, "text": f"tests {best}, {how}"})
+        return offered[best]
+
+    def _leading_score(self, own: Tensors, payload: Payload) -> float:
+        """Return the leading score of the validation split, negative where less is better; a score that is NaN is last."""
+        context, task = self.context, self.context.config.task
+        context.receive(own, payload)
+        found = scores(context.model, context.task, context.config, "validation", False)
+        lead = TASKS[task.name].scores(task).lead(found)
+        value = found.get(lead, math.nan)
+        return -math.inf if math.isnan(value) else -value if lead in LOWER else value
+
+    def _examples(self, split: str) -> Examples | None:
+        """Return the model's predictions of a few pictures."""
+        context = self.context
+        with torch.no_grad(), autocast(next(context.model.parameters()).device, context.config.training.precision):
+            return context.task.examples(context.model, split)
+
+    def personalized(self, interpolation: Interpolation | None, payload: Payload) -> AbstractContextManager[None]:
+        """Return the block in which the model is the client's personalized one."""
+        context = self.context
+        if interpolation is None:
+            return nullcontext()
+        cut, seed = cut_of(context.model, MODELS[context.config.model.name]), context.seed("blend", payload)
+        return interpolated(context.model, cut, context.task, context.mix, interpolation, seed)

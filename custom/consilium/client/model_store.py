@@ -1,29 +1,34 @@
 """What a site keeps of its models: while a run goes on the best by validation, at its end a folder for each."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from math import fsum
 from pathlib import Path
 
 from consilium.adapters import layers
 from consilium.adapters.names import is_local
-from consilium.client.trainer import LocalTraining
-from consilium.config.job import JobConfig
+from consilium.client.context import ClientContext
+from consilium.config.job import JobConfig, load_job
+from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import MetricKey, Payload, SiteInfo, Stage, Tensors
+from consilium.core.storage import checkpoint_hash
 from consilium.federation.model_card import BEST, Card, Score, scores_of
 from consilium.federation.saved_model import (
     ADAPTERS,
     SavedModel,
     keeps_local,
     leading,
-    load_values,
     note_best,
     read_best,
+    read_kept,
     with_parameters,
     write_kept,
 )
 from consilium.federation.trainable_checks import as_changes
 from consilium.privacy.plan import Plan, not_private
 from consilium.report.run_record import Results
+from consilium.strategies.strategy import Strategy, scaling_of
+from consilium.strategies.traits import Interpolation
 
 UNCOVERED = (
     "The privacy claim is of what leaves the site. This folder holds tensors of the site's own, which no noise covers: "
@@ -31,69 +36,101 @@ UNCOVERED = (
 )
 
 
-class Keeping(LocalTraining):
-    """The part of a site that keeps models; see Site. `shares_scores`: whether a model card may have the site's scores."""
+class ModelStore:
+    """The models of one client, in its folder."""
 
-    folder: Path
-    shares_scores: bool = True
-
-    def load(self, values: Tensors) -> set[str]:
-        """Put `values` into the model; return the blocks that it runs without, those whose tensors are not among them."""
-        return load_values(self.model, self.strategy, values, self.name)
+    def __init__(self, context: ClientContext) -> None:
+        self.context = context
 
     def received(self, values: Tensors, payload: Payload) -> SavedModel:
         """Return the global model as it was received."""
-        return SavedModel(values, payload.round, self.strategy.scaling(payload))
+        return SavedModel(values, payload.round, scaling_of(self.context.strategy, payload))
 
     def own_model(self, values: Tensors, payload: Payload, closing: bool) -> SavedModel:
         """Return the personalized model after a round's training, or after that at the end of the run."""
-        blend, scaling = self.strategy.blend(closing), self.strategy.scaling(payload)
-        rounds = payload.round + (not closing)
-        return SavedModel(values, rounds, scaling, blend.most, blend.examples) if blend else SavedModel(values, rounds, scaling)
+        found = replace(self.received(values, payload), rounds=payload.round + (not closing))
+        if (blend := interpolation_of(self.context.strategy, closing)) is not None:
+            found = replace(found, share=blend.most, similar=blend.examples)
+        return found
 
     def note_best(self, run: str, stage: Stage, kept: SavedModel, metrics: Mapping[str, float]) -> None:
         """Keep a model if its score on validation data is the best of its stage so far."""
-        told = [key.metric for name in metrics if (key := MetricKey.parse(name)) and key.stage is stage]
-        metric = leading(self.config, told)
-        score = metrics.get(str(MetricKey("validation", stage, metric)))
-        note_best(self._best(run, stage), kept, self.config, metric, score)
+        config = self.context.config
+        reported = [key.metric for name in metrics if (key := MetricKey.parse(name)) and key.stage is stage]
+        metric = leading(config, reported)
+        note_best(self._best(run, stage), kept, config, metric, metrics.get(str(MetricKey("validation", stage, metric))))
 
-    def keep(self, run: str, models: Mapping[Stage, SavedModel], metrics: Mapping[str, float], base_sha256: str) -> None:
+    def keep(self, run: str, models: Mapping[Stage, SavedModel], metrics: Mapping[str, float]) -> None:
         """Write the folder of every model, and of the best of each stage."""
+        shares_scores = self.context.shares_scores
         for stage, kept in models.items():
-            split, scores = scores_of(self.config, metrics, stage) if self.shares_scores else ("", {})
-            self._write(stage, kept, base_sha256, split=split, scores=scores)
+            split, found = scores_of(self.context.config, metrics, stage) if shares_scores else ("", {})
+            self._write(stage, kept, split=split, scores=found)
             if best := read_best(self._best(run, stage)):
-                self._write(f"{stage}{BEST}", best[0], base_sha256, best=best[1] if self.shares_scores else None)
+                self._write(f"{stage}{BEST}", best[0], best=best[1] if shares_scores else None)
 
-    def _write(self, name: str, kept: SavedModel, base_sha256: str, **more: object) -> None:
-        blocks = self.load(kept.values)
-        others = with_parameters(self.model, kept.values)
+    def _write(self, name: str, kept: SavedModel, **more: object) -> None:
+        context, config, plan = self.context, self.context.config, self.context.plan
+        blocks = context.load(kept.values)
+        others = with_parameters(context.model, kept.values)
         if not kept.share:
             others = {name: tensor for name, tensor in others.items() if not is_local(name)}
-        told = self.task.num_samples if self.config.privacy is None else None
         card = Card.of(
-            self.config, name, kept.rounds, base_sha256, site=self.name, training=told,
-            privacy=self.plan.claim() if self.plan else "", notes=tuple(self._notes(name, blocks)), **more,
+            config, name, kept.rounds, self.base_sha256(), site=context.name,
+            training=context.task.num_samples if config.privacy is None else None,
+            privacy=plan.claim() if plan else "", notes=tuple(self._notes(name, blocks)), **more,
         )  # fmt: skip
-        write_kept(self.folder / ADAPTERS / name, kept, others, self.config, card, self.plan)
+        write_kept(context.folder / ADAPTERS / name, kept, others, config, card, plan)
 
     def _notes(self, name: str, blocks: set[str]) -> list[str]:
         """Return what else a user of the model `name` must know, which runs without these blocks."""
-        private, local = self.config.privacy, keeps_local(self.strategy, layers.tensors(self.model))
+        context = self.context
+        private, local = context.config.privacy, keeps_local(context.strategy, layers.tensors(context.model))
         own = name.startswith(Stage.PERSONALIZED) or local
-        found = [UNCOVERED] if private is not None and ((private.unit == "site" and own) or self._chose()) else []
+        chosen = len(context.strategy.final_candidates(Payload(0, 0, layers.values(context.model)))) > 1
+        found = [UNCOVERED] if private is not None and ((private.unit == "site" and own) or chosen) else []
         if blocks:
             listed = ", ".join(f"`{block}`" for block in sorted(blocks))
             found.append(f"It runs without the base's blocks {listed}, which other programs do not know.")
         return found
 
-    def _chose(self) -> bool:
-        """Tell whether validation data chose what the model is."""
-        return len(self.strategy.choices(Payload(0, 0, layers.values(self.model)))) > 1
-
     def _best(self, run: str, stage: Stage) -> Path:
-        return self.folder / run / f"best-{stage}.safetensors"
+        return self.context.folder / run / f"best-{stage}.safetensors"
+
+    def base_sha256(self) -> str:
+        """Return the SHA-256 of the base's checkpoint, "" where the package has the weights."""
+        return checkpoint_hash(self.context.checkpoint) if self.context.checkpoint else ""
+
+    def scored_run(self, run: str) -> str:
+        """Return what the site calls the run that a cross-site job scores; of any other job the run itself."""
+        own, _, _ = run.partition(".")
+        found = [f"{own}.{former.digest[:16]}" for former in former_jobs(self.context.config)]
+        return next((one for one in found if (self.context.folder / one).is_dir()), run)
+
+    def personalized_model(self) -> Payload:
+        """Return this site's personalized model of the run that a cross-site job scores, for its guard.
+
+        Raises RefusedError where the site has none of it.
+        """
+        context, folder = self.context, self.context.folder / ADAPTERS / Stage.PERSONALIZED
+        if not folder.is_dir():
+            raise RefusedError(f"{context.name}: {folder}: there is no personalized model of the run", Reason.MODEL)
+        kept, _ = read_kept(folder)
+        digest = load_job(folder / "job.yaml", plugins=frozenset(context.config.packages)).digest
+        if digest not in {one.digest for one in former_jobs(context.config)}:
+            raise RefusedError(f"{context.name}: {folder}: is of another job than the run that is scored", Reason.MODEL)
+        return Payload(-1, -1, kept.values, {"scaling": kept.scaling, "share": kept.share})
+
+
+def former_jobs(config: JobConfig) -> list[JobConfig]:
+    """Return what the job of the run may be that a cross-site job scores: named at its submission, or by default."""
+    names = (config.cross_site.run, None) if config.cross_site else ()
+    return [config.model_copy(update={"cross_site": None, "experiment": name}) for name in names]
+
+
+def interpolation_of(strategy: Strategy, closing: bool) -> Interpolation | None:
+    """Return how the personalized model weighs a local adapter, None without one that has trained."""
+    return strategy.traits.interpolation if closing or not strategy.traits.fits_after_last_round else None
 
 
 def keep_shared(

@@ -20,6 +20,7 @@ from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.data.patients import by_patient, item_patient, most_of_one
 from consilium.data.sample_check import FileWatch, count_lost, without_faults
 from consilium.data.store import open_store
+from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.privacy.plan import per_patient
 from consilium.tasks.registry import TASKS
 
@@ -118,8 +119,6 @@ def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, lost: li
             f"{name}: no data list; set `datalist:` or `datasets:` in its site.yaml, or simulate with --data FOLDER that holds "
             f"{name}/{task.file}"
         )
-    from consilium.data.synthetic.phantoms import make_phantoms
-
     spec = phantoms.model_dump() | {"seed": config.training.seed, "size": config.model.image_side}
     return task.read(make_phantoms(folder / "phantoms", site=name, **spec))
 

@@ -37,7 +37,7 @@ def remember(config: JobConfig, model: nn.Module, task: Task) -> None:
     Strategies with parts between encoder and head, or a second adapter, look at what passes there, so theirs always runs.
     """
     name = MODELS[config.model.name].encoder
-    if not (name and hasattr(model, "embed") and isinstance(task, Remembers)) or config.strategy.parts:
+    if not (name and hasattr(model, "embed") and isinstance(task, Remembers)) or config.strategy.traits.parts:
         return  # a SAM from a folder has no separate `embed`
     if not any(one.startswith(f"{name}.") or f".{name}." in one for one in layers.tensors(model)):
         task.remember(f"{_identity(model.get_submodule(name))} {config.model.model_dump_json()}")

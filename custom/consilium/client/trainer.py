@@ -1,243 +1,236 @@
-"""The training of one phase at a site: looks before it, its passes, and the model that the site then calls its own."""
+"""The training of one phase at a client, as an algorithm's `local_update` uses it; see strategies/trainer.py."""
 
-import math
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 
 from consilium.adapters import layers
-from consilium.adapters.parts import FEATURE_SHIFT, LOCAL_ADAPTER, cut_of
-from consilium.adapters.registry import AdapterKind
-from consilium.client.ddp import Ranks
-from consilium.client.ddp_checks import jointly
-from consilium.config.job import JobConfig
-from consilium.core.errors import CheckpointError, DataError, Reason
-from consilium.core.messages import Observer, Payload, Tensors
+from consilium.adapters.parts import FEATURE_SHIFT
+from consilium.client.context import ClientContext
+from consilium.client.memory_check import compare_peak
+from consilium.core.errors import CheckpointError, ConfigError
+from consilium.core.messages import Payload, Tensors
 from consilium.core.seeding import seed_for
-from consilium.data.datalist import DataList
 from consilium.data.patients import by_patient
-from consilium.data.sample_check import FileWatch
-from consilium.models.registry import MODELS
 from consilium.privacy.dpsgd import DpSgd, rehearse
-from consilium.privacy.plan import Plan, dpsgd, per_patient
-from consilium.report.tensorboard_file import SiteEvents
-from consilium.strategies.local_plan import Pass
-from consilium.strategies.strategy import Role, Strategy
-from consilium.tasks.base import Examples, Task
-from consilium.tasks.registry import LOWER, TASKS
+from consilium.privacy.plan import dpsgd, per_patient
+from consilium.strategies.strategy import Role, scaling_of, trained_names
+from consilium.strategies.trainer import FeaturePenalty, GradientProbe, Penalty
+from consilium.tasks.base import Task
+from consilium.tasks.registry import TASKS
 from consilium.training.device import autocast, peak_memory
 from consilium.training.dpsgd_sum import clipped_sum
 from consilium.training.features import WithFeatures
-from consilium.training.gradient_probe import Looking
-from consilium.training.interpolation import blended
+from consilium.training.gradient_probe import BatchGradients
 from consilium.training.loop import Progress, train
 
 
-class LocalTraining:
-    """What a site's training needs, and what it shows of it; see Site."""
+@dataclass
+class FitReport:
+    """Results of a phase's fits for the client. The algorithm does not see them: no noise covers a loss.
 
-    name: str
-    config: JobConfig
-    strategy: Strategy
-    model: nn.Module
-    task: Task
-    adapter: AdapterKind
-    observer: Observer
-    plan: Plan | None
-    noise_seed: int | None
-    should_stop: Callable[[], None]
-    events: SiteEvents
-    data: DataList | None = None
-    """What samples of one patient are known by."""
-    ranks: Ranks | None = None
-    """The site's other devices."""
-    watch: FileWatch | None = None
-    """The files that a round reads."""
-    _rehearsed = False
+    `numbers`: the steps of all fits, the loss and the rest of the last. `fitted`: names of all tensors that trained. `begin`:
+    the values when the first fit began, where they are not those received. `failure`: the first error; an algorithm that
+    catches it must not go on, because it may depend on single records.
+    """
 
-    def begin(self) -> None:
-        """Make sure that a round can be trained: its files can be read, and other devices are there. Raises ConsiliumError."""
-        if self.watch:
-            self.watch.check(getattr(self.task, "read_again", lambda split, index: None))
-        if self.plan is not None and self.config.dpsgd and not self._rehearsed:
-            self._rehearse(self.config.dpsgd.unit)
-        self._start()
+    numbers: dict[str, float] = field(default_factory=lambda: {"steps": 0.0})
+    fitted: set[str] = field(default_factory=set)
+    begin: Tensors | None = None
+    failure: Exception | None = None
 
-    def _rehearse(self, unit: str) -> None:
-        """Refuse a private step that would fail on any data, before it is charged. Raises ConsiliumError."""
-        kind, device = TASKS[self.config.task.name], next(self.model.parameters()).device
-        trained = {n: p for n, p in layers.tensors(self.model).items() if isinstance(p, nn.Parameter)}
-        if (made := kind.rehearse) is not None:
 
-            def loss() -> Tensor:
-                with device, autocast(device, "fp32"):
-                    return made(self.config.task, self.config.model, self.model, per_patient(self.config.dpsgd) or 1)
+class Trainer:
+    """Trains the client's model for one phase. Whatever reads records is counted, and refused where no charge covers it.
 
-            rehearse(self.model, trained, unit, loss)
-        self._rehearsed = True
+    `own` to `closing`: see strategies/trainer.py. `optimizer`: what the local optimizer remembers of the last phase, brought
+    up to date where the job keeps it.
+    """
 
-    @jointly
-    def _start(self) -> None:
-        if self.ranks:
-            self.ranks.begin()
+    def __init__(
+        self,
+        context: ClientContext,
+        payload: Payload,
+        own: Tensors,
+        start: Tensors,
+        memory: Tensors,
+        optimizer: Tensors,
+        report: FitReport,
+        closing: bool = False,
+    ) -> None:
+        self.own, self.memory, self.closing = own, dict(memory), closing
+        self.start = {name: start[name] for name in layers.tensors(context.model) if name in start}
+        self._context, self._payload, self._optimizer, self._report, self._fits = context, payload, optimizer, report, 0
 
-    def _examples(self, split: str) -> Examples | None:
-        """Return what the model as it is now says of a few pictures."""
-        with torch.no_grad(), autocast(next(self.model.parameters()).device, self.config.training.precision):
-            return self.task.examples(self.model, split)
+    def fit(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        share: float = 0.0,
+        penalty: Penalty | None = None,
+        feature_penalty: FeaturePenalty | None = None,
+        correction: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        """See strategies/trainer.py.
 
-    def _undrawn(self, reason: str) -> None:
-        self.observer({"event": "undrawn", "site": self.name, "reason": reason})
-
-    def _scale(self, factor: float) -> None:
-        """Multiply the adapter's part of the forward pass by `factor`, where its kind can."""
-        if self.adapter.scale:
-            self.adapter.scale(self.model, self.config.adapter, factor)
-
-    def values(self, names: Collection[str]) -> Tensors:
-        """Return those of the model's adapter tensors as they are now."""
-        return {name: tensor for name, tensor in layers.values(self.model).items() if name in names}
-
-    @contextmanager
-    def data_in_training(self) -> Iterator[None]:
-        """Have data that fail once values were received tell `training` in a private job.
-
-        How far training came depends on those values, and `data` would tell it for nothing, however often a server asks.
+        Raises ConfigError for a fit that the strategy's traits do not declare or that privacy does not charge, CheckpointError
+        for a correction that fits no tensor, ConsiliumError for training that fails.
         """
-        try:
-            yield
-        except DataError as error:  # still one of the data: its text may name a file, and stays out of public logs
-            error.reason = Reason.TRAINING if self.config.privacy else error.reason
-            raise
+        with self._noting_failure():
+            private = self._charged(feature_penalty is not None)
+            self._fits += 1
+            trained = self._trained(names)
+            live = layers.tensors(self._context.model)
+            params = {name: live[name] for name in live if name in self.start}
+            if wrong := sorted(n for n, one in correction.items() if n not in params or one.shape != params[n].shape):
+                what = f"the correction of {wrong[0]!r} fits no tensor here; same job.yaml for both?"
+                raise CheckpointError(f"{self._context.name}: {what}")
+            task = self._context.task
+            if feature_penalty is not None:
+                task = cast(Task, WithFeatures(task, feature_penalty))
+            self._context.mix(share)
+            found = self._train(task, params, trained, penalty or _no_penalty, correction, private)
+            self._context.mix(0.0)
+            self._report.fitted |= trained
+            self._report.numbers = found | {"steps": self._report.numbers["steps"] + found["steps"]}
 
-    def prepare(self, own: Tensors, start: Tensors, kept: Tensors, payload: Payload) -> tuple[Tensors, Tensors]:
-        """Let the strategy look at data before training; return what training starts from, and what the site keeps of it."""
-        if not self.strategy.looked_at:
-            return start, {}
-        seed = self._seed("look", payload)
-        look = Looking(self.model, self.task, self.config.training, seed, self.strategy.looked_at)
-        ordered = {name: start[name] for name in layers.tensors(self.model)}
-        begin, kept = self.strategy.before_training(own, ordered, kept, look)
-        layers.load(self.model, begin)
-        return begin, kept
+    def _charged(self, features: bool) -> DpSgd | None:
+        """Return how the next fit trains privately. Raises ConfigError where traits or privacy do not allow the fit."""
+        context, number = self._context, self._fits
+        traits, plan, dp = context.strategy.traits, context.plan, context.config.dpsgd
+        if number >= (1 if self.closing else traits.fits):
+            remedy = "set traits.fits to the number of its calls"
+            raise self._refusal(f"calls fit() more than {number} times in a phase", remedy)
+        if features and FEATURE_SHIFT not in traits.parts:
+            raise self._refusal("gives a feature_penalty without the part", "add FEATURE_SHIFT to traits.parts")
+        private = dpsgd_of(context, self._payload, number)
+        if dp is not None and (plan is None or plan.by_step or private is None or self.closing or features):
+            raise self._uncharged("this fit()", dp.unit)
+        return private
 
-    def train_passes(
-        self, passes: list[Pass], names: Collection[str], payload: Payload, memory: Tensors, optimizer: Tensors
+    def _trained(self, names: Iterable[str] | None) -> set[str]:
+        round, phase = self._payload.round, self._payload.phase
+        return set(trained_names(self._context.strategy, self.start, round, phase) if names is None else names)
+
+    def _train(
+        self,
+        task: Task,
+        params: Tensors,
+        trained: set[str],
+        penalty: Penalty,
+        correction: Mapping[str, Tensor],
+        private: DpSgd | None,
     ) -> dict[str, float]:
-        """Train pass after pass in a model of the tensors `names`; return the steps of all, and the last one's numbers.
+        """Run the training loop, on all devices of the client; return its numbers, with the peak memory of a GPU."""
+        context, payload, number = self._context, self._payload, self._fits - 1
+        if context.ranks:
+            scaling = scaling_of(context.strategy, payload)
+            task = cast(Task, context.ranks.joined(task, layers.values(context.model), trained, scaling))
+        phases = context.strategy.traits.phases_of
+        before = sum(phases(round) for round in range(payload.round)) + payload.phase
 
-        `optimizer`: what it remembers of the last phase, brought up to date where the job keeps it.
-        """
-        steps, found = 0.0, dict[str, float]()
-        for number, one in enumerate(passes):
-            self._mix(one.share)
-            params = {name: tensor for name, tensor in layers.tensors(self.model).items() if name in names}
-            found = self._pass(params, set(one.trained), payload, memory, optimizer, number)
-            steps += found["steps"]
-        self._mix(0.0)
-        return found | {"steps": steps}
-
-    def _pass(
-        self, params: Tensors, trained: set[str], payload: Payload, memory: Tensors, optimizer: Tensors, number: int
-    ) -> dict[str, float]:
-        task = self.task
-        if FEATURE_SHIFT in self.strategy.parts:
-            penalty = self.strategy.feature_penalty
-            task = cast(Task, WithFeatures(task, lambda mean: penalty(mean, params, memory, payload.round)))
-
-        if self.ranks:
-            task = cast(Task, self.ranks.joined(task, layers.values(self.model), trained, self.strategy.scaling(payload)))
-
-        def watch(progress: Progress) -> None:
-            self.should_stop()
+        def on_progress(progress: Progress) -> None:
+            context.should_stop()
             if progress.loss is None:
                 return
-            place = {"event": "step", "site": self.name, "round": payload.round, "phase": payload.phase}
-            self.observer(place | asdict(progress))
+            place = {"event": "step", "site": context.name, "round": payload.round, "phase": payload.phase}
+            context.observer(place | asdict(progress))
             step, group = before * progress.steps + progress.step, f"steps/{number + 1}" if number else "steps"
-            self.events.step(step, {f"{group}/loss": progress.loss, f"{group}/lr": progress.lr})
+            context.events.step(step, {f"{group}/loss": progress.loss, f"{group}/lr": progress.lr})
 
-        before = sum(self.strategy.phases(round) for round in range(payload.round)) + payload.phase
-        config, seed, hook = self.config.training, self._seed("train", payload, number), self.strategy.regularizer
-        private, goes_on = self.private(payload, number), config.optimizer_state == "kept"
-        kept, drift = optimizer if goes_on else None, self._drift(payload, params)
-        with peak_memory(next(self.model.parameters()).device) as peak:
-            found = train(self.model, task, params, trained, config, seed, hook, payload.scalars, watch, private, kept, drift)
+        config, seed = context.config.training, context.seed("train", payload, number)
+        memory = self._optimizer if config.optimizer_state == "kept" else None
+        with peak_memory(next(context.model.parameters()).device) as peak:
+            found = train(
+                context.model, task, params, trained, config, seed, penalty, payload.scalars, on_progress, private, memory,
+                correction,
+            )  # fmt: skip
         if peak and not before + number:  # a run's first
-            from consilium.client.memory_check import compare_peak
-
-            spread = (self.ranks.site.device_count, self.ranks.sharded) if self.ranks else ()
-            compare_peak(self.config, self.name, peak["peak_bytes"], *spread)
+            spread = (context.ranks.site.device_count, context.ranks.sharded) if context.ranks else ()
+            compare_peak(context.config, context.name, peak["peak_bytes"], *spread)
         return found | peak
 
-    def private(self, payload: Payload, number: int = 0) -> DpSgd | None:
-        """Return how a pass trains privately, None where training itself is not private."""
-        patients = by_patient(self.data) if self.data and per_patient(self.config.privacy) else ()
-        return dpsgd(self.plan, self._noise_seed(payload, number), patients)
+    def probe(self) -> GradientProbe:
+        """See strategies/trainer.py. Raises ConfigError where traits declare no probe, or under record-level privacy."""
+        context, share = self._context, self._context.strategy.traits.probe_fraction
+        with self._noting_failure():
+            if not share:
+                raise self._refusal("calls probe()", "set traits.probe_fraction to the share of the data that it reads")
+            if context.config.dpsgd is not None:
+                raise self._uncharged("probe()", context.config.dpsgd.unit)
+            seed = context.seed("look", self._payload)
+            return BatchGradients(context.model, context.task, context.config.training, seed, share)
 
-    def step_of_all(self, names: Collection[str], payload: Payload) -> Tensors:
-        """Return this site's part of a step of DP-SGD over all sites, on the grid; {} where sites train by themselves."""
-        if self.plan is None or not self.plan.by_step or (dp := self.private(payload)) is None:
-            return {}
-        params = {name: tensor for name, tensor in layers.tensors(self.model).items() if name in names}
-        trained = set(self.strategy.names(params, Role.SHARED, payload.round, payload.phase))
-        return clipped_sum(self.model, self.task, params, trained, self.config.training, dp)
+    def values(self) -> Tensors:
+        """See strategies/trainer.py."""
+        return self._context.values(self.start)
 
-    def _drift(self, payload: Payload, params: Tensors) -> Tensors:
-        """Return what the strategy adds over the round. Raises CheckpointError where the server sent what fits no tensor."""
-        drift = self.strategy.drift(payload)
-        if wrong := sorted(n for n, one in drift.items() if n not in params or one.shape != params[n].shape):
-            raise CheckpointError(f"{self.name}: the correction of {wrong[0]!r} fits no tensor here; same job.yaml for both?")
-        return drift
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """See strategies/trainer.py. Raises CheckpointError for a tensor that the model does not have so."""
+        live = layers.tensors(self._context.model)
+        if wrong := sorted(n for n, one in values.items() if n not in self.start or one.shape != live[n].shape):
+            raise CheckpointError(f"{self._context.name}: {wrong[0]!r}: load() gives a tensor that the model does not have so")
+        layers.overwrite(self._context.model, values)
+        if not self._fits:
+            self._report.begin = {**(self._report.begin or self.start), **values}
 
-    def _seed(self, what: str, payload: Payload, number: int = 0) -> int:
-        """Return the seed of one pass of a phase. The first pass has the seed that a phase with a single pass has."""
-        return seed_for(self.config.training.seed, what, payload.round, payload.phase, self.name, *[number] * bool(number))
+    def update(self, since: Mapping[str, Tensor] | None = None) -> Payload:
+        """See strategies/trainer.py."""
+        since, end = self.start if since is None else since, self.values()
+        round, phase = self._payload.round, self._payload.phase
+        shared = self._context.strategy.names(end, Role.SHARED, round, phase)
+        return Payload(round, phase, {name: end[name] - since[name] for name in shared})
 
-    def _noise_seed(self, payload: Payload, number: int) -> int | None:
-        if self.noise_seed is None:
-            return None
-        return seed_for(self.noise_seed, "dpsgd", self.name, payload.round, payload.phase, *[number] * bool(number))
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._report.failure = self._report.failure or error
+            raise
 
-    def _mix(self, share: float | Tensor) -> None:
-        """Give a local adapter its share of the forward pass, where there is one."""
-        if LOCAL_ADAPTER in self.strategy.parts and self.adapter.mix:
-            self.adapter.mix(self.model, self.config.adapter, share)
+    def _refusal(self, does: str, remedy: str) -> ConfigError:
+        return ConfigError(f"strategy {self._context.strategy.name!r}: local_update() {does}; {remedy}")
 
-    @torch.no_grad()
-    def chosen(self, payload: Payload, load: Callable[[Payload], object]) -> Payload:
-        """Return that of the strategy's choices after the last round which the validation split scores best; the first without.
+    def _uncharged(self, what: str, unit: str) -> ConfigError:
+        return self._refusal(f"reads records in {what}, for which privacy.unit {unit} has no charge", "use fedit")
 
-        `load` puts one into the model.
-        """
-        offered = self.strategy.choices(payload)
-        names, best = list(offered), next(iter(offered))
-        if len(names) > 1 and self.task.has("validation"):
-            scores = {name: self._validated(load, offered[name]) for name in names}
-            best = max(names, key=lambda name: scores[name])
-        if len(names) > 1:
-            how = "the best of its validation split" if self.task.has("validation") else "having no validation split"
-            self.observer({"event": "chosen", "site": self.name, "text": f"tests {best}, {how}"})
-        return offered[best]
 
-    def _validated(self, load: Callable[[Payload], object], payload: Payload) -> float:
-        """Return the leading score of the validation split, negative where less is better; a score that is none is last."""
-        load(payload)
-        config, task = self.config.training, self.config.task
-        with autocast(next(self.model.parameters()).device, config.precision):
-            found = self.task.evaluate(self.model, "validation", config.batch_size)
-        lead = TASKS[task.name].scores(task).lead(found)
-        value = found.get(lead, math.nan)
-        return -math.inf if math.isnan(value) else -value if lead in LOWER else value
+def dpsgd_of(context: ClientContext, payload: Payload, number: int = 0) -> DpSgd | None:
+    """Return how fit `number` of a phase trains privately, None where training itself is not private."""
+    patients = by_patient(context.data) if context.data and per_patient(context.config.privacy) else ()
+    seed = context.noise_seed
+    if seed is not None:
+        seed = seed_for(seed, "dpsgd", context.name, payload.round, payload.phase, *[number] * bool(number))
+    return dpsgd(context.plan, seed, patients)
 
-    def personalized(self, closing: bool, payload: Payload) -> AbstractContextManager[None]:
-        """Return the block in which the model is the site's personalized one."""
-        blend = self.strategy.blend(closing)
-        if blend is None:
-            return nullcontext()
-        cut = cut_of(self.model, MODELS[self.config.model.name])
-        return blended(self.model, cut, self.task, self._mix, blend, self._seed("blend", payload))
+
+def step_of_all(context: ClientContext, payload: Payload, names: Collection[str]) -> Tensors:
+    """Return this client's part of a step of DP-SGD over all sites, on the grid; {} where sites train by themselves."""
+    if context.plan is None or not context.plan.by_step or (dp := dpsgd_of(context, payload)) is None:
+        return {}
+    params = {name: tensor for name, tensor in layers.tensors(context.model).items() if name in names}
+    trained = set(context.strategy.names(params, Role.SHARED, payload.round, payload.phase))
+    return clipped_sum(context.model, context.task, params, trained, context.config.training, dp)
+
+
+def rehearse_step(context: ClientContext) -> None:
+    """Refuse a private step that would fail on any data, before it is charged. Raises ConsiliumError."""
+    config, device = context.config, next(context.model.parameters()).device
+    trained = {n: p for n, p in layers.tensors(context.model).items() if isinstance(p, nn.Parameter)}
+    if config.dpsgd is None or (made := TASKS[config.task.name].rehearse) is None:
+        return
+
+    def loss() -> Tensor:
+        with device, autocast(device, "fp32"):
+            return made(config.task, config.model, context.model, per_patient(config.dpsgd) or 1)
+
+    rehearse(context.model, trained, config.dpsgd.unit, loss)
+
+
+def _no_penalty(step: object) -> Tensor | None:
+    """Add nothing to the loss."""

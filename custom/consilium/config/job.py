@@ -114,7 +114,7 @@ class JobConfig(Section):
     def adapter_kind(self) -> AdapterKind:
         """The adapter's kind; one with room for frozen tails where the strategy sends them."""
         kind = ADAPTERS[self.adapter.kind]
-        return kind.tailed() if self.strategy.tails and kind.tailed else kind
+        return kind.tailed() if self.strategy.traits.sends_frozen_ranks and kind.tailed else kind
 
     @property
     def weighting(self) -> str:
@@ -154,7 +154,7 @@ class JobConfig(Section):
         """Raise ValueError for a cross-site job that would send private models, or whose strategy pools the data."""
         if self.cross_site is None:
             return self
-        if self.strategy.pools_data:
+        if self.strategy.traits.pools_data:
             raise ValueError(f"cross_site: strategy {self.strategy.name!r} has one pooled site; use consilium evaluate")
         if self.cross_site.personalized and self.privacy is not None:
             what = "a personalized model holds what no noise covers, so none travels in a job with privacy"
@@ -217,7 +217,7 @@ class JobConfig(Section):
         wanted = MODELS[self.model.name].task
         if wanted != self.task.name and self.model.name not in TASKS[self.task.name].models:
             raise ValueError(f"task.name: {self.task.name!r} does not fit model.name {self.model.name!r}; expected {wanted!r}")
-        if getattr(self.task, "packed", False) and not (self.model.packs() and not self.strategy.parts):
+        if getattr(self.task, "packed", False) and not (self.model.packs() and not self.strategy.traits.parts):
             what = "needs a llama, mistral or qwen without a shorter sliding window, and a strategy that looks at no features"
             raise ValueError(f"task.packed: true {what}; use false")
         kind = self.data.phantoms.kind if self.data.phantoms else None

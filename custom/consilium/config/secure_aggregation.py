@@ -60,7 +60,7 @@ def check_masked(
     federation: FederationConfig,
 ) -> None:
     """Raise ValueError, naming field, value and remedy, for a setting that needs single updates or other sums."""
-    if strategy.needs == "sites" or strategy.pools_data:
+    if strategy.traits.needs == "sites" or strategy.traits.pools_data:
         what = "needs single sites' updates, which nobody sees"
         raise ValueError(f"secure_aggregation: strategy {strategy.name!r} {what}; remove the section, or use fedit")
     if server is not None and server.robust:

@@ -10,9 +10,9 @@ from consilium.core.errors import ConfigError
 from consilium.core.messages import SiteInfo, Tensors
 from consilium.federation.job import Job
 from consilium.report.run_log import payload_bytes
-from consilium.strategies.heterogeneous_ranks.ranks import Tier, UnequalRanks
+from consilium.strategies.heterogeneous_ranks.ranks import Tier, UnequalRanks, at_one_rank
 from consilium.strategies.registry import STRATEGIES
-from consilium.strategies.strategy import Role, Strategy
+from consilium.strategies.strategy import Role, Strategy, label_of
 
 _NUMBERS = ("trainable", "up", "down", "bytes_up", "bytes_down", "start")
 
@@ -44,18 +44,18 @@ def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
 
     What grows by the round (the tails of flora and frlora) counts at its widest, which is each layer's size.
     """
-    start = strategy.init_state(initial)
-    first = max(1, strategy.warm_up)
-    places = [(r, p) for r in range(first, first + strategy.period) for p in range(strategy.phases(r))]
+    start = strategy.initialize(initial)
+    first = max(1, strategy.traits.warm_up)
+    places = strategy.traits.role_schedule(first, len(strategy.traits.phases))
     trained = {n for place in places for n in initial if strategy.role(n, *place) is not Role.FROZEN}
-    sent = [strategy.broadcast(replace(start, round=r, phase=p), SiteInfo("site", 1, joined=True)) for r, p in places]
+    sent = [strategy.payload(replace(start, round=r, phase=p), SiteInfo("site", 1, joined=True)) for r, p in places]
     up = [one.tensors[n] for one in sent for n in strategy.names(one.tensors, Role.SHARED, one.round, one.phase)]
     site = SiteInfo("site", 1, joined=True)
     down = sum(strategy.download_numbers(one, site) for one in sent)
-    joining = strategy.broadcast(start, SiteInfo("site", 1, joined=False)).tensors
+    joining = strategy.payload(start, SiteInfo("site", 1, joined=False)).tensors
     kept = down - sum(_count(one.tensors.values()) for one in sent)  # of what is not there yet: float32
     down_bytes = sum(payload_bytes(one.tensors) for one in sent) + 4 * kept
-    sizes = [round(size / strategy.period) for size in (_count(up), down, _bytes(up), down_bytes)]
+    sizes = [round(size / len(strategy.traits.phases)) for size in (_count(up), down, _bytes(up), down_bytes)]
     numbers = [_count(initial[n] for n in trained), *sizes, _count(joining.values())]
     return Cost(label, **dict(zip(_NUMBERS, numbers, strict=True)))
 
@@ -90,8 +90,8 @@ def moved(job: Job, own: Cost, parts: int, sites: int) -> int:
 
     What a site receives first, on joining, comes in the place of its first download and not beside it.
     """
-    start = job.strategy.init_state(job.initial)
-    sent = [job.strategy.broadcast(start, SiteInfo("site", 1, joined)).tensors for joined in (False, True)]
+    start = job.strategy.initialize(job.initial)
+    sent = [job.strategy.payload(start, SiteInfo("site", 1, joined)).tensors for joined in (False, True)]
     return parts * (own.bytes_up + own.bytes_down) + min(sites, parts) * (payload_bytes(sent[0]) - payload_bytes(sent[1]))
 
 
@@ -114,12 +114,14 @@ def compare(job: Job) -> list[Cost]:
     own, adapter = job.strategy, job.config.adapter
     if isinstance(own, UnequalRanks) and job.config.adapter_kind.unequal_ranks:
         return compare_unequal(own, job.initial)
-    kinds = [cls for cls in STRATEGIES.values() if (cls.one_rank or not cls.ranks_differ) and not cls.pools_data]
-    every = [one.at_rank(getattr(adapter, "rank", 1)) for cls in kinds if cls.parts <= own.parts for one in cls.variants()]
+    kinds = [(cls, cls().traits) for cls in STRATEGIES.values()]
+    kinds = [(cls, of) for cls, of in kinds if (of.one_rank or not of.ranks_differ) and not of.pools_data]
+    fitted = [cls(**settings) for cls, of in kinds if of.parts <= own.traits.parts for settings in of.variants]
+    every = [at_one_rank(one, getattr(adapter, "rank", 1)) for one in fitted]
     plain = {name: tensor for name, tensor in job.initial.items() if not is_part(name)}
-    others = [(one, job.initial if one.parts else plain) for one in every if one.label != own.label]
+    others = [(one, job.initial if one.traits.parts else plain) for one in every if label_of(one) != label_of(own)]
     fitting = [(one, tensors) for one, tensors in others if _fits(one, tensors)]
-    return [own_cost(job), *(cost_of(one, tensors, one.label) for one, tensors in fitting)]
+    return [own_cost(job), *(cost_of(one, tensors, label_of(one)) for one, tensors in fitting)]
 
 
 def own_cost(job: Job) -> Cost:
@@ -127,9 +129,9 @@ def own_cost(job: Job) -> Cost:
     own = job.strategy
     if isinstance(own, UnequalRanks) and job.config.adapter_kind.unequal_ranks:
         return next(one for one in compare_unequal(own, job.initial) if one.strategy == f"{own.name} mean")
-    found = cost_of(own, job.initial, own.label)
+    found = cost_of(own, job.initial, label_of(own))
     if job.config.secure_aggregation is not None:  # 64-bit integers, and a weight in every phase
-        found = replace(found, bytes_up=8 * (found.up + own.phases(0)))
+        found = replace(found, bytes_up=8 * (found.up + own.traits.phases_of(0)))
     return found
 
 
@@ -148,7 +150,7 @@ def compare_unequal(own: UnequalRanks, initial: Tensors) -> list[Cost]:
 def tier_cost(strategy: UnequalRanks, initial: Tensors, tier: Tier, label: str) -> Cost:
     """Return the cost of a round of a site of this tier; stacks that grow by the round (flora) at their widest."""
     site = SiteInfo("site", 1, True, {"time": tier.train, "memory": tier.train, "download": tier.download})
-    sent = strategy.broadcast(strategy.init_state(initial), site)
+    sent = strategy.payload(strategy.initialize(initial), site)
     up = _count(sent.tensors[n] for n in strategy.names(sent.tensors, Role.SHARED, 0, 0))
     down = strategy.download_numbers(sent, site)
     return Cost(label, up, up, down, 4 * up, 4 * down, down)

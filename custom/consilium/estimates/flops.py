@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from consilium.adapters import layers
+from consilium.adapters.names import is_local
 from consilium.config.job import JobConfig
 from consilium.core.messages import Stage
 from consilium.federation.job import Job, laid_out
 from consilium.models.layout import numberless
-from consilium.strategies.strategy import Role
+from consilium.strategies.strategy import trained_names
 from consilium.tasks.segmentation import prompts_of
 
 WRITTEN = frozenset({"label", "exact", "generation"})
@@ -62,7 +63,7 @@ def step_flops(job: Job, work: Work) -> int:
 
 def run_flops(job: Job, work: Work, samples: Samples) -> float:
     """Return the FLOPs of a whole run: local training of all sites and rounds, validation, the closing evaluation."""
-    training, strategy, sites = job.config.training, job.strategy, 1 if job.strategy.pools_data else samples.sites
+    training, strategy, sites = job.config.training, job.strategy, 1 if job.strategy.traits.pools_data else samples.sites
     federation = job.config.federation
     asked = min(sites, max(federation.min_sites, math.ceil(federation.fraction_train * sites)))
     own = samples.training / sites
@@ -71,9 +72,9 @@ def run_flops(job: Job, work: Work, samples: Samples) -> float:
         if training.local_steps
         else own * training.local_epochs
     )
-    passes = [len(strategy.passes(job.initial, *place)) for place in strategy.places()][-strategy.phases(0) :]
-    rounds = training.rounds * asked * (sum(passes) * seen + strategy.looked_at * own) * work.training
-    closing = sites * len(strategy.closing_passes(job.initial) or ()) * seen * work.training
+    fits = strategy.traits.phases_of(0) * strategy.traits.fits
+    rounds = training.rounds * asked * (fits * seen + strategy.traits.probe_fraction * own) * work.training
+    closing = sites * strategy.traits.fits_after_last_round * seen * work.training
     return rounds + closing + _scored(job, samples, sites, asked) * _score(job, work)
 
 
@@ -125,14 +126,13 @@ def _learn(model: nn.Module, given: dict[str, Tensor]) -> None:
 
 
 def _choose(model: nn.Module, job: Job) -> None:
-    """Let require gradients what the first pass of a round trains."""
+    """Let the tensors require gradients that one fit trains. A local adapter has a fit of its own, as large as its twin's."""
     model.train()
-    place = (max(1, job.strategy.warm_up), 0)
-    trained = job.strategy.passes(job.initial, *place)[0].trained
-    frozen = set(job.strategy.names(job.initial, Role.FROZEN, *place))
+    place = (max(1, job.strategy.traits.warm_up), 0)
+    trained = {name for name in trained_names(job.strategy, job.initial, *place) if not is_local(name)}
     for name, tensor in layers.tensors(model).items():
         if isinstance(tensor, nn.Parameter):
-            tensor.requires_grad_(name in trained and name not in frozen)
+            tensor.requires_grad_(name in trained)
 
 
 def _count(run: Any) -> int:

@@ -25,7 +25,7 @@ def check_deviation(config: JobConfig, source: Path | str) -> None:
     strategy = config.strategy
     if not config.diagnostics.deviation:
         return
-    if config.adapter_kind.unequal_ranks or type(strategy).block is not Strategy.block:
+    if config.adapter_kind.unequal_ranks or strategy.traits.skips_blocks:
         what = f"strategy {strategy.name!r} sends sites factors of unequal shapes, which have no mean"
         raise ConfigError(f"{source}: diagnostics.deviation: true: {what}; remove it")
 

@@ -31,6 +31,7 @@ from consilium.models.layout import layout
 from consilium.models.low_precision import require_stored, store
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
 from consilium.privacy.plan import make_plan
+from consilium.strategies.heterogeneous_ranks.ranks import at_one_rank
 from consilium.strategies.strategy import Strategy
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS, TaskKind
@@ -51,7 +52,7 @@ class Job:
         rank = getattr(self.config.adapter, "rank", None)
         if rank is None or self.config.adapter_kind.unequal_ranks:
             return self.config.strategy
-        return self.config.strategy.at_rank(rank)
+        return at_one_rank(self.config.strategy, rank)
 
     @cached_property
     def norm(self) -> float:
@@ -74,7 +75,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         model = bare_model(config, checkpoint=None, weights=False)
         own = adapter.shapes(model, config.adapter, base)
         names = adapter.trainable_base(model, config.adapter)
-        shapes = own | part_shapes(config.strategy.parts, own, model, base)
+        shapes = own | part_shapes(config.strategy.traits.parts, own, model, base)
         shapes |= base_shapes(model, names) | layers.head_shapes(model)
         warnings = warnings_of(model, own)
         require_stored(model, config.model.dtype, [model.get_parameter(name.partition(".")[2]) for name in names])
@@ -99,15 +100,15 @@ def _check_adapter(config: JobConfig, adapter: AdapterKind, source: Path | str) 
     if kind == "full" and dtype in QUANTIZED:
         what = "keeps frozen layers so, and adapter.kind 'full' trains them all"
         raise ConfigError(f"{source}: model.dtype: {dtype!r} {what}; use dtype fp32, or adapter.kind lora")
-    if strategy.ranks_differ and not (adapter.unequal_ranks or (strategy.one_rank and kind == "lora")):
+    if strategy.traits.ranks_differ and not (adapter.unequal_ranks or (strategy.traits.one_rank and kind == "lora")):
         what = f"strategy {strategy.name!r} gives sites unequal ranks"
         raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use dual_rank")
-    if strategy.tails and not (adapter.unequal_ranks or kind == "lora"):
+    if strategy.traits.sends_frozen_ranks and not (adapter.unequal_ranks or kind == "lora"):
         raise ConfigError(f"{source}: adapter.kind: {kind!r}: strategy {strategy.name!r} sends frozen ranks; use lora")
-    if type(strategy).scaling is not Strategy.scaling and adapter.scale is None:
+    if strategy.traits.scales_adapter and adapter.scale is None:
         what = f"strategy {strategy.name!r} scales the adapter by the round, which this kind cannot"
         raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use lora")
-    if LOCAL_ADAPTER in strategy.parts and adapter.add_local is None:
+    if LOCAL_ADAPTER in strategy.traits.parts and adapter.add_local is None:
         what = f"strategy {strategy.name!r} puts a second, local adapter beside the first, which this kind cannot"
         raise ConfigError(f"{source}: adapter.kind: {kind!r}: {what}; use lora")
 
@@ -117,29 +118,31 @@ def _check_privacy(job: Job, source: Path | str) -> None:
     privacy, strategy = job.config.privacy, job.strategy
     if privacy is None:
         return
-    if strategy.pools_data:
+    if strategy.traits.pools_data:
         raise ConfigError(f"{source}: privacy: strategy {strategy.name!r} pools all sites' data; remove the section")
-    if job.config.dpsgd and (why := strategy.refuses_records() or _uncharged(job) or _unsummed(job)):
+    if job.config.dpsgd and (why := _uncharged(strategy) or _unsummed(job)):
         raise ConfigError(f"{source}: {why}")
     parts = [(name, getattr(job.config.task, name, None)) for name in ("slices", "tiles")]
     if thinned := [name for name, part in parts if job.config.dpsgd and part and part.empty != "keep"]:
         what = f"the number of {privacy.unit}s leaves without noise, and must not tell how many of them show a label"
         raise ConfigError(f"{source}: task.{thinned[0]}.empty: {what}; write keep")
-    if privacy.unit == "site" and strategy.needs == "sites" and privacy.trust != "local":
+    if privacy.unit == "site" and strategy.traits.needs == "sites" and privacy.trust != "local":
         raise ConfigError(
             f"{source}: privacy.trust: {privacy.trust!r}: strategy {strategy.name!r} compares single sites' updates, so noise "
             "on their sum protects nothing; use local"
         )
 
 
-def _uncharged(job: Job) -> str | None:
-    """Return why record-level privacy would not cover what a strategy does, should it not say so itself."""
-    strategy, blend = job.strategy, job.strategy.blend(closing=True)
-    uneven = any(len(strategy.passes(job.initial, *p)) != len(strategy.passes((), *p)) for p in strategy.places())
-    looks = strategy.looked_at or strategy.closing_passes(job.initial) or (blend and blend.examples)
-    if not (uneven or looks or FEATURE_SHIFT in strategy.parts):
-        return None
-    return f"strategy.name: {strategy.name!r} does more with records than privacy.unit record charges; use fedit"
+def _uncharged(strategy: Strategy) -> str | None:
+    """Return why record- and patient-level privacy would not cover what a strategy does at a site, None where it covers all."""
+    traits, own = strategy.traits, type(strategy).local_update is not Strategy.local_update
+    reads = traits.probe_fraction or traits.fits_after_last_round or FEATURE_SHIFT in traits.parts
+    compares = traits.interpolation and traits.interpolation.examples
+    if traits.refuses_records:
+        return traits.refuses_records
+    if reads or compares or (own and not traits.fits_only):
+        return f"strategy.name: {strategy.name!r} does more with records than privacy.unit record charges; use fedit"
+    return None
 
 
 def _unsummed(job: Job) -> str | None:
@@ -149,9 +152,14 @@ def _unsummed(job: Job) -> str | None:
         return None
     if keeps_local(strategy, job.initial):
         return f"{name} keeps tensors at their sites, and DP-SGD over all sites trains shared ones only; use fedit"
-    hooks = ("receive", "before_training", "passes", "regularizer", "drift", "upload", "scaling", "after_training", "merge")
-    own = [hook for hook in hooks if getattr(type(strategy), hook) is not getattr(Strategy, hook)]
-    if own or strategy.needs == "sites" or strategy.parts or strategy.ranks_differ:
+    own = [
+        half
+        for half in ("receive", "local_update", "aggregate")
+        if getattr(type(strategy), half) is not getattr(Strategy, half)
+    ]
+    traits = strategy.traits
+    more = traits.parts or traits.ranks_differ or traits.scales_adapter or traits.fits != 1
+    if own or more or traits.needs == "sites":
         what = f"({own[0]}) " if own else ""
         return f"{name} does more {what}than to sum gradients, which is all that DP-SGD over all sites does; use fedit"
     return None
@@ -192,7 +200,7 @@ def laid_out(config: JobConfig) -> nn.Module:
 def _adapted(config: JobConfig, model: nn.Module) -> nn.Module:
     base, _, adapter = kinds_of(config)
     adapter.inject(model, config.adapter, base)
-    add_parts(config.strategy.parts, model, adapter, config.adapter, base)
+    add_parts(config.strategy.traits.parts, model, adapter, config.adapter, base)
     return model
 
 

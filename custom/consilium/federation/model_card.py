@@ -9,6 +9,7 @@ from consilium.config.job import JobConfig
 from consilium.core.messages import MetricKey, Stage
 from consilium.core.sanitize import cell
 from consilium.report.tables import number
+from consilium.strategies.strategy import label_of
 from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS
 
 BEST = "-best"
@@ -53,7 +54,7 @@ class Card:
     def of(cls, config: JobConfig, name: str, rounds: int, base_sha256: str, **more: Any) -> Self:
         """Return the card of a job's model."""
         return cls(
-            name, name.removesuffix(BEST), rounds, config.training.rounds, config.title, config.strategy.label,
+            name, name.removesuffix(BEST), rounds, config.training.rounds, config.title, label_of(config.strategy),
             f"{config.model.name}-{config.model.variant}", config.adapter.kind, config.task.name, base_sha256, **more,
         )  # fmt: skip
 

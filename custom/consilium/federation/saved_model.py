@@ -12,7 +12,7 @@ import yaml
 from torch import nn
 
 from consilium.adapters import layers
-from consilium.adapters.names import MEAN, SHIFT, is_base
+from consilium.adapters.names import MEAN, SHIFT, is_base, skippable_block
 from consilium.adapters.parts import LOCAL_ADAPTER
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError
@@ -129,7 +129,7 @@ def load_values(model: nn.Module, strategy: Strategy, values: Mapping[str, torch
     Raises CheckpointError.
     """
     live = {name: tensor for name, tensor in layers.tensors(model).items() if isinstance(tensor, nn.Parameter)}
-    absent = {name: strategy.block(name) for name in live if name not in values}
+    absent = {n: skippable_block(n) if strategy.traits.skips_blocks else None for n in live if n not in values}
     if lost := sorted(name for name, block in absent.items() if block is None):
         why = "the site's state is lost (restart the run) or the adapter's shapes() lacks it (add it)"
         raise CheckpointError(f"{who}: no value for {lost[0]!r}: {why}")
@@ -144,13 +144,13 @@ def run_as_kept(model: nn.Module, config: JobConfig, kept: SavedModel) -> None:
     kind = config.adapter_kind
     if kind.scale:
         kind.scale(model, config.adapter, kept.scaling)
-    if LOCAL_ADAPTER in config.strategy.parts and kind.mix:
+    if LOCAL_ADAPTER in config.strategy.traits.parts and kind.mix:
         kind.mix(model, config.adapter, kept.share)
 
 
 def keeps_local(strategy: Strategy, names: Iterable[str]) -> bool:
     """Tell whether sites keep some of an adapter's tensors for themselves."""
-    return any(strategy.role(name, *place) is Role.LOCAL for name in names for place in strategy.places())
+    return any(strategy.role(name, *place) is Role.LOCAL for name in names for place in strategy.traits.role_schedule())
 
 
 def with_parameters(model: nn.Module, values: Tensors) -> Tensors:

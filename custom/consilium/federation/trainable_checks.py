@@ -37,7 +37,7 @@ def base_shapes(model: nn.Module, names: Iterable[str]) -> Shapes:
 def check_base(config: JobConfig, names: list[str], source: Path | str) -> None:
     """Raise ConfigError where DoRA or a trained decoder goes with neither the strategy's own rule nor the privacy asked for."""
     wanted: Decoder = getattr(config.adapter, "decoder", "freeze")
-    if getattr(config.adapter, "dora", False) and not config.strategy.one_by_one:
+    if getattr(config.adapter, "dora", False) and not config.strategy.traits.elementwise:
         what = f"true: strategy {config.strategy.name!r} works on factors and has no rule for the lengths of rows"
         raise ConfigError(f"{source}: adapter.dora: {what}; use fedit, fedprox, scaffold, centralized or local_only")
     if not names or wanted == "freeze":
@@ -55,18 +55,18 @@ def check_start(config: JobConfig, names: Iterable[str], source: Path | str) -> 
     what, strategy = f"{source}: adapter.start: {config.adapter.start!r}", config.strategy
     if config.adapter.start is None:
         return
-    if strategy.from_base:
+    if strategy.traits.needs_base_weights:
         raise ConfigError(f"{what}: strategy {strategy.name!r} starts from the base's own directions; leave it out")
     if config.adapter_kind.unequal_ranks:
         raise ConfigError(f"{what}: kind {config.adapter.kind!r} has other ranks at every site; use lora, or leave it out")
     for name in filter(is_base, names):
-        if any(strategy.role(name, *place) is Role.LOCAL for place in strategy.places()):
+        if any(strategy.role(name, *place) is Role.LOCAL for place in strategy.traits.role_schedule()):
             raise ConfigError(f"{what}: sites keep {name!r} and start it from the base; share or freeze the decoder")
 
 
 def check_blend(strategy: Strategy, base: ModelKind, source: Path | str) -> None:
     """Raise ConfigError for samples that would be weighed with the answer in sight."""
-    if (blend := strategy.blend(closing=True)) and blend.examples and base.tokenizer:
+    if (blend := strategy.traits.interpolation) and blend.examples and base.tokenizer:
         what = "would weigh a text by prompt and answer, which scores must not see"
         raise ConfigError(f"{source}: strategy.weighting: 'similarity' {what}; use fixed")
 
@@ -74,7 +74,7 @@ def check_blend(strategy: Strategy, base: ModelKind, source: Path | str) -> None
 def decoder_rule(strategy: Strategy, names: list[str]) -> Decoder | None:
     """Return what the strategy does with all of these tensors in every phase; None for one that has no single rule."""
     try:
-        roles = {strategy.role(name, *place) for name in names for place in strategy.places()}
+        roles = {strategy.role(name, *place) for name in names for place in strategy.traits.role_schedule()}
     except ConfigError:
         return None
     return next((decoder for decoder, role in ROLES.items() if roles == {role}), None)
@@ -116,19 +116,18 @@ def warnings_of(model: nn.Module, adapted: Iterable[str]) -> tuple[str, ...]:
 def check_optimizers(config: JobConfig, strategy: Strategy, initial: Tensors, source: Path | str) -> None:
     """Raise ConfigError for a server step, or an optimizer's memory, that the strategy leaves without a meaning."""
     server, who = config.server, f"strategy {strategy.name!r}"
-    if server is not None and strategy.needs == "sites":
+    if server is not None and strategy.traits.needs == "sites":
         raise ConfigError(f"{source}: server: {who} merges sites' results one by one, not their mean; remove the section")
-    if server is not None and server.optimizer and not strategy.fixed_basis:
+    if server is not None and server.optimizer and not strategy.traits.fixed_basis:
         what = f"{who} changes what a tensor's numbers mean between rounds"
         raise ConfigError(f"{source}: server.optimizer: {server.optimizer!r}: {what}; leave it out")
     if server is not None and (server.optimizer or server.robust) and not _merges(strategy, initial):
         raise ConfigError(f"{source}: server: {who} sends the server nothing that it could merge; remove the section")
-    cut = type(strategy).scaling is not Strategy.scaling
-    if config.training.optimizer_state == "kept" and (cut or not strategy.fixed_basis):
+    if config.training.optimizer_state == "kept" and (strategy.traits.scales_adapter or not strategy.traits.fixed_basis):
         what = f"{who} changes between rounds what a site trains"
         raise ConfigError(f"{source}: training.optimizer_state: 'kept': {what}; use fresh")
 
 
 def _merges(strategy: Strategy, initial: Tensors) -> bool:
     """Tell whether any tensor travels from sites to the server, in any phase."""
-    return any(strategy.names(initial, Role.SHARED, *place) for place in strategy.places())
+    return any(strategy.names(initial, Role.SHARED, *place) for place in strategy.traits.role_schedule())

@@ -203,12 +203,11 @@ def make_plan(config: JobConfig, strategy: Strategy, num_units: int | None = Non
 def _plan_of(
     config: JobConfig, privacy: PrivacyConfig, strategy: Strategy, num_units: int | None, names: Iterable[str]
 ) -> Plan | None:
-    releases = sum(strategy.phases(round) for round in range(config.training.rounds))
+    releases = sum(strategy.traits.phases_of(round) for round in range(config.training.rounds))
     if privacy.trust == "distributed":
         return _shared_plan(config, privacy, releases)
     if not isinstance(privacy, SiteLevelDpConfig):
-        passes = max((len(strategy.passes((), *place)) for place in strategy.places()), default=1)
-        return None if num_units is None else _local_plan(config, privacy, releases, num_units, passes)
+        return None if num_units is None else _local_plan(config, privacy, releases, num_units, strategy.traits.fits)
     if privacy.calibration == "paper":
         return paper_plan(config, privacy, strategy, releases, list(names))
     return site_plan(privacy, releases)
@@ -232,7 +231,7 @@ def paper_plan(config: JobConfig, privacy: SiteLevelDpConfig, strategy: Strategy
     """Return the plan with the paper's noise and its real cost. Raises ConfigError where there is no such noise."""
     assert privacy.sites is not None
     assert privacy.samples is not None
-    places = [(round, phase) for round in range(strategy.period) for phase in range(strategy.phases(round))]
+    places = strategy.traits.role_schedule(0, len(strategy.traits.phases))
     tensors = max(sum(strategy.role(name, *place) is Role.SHARED for name in names) for place in places)
     if not tensors:
         raise ConfigError("privacy.calibration: 'paper' clips each tensor, and none is shared; use honest")

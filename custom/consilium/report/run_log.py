@@ -26,7 +26,7 @@ from consilium.report.metrics_file import place_of, read_lines
 from consilium.report.run_record import roles_of
 from consilium.report.tensorboard_file import FOLDER, EventFile
 from consilium.report.tracking import Tracker
-from consilium.strategies.strategy import Gathered, Role, ServerState, Strategy
+from consilium.strategies.strategy import Role, RoundResults, ServerState, Strategy
 
 LOCK = ".run.lock"
 MEANS = "(mean of sites)"
@@ -143,7 +143,7 @@ class RunLog:
         self._line(refusal)
 
     def concluded(
-        self, state: ServerState, sites: list[str], epsilon: float | None = None, mean: Gathered | None = None
+        self, state: ServerState, sites: list[str], epsilon: float | None = None, mean: RoundResults | None = None
     ) -> None:
         """Record that a phase ended, whose results are in its `mean`, and the epsilon of the plan so far."""
         told = {} if epsilon is None else {"privacy/epsilon": epsilon}

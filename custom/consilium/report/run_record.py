@@ -89,7 +89,7 @@ class RunRecord:
     @property
     def pooled(self) -> bool:
         """Whether the sites' data travelled in place of updates."""
-        return self.config.strategy.pools_data
+        return self.config.strategy.traits.pools_data
 
     @cached_property
     def sites(self) -> frozenset[str]:
@@ -311,6 +311,6 @@ def known(value: float | None) -> float | None:
 
 def roles_of(strategy: Strategy, names: Iterable[str]) -> dict[str, Role]:
     """Return each tensor's role over round 1 and the rounds of a period: shared if it is ever shared."""
-    places = [(r, p) for r in range(1, 1 + strategy.period) for p in range(strategy.phases(r))]
+    places = strategy.traits.role_schedule(1, len(strategy.traits.phases))
     all_of = {name: {strategy.role(name, *place) for place in places} for name in names}
     return {name: next(r for r in (Role.SHARED, Role.LOCAL, Role.FROZEN) if r in found) for name, found in all_of.items()}

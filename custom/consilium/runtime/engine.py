@@ -71,7 +71,7 @@ def _check_apart(job: Job, sites: Mapping[str, SiteConfig]) -> None:
     """Raise ConfigError for a job whose sites cannot be in other processes, or sites that need more of their own."""
     if wide := next((name for name, site in sites.items() if site.device_count > 1), None):
         raise ConfigError(f"--workers: {wide} has several devices, each with a process of its own; leave it out")
-    if job.strategy.pools_data:
+    if job.strategy.traits.pools_data:
         raise ConfigError(f"--workers: strategy {job.strategy.name!r} trains in one place; leave it out")
     if job.config.diagnostics.looks_inside:
         raise ConfigError("--workers: diagnostics.leakage and oracle look inside sites of this process; leave it out")
@@ -88,8 +88,8 @@ def _run(
 ) -> Coordinator:
     folder, trainers, inside = workspace / "sites", members, None
     here = {name: member for name, member in members.items() if isinstance(member, Member)}
-    if job.strategy.pools_data:
-        model = next(iter(here.values())).site.model
+    if job.strategy.traits.pools_data:
+        model = next(iter(here.values())).site.context.model
         pooled = Member(build_pooled_site(job, POOLED, sites, folder / POOLED, observer, model), _guard_of_all(here))
         trainers = here = {POOLED: pooled}
     if job.config.diagnostics.looks_inside:
@@ -103,7 +103,7 @@ def _run(
     try:
         _welcome(coordinator, trainers)
         if coordinator.survey.wanted:
-            _survey(coordinator, members if job.strategy.pools_data else {n: members[n] for n in coordinator.sites})
+            _survey(coordinator, members if job.strategy.traits.pools_data else {n: members[n] for n in coordinator.sites})
         if crossing:
             _cross(crossing, members)
         while not coordinator.done:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from consilium.client.build import build_guard, build_site
-from consilium.client.client import Site
+from consilium.client.client import Client
 from consilium.client.site_data import site_data
 from consilium.config.site import SiteConfig, check_packages
 from consilium.core.messages import Hello, Kind, Observer, Payload, loading
@@ -24,7 +24,7 @@ from consilium.privacy.secagg.terms import Message
 class Member:
     """A site and the guard at its door."""
 
-    site: Site
+    site: Client
     guard: Guard
 
     def begin(self, what: str, run: str, *payload: Payload | Message) -> Callable[[], Any]:
@@ -32,7 +32,7 @@ class Member:
         return partial(getattr(self, what), run, *payload)
 
     def close(self) -> None:
-        """See Site."""
+        """See Client."""
         self.site.close()
 
     def hello(self, run: str) -> Hello:

@@ -12,7 +12,7 @@ from torch import Tensor
 from consilium.adapters import layers
 from consilium.adapters.names import factor
 from consilium.adapters.registry import ADAPTERS
-from consilium.client.client import Site
+from consilium.client.client import Client
 from consilium.config.diagnostics import OracleConfig
 from consilium.config.validation import ValidateConfig
 from consilium.core.errors import ConfigError
@@ -34,7 +34,7 @@ ORACLE = "oracle"
 class Inside:
     """Looks at the sites of a simulation, phase by phase. Raises ConfigError where the job has nothing to look at."""
 
-    def __init__(self, job: Job, sites: Mapping[str, Site]) -> None:
+    def __init__(self, job: Job, sites: Mapping[str, Client]) -> None:
         self.job, self.sites, self.config = job, sites, job.config.diagnostics
         self._starts: dict[str, Tensors] = {}
         self._runs: dict[str, str] = {}
@@ -52,7 +52,7 @@ class Inside:
     def _before(self, name: str, run: str, payload: Payload) -> None:
         """Keep what a site starts from: the first time, for its answer may be asked for again after an interruption."""
         site, self._runs[name] = self.sites[name], run
-        own = _kept_once(site.folder / run / "before.safetensors", payload, site.kept(run))
+        own = _kept_once(site.context.folder / run / "before.safetensors", payload, site.kept(run))
         self._starts[name] = self.job.strategy.receive(own, payload)
 
     def after(self, info: SiteInfo, payload: Payload, result: Payload) -> None:
@@ -120,10 +120,10 @@ def _kept_once(path: Path, payload: Payload, own: Tensors) -> Tensors:
     return own
 
 
-def _unseen(site: Site) -> Site:
+def _unseen(site: Client) -> Client:
     """Return the same site, training without a word to the view and without validation."""
-    unseen = copy.copy(site)
-    training = site.config.training.model_copy(update={"validation": ValidateConfig(stages=())})
-    unseen.config = site.config.model_copy(update={"training": training})
-    unseen.observer, unseen.on_train = lambda event: None, lambda run, payload: None
-    return unseen
+    training = site.context.config.training.model_copy(update={"validation": ValidateConfig(stages=())})
+    unseen = copy.copy(site.context)
+    unseen.config = site.context.config.model_copy(update={"training": training})
+    unseen.observer = lambda event: None
+    return Client(unseen)

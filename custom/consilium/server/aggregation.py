@@ -12,7 +12,7 @@ from consilium.core.linalg.together import together
 from consilium.core.messages import TRAIN_LOSS, TRAIN_PENALTY, Payload, SiteInfo, Tensors
 from consilium.privacy.secagg.arithmetic import UNIT, quantize
 from consilium.server.server_optimizer import robust_mean
-from consilium.strategies.strategy import Gathered, SiteResult, Strategy
+from consilium.strategies.strategy import RoundResults, SiteResult, Strategy
 
 MEAN_UNIT = UNIT
 """Grid of the exact mean: updates are rounded to multiples of this before they are summed."""
@@ -94,14 +94,14 @@ class RoundAggregate:
 
     def add(self, site: SiteInfo, update: Payload, weight: int, sent: Payload) -> None:
         """Add one accepted result. Raises RefusedError and adds nothing if it cannot be averaged exactly."""
-        if self.strategy.needs == "sites" or self.server.robust:
+        if self.strategy.traits.needs == "sites" or self.server.robust:
             self._uploads[site.name] = SiteResult(update, weight, sent, site)
         else:
             self._mean.add(update.tensors, weight)
 
-    def take(self) -> Gathered:
+    def take(self) -> RoundResults:
         """Return the mean, or the results in the order of sites' names, and forget them."""
-        if self.strategy.needs == "sums":
+        if self.strategy.traits.needs == "sums":
             return self.mean()
         uploads = {name: self._uploads[name] for name in sorted(self._uploads)}
         self.reset()

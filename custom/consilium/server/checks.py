@@ -105,8 +105,8 @@ def check_result(job: Job, result: Payload) -> None:
     for name, dtype in expected.items():
         _check_tensor(name, result.tensors[name], dtype)
     _check_finite(result.tensors)
-    if wrong := result.scalars.keys() ^ job.strategy.upload_scalars:
-        missing = wrong & job.strategy.upload_scalars
+    if wrong := result.scalars.keys() ^ job.strategy.traits.upload_scalars:
+        missing = wrong & job.strategy.traits.upload_scalars
         raise RefusedError(f"scalar {_first(missing or wrong)!r} is {'missing' if missing else 'not declared'}")
     _check_numbers("scalar", result.scalars)
     _check_seal(result)
@@ -218,14 +218,14 @@ def _first(names: Iterable[Any]) -> str:
 
 def check_next(strategy: Strategy, state: ServerState, merged: ServerState | None) -> None:
     """Raise ConsiliumError where merge returned no next state: the sites would refuse it oddly, or the run would never end."""
-    who = f"strategy {strategy.name!r}: merge()"
+    who = f"strategy {strategy.name!r}: aggregate()"
     if not isinstance(merged, ServerState):
         raise ConsiliumError(f"{who} returned {type(merged).__name__}; return the next ServerState")
     if (merged.round, merged.phase) <= (state.round, state.phase):
-        raise ConsiliumError(f"{who} stays in round {merged.round}; build on super().merge(), which counts")
+        raise ConsiliumError(f"{who} stays in round {merged.round}; build on super().aggregate(), which counts")
     if wrong := [n for n, t in merged.optimizer.items() if not isinstance(t, Tensor)]:
         raise ConsiliumError(f"{who} put {wrong[0]!r} into optimizer, which is no tensor; write torch.tensor(...)")
-    if strategy.needs == "sums":  # one that sees single sites may send each another set of tensors
+    if strategy.traits.needs == "sums":  # one that sees single sites may send each another set of tensors
         _keep_shapes(who, state.shared, merged.shared)
 
 

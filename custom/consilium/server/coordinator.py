@@ -34,7 +34,7 @@ from consilium.server.initialization import server_start
 from consilium.server.ledger_seals import Seals
 from consilium.server.server_optimizer import merged
 from consilium.server.statistics_round import Survey
-from consilium.strategies.strategy import SiteResult
+from consilium.strategies.strategy import SiteResult, scaling_of
 
 
 class Coordinator:
@@ -83,7 +83,7 @@ class Coordinator:
         start = server_start(self.job, own)
         if start.adapter:
             self.log.began_from(start.adapter)
-        return Saved(secrets.token_hex(6), start.checkpoint, self.job.strategy.init_state(start.tensors))
+        return Saved(secrets.token_hex(6), start.checkpoint, self.job.strategy.initialize(start.tensors))
 
     @property
     def done(self) -> bool:
@@ -94,7 +94,7 @@ class Coordinator:
     @property
     def quorum(self) -> int:
         """How many results a round needs; a centralized reference run has a single, pooled site."""
-        return 1 if self.job.strategy.pools_data else self.job.config.federation.min_sites
+        return 1 if self.job.strategy.traits.pools_data else self.job.config.federation.min_sites
 
     @property
     def has_quorum(self) -> bool:
@@ -143,10 +143,14 @@ class Coordinator:
             self.aggregate.reset(max(len(self.asked), 1))
         if (self.state.round, self.state.phase) == (0, 0):
             self._announce()
-        place = {"round": self.state.round, "phase": self.state.phase, "phases": self.job.strategy.phases(self.state.round)}
+        place = {
+            "round": self.state.round,
+            "phase": self.state.phase,
+            "phases": self.job.strategy.traits.phases_of(self.state.round),
+        }
         self.observer({"event": "round", **place, "sites": sorted(self.asked)})
         self.log.started(self.state, sorted(self.asked))
-        self.sent = {name: self.job.strategy.broadcast(self.state, site) for name, site in self.asked.items()}
+        self.sent = {name: self.job.strategy.payload(self.state, site) for name, site in self.asked.items()}
         for name, payload in self.sent.items():
             self.log.sent(name, payload)
         return dict(self.sent)
@@ -172,7 +176,7 @@ class Coordinator:
 
     def _announce(self) -> None:
         """Tell, before any training, what the strategy warns of, what privacy promises and does to the result."""
-        for warning in (*self.job.warnings, *self.job.strategy.warnings):
+        for warning in (*self.job.warnings, *self.job.strategy.traits.warnings):
             self.observer({"event": "warning", "text": warning})
         if self.plan is not None:
             shapes = upload_shapes(self.job.strategy, self._payload())
@@ -239,7 +243,7 @@ class Coordinator:
             after = merged(self.job, self.state, mean)
             self._validate()
             self.state = after
-            self.log.figures(self.state, self.job.strategy.figures(self.state))
+            self.log.figures(self.state, self.state.matrices if self.job.strategy.traits.site_matrices else {})
             self._save()
             self.asked, self.sent, self._results = {}, {}, {}
 
@@ -258,7 +262,7 @@ class Coordinator:
         """Return what a site that answered every time has spent after this phase, by the plan; None without one."""
         if self.plan is None:
             return None
-        before = sum(self.job.strategy.phases(round) for round in range(self.state.round))
+        before = sum(self.job.strategy.traits.phases_of(round) for round in range(self.state.round))
         return self.plan.epsilon(before + self.state.phase + 1)
 
     @property
@@ -309,9 +313,9 @@ class Coordinator:
         """Write the results of a run that came to its end, and its adapter where the server has a whole one."""
         self.log.finish(self.plan)
         strategy = self.job.strategy
-        if self.job.config.trains and strategy.needs == "sums" and not keeps_local(strategy, self.job.initial):
+        if self.job.config.trains and strategy.traits.needs == "sums" and not keeps_local(strategy, self.job.initial):
             last = strategy.final(self.state, SiteInfo("", 1, joined=True))
-            kept = SavedModel(self.state.initial | last.tensors, self.state.round, strategy.scaling(last))
+            kept = SavedModel(self.state.initial | last.tensors, self.state.round, scaling_of(strategy, last))
             keep_shared(
                 self.folder, self.job.config, kept, self.sites, self.log.results, self.checkpoint, self.plan, self.log.seeded
             )
@@ -322,7 +326,7 @@ class Coordinator:
 
     def _payload(self) -> Payload:
         """Return what any site is sent now; for strategies that send all of them the same."""
-        return self.job.strategy.broadcast(self.state, SiteInfo("", 1, joined=True))
+        return self.job.strategy.payload(self.state, SiteInfo("", 1, joined=True))
 
     def _save(self) -> None:
         checkpoint.write(self.folder, self.job, Saved(self.run, self.checkpoint, self.state, self.validations))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from consilium.client.evaluator import former_jobs
+from consilium.client.model_store import former_jobs
 from consilium.config.cross_site import CrossSiteConfig
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError, RefusedError

@@ -51,7 +51,7 @@ def validated(
 def _counts(config: JobConfig, strategy: Strategy, state: ServerState) -> bool:
     """Tell whether sites score, in this phase, the model that a whole round has left."""
     due = config.training.validates(state.round, Stage.GLOBAL) and state.phase == 0
-    return due and config.training.validation.patience > 0 and state.round >= strategy.warm_up
+    return due and config.training.validation.patience > 0 and state.round >= strategy.traits.warm_up
 
 
 def _is_meant(key: MetricKey) -> bool:
@@ -60,7 +60,7 @@ def _is_meant(key: MetricKey) -> bool:
 
 def unheard(config: JobConfig, strategy: Strategy, state: ServerState, known: Validations) -> str | None:
     """Return the warning of a run whose first validation no site told anything of, None for any other phase."""
-    first = state.round < strategy.warm_up + config.training.validation.every
+    first = state.round < strategy.traits.warm_up + config.training.validation.every
     if known.metric or not first or not _counts(config, strategy, state):
         return None
     what = "no site told a validation score, and without one the run goes to its last round"

@@ -47,7 +47,7 @@ def server_start(job: Job, own: SiteConfig) -> Start:
         return Start(job.initial)
     if job.config.adapter.start is not None:
         return _from_adapter(job, in_checkpoints("adapter.start", job.config.adapter.start, own, "the server's"))
-    return _from_base(job, own) if job.strategy.from_base else Start(job.initial)
+    return _from_base(job, own) if job.strategy.traits.needs_base_weights else Start(job.initial)
 
 
 def _from_base(job: Job, own: SiteConfig) -> Start:

@@ -186,7 +186,7 @@ class MaskedRounds:
             parties = attempt.close_prepared()
         except ConsiliumError as few:
             raise ConsiliumError(f"{few}; {self._next_step(attempt)}") from None
-        sent = c.job.strategy.broadcast(c.state, SiteInfo("", 1, joined=False))
+        sent = c.job.strategy.payload(c.state, SiteInfo("", 1, joined=False))
         order = layout(upload_shapes(c.job.strategy, sent))
         return Sum(attempt, parties, order, attempt.mask_context(parties, order, sent))
 

@@ -36,7 +36,7 @@ from consilium.core.errors import ConsiliumError, RefusedError
 from consilium.core.messages import Tensors
 from consilium.federation.job import Job
 from consilium.server.checks import check_next
-from consilium.strategies.strategy import Gathered, ServerState
+from consilium.strategies.strategy import RoundResults, ServerState, trained_names
 from consilium.training.optimizer import make_optimizer, restore_optimizer, state_of
 
 FIRST, SECOND = "first", "second"
@@ -53,15 +53,15 @@ def advance(job: Job, state: ServerState, mean: Tensors) -> tuple[ServerState, T
         return gradient_step(config.training, state, mean)
     if config.server is None:
         return state, mean
-    trained = {name for one in job.strategy.passes(job.initial, state.round, state.phase) for name in one.trained}
+    trained = trained_names(job.strategy, job.initial, state.round, state.phase)
     after, steps = step(config.server, state, {name: update for name, update in mean.items() if name in trained})
     return after, {**mean, **steps}
 
 
-def merged(job: Job, state: ServerState, mean: Gathered) -> ServerState:
+def merged(job: Job, state: ServerState, mean: RoundResults) -> ServerState:
     """Return the next state. Raises ConsiliumError, the state staying as it was, where results do not merge into numbers."""
     try:
-        after = job.strategy.merge(*advance(job, state, mean))
+        after = job.strategy.aggregate(*advance(job, state, mean))
     except RuntimeError as error:  # a decomposition that does not converge
         why = " ".join(str(error).split())[:200]
         raise ConsiliumError(f"round {state.round}: the results cannot be merged ({type(error).__name__}: {why})") from None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from consilium.strategies.fedit import FedIT
+from consilium.strategies.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -14,4 +15,4 @@ class Centralized(FedIT):
     """FedIT with a single pooled site; the simulation builds that site from all data lists."""
 
     name: ClassVar[str] = "centralized"
-    pools_data: ClassVar[bool] = True
+    traits = Traits(elementwise=True, pools_data=True)

@@ -19,6 +19,7 @@ from consilium.adapters.names import factor, lora_factor
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Tensors
 from consilium.strategies.strategy import Role, ServerState, Strategy
+from consilium.strategies.traits import Traits
 
 SCHEDULES: dict[str, tuple[str, ...]] = {"100%": ("BA",), "75%": ("BA", "B", "BA", "A"), "50%": ("B", "A")}
 """Phases of successive rounds, repeated; by the share of exchanges that is left (paper's Figure 7)."""
@@ -59,33 +60,19 @@ class DEeR(Strategy):
             raise ConfigError(f"strategy.{field}: {value} {what}; leave it out")
 
     @property
-    def period(self) -> int:
-        """See Strategy."""
-        return len(SCHEDULES[self.schedule])
-
-    @property
-    def fixed_basis(self) -> bool:
-        """See Strategy; `rebalance` moves to another basis after every phase."""
-        return not self.rebalance
-
-    def phases(self, round: int) -> int:
-        """Return 2, or 1 in rounds that train one factor only, or both at once."""
-        return len(self._trained(round)) if self.eliminator else 1
+    def traits(self) -> Traits:
+        """See Strategy. A round has a phase for each factor that it trains by itself; `rebalance` changes the basis."""
+        phases = tuple(map(len, SCHEDULES[self.schedule])) if self.eliminator else (1,)
+        return Traits(phases=phases, fixed_basis=not self.rebalance, paired_factors=self.regulator)
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return FROZEN for the factor whose turn it is not, SHARED for the rest."""
         which = lora_factor(name, self.name)
         return Role.FROZEN if self.eliminator and which not in (None, self._trained(round)[phase]) else Role.SHARED
 
-    def peer(self, name: str, round: int, phase: int) -> str | None:
-        """Return the other factor of the same layer, where the regulator is on."""
-        if not self.regulator or factor(name) is None:
-            return None
-        return name[:-1] + ("A" if factor(name) == "B" else "B")
-
-    def merge(self, state: ServerState, results: Tensors) -> ServerState:
+    def aggregate(self, state: ServerState, results: Tensors) -> ServerState:
         """Add the mean update, then rebalance for the next phase where that is wanted."""
-        after = super().merge(state, results)
+        after = super().aggregate(state, results)
         if not self.rebalance:
             return after
         frozen = "A" if self._trained(after.round)[after.phase] == "B" else "B"

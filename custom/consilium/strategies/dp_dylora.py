@@ -23,6 +23,8 @@ from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Rank, Seed
 from consilium.core.seeding import seed_for
 from consilium.strategies.strategy import Role, ServerState, Strategy
+from consilium.strategies.trainer import Trainer
+from consilium.strategies.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class DPDyLoRA(Strategy):
     """Share both factors, cut to the round's rank."""
 
     name: ClassVar[str] = "dp_dylora"
+    traits = Traits(scales_adapter=True, fits_only=True)
 
     rank_min: Annotated[Rank, Field(description="the smallest rank that a round may draw")] = 1
     seed: Annotated[Seed, Field(description="`seed` fixes the draws; they are public and independent of any data")] = 0
@@ -54,16 +57,20 @@ class DPDyLoRA(Strategy):
             return full
         return (self.rank(full[0], round), full[1]) if which == "A" else (full[0], self.rank(full[1], round))
 
-    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
-        """Return the factors cut to the round's rank, and the full rank, which a site pads them to."""
+    def payload(self, state: ServerState, site: SiteInfo) -> Payload:
+        """Return the factors cut to the round's rank b, and the full rank r, which a site pads them to.
+
+        "scaling" is r / b, which makes alpha / r the alpha / b of the round's rank.
+        """
         cut = {n: _cut(t, self._shape(n, tuple(t.shape), state.round)) for n, t in state.shared.items()}
-        return Payload(state.round, state.phase, cut, {"rank": float(_full_rank(state.shared))})
+        full = float(_full_rank(state.shared))
+        return Payload(state.round, state.phase, cut, {"rank": full, "scaling": full / _full_rank(cut)})
 
     def final(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the factors at full rank: what is evaluated."""
         return Payload(state.round, state.phase, dict(state.shared), {"rank": float(_full_rank(state.shared))})
 
-    def choices(self, payload: Payload) -> dict[str, Payload]:
+    def final_candidates(self, payload: Payload) -> dict[str, Payload]:
         """Return the result at every rank, in the shapes of the full one: alpha / b is alpha / r of B times r / b."""
         full = _full_rank(payload.tensors)
         if self.tested_rank == "full":
@@ -71,26 +78,23 @@ class DPDyLoRA(Strategy):
         ranks = range(full, min(self.rank_min, full) - 1, -1)  # of equally good ones the highest
         return {f"rank {b}": replace(payload, tensors={n: _at(t, n, b) for n, t in payload.tensors.items()}) for b in ranks}
 
-    def receive(self, params: Tensors, payload: Payload) -> Tensors:
+    def receive(self, own: Tensors, payload: Payload) -> Tensors:
         """Return the factors padded by zeros: a direction with A = 0 and B = 0 has no gradient, so it stays out of training."""
         rank = int(payload.scalars["rank"])
         return {n: _pad(t, n, rank) for n, t in payload.tensors.items()}
 
-    def scaling(self, payload: Payload) -> float:
-        """Return r / b, which makes alpha / r the alpha / b of the round's rank."""
-        return payload.scalars["rank"] / _full_rank(payload.tensors)
+    def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
+        """Train, and return the update of the active ranks."""
+        trainer.fit()
+        found = trainer.update().tensors
+        return Payload(payload.round, payload.phase, {n: _cut(found[n], tuple(t.shape)) for n, t in payload.tensors.items()})
 
-    def upload(self, start: Tensors, end: Tensors, payload: Payload) -> Payload:
-        """Return the update of the active ranks."""
-        moved = {n: _cut(end[n] - start[n], tuple(t.shape)) for n, t in payload.tensors.items()}
-        return Payload(payload.round, payload.phase, moved)
-
-    def merge(self, state: ServerState, results: Tensors) -> ServerState:
+    def aggregate(self, state: ServerState, results: Tensors) -> ServerState:
         """Add the mean update to the active ranks."""
         full = {n: torch.zeros(state.shared[n].shape, dtype=u.dtype) for n, u in results.items()}
         for name, update in results.items():
             _cut(full[name], tuple(update.shape)).copy_(update)
-        return super().merge(state, full)
+        return super().aggregate(state, full)
 
 
 def _full_rank(tensors: Tensors) -> int:

@@ -31,7 +31,8 @@ from consilium.adapters.names import BASE
 from consilium.core.messages import Payload, Tensors
 from consilium.core.schema import Factor, Positive
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.local_plan import Look
+from consilium.strategies.trainer import GradientProbe, Trainer
+from consilium.strategies.traits import Traits
 
 WINDOW = 10
 """So many last losses say whether the weights have settled."""
@@ -42,7 +43,6 @@ class FedALA(FedIT):
     """Share every adapter tensor; sites start from mixtures of their own top `layers` (null: all) and the global ones."""
 
     name: ClassVar[str] = "fedala"
-    one_by_one: ClassVar[bool] = False
 
     layers: Annotated[
         Annotated[int, Field(ge=1, le=100_000)] | None,
@@ -56,25 +56,30 @@ class FedALA(FedIT):
     most_passes: Annotated[int, Field(ge=1, le=1000, description="the most passes of the mixing weights' first learning")] = 20
 
     @property
-    def looked_at(self) -> float:
+    def traits(self) -> Traits:
         """See Strategy."""
-        return self.data
+        why = "strategy.name: 'fedala' mixes by gradients without noise, and sends that: no privacy.unit record; use fedit"
+        return Traits(probe_fraction=self.data, refuses_records=why)
 
-    def refuses_records(self) -> str:
-        """See Strategy."""
-        return "strategy.name: 'fedala' mixes by gradients without noise, and sends that: no privacy.unit record; use fedit"
+    def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
+        """Train from the mixture; return the change from the global tensors by both, because the server averages theta_i."""
+        begin, weights = self.mixed(trainer.own, trainer.start, trainer.memory, trainer.probe())
+        trainer.memory.update(weights)
+        trainer.load(begin)
+        trainer.fit()
+        return trainer.update(since=payload.tensors)
 
-    def before_training(self, own: Tensors, start: Tensors, kept: Tensors, look: Look) -> tuple[Tensors, Tensors]:
-        """Return the mixture that training starts from, and the weights by tensor."""
+    def mixed(self, own: Tensors, start: Tensors, known: Tensors, probe: GradientProbe) -> tuple[Tensors, Tensors]:
+        """Return the mixture that training starts from, and the weights by tensor; `known`: those of the last round."""
         upper = self.upper(start)
-        if not upper or not look.batches or not set(upper) <= own.keys():
-            return start, kept
+        if not upper or not probe.batches or not set(upper) <= own.keys():
+            return start, known
         gap = {name: start[name] - own[name] for name in upper}
-        weights = {name: kept[name] if name in kept else torch.ones_like(gap[name]) for name in upper}
+        weights = {name: known[name] if name in known else torch.ones_like(gap[name]) for name in upper}
         losses: list[float] = []
-        while not losses or (not kept and not self.settled(losses)):
-            for _ in range(look.batches):
-                loss, gradients = look({**start, **mixture(own, gap, weights)}, upper)
+        while not losses or (not known and not self.settled(losses)):
+            for _ in range(probe.batches):
+                loss, gradients = probe({**start, **mixture(own, gap, weights)}, upper)
                 weights = {n: (w - self.eta * gradients[n] * gap[n]).clamp(0, 1) for n, w in weights.items()}
             losses.append(loss)
         return {**start, **mixture(own, gap, weights)}, weights
@@ -91,10 +96,6 @@ class FedALA(FedIT):
         if len(losses) >= self.most_passes:
             return True
         return len(losses) > WINDOW and statistics.pstdev(losses[-WINDOW:]) < self.threshold
-
-    def upload(self, start: Tensors, end: Tensors, payload: Payload) -> Payload:
-        """Return what training and mixing together changed of the global tensors: the server averages theta_i."""
-        return super().upload(payload.tensors, end, payload)
 
 
 def layer_of(name: str) -> str:

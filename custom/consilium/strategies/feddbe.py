@@ -25,7 +25,6 @@ Source: J. Zhang, Y. Hua, J. Cao, H. Wang, T. Song, Z. Xue, R. Ma, H. Guan, "Eli
 Representation Space", NeurIPS 2023, arXiv 2311.14975: Section 4 (PRBM and MR).
 """
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -35,12 +34,11 @@ from torch import Tensor
 
 from consilium.adapters.names import MEAN, SHIFT
 from consilium.adapters.parts import FEATURE_SHIFT
-from consilium.core.messages import Tensors
+from consilium.core.messages import Payload
 from consilium.core.schema import Factor
-from consilium.strategies.local_plan import Pass
 from consilium.strategies.strategy import Role, Strategy
-
-RUNNING = "running mean"
+from consilium.strategies.trainer import Trainer
+from consilium.strategies.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -48,19 +46,16 @@ class FedDBE(Strategy):
     """Share every adapter tensor but the vector, which trains at its site."""
 
     name: ClassVar[str] = "feddbe"
-    parts: ClassVar[frozenset[str]] = frozenset({FEATURE_SHIFT})
+    traits = Traits(
+        parts=frozenset({FEATURE_SHIFT}),
+        warm_up=1,
+        measured=frozenset({MEAN}),
+        refuses_records="strategy.name: 'feddbe' sends a mean of features and ties a batch together: "
+        "no privacy.unit record; use fedit",
+    )
 
     kappa: Annotated[Factor, Field(description="weight of the pull of the features' mean to the common one")] = 1.0
     momentum: Annotated[float, Field(gt=0, le=1, description="momentum of the running mean of features")] = 0.1
-
-    @property
-    def warm_up(self) -> int:
-        """See Strategy: round 0 finds the common mean."""
-        return 1
-
-    def refuses_records(self) -> str:
-        """See Strategy."""
-        return "strategy.name: 'feddbe' sends a mean of features and ties a batch together: no privacy.unit record; use fedit"
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED, but for the vector, LOCAL from round 1 on, and the common mean, which is found in round 0."""
@@ -68,19 +63,19 @@ class FedDBE(Strategy):
             return Role.LOCAL if round else Role.FROZEN
         return Role.FROZEN if name == MEAN and round else Role.SHARED
 
-    def passes(self, names: Iterable[str], round: int, phase: int) -> list[Pass]:
-        """Return one pass; the mean is counted, not trained."""
-        return super().passes([name for name in names if name != MEAN], round, phase)
+    def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
+        """Train with the pull to the common mean; in round 0 without it, to find the site's own."""
+        running = torch.zeros_like(trainer.start[MEAN])
+        pulls = payload.round > 0 and self.kappa > 0
 
-    def feature_penalty(self, mean: Tensor, params: Mapping[str, Tensor], memory: Tensors, round: int) -> Tensor | None:
-        """Move the running mean on; return the pull to the common one, None in round 0."""
-        before = memory.get(RUNNING, torch.zeros_like(mean))
-        running = (1 - self.momentum) * before + self.momentum * mean
-        memory[RUNNING] = running.detach()
-        if not round or not self.kappa:
-            return None
-        return self.kappa * (0.5 * (running - params[MEAN].detach()).square()).mean()
+        def pull(mean: Tensor) -> Tensor | None:
+            nonlocal running
+            moved = (1 - self.momentum) * running.to(mean) + self.momentum * mean
+            running = moved.detach()
+            common = trainer.start[MEAN].to(mean.device)
+            return self.kappa * (0.5 * (moved - common).square()).mean() if pulls else None
 
-    def after_training(self, end: Tensors, memory: Tensors, round: int) -> Tensors:
-        """Return the tensors, with the site's mean in round 0."""
-        return end if round else {**end, MEAN: memory[RUNNING].cpu() if RUNNING in memory else torch.zeros_like(end[MEAN])}
+        trainer.fit(feature_penalty=pull)
+        if not payload.round:
+            trainer.load({MEAN: running})
+        return trainer.update()

@@ -28,7 +28,6 @@ Source: Y. Yang, G. Long, T. Shen, J. Jiang, M. Blumenstein, "Dual-Personalizing
 NeurIPS 2024, arXiv 2403.19211: Section 4.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -36,9 +35,11 @@ from pydantic import Field
 
 from consilium.adapters.names import is_local
 from consilium.adapters.parts import LOCAL_ADAPTER
+from consilium.core.messages import Payload
 from consilium.core.schema import Share
-from consilium.strategies.local_plan import Blend, Pass
 from consilium.strategies.strategy import Role, Strategy
+from consilium.strategies.trainer import Trainer
+from consilium.strategies.traits import Interpolation, Traits
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,6 @@ class FedDPA(Strategy):
     """Share the global adapter; the local one trains in every round (`variant` T) or after the last one (F)."""
 
     name: ClassVar[str] = "feddpa"
-    parts: ClassVar[frozenset[str]] = frozenset({LOCAL_ADAPTER})
 
     variant: Annotated[
         Literal["T", "F"], Field(description="the local adapter trains in every round (T), or once after the last (F)")
@@ -63,22 +63,23 @@ class FedDPA(Strategy):
     examples: Annotated[int, Field(ge=1, le=1000, description="training records that a sample is compared with")] = 5
 
     @property
-    def label(self) -> str:
+    def traits(self) -> Traits:
         """See Strategy."""
-        return f"{self.name} {self.variant}"
-
-    @classmethod
-    def variants(cls) -> list[Strategy]:
-        """See Strategy."""
-        return [cls(variant="T"), cls(variant="F")]
-
-    def refuses_records(self) -> str | None:
-        """See Strategy."""
+        why = ""
         if self.variant == "F":
-            return "strategy.variant: 'F' trains after the last round, for which privacy.unit record has no charge; use T"
-        if self.weighting == "similarity":
-            return "strategy.weighting: 'similarity' looks at training records once more, so no privacy.unit record; use fixed"
-        return None
+            why = "strategy.variant: 'F' trains after the last round, for which privacy.unit record has no charge; use T"
+        elif self.weighting == "similarity":
+            why = "strategy.weighting: 'similarity' looks at training records once more, so no privacy.unit record; use fixed"
+        return Traits(
+            parts=frozenset({LOCAL_ADAPTER}),
+            fits=2 if self.variant == "T" else 1,
+            fits_only=True,
+            refuses_records=why,
+            interpolation=Interpolation(self.most, self.examples if self.weighting == "similarity" else 0),
+            fits_after_last_round=self.variant == "F",
+            label=f"{self.name} {self.variant}",
+            variants=({"variant": "T"}, {"variant": "F"}),
+        )
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED for the global adapter and a head; the local one is LOCAL in T and FROZEN in F's rounds."""
@@ -86,22 +87,10 @@ class FedDPA(Strategy):
             return Role.SHARED
         return Role.LOCAL if self.variant == "T" else Role.FROZEN
 
-    def passes(self, names: Iterable[str], round: int, phase: int) -> list[Pass]:
-        """Return T's two passes, the local adapter's and the global one's; F's one."""
-        names = list(names)
-        last = Pass(frozenset(name for name in names if not is_local(name)))
-        return [self.local_pass(names), last] if self.variant == "T" else [last]
-
-    def closing_passes(self, names: Iterable[str]) -> list[Pass]:
-        """Return F's fit of the local adapter to the final global one; T's is ready."""
-        return [self.local_pass(names)] if self.variant == "F" else []
-
-    def local_pass(self, names: Iterable[str]) -> Pass:
-        """Return the pass that trains the local adapter."""
-        return Pass(frozenset(name for name in names if is_local(name)), self.local_share)
-
-    def blend(self, closing: bool) -> Blend | None:
-        """Return the local adapter's weight, where there is one that was trained."""
-        if self.variant == "F" and not closing:
-            return None
-        return Blend(self.most, self.examples if self.weighting == "similarity" else 0)
+    def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
+        """Fit T's local adapter, then the global one; of F the global one, and after the last round the local one."""
+        if self.variant == "T" or trainer.closing:
+            trainer.fit((name for name in trainer.start if is_local(name)), share=self.local_share)
+        if not trainer.closing:
+            trainer.fit(name for name in trainer.start if not is_local(name))
+        return trainer.update()

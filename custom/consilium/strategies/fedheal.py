@@ -19,7 +19,7 @@ CVPR 2024, and the authors' code, github.com/yuhangchen0/FedHEAL.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -30,6 +30,7 @@ from consilium.core.messages import Tensors
 from consilium.core.schema import Share
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import ServerState, SiteResult, next_phase, normalized
+from consilium.strategies.traits import Traits
 
 ROUNDS, WEIGHT, DELTA = "rounds", "weight", "delta"
 """What the server keeps of a site beside how often each number of its updates fell: its rounds, its w and its delta."""
@@ -43,8 +44,7 @@ class FedHEAL(FedIT):
     """
 
     name: ClassVar[str] = "fedheal"
-    one_by_one: ClassVar[bool] = False
-    needs: ClassVar[Literal["sums", "sites"]] = "sites"
+    traits = Traits(needs="sites")
 
     tau: Annotated[
         Share,
@@ -52,7 +52,7 @@ class FedHEAL(FedIT):
     ] = 0.3
     beta: Annotated[Share, Field(description="how fast the sites' weights follow their distances")] = 0.4
 
-    def merge(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
+    def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: masked updates averaged number by number; every reporter's history, weight and delta."""
         masks = {name: self.mask(state.sites.get(name, {}), one.update.tensors) for name, one in sorted(results.items())}
         masked = {name: {n: m * results[name].update.tensors[n].double() for n, m in masks[name].items()} for name in masks}
@@ -60,7 +60,7 @@ class FedHEAL(FedIT):
         share = normalized({name: float(kept[name][WEIGHT]) for name in masks})
         shared = {n: _moved(t, n, share, masks, masked) for n, t in state.shared.items()}
         sites = {name: _history(state.sites.get(name, {}), results[name].update.tensors) | kept[name] for name in masks}
-        round, phase = next_phase(state, self.phases(state.round))
+        round, phase = next_phase(state, self.traits.phases_of(state.round))
         reported = state.reported | dict.fromkeys(masks, state.round)
         return replace(state, round=round, phase=phase, shared=shared, sites=state.sites | sites, reported=reported)
 

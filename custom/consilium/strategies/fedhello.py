@@ -33,7 +33,14 @@ from torch import Tensor
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Rank
 from consilium.core.seeding import seed_for
-from consilium.strategies.heterogeneous_ranks.layers import factors, mean_others, others, pair, prefix_and_tail, shapes
+from consilium.strategies.heterogeneous_ranks.layers import (
+    factors,
+    mean_others,
+    non_lora_tensors,
+    pair,
+    prefix_and_tail,
+    shapes,
+)
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import ServerState, SiteResult, next_phase, shares
 
@@ -59,18 +66,18 @@ class FedHeLLo(UnequalRanks):
         ),
     ] = "random"
 
-    def init_state(self, initial: Tensors) -> ServerState:
+    def initialize(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: the common factors at `rank`."""
-        shared = dict(others(initial))
+        shared = dict(non_lora_tensors(initial))
         for layer in shapes(initial):
             b, a = factors(initial, layer)
             shared |= pair(layer, (b[:, : self.rank].clone(), a[: self.rank].clone()))
         scores = {SCORES: torch.full((len(shapes(initial)),), UNKNOWN, dtype=torch.float64)}
         return ServerState(0, 0, shared, {}, matrices=scores if self.layers == "fisher" else {})
 
-    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+    def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return all layers: the site's to train, the others as frozen tails."""
-        tensors, chosen = dict(others(state.shared)), self.chosen(state, site)
+        tensors, chosen = dict(non_lora_tensors(state.shared)), self.chosen(state, site)
         for layer in shapes(state.shared):
             b, a = factors(state.shared, layer)
             tensors |= prefix_and_tail(layer, (b, a), len(a) if layer in chosen else 0, 1.0)
@@ -92,14 +99,14 @@ class FedHeLLo(UnequalRanks):
             return _drawn(layers, odds(state.matrices[SCORES].tolist()), count, generator)
         return {layers[place] for place in places(self.layers, len(layers), count)}
 
-    def merge(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
+    def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: every layer the mean over its trainers."""
         share = shares(results)
         shared = mean_others(state, results, share)
         ends = {name: upload.trained() for name, upload in sorted(results.items())}
         for layer in shapes(state.shared):
             shared |= self._mean(state, layer, ends, share)
-        round, phase = next_phase(state, self.phases(state.round))
+        round, phase = next_phase(state, self.traits.phases_of(state.round))
         return replace(state, round=round, phase=phase, shared=shared, matrices=self._scored(state, results, share))
 
     def _scored(self, state: ServerState, results: Mapping[str, SiteResult], share: Mapping[str, float]) -> Tensors:

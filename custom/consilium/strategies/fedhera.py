@@ -13,7 +13,7 @@ github.com/shock-xiaoke/FedHera, f2389f8. `cumulative` and `replace` are read fr
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -25,8 +25,9 @@ from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
 from consilium.strategies.heterogeneous_ranks import allocation
 from consilium.strategies.heterogeneous_ranks.exact import ExactServer, stored_spectra, truncated_factors
-from consilium.strategies.heterogeneous_ranks.layers import changes, others, prefix_and_tail, shapes
+from consilium.strategies.heterogeneous_ranks.layers import changes, non_lora_tensors, prefix_and_tail, shapes
 from consilium.strategies.strategy import ServerState, SiteResult, shares
+from consilium.strategies.traits import Traits
 
 BYTES = 4
 """Of a number on the wire."""
@@ -74,11 +75,18 @@ class FedHera(ExactServer):
     ] = "product"
     decay: Annotated[float, Field(gt=0, le=1, description="decay of the running score behind the gate")] = 0.9
 
+    @property
+    def traits(self) -> Traits:
+        """See Strategy."""
+        what = "adds every site's whole start again in each round, so that W grows without any training"
+        said = f"strategy.aggregation: 'literal' {what}; use residual, unless the print's own rule is what you want to see"
+        return replace(super().traits, warnings=(said,) if self.aggregation == "literal" else ())
+
     # server half ------------------------------------------------------------------------------------------------------
 
-    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+    def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return W truncated to the site's download ranks, split into what it trains and the tail behind the site's gate."""
-        gate, tensors = self.gate_of(state, site.name), dict(others(state.shared))
+        gate, tensors = self.gate_of(state, site.name), dict(non_lora_tensors(state.shared))
         found, (download, train) = stored_spectra(state), self.ranks(state, site)
         for layer, rank in download.items():
             tensors |= prefix_and_tail(layer, truncated_factors(state, layer, found[layer], rank), train[layer], gate)
@@ -131,14 +139,6 @@ class FedHera(ExactServer):
         score = float(state.sites[name]["alignment"]) if name in state.sites else None
         age = state.round - 1 - state.reported.get(name, -1)
         return allocation.gate(state.round, score, age, self.gate, self.decay)
-
-    @property
-    def warnings(self) -> list[str]:
-        """See Strategy."""
-        if self.aggregation != "literal":
-            return []
-        what = "adds every site's whole start again in each round, so that W grows without any training"
-        return [f"strategy.aggregation: 'literal' {what}; use residual, unless the print's own rule is what you want to see"]
 
     def share(self, state: ServerState, uploads: Mapping[str, SiteResult]) -> dict[str, float]:
         """Return p_i: samples, but 0 for a site that trained no rank of any layer, unless none did or W is replaced."""

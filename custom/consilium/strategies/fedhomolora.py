@@ -6,16 +6,17 @@ Source: the homogeneous baseline of K. Xiao et al., "FedHera: Towards Drift-Resi
 Resources", Appendix D.2.
 """
 
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from consilium.core.messages import Tensors
 from consilium.core.schema import Rank
-from consilium.strategies.heterogeneous_ranks.layers import factors, others, pair, shapes
+from consilium.strategies.heterogeneous_ranks.layers import factors, non_lora_tensors, pair, shapes
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
-from consilium.strategies.strategy import Gathered, ServerState, Strategy
+from consilium.strategies.strategy import RoundResults, ServerState, Strategy
+from consilium.strategies.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -23,24 +24,23 @@ class FedHomoLoRA(UnequalRanks):
     """Average both factors at one rank."""
 
     name: ClassVar[str] = "fedhomolora"
-    needs: ClassVar[Literal["sums", "sites"]] = "sums"
 
     rank: Annotated[Rank | None, Field(description="the rank of all; by default what the lowest tier trains")] = None
 
     @property
-    def fixed_basis(self) -> bool:
+    def traits(self) -> Traits:
         """See Strategy; there is one rank for all."""
-        return True
+        return replace(super().traits, needs="sums", fixed_basis=True)
 
-    def init_state(self, initial: Tensors) -> ServerState:
+    def initialize(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: the common factors cut to the rank."""
         rank = self.rank or int(min(self.tiers[name].train for name in self._shares()))
-        shared = dict(others(initial))
+        shared = dict(non_lora_tensors(initial))
         for layer in shapes(initial):
             b, a = factors(initial, layer)
             shared |= pair(layer, (b[:, :rank].clone(), a[:rank].clone()))
         return ServerState(0, 0, shared, {})
 
-    def diagnostics(self, state: ServerState, gathered: Gathered) -> dict[str, float]:
+    def diagnostics(self, state: ServerState, results: RoundResults) -> dict[str, float]:
         """Return nothing: the server sees the sum only."""
-        return Strategy.diagnostics(self, state, gathered)
+        return Strategy.diagnostics(self, state, results)

@@ -24,8 +24,11 @@ from torch import Tensor
 
 from consilium.adapters.names import factor
 from consilium.core.errors import ConfigError
+from consilium.core.messages import Payload
 from consilium.core.schema import Factor, Positive
-from consilium.strategies.strategy import LocalStep, Role, Strategy
+from consilium.strategies.strategy import Role, Strategy
+from consilium.strategies.trainer import LocalStep, Trainer
+from consilium.strategies.traits import Traits
 
 Sharing = Literal["M1", "M2", "M3", "M4"]
 SHARINGS: dict[Sharing, tuple[str, str]] = {"M1": ("A", "A"), "M2": ("B", "B"), "M3": ("A", "B"), "M4": ("B", "A")}
@@ -58,14 +61,10 @@ class FedIAT(Strategy):
     ] = "relative"
 
     @property
-    def label(self) -> str:
+    def traits(self) -> Traits:
         """See Strategy."""
-        return f"{self.name} {self.sharing}"
-
-    @classmethod
-    def variants(cls) -> list[Strategy]:
-        """See Strategy."""
-        return [cls(sharing=sharing) for sharing in SHARINGS]
+        variants = tuple({"sharing": sharing} for sharing in SHARINGS)
+        return Traits(fits_only=True, label=f"{self.name} {self.sharing}", variants=variants)
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED or LOCAL by `sharing`. Raises ConfigError for a tensor that is no factor of encoder or decoder."""
@@ -81,7 +80,12 @@ class FedIAT(Strategy):
             )
         return SHARINGS[self.sharing][0 if part in ENCODERS else 1]
 
-    def regularizer(self, step: LocalStep) -> Tensor | None:
+    def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
+        """Train with the subspace orthogonality regularizer."""
+        trainer.fit(penalty=self.penalty)
+        return trainer.update()
+
+    def penalty(self, step: LocalStep) -> Tensor | None:
         """Return lambda * L_SOR and advance the private factors' drift averages in `step.memory`."""
         if not self.sor_weight:
             return None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from consilium.strategies.strategy import Role, Strategy
+from consilium.strategies.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,11 @@ class FedIT(Strategy):
     """Share every adapter tensor."""
 
     name: ClassVar[str] = "fedit"
-    one_by_one: ClassVar[bool] = True
+
+    @property
+    def traits(self) -> Traits:
+        """See Strategy."""
+        return Traits(elementwise=True)
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED."""

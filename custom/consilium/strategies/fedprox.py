@@ -11,9 +11,11 @@ from pydantic import Field
 from torch import Tensor
 
 from consilium.core.linalg.lowrank import summed
+from consilium.core.messages import Payload
 from consilium.core.schema import Factor
 from consilium.strategies.fedit import FedIT
-from consilium.strategies.strategy import LocalStep
+from consilium.strategies.trainer import LocalStep, Trainer
+from consilium.strategies.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -21,10 +23,16 @@ class FedProx(FedIT):
     """Share every adapter tensor; training is pulled back to what was received, over the tensors that train."""
 
     name: ClassVar[str] = "fedprox"
+    traits = Traits(elementwise=True, fits_only=True)
 
     mu: Annotated[Factor, Field(description="strength of the proximal term")] = 0.01
 
-    def regularizer(self, step: LocalStep) -> Tensor | None:
+    def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
+        """Train with the proximal term."""
+        trainer.fit(penalty=self.penalty)
+        return trainer.update()
+
+    def penalty(self, step: LocalStep) -> Tensor | None:
         """Return mu / 2 times the squared distance to the anchors."""
         if not self.mu:
             return None

@@ -19,15 +19,14 @@ Clients", ECCV 2024, arXiv 2311.11227.
 """
 
 import random
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import Tensor
 
-from consilium.adapters.names import WHOLE_BASE, is_base
+from consilium.adapters.names import WHOLE_BASE, skippable_block
 from consilium.core.errors import ConfigError
 from consilium.core.linalg.lowrank import summed
 from consilium.core.messages import Payload, SiteInfo, Tensors
@@ -35,9 +34,9 @@ from consilium.core.schema import Seed
 from consilium.core.seeding import seed_for
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState, SiteResult, next_phase
+from consilium.strategies.trainer import Trainer
+from consilium.strategies.traits import Traits
 
-_BLOCK = re.compile(r"(?!mask_decoder\.)((.+?)\.\d+)\..+")
-"""A tensor's block, "<stack>.<number>", by the first number in its name."""
 Part = Annotated[float, Field(gt=0, le=1)]
 SiteName = Annotated[str, Field(min_length=1, max_length=128)]
 
@@ -47,8 +46,7 @@ class FedRA(FedIT):
     """Share the adapters of the blocks that a site has."""
 
     name: ClassVar[str] = "fedra"
-    one_by_one: ClassVar[bool] = False
-    needs: ClassVar[Literal["sums", "sites"]] = "sites"
+    traits = Traits(needs="sites", skips_blocks=True, fits_only=True)
 
     share: Annotated[Part, Field(description="the share of the blocks that a site has in a round, at least one")] = 2 / 3
     by_site: Annotated[dict[SiteName, Part], Field(max_length=10_000, description="another share for some sites, by name")] = (
@@ -62,16 +60,11 @@ class FedRA(FedIT):
             raise ConfigError(f"strategy {self.name} leaves blocks out, with no rule for {name!r}; use adapter kind lora")
         return super().role(name, round, phase)
 
-    def block(self, name: str) -> str | None:
-        """See Strategy; a part of the base that trains beside the adapter is in none."""
-        found = None if is_base(name) else _BLOCK.fullmatch(name)
-        return found[1] if found else None
-
     def held(self, names: Iterable[str], round: int, site: str) -> set[str]:
         """Return the blocks that a site has in a round: its row of the allocation matrix."""
         stacks: dict[str, dict[str, None]] = {}
-        for found in filter(None, map(_BLOCK.fullmatch, (name for name in names if not is_base(name)))):
-            stacks.setdefault(found[2], {})[found[1]] = None
+        for block in filter(None, map(skippable_block, names)):
+            stacks.setdefault(block.rpartition(".")[0], {})[block] = None
         chosen: set[str] = set()
         for stack, blocks in stacks.items():
             count = max(1, int(self.by_site.get(site, self.share) * len(blocks) + 0.5))
@@ -80,38 +73,40 @@ class FedRA(FedIT):
 
     # server half ------------------------------------------------------------------------------------------------------
 
-    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+    def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return what the site has this round; tensors of other blocks are empty."""
         held = self.held(state.shared, state.round, site.name)
-        has = {name: (block := self.block(name)) is None or block in held for name in state.shared}
+        has = {name: (block := skippable_block(name)) is None or block in held for name in state.shared}
         return Payload(state.round, state.phase, {n: t if has[n] else t.new_zeros(0) for n, t in state.shared.items()})
 
     def final(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return all blocks."""
         return Payload(state.round, state.phase, dict(state.shared))
 
-    def merge(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
+    def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: every tensor the plain mean over the sites that had it."""
         ordered = [results[name] for name in sorted(results)]
         shared = {name: _mean(value, _moves(ordered, name)) for name, value in state.shared.items()}
-        round, phase = next_phase(state, self.phases(state.round))
+        round, phase = next_phase(state, self.traits.phases_of(state.round))
         return replace(state, round=round, phase=phase, shared=shared)
 
-    def diagnostics(self, state: ServerState, gathered: dict[str, SiteResult]) -> dict[str, float]:
+    def diagnostics(self, state: ServerState, results: dict[str, SiteResult]) -> dict[str, float]:
         """Return how many of the round's sites had each block: the column sums of the allocation matrix."""
-        results = list(gathered.values())
-        blocks = {name: block for name in state.shared if (block := self.block(name)) is not None}
-        return {f"holders/{block}": float(len(_moves(results, name))) for name, block in blocks.items()}
+        found = list(results.values())
+        blocks = {name: block for name in state.shared if (block := skippable_block(name)) is not None}
+        return {f"holders/{block}": float(len(_moves(found, name))) for name, block in blocks.items()}
 
-    # site half --------------------------------------------------------------------------------------------------------
+    # client half ------------------------------------------------------------------------------------------------------
 
-    def receive(self, params: Tensors, payload: Payload) -> Tensors:
+    def receive(self, own: Tensors, payload: Payload) -> Tensors:
         """Return the tensors of the blocks that the site has."""
         return {name: tensor for name, tensor in payload.tensors.items() if tensor.numel()}
 
-    def upload(self, start: Tensors, end: Tensors, payload: Payload) -> Payload:
-        """Return end - start of what the site has, empty tensors for the rest."""
-        moved = {n: end[n] - start[n] if t.numel() else t.clone() for n, t in payload.tensors.items()}
+    def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
+        """Train the shallower net; return the update of what the site has, empty tensors for the rest."""
+        trainer.fit()
+        found = trainer.update().tensors
+        moved = {n: found[n] if t.numel() else t.clone() for n, t in payload.tensors.items()}
         return Payload(payload.round, payload.phase, moved)
 
 

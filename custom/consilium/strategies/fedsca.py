@@ -31,7 +31,9 @@ from consilium.core.linalg.lowrank import summed
 from consilium.core.linalg.simplex import mixture_weights
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Factor
-from consilium.strategies.strategy import LocalStep, Role, ServerState, SiteResult, Strategy, next_phase, normalized, shares
+from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, next_phase, normalized, shares
+from consilium.strategies.trainer import LocalStep, Trainer
+from consilium.strategies.traits import Traits
 
 MATRIX = "collaboration"
 _log = logging.getLogger(__name__)
@@ -42,7 +44,6 @@ class FedSCA(Strategy):
     """Share the `low` lowest bottleneck adapters (0: all) through a mixture of each site's own."""
 
     name: ClassVar[str] = "fedsca"
-    needs: ClassVar[Literal["sums", "sites"]] = "sites"
 
     low: Annotated[int, Field(ge=0, le=1024, description="bottlenecks that travel, from the input on; 0: all")] = 1
     mixture: Annotated[
@@ -68,14 +69,10 @@ class FedSCA(Strategy):
     pull: Annotated[Factor, Field(description="weight of the pull towards the mixture in a site's loss")] = 0.01
 
     @property
-    def label(self) -> str:
-        """See Strategy."""
-        return f"{self.name} {self.low}"
-
-    @classmethod
-    def variants(cls) -> list[Strategy]:
-        """See Strategy."""
-        return [cls(low=low) for low in (1, 4, 0)]
+    def traits(self) -> Traits:
+        """See Strategy; the collaboration matrix is sites x sites."""
+        variants = tuple({"low": low} for low in (1, 4, 0))
+        return Traits(needs="sites", site_matrices=True, fits_only=True, label=f"{self.name} {self.low}", variants=variants)
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return SHARED for the low adapters, LOCAL for the others and a trained decoder. Raises ConfigError for the rest."""
@@ -86,15 +83,15 @@ class FedSCA(Strategy):
 
     # server half ------------------------------------------------------------------------------------------------------
 
-    def init_state(self, initial: Tensors) -> ServerState:
+    def initialize(self, initial: Tensors) -> ServerState:
         """Return the state before round 0. Raises ConfigError if the model has fewer adapters than `low`."""
         if self.low > bottleneck_count(initial):
             raise ConfigError(
                 f"strategy.low: {self.low}: the model has {bottleneck_count(initial)} adapters; use that or less, 0 for all"
             )
-        return super().init_state(initial)
+        return super().initialize(initial)
 
-    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+    def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the site's own mixture; the mean of what is known for a site that has not reported yet."""
         first = {} if site.joined else state.initial
         return Payload(state.round, state.phase, {**self._mixed(state, site.name), **first})
@@ -105,7 +102,7 @@ class FedSCA(Strategy):
         row = state.matrices[MATRIX][sorted(state.sites).index(name)]
         return _mix(row, [state.sites[other] for other in sorted(state.sites)])
 
-    def merge(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
+    def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: each site's upload, the matrix, and under `shared` the weighted mean of this round's."""
         fresh = {name: result.trained() for name, result in results.items()}
         sites = {**state.sites, **fresh}
@@ -114,7 +111,7 @@ class FedSCA(Strategy):
         shared = _mix(shares(results).values(), list(fresh.values()))
         known = {name: weights.get(name, state.weights.get(name, 1.0)) for name in sites}
         matrix = self._matrix(sites, known, set(fresh))
-        round, phase = next_phase(state, self.phases(state.round))
+        round, phase = next_phase(state, self.traits.phases_of(state.round))
         after = replace(state, round=round, phase=phase, shared=shared, sites=sites)
         return replace(after, reported=reported, weights=known, matrices={MATRIX: matrix})
 
@@ -143,26 +140,27 @@ class FedSCA(Strategy):
     def _prior(self, prior: Tensor) -> Tensor:
         return prior if self.prior == "samples" else torch.zeros_like(prior)
 
-    def diagnostics(self, state: ServerState, gathered: dict[str, SiteResult]) -> dict[str, float]:
+    def diagnostics(self, state: ServerState, results: dict[str, SiteResult]) -> dict[str, float]:
         """Return how many sites get nothing but their own upload, and the alpha from which the first does; warn of them."""
-        if self.mixture == "mean" or len(gathered) < 2:
+        if self.mixture == "mean" or len(results) < 2:
             return {}
-        prior = torch.tensor(list(shares(gathered).values()), dtype=torch.float64)
-        flat = torch.stack([_flat(result.trained()) for result in gathered.values()])
+        prior = torch.tensor(list(shares(results).values()), dtype=torch.float64)
+        flat = torch.stack([_flat(result.trained()) for result in results.values()])
         limits = alone_from(self._prior(prior), similarities(flat, self.similarity, self.normalize))
-        alone = [name for name, limit in zip(gathered, limits.tolist(), strict=True) if self.alpha >= limit]
+        alone = [name for name, limit in zip(results, limits.tolist(), strict=True) if self.alpha >= limit]
         if alone:
             what = f"{', '.join(alone)} mix nobody in round {state.round + 1}"
             _log.warning(f"strategy.alpha: {self.alpha:g}: {what}; under {float(limits.min()):.3g} every site does")
         return {"collaboration/alone": float(len(alone)), "collaboration/alone_from_alpha": float(limits.min())}
 
-    def figures(self, state: ServerState) -> dict[str, Tensor]:
-        """Return the collaboration matrix."""
-        return dict(state.matrices)
+    # client half ------------------------------------------------------------------------------------------------------
 
-    # site half --------------------------------------------------------------------------------------------------------
+    def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
+        """Train with the pull to the received mixture (Eq. 9)."""
+        trainer.fit(penalty=self.penalty)
+        return trainer.update()
 
-    def regularizer(self, step: LocalStep) -> Tensor | None:
+    def penalty(self, step: LocalStep) -> Tensor | None:
         """Return -pull * cos(Theta_low, received mixture), over all low adapters flattened."""
         if not self.pull:
             return None

@@ -7,7 +7,7 @@ Source: J. Bai, D. Chen, B. Qian, L. Yao, Y. Li, "Federated Fine-tuning of Large
 Client Resources", NeurIPS 2024, arXiv 2402.11505.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -17,8 +17,9 @@ from consilium.core.linalg import lowrank
 from consilium.core.linalg.lowrank import Change, Product, Spectrum, Update
 from consilium.core.messages import Payload, SiteInfo
 from consilium.strategies.heterogeneous_ranks.exact import ExactServer, stored_spectra, truncated_factors
-from consilium.strategies.heterogeneous_ranks.layers import others, pair
+from consilium.strategies.heterogeneous_ranks.layers import non_lora_tensors, pair
 from consilium.strategies.strategy import ServerState
+from consilium.strategies.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,20 @@ class FlexLoRA(ExactServer):
     """Average products, redistribute by SVD at one rank a site."""
 
     name: ClassVar[str] = "flexlora"
-    one_rank: ClassVar[bool] = True
 
     values_in: Annotated[
         Literal["left", "both"],
         Field(description="singular values in B (`left`, as in the authors' code) or half in each factor (`both`)"),
     ] = "left"
 
-    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+    @property
+    def traits(self) -> Traits:
+        """See Strategy."""
+        return replace(super().traits, one_rank=True)
+
+    def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return W truncated to the site's rank, all of it to train."""
-        ranks, tensors = self.download_ranks(state, site), dict(others(state.shared))
+        ranks, tensors = self.download_ranks(state, site), dict(non_lora_tensors(state.shared))
         for layer, found in stored_spectra(state).items():
             tensors |= pair(layer, self._shifted(truncated_factors(state, layer, found, ranks[layer]), found))
         return Payload(state.round, state.phase, tensors)

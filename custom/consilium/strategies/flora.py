@@ -9,7 +9,7 @@ Source: Z. Wang, Z. Shen, Y. He, G. Sun, H. Wang, L. Lyu, A. Li, "FLoRA: Federat
 Heterogeneous Low-Rank Adaptations", NeurIPS 2024, arXiv 2409.05976.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -20,9 +20,10 @@ from consilium.core.linalg.lowrank import Change, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
 from consilium.strategies.heterogeneous_ranks.exact import ExactServer, global_updates
-from consilium.strategies.heterogeneous_ranks.layers import expanded, others, prefix_and_tail, whole_numbers
+from consilium.strategies.heterogeneous_ranks.layers import expanded, non_lora_tensors, prefix_and_tail, whole_numbers
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import ServerState, SiteResult
+from consilium.strategies.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,13 @@ class FLoRA(ExactServer):
 
     name: ClassVar[str] = "flora"
     decomposes: ClassVar[bool] = False
-    one_rank: ClassVar[bool] = True
-    tails: ClassVar[bool] = True
 
-    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+    @property
+    def traits(self) -> Traits:
+        """See Strategy."""
+        return replace(super().traits, one_rank=True, sends_frozen_ranks=True)
+
+    def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the whole update as a tail, and fresh factors before it: A as drawn for this round, B = 0."""
         return self._payload(state, self.train_rank(site))
 
@@ -43,7 +47,7 @@ class FLoRA(ExactServer):
         return self._payload(state, 0)
 
     def _payload(self, state: ServerState, wanted: int) -> Payload:
-        tensors = dict(others(state.shared))
+        tensors = dict(non_lora_tensors(state.shared))
         for layer, update in global_updates(state).items():
             out, into = update.shape
             rank = min(wanted, out, into)
@@ -56,7 +60,7 @@ class FLoRA(ExactServer):
         """Return fresh factors and the update at its widest: each layer's size."""
         return whole_numbers(sent.tensors)
 
-    def receive(self, params: Tensors, payload: Payload) -> Tensors:
+    def receive(self, own: Tensors, payload: Payload) -> Tensors:
         """Return what the server sent, its tails in pairs."""
         return expanded(payload.tensors)
 
@@ -69,6 +73,6 @@ class FLoRA(ExactServer):
         """Return W plus the stack."""
         return lowrank.add(update, lowrank.products(layer, 1.0))
 
-    def diagnostics(self, state: ServerState, gathered: dict[str, SiteResult]) -> dict[str, float]:
+    def diagnostics(self, state: ServerState, results: dict[str, SiteResult]) -> dict[str, float]:
         """Return what all such algorithms tell; nothing is truncated, so all energy is retained."""
-        return UnequalRanks.diagnostics(self, state, gathered)
+        return UnequalRanks.diagnostics(self, state, results)

@@ -35,6 +35,7 @@ from consilium.core.linalg.lowrank import Product
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.strategies.heterogeneous_ranks.layers import expanded, factors, pair, shapes, whole_numbers
 from consilium.strategies.strategy import Role, ServerState, Strategy, next_phase
+from consilium.strategies.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,7 @@ class FRLoRA(Strategy):
     """Average both factors, add their product to the weights, start the next round from the base's principal directions."""
 
     name: ClassVar[str] = "frlora"
-    tails: ClassVar[bool] = True
-    from_base: ClassVar[bool] = True
+    traits = Traits(sends_frozen_ranks=True, needs_base_weights=True)
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return FROZEN for tails, SHARED for factors and a head. Raises ConfigError for another adapter."""
@@ -60,7 +60,7 @@ class FRLoRA(Strategy):
         found = {layer: pair(layer, principal(weights[layer], rank, scaling)) for layer, rank in ranks.items()}
         return {name: found.get(name.rpartition(".")[0], initial)[name] for name in initial}
 
-    def init_state(self, initial: Tensors) -> ServerState:
+    def initialize(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: `shared` is what every round starts from, `matrices` holds (W - W0) / s."""
         tails: Tensors = {}
         for layer in shapes(initial):
@@ -68,7 +68,7 @@ class FRLoRA(Strategy):
             tails |= {f"{layer}.tail_B": b.clone(), f"{layer}.tail_A": -a, f"{layer}.{GATE}": torch.ones(1)}
         return ServerState(0, 0, dict(initial), {}, matrices=tails)
 
-    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+    def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the common start and the tail, whatever the site has seen before."""
         return Payload(state.round, state.phase, {**state.shared, **state.matrices})
 
@@ -76,19 +76,19 @@ class FRLoRA(Strategy):
         """Return the start and the tail at its widest: each layer's size."""
         return whole_numbers(sent.tensors)
 
-    def merge(self, state: ServerState, results: Tensors) -> ServerState:
+    def aggregate(self, state: ServerState, results: Tensors) -> ServerState:
         """Return the next state: every layer's tail with this round's residual, and the head's mean."""
         tails, shared = dict[str, Tensor](), dict(state.shared)
         for layer in shapes(state.shared):
             tails |= _grown(state.matrices, layer, factors(state.shared, layer), factors(results, layer))
         heads = {n: u for n, u in results.items() if lora_factor(n, self.name) is None}
         shared |= {n: (shared[n].double() + u).to(shared[n].dtype) for n, u in heads.items()}
-        round, phase = next_phase(state, self.phases(state.round))
+        round, phase = next_phase(state, self.traits.phases_of(state.round))
         return replace(state, round=round, phase=phase, shared=shared, matrices=tails)
 
-    # site half --------------------------------------------------------------------------------------------------------
+    # client half ------------------------------------------------------------------------------------------------------
 
-    def receive(self, params: Tensors, payload: Payload) -> Tensors:
+    def receive(self, own: Tensors, payload: Payload) -> Tensors:
         """Return what the server sent, its tails in pairs: a site keeps nothing from round to round."""
         return expanded(payload.tensors)
 

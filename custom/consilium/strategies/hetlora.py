@@ -20,9 +20,11 @@ from torch import Tensor
 from consilium.core.linalg import lowrank
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Factor
-from consilium.strategies.heterogeneous_ranks.layers import factors, mean_others, others, pair, shapes
+from consilium.strategies.heterogeneous_ranks.layers import factors, mean_others, non_lora_tensors, pair, shapes
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
-from consilium.strategies.strategy import LocalStep, ServerState, SiteResult, next_phase, shares
+from consilium.strategies.strategy import ServerState, SiteResult, next_phase, shares
+from consilium.strategies.trainer import LocalStep, Trainer
+from consilium.strategies.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,18 @@ class HetLoRA(UnequalRanks):
     prune: Annotated[float, Field(gt=0, le=1, description="g, the share of ranks that may remain")] = 0.99
     prune_weight: Annotated[Factor, Field(description="weight of the pruning term in a site's loss; 0 never prunes")] = 0.0
 
-    def init_state(self, initial: Tensors) -> ServerState:
+    @property
+    def traits(self) -> Traits:
+        """See Strategy."""
+        return replace(super().traits, fits_only=True)
+
+    def initialize(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: the common factors at the largest rank."""
         return ServerState(0, 0, dict(initial), {})
 
-    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+    def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the first ranks of the global factors, as many as the site trains."""
-        tensors, rank = dict(others(state.shared)), self.rank_of(state, site)
+        tensors, rank = dict(non_lora_tensors(state.shared)), self.rank_of(state, site)
         for layer in shapes(state.shared):
             b, a = factors(state.shared, layer)
             tensors |= pair(layer, (b[:, :rank], a[:rank]))
@@ -51,7 +58,7 @@ class HetLoRA(UnequalRanks):
         kept = state.sites.get(site.name)
         return self.train_rank(site) if kept is None else int(kept["rank"])
 
-    def merge(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
+    def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: padded factors averaged by norm, heads by the sites' weights, ranks pruned."""
         ends = {name: upload.trained() for name, upload in sorted(results.items())}
         norms = {name: _norm(end) for name, end in ends.items()}
@@ -60,7 +67,7 @@ class HetLoRA(UnequalRanks):
         shared = mean_others(state, results, shares(results)) | self._averages(state, ends, share)
         sites = state.sites | {name: {"rank": self._pruned(results[name], end)} for name, end in ends.items()}
         reported = state.reported | dict.fromkeys(results, state.round)
-        round, phase = next_phase(state, self.phases(state.round))
+        round, phase = next_phase(state, self.traits.phases_of(state.round))
         return replace(state, round=round, phase=phase, shared=shared, sites=sites, reported=reported)
 
     def _averages(self, state: ServerState, ends: Mapping[str, Tensors], share: Mapping[str, float]) -> Tensors:
@@ -81,9 +88,14 @@ class HetLoRA(UnequalRanks):
         shrunk = self.prune_weight > 0 and float(_beyond(end, kept)) < float(_beyond(upload.sent.tensors, kept))
         return torch.tensor([kept if shrunk else rank])
 
-    # site half --------------------------------------------------------------------------------------------------------
+    # client half ------------------------------------------------------------------------------------------------------
 
-    def regularizer(self, step: LocalStep) -> Tensor | None:
+    def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
+        """Train with a penalty on the ranks that may be pruned."""
+        trainer.fit(penalty=self.penalty)
+        return trainer.update()
+
+    def penalty(self, step: LocalStep) -> Tensor | None:
         """Return prune_weight times the norms of what would be pruned."""
         if not self.prune_weight:
             return None

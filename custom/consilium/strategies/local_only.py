@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from consilium.strategies.strategy import Role, Strategy
+from consilium.strategies.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -11,7 +12,7 @@ class LocalOnly(Strategy):
     """Keep every adapter tensor at its site."""
 
     name: ClassVar[str] = "local_only"
-    one_by_one: ClassVar[bool] = True
+    traits = Traits(elementwise=True)
 
     def role(self, name: str, round: int, phase: int) -> Role:
         """Return LOCAL."""

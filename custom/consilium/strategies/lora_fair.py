@@ -24,6 +24,7 @@ from consilium.core.linalg.lowrank import Change, Product
 from consilium.core.schema import Positive
 from consilium.strategies.heterogeneous_ranks.layers import factors, pair, shapes
 from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, next_phase, shares
+from consilium.strategies.traits import Traits
 
 STEPS = 200
 """L-BFGS iterations at most; it ends before, where the gradient does."""
@@ -34,7 +35,7 @@ class LoraFair(Strategy):
     """Average both factors, then correct B."""
 
     name: ClassVar[str] = "lora_fair"
-    needs: ClassVar[Literal["sums", "sites"]] = "sites"
+    traits = Traits(needs="sites")
 
     loss: Annotated[
         Literal["cosine", "frobenius"], Field(description="the paper's `cosine`, or `frobenius` with its closed form")
@@ -46,7 +47,7 @@ class LoraFair(Strategy):
         lora_factor(name, self.name)
         return Role.SHARED
 
-    def merge(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
+    def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: every shared tensor averaged, in float64 by name, and every B corrected."""
         share, ends = shares(results), {name: upload.trained() for name, upload in sorted(results.items())}
         shared = {n: lowrank.summed([share[site] * end[n].double() for site, end in ends.items()]) for n in state.shared}
@@ -54,7 +55,7 @@ class LoraFair(Strategy):
             products = [Change(share[site], factors(end, layer), factors(end, layer)) for site, end in ends.items()]
             b, a = factors(shared, layer)
             shared |= pair(layer, (b + self.correction(lowrank.products(products, 1.0), b, a), a))
-        round, phase = next_phase(state, self.phases(state.round))
+        round, phase = next_phase(state, self.traits.phases_of(state.round))
         return replace(state, round=round, phase=phase, shared={n: t.to(state.shared[n].dtype) for n, t in shared.items()})
 
     def correction(self, wanted: Product, b: Tensor, a: Tensor) -> Tensor:

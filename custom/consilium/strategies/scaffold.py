@@ -25,7 +25,7 @@ for Federated Learning", ICML 2020, arXiv 1910.06378: Algorithm 1, Eq. 3 to 5, o
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -34,6 +34,8 @@ from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Positive
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.strategy import Role, ServerState, SiteResult, next_phase, normalized, shares
+from consilium.strategies.trainer import Trainer
+from consilium.strategies.traits import Traits
 
 CONTROL = "control/"
 """What a correction's name has before its tensor's."""
@@ -44,7 +46,7 @@ class Scaffold(FedIT):
     """Share every adapter tensor, and correct local steps."""
 
     name: ClassVar[str] = "scaffold"
-    needs: ClassVar[Literal["sums", "sites"]] = "sites"
+    traits = Traits(needs="sites", elementwise=True, fits_only=True)
 
     global_lr: Annotated[Positive, Field(description="eta_g, the server's step along the mean update")] = 1.0
 
@@ -54,7 +56,7 @@ class Scaffold(FedIT):
 
     # server half ------------------------------------------------------------------------------------------------------
 
-    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+    def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the shared tensors and the site's corrections u - u_i; zeros before its first report."""
         return Payload(state.round, state.phase, {**state.shared, **self._corrections(state, site.name)})
 
@@ -68,25 +70,27 @@ class Scaffold(FedIT):
         mean, own = weighted_mean(state.sites, state.weights), state.sites[site]
         return {CONTROL + name: (mean[name] - own[name]).to(tensor.dtype) for name, tensor in state.shared.items()}
 
-    def merge(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
+    def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: the mean update added, and u_i of every site that reported brought up to date."""
         mean = weighted_mean({n: r.update.tensors for n, r in results.items()}, shares(results))
         shared = {n: (t.double() + self.global_lr * mean[n]).to(t.dtype) for n, t in state.shared.items()}
         sites = state.sites | {name: controls(result) for name, result in results.items()}
         weights = state.weights | {name: float(result.weight) for name, result in results.items()}
         reported = state.reported | dict.fromkeys(results, state.round)
-        round, phase = next_phase(state, self.phases(state.round))
+        round, phase = next_phase(state, self.traits.phases_of(state.round))
         return replace(state, round=round, phase=phase, shared=shared, sites=sites, weights=weights, reported=reported)
 
-    # site half --------------------------------------------------------------------------------------------------------
+    # client half ------------------------------------------------------------------------------------------------------
 
-    def receive(self, params: Tensors, payload: Payload) -> Tensors:
+    def receive(self, own: Tensors, payload: Payload) -> Tensors:
         """Return the shared tensors."""
-        return {**params, **{n: t for n, t in payload.tensors.items() if not n.startswith(CONTROL)}}
+        return {**own, **{n: t for n, t in payload.tensors.items() if not n.startswith(CONTROL)}}
 
-    def drift(self, payload: Payload) -> Tensors:
-        """Return the corrections by their tensors' names."""
-        return {n.removeprefix(CONTROL): t for n, t in payload.tensors.items() if n.startswith(CONTROL)}
+    def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
+        """Train, every step corrected by its share of u - u_i."""
+        sent = payload.tensors.items()
+        trainer.fit(correction={n.removeprefix(CONTROL): t for n, t in sent if n.startswith(CONTROL)})
+        return trainer.update()
 
 
 def controls(result: SiteResult) -> Tensors:

@@ -47,7 +47,7 @@ def bytes_of(cell: Cell, count: int = 0) -> int | None:
         count = len(site_names(cell.sites, None))
     if not count:
         return None
-    if job.strategy.pools_data:
+    if job.strategy.traits.pools_data:
         return 0
     federation = job.config.federation
     asked = min(count, max(federation.min_sites, math.ceil(federation.fraction_train * count)))

@@ -17,7 +17,7 @@ from consilium.core.messages import Tensors
 from consilium.privacy.dpsgd import ClippedSum, DpSgd
 from consilium.tasks.base import Task
 from consilium.training.device import autocast
-from consilium.training.loop import read, scalar, switched
+from consilium.training.loop import read, scalar, set_requires_grad
 
 
 def clipped_sum(
@@ -33,7 +33,7 @@ def clipped_sum(
     `params`: the model's adapter tensors by name; they stay as they are. All that is drawn is secret, or of `dp.seed`. Models
     draw nothing: one that does is refused. Raises ConsiliumError for a task whose loss is no number.
     """
-    active, randomness = switched(params, trained), dp.randomness()
+    active, randomness = set_requires_grad(params, trained), dp.randomness()
     config = config.model_copy(update={"precision": "fp32"})  # bf16 rounds by who else is in the batch
     drawn = randomness.coins(dp.count(task.num_samples), dp.sample_rate)
     clipped = ClippedSum(model, active, dp)

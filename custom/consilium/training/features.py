@@ -1,14 +1,12 @@
 """A task whose loss also has what a strategy asks of the features between encoder and head."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from consilium.adapters.parts import FeatureShift
+from consilium.strategies.trainer import FeaturePenalty
 from consilium.tasks.base import Batch, Task
-
-FeaturePenalty = Callable[[Tensor], Tensor | None]
 
 
 class WithFeatures:

@@ -1,4 +1,4 @@
-"""Looks at training data before local training: losses and gradients of the model at given values, batch after batch."""
+"""Losses and gradients of the model at given values, batch after batch of the training data, before local training."""
 
 import itertools
 from collections.abc import Collection, Mapping
@@ -16,8 +16,8 @@ from consilium.tasks.base import Batch, Task
 from consilium.training.device import autocast, cuda_devices
 
 
-class Looking:
-    """A `Look` of a strategy: goes round a random `share` of the training data in batches of the job's size.
+class BatchGradients:
+    """A strategy's `GradientProbe`: goes round a random `share` of the training data in batches of the job's size.
 
     `seed` fixes which samples, and their augmentation. The model is in evaluation mode, so without dropout.
     """
@@ -30,9 +30,9 @@ class Looking:
         self.batches, self._parts = len(parts), itertools.cycle(enumerate(parts))
 
     def __call__(self, values: Tensors, names: Collection[str]) -> tuple[float, Tensors]:
-        """See Look. Raises DataError where no sample can be read, ConsiliumError for a loss that is not finite.
+        """See GradientProbe. Raises DataError where no sample can be read, ConsiliumError for a loss that is not finite.
 
-        Of a task that is `quiet` about samples that do not fit it, such a look sees nothing.
+        Where no sample can be read, a task that is `quiet` about samples that do not fit it gives a loss and gradients of 0.
         """
         if not (batch := self._batch()) and getattr(self.task, "quiet", False):
             return 0.0, {name: torch.zeros_like(values[name], device="cpu") for name in names}

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from consilium.core.seeding import seed_for
 from consilium.models.registry import Cut
-from consilium.strategies.local_plan import Blend
+from consilium.strategies.traits import Interpolation
 from consilium.tasks.base import Task, evaluating
 
 Mix = Callable[[float | Tensor], None]
 
 
 @contextmanager
-def blended(model: nn.Module, cut: Cut, task: Task, mix: Mix, blend: Blend, seed: int) -> Iterator[None]:
-    """Let every call of `model` inside the block weigh the local adapter as `blend` says; `mix` sets the share."""
-    known = references(model, cut, task, mix, blend.examples, seed) if blend.examples else torch.zeros(0)
-    mix(blend.most)
-    handle = model.register_forward_pre_hook(_weigher(cut, mix, blend, known), with_kwargs=True) if len(known) else None
+def interpolated(model: nn.Module, cut: Cut, task: Task, mix: Mix, interpolation: Interpolation, seed: int) -> Iterator[None]:
+    """Let every call of `model` inside the block weigh the local adapter as `interpolation` says; `mix` sets the share."""
+    known = references(model, cut, task, mix, interpolation.examples, seed) if interpolation.examples else torch.zeros(0)
+    mix(interpolation.most)
+    handle = model.register_forward_pre_hook(_weigher(cut, mix, interpolation, known), with_kwargs=True) if len(known) else None
     try:
         yield
     finally:
@@ -60,11 +60,11 @@ def similarity(found: Tensor, known: Tensor) -> Tensor:
     return (F.normalize(found, dim=1) @ F.normalize(known, dim=1).T).clamp(min=0).mean(1)
 
 
-def _weigher(cut: Cut, mix: Mix, blend: Blend, known: Tensor) -> Callable[[nn.Module, Any, Any], None]:
+def _weigher(cut: Cut, mix: Mix, interpolation: Interpolation, known: Tensor) -> Callable[[nn.Module, Any, Any], None]:
     def weigh(model: nn.Module, args: Any, kwargs: Any) -> None:
         mix(1.0)
         with torch.no_grad():
             found = represented(cut, lambda: model.forward(*args, **kwargs))
-        mix(blend.most * similarity(found, known))
+        mix(interpolation.most * similarity(found, known))
 
     return weigh

@@ -17,7 +17,7 @@ from consilium.core.messages import Tensors
 from consilium.core.seeding import seed_for
 from consilium.data.loading import AHEAD, NOTHING_LEFT, ahead
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps, log_failure
-from consilium.strategies.strategy import LocalStep
+from consilium.strategies.trainer import LocalStep, Penalty
 from consilium.tasks.base import Batch, GroupsRecords, Task
 from consilium.training.compiled import compiled
 from consilium.training.device import CPU, autocast, cuda_devices, pinned
@@ -44,8 +44,7 @@ class Progress:
     lr: float
 
 
-Watch = Callable[[Progress], None]
-Regularizer = Callable[[LocalStep], Tensor | None]
+OnProgress = Callable[[Progress], None]
 
 
 def train(
@@ -55,23 +54,23 @@ def train(
     trained: set[str],
     config: TrainingConfig,
     seed: int,
-    regularizer: Regularizer,
+    penalty: Penalty,
     scalars: Mapping[str, float],
-    watch: Watch,
+    on_progress: OnProgress,
     dp: DpSgd | None = None,
     optimizer_state: Tensors | None = None,
-    drift: Mapping[str, Tensor] = MappingProxyType({}),
+    correction: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """Train the tensors named in `trained` in place and return {"loss", "steps"}, and "penalty" if the regularizer gives any.
+    """Train the tensors named in `trained` in place and return {"loss", "steps"}, and "penalty" if there is one.
 
     `params` are the model's adapter tensors by name, of which `trained` are parameters; all others are frozen. Equal inputs
     give equal results: `seed` fixes shuffling, augmentation and dropout, and the optimizer starts empty, or goes on with
-    `optimizer_state`, which is brought up to date. `drift` is added to the parameters of its names over the round, to each step
-    by its share of the learning rate. With `dp` the steps are record-level private, and repeatable only with a seed of its
+    `optimizer_state`, which is brought up to date. `correction` is added to the parameters of its names over the round, to each
+    step by its share of the learning rate. With `dp` the steps are record-level private, and repeatable only with a seed of its
     own. Without samples there is no step. The model is in evaluation mode afterwards. Raises ConsiliumError when the loss is
     not finite, but under DP-SGD, see losses.py.
     """
-    active = switched(params, trained)
+    active = set_requires_grad(params, trained)
     if dp is None and not task.num_samples:  # at site level noise hides whether a site has any; without noise none gets here
         return {"loss": 0.0, "steps": 0.0}
     optimizer = make_optimizer(list(active.values()), config)
@@ -83,10 +82,10 @@ def train(
     losses = Losses(_device(model), config.lr, dp is not None)
     penalties: list[Tensor] = []
 
-    def regularize(step: LocalStep) -> Tensor | None:
-        if (penalty := regularizer(step)) is not None:
-            penalties.append(penalty.detach())
-        return penalty
+    def noted_penalty(step: LocalStep) -> Tensor | None:
+        if (value := penalty(step)) is not None:
+            penalties.append(value.detach())
+        return value
 
     rates = [learning_rate(config, done, total) for done in range(total)]
     model.train()
@@ -99,9 +98,9 @@ def train(
         for step, rate in enumerate(rates, start=1):
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            known = take_step(LocalStep(params, anchors, scalars, memory), regularize, losses, step == total)
-            _move(active, drift, rate / sum(rates))
-            watch(Progress(step, total, losses.total / step if known else None, rate))
+            known = take_step(LocalStep(params, anchors, scalars, memory), noted_penalty, losses, step == total)
+            _correct(active, correction, rate / sum(rates))
+            on_progress(Progress(step, total, losses.total / step if known else None, rate))
     if optimizer_state is not None:
         optimizer_state.update(state_of(optimizer, list(active)))
     model.eval()
@@ -109,7 +108,7 @@ def train(
     return {"loss": losses.total / total, "steps": float(total)} | added
 
 
-def switched(params: Mapping[str, Tensor], trained: set[str]) -> dict[str, nn.Parameter]:
+def set_requires_grad(params: Mapping[str, Tensor], trained: set[str]) -> dict[str, nn.Parameter]:
     """Let the tensors named in `trained` take gradients, and no other of `params`; return them as the parameters they are."""
     for name, parameter in params.items():
         parameter.requires_grad_(name in trained)
@@ -117,8 +116,8 @@ def switched(params: Mapping[str, Tensor], trained: set[str]) -> dict[str, nn.Pa
 
 
 @torch.no_grad()
-def _move(trained: Mapping[str, nn.Parameter], drift: Mapping[str, Tensor], share: float) -> None:
-    for name, whole in drift.items():
+def _correct(trained: Mapping[str, nn.Parameter], correction: Mapping[str, Tensor], share: float) -> None:
+    for name, whole in correction.items():
         trained[name].add_(whole.to(trained[name].device), alpha=share)
 
 
@@ -132,7 +131,7 @@ def _steps(
     trained: Mapping[str, nn.Parameter],
     total: int,
     dp: DpSgd | None,
-) -> Iterator[Callable[[LocalStep, Regularizer, Losses, bool], bool]]:
+) -> Iterator[Callable[[LocalStep, Penalty, Losses, bool], bool]]:
     """Yield a function that takes one optimizer step and returns whether all losses so far have been read from the device.
 
     After the last step they have.
@@ -154,7 +153,7 @@ def _step(
     stream: Iterator[Batch],
     config: TrainingConfig,
     step: LocalStep,
-    regularizer: Regularizer,
+    penalty: Penalty,
     losses: Losses,
     last: bool,
 ) -> bool:
@@ -162,9 +161,9 @@ def _step(
 
     A loss that is known not to be finite never reaches the optimizer.
     """
-    penalty = regularizer(step)
-    if penalty is not None and penalty.requires_grad:
-        penalty.backward()
+    value = penalty(step)
+    if value is not None and value.requires_grad:
+        value.backward()
     for batch in itertools.islice(stream, config.accumulate):
         losses.add(_backward(model, task, batch, config, 1 / config.accumulate))
     known = losses.look(last)
@@ -179,7 +178,7 @@ def _private_step(
     private: PrivateSteps,
     config: TrainingConfig,
     step: LocalStep,
-    regularizer: Regularizer,
+    penalty: Penalty,
     losses: Losses,
     last: bool,
 ) -> bool:
@@ -190,14 +189,14 @@ def _private_step(
     What augments is of the step, see `DpSgd`. Were it the batch's, one record or patient more would change the augmentation of
     all behind it, and with it more of the clipped sum than the clip, which is what the noise is made for.
     """
-    penalty, trained = regularizer(step), private.sum.trained
+    value, trained = penalty(step), private.sum.trained
     parts = private.samples(private.draw())
     whole = sum(map(len, parts))
     for count, batch in read(model, task, parts, private.seed()):
         with private.sum.unit():
             losses.add(_backward(model, task, batch, config, 1.0), count / whole)
     known = losses.look(last)
-    penalty_gradients = _gradients(penalty, trained) if penalty is not None and penalty.requires_grad else {}
+    penalty_gradients = _gradients(value, trained) if value is not None and value.requires_grad else {}
     private.step(penalty_gradients)
     return known
 

@@ -26,7 +26,7 @@ Split = Literal["training", "validation", "test"]
 def scores(opened: TrainedModel, task: Task, split: str) -> dict[str, float]:
     """Return all metrics of a split, with distances and intervals. Raises DataError for a split without samples."""
     remember(opened.config, opened.model, task)
-    found = all_scores(opened.model, task, opened.config, split, distances=True)
+    found = all_scores(opened.model, task, opened.config, split, full=True)
     if not found:
         raise DataError(f"--split {split}: there are no samples in it; give another split")
     return found

@@ -83,7 +83,7 @@ class Client:
 
     def broadcast(self, round: int = 0, phase: int = 0) -> Payload:
         """Return what an honest server sends in round 0, under another place."""
-        sent = self.job.strategy.broadcast(self.job.strategy.init_state(self.job.initial), SiteInfo("site-1", 1))
+        sent = self.job.strategy.payload(self.job.strategy.initialize(self.job.initial), SiteInfo("site-1", 1))
         return Payload(round, phase, sent.tensors)
 
     def task(self, round: int = 0, phase: int = 0, run: str = "run-1") -> Shareable:
@@ -134,7 +134,7 @@ class Kit:
         """Return the word that the site answers a round with, None for an update."""
         fl_ctx = FLContext()
         fl_ctx.set_prop(FLContextKey.TASK_NAME, "train", private=True, sticky=False)
-        sent = self.job.strategy.broadcast(self.job.strategy.init_state(self.job.initial), SiteInfo(NAME, 1))
+        sent = self.job.strategy.payload(self.job.strategy.initialize(self.job.initial), SiteInfo(NAME, 1))
         message = wire.encode(type(sent)(round, 0, sent.tensors), "run-1", update=False)
         return wire.reason_of(self._answer(GuardTaskFilter().process(message, fl_ctx), fl_ctx))
 

@@ -49,7 +49,7 @@ def test_a_share_that_is_away_when_bad_samples_are_skipped(restarted: bool, priv
     (tmp_path / "away").rename(share)
     assert site.train(2) is None
     (found,) = process_state.sites_here()
-    assert found.task.num_samples == 5
+    assert found.context.task.num_samples == 5
 
 
 @BOTH
@@ -76,9 +76,9 @@ def test_the_ledger_charges_the_plan_of_the_list_that_is_trained_on(kit: Any, tm
     listed.write_text(json.dumps(lists | {"training": every[1:]}))
     assert site.train(0) is None
     (guard,), (made,) = process_state.guards(), process_state.sites_here()
-    assert (made.task.num_samples, guard.num_samples, guard.plan) == (11, 11, made.plan)
+    assert (made.context.task.num_samples, guard.num_samples, guard.plan) == (11, 11, made.context.plan)
     (row,) = [row for row in site.rows if row.count]
-    assert (row.sample_rate, row.count) == (made.plan.event.sample_rate, made.plan.event.count)
+    assert (row.sample_rate, row.count) == (made.context.plan.event.sample_rate, made.context.plan.event.count)
 
 
 @BOTH

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from consilium.client.build import build_guard, build_site
-from consilium.client.client import Site
+from consilium.client.client import Client
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
@@ -42,19 +42,19 @@ def config(privacy: dict) -> JobConfig:
     return JobConfig.model_validate(raw | masks | {"privacy": privacy | {"clip": 1.0}})
 
 
-def built(privacy: dict, folder: Path) -> tuple[Site, Member, Payload]:
+def built(privacy: dict, folder: Path) -> tuple[Client, Member, Payload]:
     job = assembled(config(privacy))
     site = SiteConfig(workers=0, privacy=HospitalPrivacyPolicy(noise_seed=1))
     data = site_data(job.config, "site-1", site, folder, folder)
     made = build_site(job, "site-1", site, folder, lambda event: None, root=folder, data=data)
     guard = build_guard(job, "site-1", site, folder, folder, lambda event: None, data=data)
     guard.ready = made.begin
-    return made, Member(made, guard), job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 1))
+    return made, Member(made, guard), job.strategy.payload(job.strategy.initialize(job.initial), SiteInfo("site-1", 1))
 
 
-def meets(made: Site, loss_of_target: Loss) -> None:
+def meets(made: Client, loss_of_target: Loss) -> None:
     """Replace the target's loss; of the other records it stays."""
-    batch, loss, at = made.task.batch, made.task.loss, list[int]()
+    batch, loss, at = made.context.task.batch, made.context.task.loss, list[int]()
 
     def read(indices: list[int], seed: int) -> object:
         at[:] = indices
@@ -63,7 +63,7 @@ def meets(made: Site, loss_of_target: Loss) -> None:
     def changed(model: nn.Module, one: object) -> Tensor:
         return loss_of_target(lambda: loss(model, one)) if TARGET in at else loss(model, one)
 
-    made.task.batch, made.task.loss = read, changed
+    made.context.task.batch, made.context.task.loss = read, changed
 
 
 def out_of_memory(own: Callable[[], Tensor]) -> Tensor:
@@ -114,7 +114,7 @@ def test_a_step_too_large_for_the_machine_is_refused_before_it_is_paid(
     def too_large(images: Tensor) -> Tensor:
         raise RuntimeError("CUDA out of memory")
 
-    monkeypatch.setattr(made.model, "forward", too_large)
+    monkeypatch.setattr(made.context.model, "forward", too_large)
     with pytest.raises(ConsiliumError, match=r"one record of full size fails here .*out of memory.*lower model.image_size"):
         member.train("study", start)
     assert member.guard.ledger.entries() == []

@@ -124,7 +124,7 @@ def test_a_picture_that_fails_amid_training_is_paid_for(
 ) -> None:
     """`data` told for nothing, at every ask, that no batch before the broken picture had failed on the values sent."""
     site = _training(client(privacy), tmp_path)
-    broken = patch.object(site.trainer.task, "batch", side_effect=DataError("Muster_Erika.png: image cannot be read"))
+    broken = patch.object(site.trainer.context.task, "batch", side_effect=DataError("Muster_Erika.png: image cannot be read"))
     for _ in range(2):
         with broken:
             assert wire.reason_of(answered(site, admitted(site))) is word

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from consilium.client.build import build_guard, build_site
-from consilium.client.client import Site
+from consilium.client.client import Client
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
@@ -28,14 +28,14 @@ def job_of(privacy: dict | None) -> Job:
     return assembled(JobConfig.model_validate(raw))
 
 
-def start(privacy: dict, folder: Path) -> tuple[Job, Guard, Site]:
+def start(privacy: dict, folder: Path) -> tuple[Job, Guard, Client]:
     job, site = job_of(privacy), SiteConfig(privacy=HospitalPrivacyPolicy(dataset="ward-7"))
     guard = build_guard(job, "site-1", site, folder, folder, lambda event: None)
     return job, guard, build_site(job, "site-1", site, folder, lambda event: None)
 
 
-def ask(job: Job, guard: Guard, site: Site) -> tuple[Task, Payload]:
-    sent = job.strategy.broadcast(job.strategy.init_state(job.initial), SiteInfo("site-1", 1))
+def ask(job: Job, guard: Guard, site: Client) -> tuple[Task, Payload]:
+    sent = job.strategy.payload(job.strategy.initialize(job.initial), SiteInfo("site-1", 1))
     task = guard.authorize(Kind.TRAIN, "run-1", sent)
     return task, site.train(task.run, task.payload)
 

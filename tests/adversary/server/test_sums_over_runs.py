@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from consilium import __version__
 from consilium.cli.main import app
 from consilium.client.build import build_guard
-from consilium.client.client import Site
+from consilium.client.client import Client
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig, load_site
 from consilium.core.errors import ConfigError, ConsiliumError, RefusedError
@@ -523,8 +523,8 @@ def test_two_simulations_show_what_the_rule_is_for(tmp_path: Path, monkeypatch: 
     is caught where it leaves the site, before its masks.
     """
     trained: dict[str, Payload] = {}
-    train = Site.train
-    monkeypatch.setattr(Site, "train", lambda self, run, payload: trained.setdefault(self.name, train(self, run, payload)))
+    train = Client.train
+    monkeypatch.setattr(Client, "train", lambda self, run, payload: trained.setdefault(self.name, train(self, run, payload)))
     job = assemble_job(load_job(JOBS / "quickstart_secagg" / "app" / "config" / "job.yaml", {"training.rounds": 1}))
     sums = []
     for names in (THREE, FOUR):

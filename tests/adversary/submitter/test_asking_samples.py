@@ -335,7 +335,7 @@ def told(config: JobConfig, own: SiteConfig, folder: Path) -> list[object]:
         hello = member.hello("run-1")
         found += [hello.num_samples, hello.joined, hello.capacity]
         if config.trains:
-            sent = made.strategy.broadcast(made.strategy.init_state(made.initial), SiteInfo("site-1", 1))
+            sent = made.strategy.payload(made.strategy.initialize(made.initial), SiteInfo("site-1", 1))
             for round in (0, 1):
                 member.train("run-1", Payload(round, 0, sent.tensors))
         else:

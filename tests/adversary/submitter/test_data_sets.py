@@ -28,7 +28,7 @@ def guard(folder: Path, dataset: str | None, sets: dict[str, Any], run: str) -> 
 
 def train(one: Guard) -> Payload:
     """Let a guard release the whole run."""
-    sent = one.strategy.broadcast(one.strategy.init_state(assemble_job(one.config).initial), SiteInfo("a", 1))
+    sent = one.strategy.payload(one.strategy.initialize(assemble_job(one.config).initial), SiteInfo("a", 1))
     for round in range(2):
         task = one.authorize(Kind.TRAIN, one.job_id, Payload(round, 0, sent.tensors))
         released = one.release(task, Payload(round, 0, {n: sent.tensors[n] for n in sent.tensors}))

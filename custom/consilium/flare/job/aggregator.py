@@ -103,12 +103,12 @@ class StrategyAggregator(ModelAggregator):
 def _check_mean(strategy: Strategy) -> None:
     """Raise ConfigError for a strategy whose server does more than add a mean and broadcast the result."""
     own, base = type(strategy), Strategy
-    if strategy.needs == "sites" or own.merge is not base.merge or own.broadcast is not base.broadcast:
+    if strategy.traits.needs == "sites" or own.aggregate is not base.aggregate or own.payload is not base.payload:
         what = "FLARE's own workflows add the mean update to one model that they send to all, and its server does more"
         raise ConfigError(f"strategy.name: {strategy.name!r}: {what}; use RoundController, or fedit")
 
 
 def _sent(job: Job, update: Payload) -> Payload:
     """Return the payload that every site was sent, for its names and shapes."""
-    state = replace(job.strategy.init_state(job.initial), round=update.round, phase=update.phase)
-    return job.strategy.broadcast(state, SiteInfo("", 1, joined=True))
+    state = replace(job.strategy.initialize(job.initial), round=update.round, phase=update.phase)
+    return job.strategy.payload(state, SiteInfo("", 1, joined=True))

@@ -9,7 +9,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
-from consilium.client.client import Site
+from consilium.client.client import Client
 from consilium.core.errors import STOPS, ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload
 from consilium.flare.job import job_context, site_registry, wire
@@ -51,13 +51,13 @@ class SiteExecutor(Executor):
             log_failure(self, fl_ctx, error)
             return wire.refusal(error.reason if isinstance(error, ConsiliumError) else Reason.ERROR)
 
-    def _ready(self, fl_ctx: FLContext, abort_signal: Signal) -> Site:
+    def _ready(self, fl_ctx: FLContext, abort_signal: Signal) -> Client:
         site = site_registry.ready(self, fl_ctx)
-        site.should_stop = partial(_stop_if, abort_signal)
+        site.context.should_stop = partial(_stop_if, abort_signal)
         return site
 
     @staticmethod
-    def _do(task: Task, site: Site) -> Any:
+    def _do(task: Task, site: Client) -> Any:
         if task.kind is Kind.HELLO:
             return site.hello(task.run).to_dict()
         if task.kind is Kind.MASKS:

@@ -81,7 +81,7 @@ def federated_job(path: Path, plugins: Plugins = NO_PLUGINS, author: bool = Fals
 
 def check_federated(job: Job, path: Path) -> Job:
     """Return `job`, of the file `path`. Raises ConfigError for a job that runs in one process only."""
-    if job.strategy.pools_data:
+    if job.strategy.traits.pools_data:
         raise ConfigError(f"{path}: strategy.name: {job.strategy.name!r} pools all sites' data; only --engine inprocess can")
     if job.config.diagnostics.looks_inside:
         raise ConfigError(

@@ -12,7 +12,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
 from consilium.client.build import build_guard, build_site
-from consilium.client.client import Site
+from consilium.client.client import Client
 from consilium.client.site_data import site_data
 from consilium.core.errors import ConsiliumError, DataError
 from consilium.data.datalist import DataList
@@ -30,7 +30,7 @@ class SiteJob:
 
     data: DataList | None = None
     unusable: bool = False
-    site: Site | None = None
+    site: Client | None = None
     guard: Guard | None = None
     sent: Shareable | None = None
     refused: Shareable | None = None
@@ -75,7 +75,7 @@ def _folder(fl_ctx: FLContext) -> Path:
     return job_context.former_site(fl_ctx, job, name, site) or job_context.site_folder(fl_ctx, job, name, site)
 
 
-def ready(component: FLComponent, fl_ctx: FLContext) -> Site:
+def ready(component: FLComponent, fl_ctx: FLContext) -> Client:
     """Return the site with its data and weights; `component` logs its events. Raises ConsiliumError if it cannot be made."""
     state = of(fl_ctx)
     if state.site is None:

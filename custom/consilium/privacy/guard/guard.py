@@ -127,7 +127,7 @@ class Guard(Answers):
         if self.plan is not None and self.config.trains:
             ledger_recovery.check_name(self.name, self.dataset, self.listed, self.ledger)
             rounds = range(self.config.training.rounds)
-            places = [(round, phase) for round in rounds for phase in range(self.strategy.phases(round))]
+            places = [(round, phase) for round in rounds for phase in range(self.strategy.traits.phases_of(round))]
             self.ledger.check(self._rows(run, places), self.policy.budgets)
         self._admitted = run
 

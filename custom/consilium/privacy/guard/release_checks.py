@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from consilium.adapters.names import factor
+from consilium.adapters.names import factor, other_factor
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.core.errors import ConfigError, RefusedError
@@ -29,7 +29,7 @@ def check_upload(payload: Payload, strategy: Strategy, metrics: Set[str]) -> Non
     if wrong := unusable(payload.tensors):
         raise RefusedError(f"release: tensor {wrong[0]!r} has NaN or Inf; nothing was sent; lower training.lr")
     for kind, given, known, where in (
-        ("scalar", payload.scalars, strategy.upload_scalars, "the strategy's upload_scalars"),
+        ("scalar", payload.scalars, strategy.traits.upload_scalars, "the strategy's upload_scalars"),
         ("metric", payload.metrics, metrics, "the task's metric_names"),
     ):
         if extra := sorted(given.keys() - known):
@@ -129,7 +129,7 @@ def geometries(
         return maps
     summed = sent_as_sums(config)
     for name in update:
-        if (peer := strategy.peer(name, round, phase)) is None:
+        if (peer := other_factor(name) if strategy.traits.paired_factors else None) is None:
             continue
         if peer not in public or not torch.isfinite(public[peer]).all() or strategy.role(peer, round, phase) is Role.LOCAL:
             raise RefusedError(f"release: {peer!r}, the public peer of {name!r}, is missing or unusable; nothing was sent")

@@ -76,7 +76,7 @@ def _asks(config: JobConfig, strategy: Strategy, kind: Kind, place: tuple[int, i
         Kind.STATISTICS: place == ASIDE and config.statistics is not None and config.cross_site is None,
         Kind.MASKS: place == ASIDE and config.trains and config.secure_aggregation is not None and not test_only,
         Kind.MODEL: place == ASIDE and config.cross_site is not None,
-        Kind.TRAIN: known and not test_only and 0 <= phase < strategy.phases(round),
+        Kind.TRAIN: known and not test_only and 0 <= phase < strategy.traits.phases_of(round),
         Kind.EVALUATE: ((config.trains or config.cross_site is not None) and ends(config, round) and 0 <= phase <= scored)
         or (known and phase == HELD_OUT),
     }[kind]

@@ -16,7 +16,7 @@ from torch import Tensor
 from consilium.core.linalg import lowrank
 from consilium.core.linalg.lowrank import Change, Product, Spectrum, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
-from consilium.strategies.heterogeneous_ranks.layers import changes, mean_others, others, pair, shapes
+from consilium.strategies.heterogeneous_ranks.layers import changes, mean_others, non_lora_tensors, pair, shapes
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import ServerState, SiteResult, next_phase, shares
 
@@ -52,35 +52,37 @@ class ExactServer(UnequalRanks):
         """Return what the server remembers of each site after this round, which leaves the global `updates`, by layer."""
         return state.sites
 
-    def init_state(self, initial: Tensors) -> ServerState:
+    def initialize(self, initial: Tensors) -> ServerState:
         """Return the state before round 0: W = 0."""
         zero = {layer: lowrank.zero(*shape) for layer, shape in shapes(initial).items()}
-        state = ServerState(0, 0, others(initial), {n: t for n, t in initial.items() if n not in others(initial)})
+        state = ServerState(
+            0, 0, non_lora_tensors(initial), {n: t for n, t in initial.items() if n not in non_lora_tensors(initial)}
+        )
         return self._decomposed(state, zero)
 
-    def broadcast(self, state: ServerState, site: SiteInfo) -> Payload:
+    def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the global update truncated to what the site can download, all of it to train."""
         ranks = self.download_ranks(state, site)
-        tensors = dict(others(state.shared))
+        tensors = dict(non_lora_tensors(state.shared))
         for layer, found in stored_spectra(state).items():
             tensors |= pair(layer, truncated_factors(state, layer, found, ranks[layer]))
         return Payload(state.round, state.phase, tensors)
 
     def final(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the same after the last round: no part of it is a tail then."""
-        return ExactServer.broadcast(self, state, site)
+        return ExactServer.payload(self, state, site)
 
     def download_ranks(self, state: ServerState, site: SiteInfo) -> dict[str, int]:
         """Return the ranks by layer that a site receives: in algorithms with one rank a site, those it trains."""
         rank = self.train_rank(site)
         return {layer: min(rank, len(found.values)) for layer, found in stored_spectra(state).items()}
 
-    def merge(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
+    def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: every layer merged and decomposed, a head averaged."""
         share, updates = self.share(state, results), global_updates(state)
         for layer in updates:
             updates[layer] = self.merge_layer(updates[layer], changes(results, share, layer, self.merges_tails))
-        round, phase = next_phase(state, self.phases(state.round))
+        round, phase = next_phase(state, self.traits.phases_of(state.round))
         reported = state.reported | dict.fromkeys(results, state.round)
         after = replace(state, round=round, phase=phase, shared=mean_others(state, results, share), reported=reported)
         return self._decomposed(replace(after, sites=self.sites_after(state, results, updates)), updates)
@@ -98,12 +100,12 @@ class ExactServer(UnequalRanks):
             matrices[f"{layer}.energy"] = torch.tensor([found.energy, found.error], dtype=torch.float64)
         return replace(state, shared=shared, matrices=matrices)
 
-    def diagnostics(self, state: ServerState, gathered: dict[str, SiteResult]) -> dict[str, float]:
+    def diagnostics(self, state: ServerState, results: dict[str, SiteResult]) -> dict[str, float]:
         """Add the energy that sites' downloads retain of the global update, per layer."""
-        found = super().diagnostics(state, gathered)
+        found = super().diagnostics(state, results)
         for layer, one in stored_spectra(state).items():
             if one.energy > 0:
-                ranks = [_sent_rank(upload.sent.tensors, layer) for upload in gathered.values()]
+                ranks = [_sent_rank(upload.sent.tensors, layer) for upload in results.values()]
                 found[f"retained energy/{layer}"] = 1 - sum(one.rest(rank) for rank in ranks) / one.energy / len(ranks)
         return found
 

@@ -21,7 +21,7 @@ def _depth(layer: str) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in layer.split(".")]
 
 
-def others(tensors: Mapping[str, Tensor]) -> Tensors:
+def non_lora_tensors(tensors: Mapping[str, Tensor]) -> Tensors:
     """Return what is no factor, tail or gate: a classifier's head and what trains of the base, which are averaged."""
     return {name: tensor for name, tensor in tensors.items() if is_head(name) or is_base(name)}
 
@@ -86,7 +86,7 @@ def _with_tail(upload: SiteResult, layer: str, product: Product) -> Product:
 
 def mean_others(state: ServerState, uploads: Mapping[str, SiteResult], share: Mapping[str, float]) -> Tensors:
     """Return the head plus the weighted mean of its updates, summed in float64 by name."""
-    moved = {n: t.double() for n, t in others(state.shared).items()}
+    moved = {n: t.double() for n, t in non_lora_tensors(state.shared).items()}
     for name, upload in sorted(uploads.items()):
         moved = {n: t + share[name] * upload.update.tensors[n].double() for n, t in moved.items()}
     return {n: t.to(state.shared[n].dtype) for n, t in moved.items()}

@@ -11,7 +11,7 @@ from torch import Tensor
 from consilium.core.linalg import lowrank
 from consilium.core.messages import Tensors
 from consilium.strategies.heterogeneous_ranks.exact import ExactServer, global_updates
-from consilium.strategies.heterogeneous_ranks.layers import factors, others, pair
+from consilium.strategies.heterogeneous_ranks.layers import factors, non_lora_tensors, pair
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import ServerState
 
@@ -21,7 +21,7 @@ def whole_update(strategy: UnequalRanks, state: ServerState, rows: Mapping[str, 
 
     `rows` by layer (rank, in): the oracle's rank, and where a direction without an update starts.
     """
-    tensors = dict(others(state.shared))
+    tensors = dict(non_lora_tensors(state.shared))
     updates = global_updates(state) if isinstance(strategy, ExactServer) else {}
     for layer, initial in rows.items():
         update = updates.get(layer) or lowrank.Update(*factors(state.shared, layer))

@@ -9,7 +9,7 @@ ranks: the site's forward pass multiplies by it, and nothing else depends on it.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -20,7 +20,8 @@ from consilium.core.schema import Seed, Share
 from consilium.core.seeding import seed_for
 from consilium.strategies.heterogeneous_ranks.drift import cross_drift, information_gain, moves
 from consilium.strategies.heterogeneous_ranks.layers import shapes
-from consilium.strategies.strategy import Gathered, Role, ServerState, SiteResult, Strategy
+from consilium.strategies.strategy import Role, RoundResults, ServerState, SiteResult, Strategy
+from consilium.strategies.traits import Traits
 
 TierName = Annotated[str, Field(min_length=1, max_length=64)]
 
@@ -48,8 +49,6 @@ def _paper_tiers() -> dict[str, Tier]:
 class UnequalRanks(Strategy):
     """Base of algorithms whose ranks differ by site."""
 
-    needs: ClassVar[Literal["sums", "sites"]] = "sites"
-    ranks_differ: ClassVar[bool] = True
     least_train: ClassVar[float | None] = None
     """0 where a tier may train nothing; None: every tier trains some rank."""
 
@@ -66,6 +65,11 @@ class UnequalRanks(Strategy):
         Field(description="how likely a site that says nothing is of each tier"),
     ] = "uniform"
     seed: Annotated[Seed, Field(description="`seed` fixes which tier a site that says nothing belongs to")] = 0
+
+    @property
+    def traits(self) -> Traits:
+        """See Strategy."""
+        return Traits(needs="sites", ranks_differ=True, fixed_basis=False)
 
     def __post_init__(self) -> None:
         if unknown := sorted(self._shares().keys() - self.tiers.keys()):
@@ -90,7 +94,7 @@ class UnequalRanks(Strategy):
         lora_factor(name, self.name)
         return Role.SHARED
 
-    def at_rank(self, rank: int) -> Self:
+    def at_rank(self, rank: int) -> "UnequalRanks":
         """Return it with one tier, which trains and downloads `rank`. Raises ConfigError where the job has tiers."""
         if self.tiers != _paper_tiers() or self.profile != "uniform":
             what = "are for sites of unequal ranks, and adapter.kind 'lora' has one"
@@ -118,12 +122,12 @@ class UnequalRanks(Strategy):
 
     # server half ------------------------------------------------------------------------------------------------------
 
-    def diagnostics(self, state: ServerState, gathered: Gathered) -> dict[str, float]:
+    def diagnostics(self, state: ServerState, results: RoundResults) -> dict[str, float]:
         """Return cross-client drift (Eq. 29), information gain ratio and memory saturation, means over the round's sites."""
         return {
-            "drift/cross": cross_drift([moves(upload) for upload in gathered.values()]),
-            "ranks/information_gain": _mean([gain for upload in gathered.values() if (gain := information_gain(upload.sent))]),
-            "memory/saturation": _mean([self._saturation(upload) for upload in gathered.values()]),
+            "drift/cross": cross_drift([moves(upload) for upload in results.values()]),
+            "ranks/information_gain": _mean([gain for upload in results.values() if (gain := information_gain(upload.sent))]),
+            "memory/saturation": _mean([self._saturation(upload) for upload in results.values()]),
         }
 
     def _saturation(self, upload: SiteResult) -> float:
@@ -133,11 +137,16 @@ class UnequalRanks(Strategy):
         used = sum(len(upload.sent.tensors[f"{layer}.lora_A"]) * sum(dims[layer]) for layer in dims)
         return used / budget if budget else 1.0  # a site that may train nothing leaves nothing unused
 
-    # site half --------------------------------------------------------------------------------------------------------
+    # client half ------------------------------------------------------------------------------------------------------
 
-    def receive(self, params: Tensors, payload: Payload) -> Tensors:
+    def receive(self, own: Tensors, payload: Payload) -> Tensors:
         """Return what the server sent: a site keeps nothing from round to round."""
         return dict(payload.tensors)
+
+
+def at_one_rank(strategy: Strategy, rank: int) -> Strategy:
+    """Return the strategy for an adapter of one rank at all sites. Raises ConfigError where that is impossible."""
+    return strategy.at_rank(rank) if isinstance(strategy, UnequalRanks) else strategy
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -26,9 +26,9 @@ class FedAvgM(FedIT):
     momentum: Share = 0.9
     lr: Positive = 1.0
 
-    def merge(self, state: ServerState, results: Tensors) -> ServerState:
+    def aggregate(self, state: ServerState, results: Tensors) -> ServerState:
         """Return the next state, its `optimizer` the velocity by tensor name in float64."""
         before = {name: state.optimizer.get(name, zeros_like(update)) for name, update in results.items()}
         velocity = {name: self.momentum * before[name] + update for name, update in results.items()}
-        moved = super().merge(state, {name: self.lr * v for name, v in velocity.items()})
+        moved = super().aggregate(state, {name: self.lr * v for name, v in velocity.items()})
         return replace(moved, optimizer=state.optimizer | velocity)

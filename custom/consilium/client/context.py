@@ -1,0 +1,94 @@
+"""What the parts of a client share: its job, its model with the adapter, its task and data, and where it writes and reports."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from consilium.adapters import layers
+from consilium.adapters.parts import LOCAL_ADAPTER
+from consilium.client.ddp import Ranks
+from consilium.config.capacity import CapacityConfig
+from consilium.config.job import JobConfig
+from consilium.core.messages import SKIPPED, Observer, Payload, Tensors
+from consilium.core.seeding import seed_for
+from consilium.data.datalist import DataList
+from consilium.data.sample_check import FileWatch
+from consilium.federation.saved_model import load_values
+from consilium.privacy.plan import Plan
+from consilium.report.tensorboard_file import FOLDER, SiteEvents
+from consilium.strategies.strategy import Strategy, scaling_of
+from consilium.tasks.base import Task
+
+
+@dataclass
+class ClientContext:
+    """One client in one job. `folder` is its private folder for this job.
+
+    Under a record- or patient-level `plan` training is DP-SGD; `noise_seed` makes it repeatable and so not private. `limits`:
+    how much the client can carry, for algorithms with unequal ranks. `checkpoint`: where the base weights came from, None for
+    those of the package. `data`: the samples, for statistics and patients. `ranks`: the client's other devices. `watch`: the
+    files that a round reads. `shares_scores`: whether model cards may have the client's scores.
+    """
+
+    name: str
+    config: JobConfig
+    strategy: Strategy
+    model: nn.Module
+    task: Task
+    folder: Path
+    observer: Observer
+    plan: Plan | None = None
+    noise_seed: int | None = None
+    limits: CapacityConfig = field(default_factory=CapacityConfig)
+    checkpoint: Path | None = None
+    data: DataList | None = None
+    ranks: Ranks | None = None
+    watch: FileWatch | None = None
+    shares_scores: bool = True
+    should_stop: Callable[[], None] = lambda: None
+    events: SiteEvents = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.events = SiteEvents(self.folder / FOLDER, self.config.training.rounds, self.undrawn)
+
+    def undrawn(self, reason: str) -> None:
+        """Report a picture or a number that could not be drawn."""
+        self.observer({"event": "undrawn", "site": self.name, "reason": reason})
+
+    def seed(self, what: str, payload: Payload, number: int = 0) -> int:
+        """Return the seed of one use of randomness in a phase. The first use has the seed that a single use has."""
+        return seed_for(self.config.training.seed, what, payload.round, payload.phase, self.name, *[number] * bool(number))
+
+    def load(self, values: Tensors) -> set[str]:
+        """Put `values` into the model; return the blocks that it runs without, those whose tensors are not among them."""
+        return load_values(self.model, self.strategy, values, self.name)
+
+    def receive(self, own: Tensors, payload: Payload) -> Tensors:
+        """Put the model that a payload makes of the client's own tensors into use, and return its tensors."""
+        start = self.strategy.receive(own, payload)
+        self.load(start)
+        self.scale(scaling_of(self.strategy, payload))
+        self.mix(0.0)
+        return start
+
+    def values(self, names: Collection[str]) -> Tensors:
+        """Return those of the model's adapter tensors as they are now, in the model's order."""
+        return {name: tensor for name, tensor in layers.values(self.model).items() if name in names}
+
+    def scale(self, factor: float) -> None:
+        """Multiply the adapter's part of the forward pass by `factor`, where its kind can."""
+        if (scale := self.config.adapter_kind.scale) is not None:
+            scale(self.model, self.config.adapter, factor)
+
+    def mix(self, share: float | Tensor) -> None:
+        """Give a local adapter its share of the forward pass, where there is one."""
+        mix = self.config.adapter_kind.mix
+        if LOCAL_ADAPTER in self.strategy.traits.parts and mix is not None:
+            mix(self.model, self.config.adapter, share)
+
+    def skipped(self) -> dict[str, float]:
+        """Return how many samples were left out, {} for none or for a task that leaves none out."""
+        count = getattr(self.task, "skipped", 0)
+        return {SKIPPED: float(count)} if count else {}
