@@ -1,9 +1,12 @@
-"""The rooms of the package: how many there are and which may import which."""
+"""The rooms of the package and their imports: order, no circles, few late imports; one interface for algorithms."""
 
 import ast
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
+
+from consilium.strategies.registry import STRATEGIES
 
 PACKAGE = Path(__file__).parents[1] / "custom" / "consilium"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -71,3 +74,88 @@ def test_imports_are_absolute() -> None:
 def test_the_reader_of_imports_sees_what_runs_and_leaves_out_what_only_types_need() -> None:
     source = "if TYPE_CHECKING:\n    import a\nelse:\n    import b\ndef f():\n    from c import d\nif x:\n    import e"
     assert [module for statement in imports(ast.parse(source)) for module in modules(statement)] == ["b", "c.d", "e"]
+
+
+# the structure --------------------------------------------------------------------------------------------------------
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+KNOWN = {name_of(path): path for path in FILES}
+LATE = {
+    "config.job": "a job without an algorithm's settings loads no PyTorch",
+    "federation.run_folders": "only a folder of a former version needs it",
+    "strategies.registry": "for its type alone",
+    "use.inputs": "needs the extra dicom",
+    "use.write_predictions": "needs the extra dicom",
+}
+"""Modules with an import of ours that is not at the top, and why."""
+MOST_TYPE_CHECKING = 12
+MOST_MEMBERS = 14
+ALGORITHMS = set(STRATEGIES)
+
+
+def targets(statement: ast.Import | ast.ImportFrom) -> set[str]:
+    """Return the modules of ours that a statement imports."""
+    named = [[one for one in KNOWN if name == one or name.startswith(f"{one}.")] for name in modules(statement)]
+    return {max(found, key=len) for found in named if found}
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Late imports count; imports for types alone do not run."""
+    graph = {name: set().union(*map(targets, statements(path))) - {name} for name, path in KNOWN.items()}
+    list(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_imports_of_ours_are_at_the_top_but_for_these() -> None:
+    found = set[str]()
+    for name, path in KNOWN.items():
+        top = set(map(id, ast.parse(path.read_text()).body))
+        tree = ast.parse(path.read_text())
+        nodes = {id(node): node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)}
+        top = set(map(id, tree.body))
+        if any(number not in top and targets(node) for number, node in nodes.items()):
+            found.add(name.removeprefix("consilium."))
+    assert found == set(LATE)
+
+
+def test_few_modules_import_for_types_alone() -> None:
+    assert sum("TYPE_CHECKING" in path.read_text() for path in FILES) <= MOST_TYPE_CHECKING
+
+
+def test_flares_code_is_replaced_in_one_file() -> None:
+    """No attribute of something of nvflare's is set elsewhere."""
+    found = set[str]()
+    for path in (path for path in FILES if "nvflare" in path.read_text()):
+        tree = ast.parse(path.read_text())
+        imports_of_flare = [
+            s for s in statements(path) if isinstance(s, ast.ImportFrom) and str(s.module).startswith("nvflare")
+        ]
+        theirs = {alias.asname or alias.name for s in imports_of_flare for alias in s.names}
+        goals = [goal for node in ast.walk(tree) if isinstance(node, ast.Assign) for goal in node.targets]
+        sets = [g for g in goals if isinstance(g, ast.Attribute) and isinstance(g.value, ast.Name) and g.value.id in theirs]
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr"]
+        if sets or calls:
+            found.add(path.name)
+    assert found == {"patches.py"}
+
+
+def test_an_algorithm_has_few_public_members() -> None:
+    tree = ast.parse((PACKAGE / "strategies" / "strategy.py").read_text())
+    (strategy,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "Strategy")
+    names = [node.name for node in strategy.body if isinstance(node, ast.FunctionDef)]
+    names += [ast.unparse(node.target) for node in strategy.body if isinstance(node, ast.AnnAssign)]
+    assert len([name for name in names if not name.startswith("_")]) <= MOST_MEMBERS
+
+
+def test_no_other_room_asks_for_an_algorithm_by_name() -> None:
+    """What an algorithm can do is a trait, which any other may state too."""
+    asked = set[str]()
+    for path in (path for path in FILES if room(path) != "strategies"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            if any(isinstance(side, ast.Constant) and side.value in ALGORITHMS for side in sides):
+                asked.add(f"{path.name}:{node.lineno}")
+    assert asked == set()

@@ -232,3 +232,8 @@ TAILED_LORA = AdapterKind(
     lora.LoraConfig, lora.LORA.shapes, _inject_tailed, _export_tailed, lora.LORA.trainable_base, merge=merge
 )
 """Plain LoRA at the job's one rank, with room for a frozen tail."""
+
+
+def tailed_lora() -> AdapterKind:
+    """Return LoRA with room for frozen tails."""
+    return TAILED_LORA

@@ -19,6 +19,7 @@ from consilium.adapters.names import BASE, CHANGE, HEAD, LOCAL, MAGNITUDE, OWN, 
 from consilium.adapters.registry import AdapterConfig, AdapterKind, Decoder, Shapes
 from consilium.adapters.targets import linear_layers
 from consilium.core.errors import ConfigError
+from consilium.core.lazy import lazy
 from consilium.core.schema import Dropout, Positive, Rank
 from consilium.models.registry import ModelKind, TargetSet, pattern_of
 
@@ -280,12 +281,6 @@ def _mix(model: nn.Module, config: LoraConfig, share: float | Tensor) -> None:
     mix(model, config.product_scaling, share)
 
 
-def _tailed() -> AdapterKind:
-    from consilium.adapters.dual_rank import TAILED_LORA
-
-    return TAILED_LORA
-
-
 LORA = AdapterKind(
     LoraConfig,
     _shapes,
@@ -296,5 +291,5 @@ LORA = AdapterKind(
     add_local=_add_local,
     mix=_mix,
     merge=merge,
-    tailed=_tailed,
+    tailed=lazy("consilium.adapters.dual_rank:tailed_lora"),
 )

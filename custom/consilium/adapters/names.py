@@ -12,12 +12,8 @@ and head.
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from consilium.core.errors import ConfigError
-
-if TYPE_CHECKING:  # strategies and reports read names without PyTorch
-    pass
 
 HEAD = "head"
 """Module name of a classifier's head; no target set may adapt it."""
