@@ -1,6 +1,7 @@
 """Pictures are encoded once where the encoder is frozen, with equal results."""
 
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,8 @@ def test_a_strategy_that_looks_behind_the_encoder_has_it_run(
 ) -> None:
     config = frozen()
     task = task_of(config, place / "parts")
-    monkeypatch.setattr(type(config.strategy), "parts", frozenset({"a shift behind the encoder"}))
+    traits = replace(config.strategy.traits, parts=frozenset({"a shift behind the encoder"}))
+    monkeypatch.setattr(type(config.strategy), "traits", traits)
     remember(config, model, task)
     assert task._embeddings is None
 

@@ -87,7 +87,7 @@ class Thief(SiteExecutor):
         if task_name != wire.TRAIN or fl_ctx.get_identity_name() != "site-3":
             return result
         answer = wire.pop(result)
-        everything = {n: p.detach().clone() for n, p in layers.tensors(site_registry.ready(self, fl_ctx).model).items()}
+        everything = {n: p.detach().clone() for n, p in layers.tensors(site_registry.ready(self, fl_ctx).context.model).items()}
         return wire.put(replace(answer, result=replace(answer.result, tensors=everything)))
 
 

@@ -21,7 +21,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.messages import Tensors
 from consilium.federation.job import assemble_job, build_model, build_task
-from consilium.privacy.dpsgd import ClippedSum, DpSgd, PrivateSteps
+from consilium.privacy.dpsgd import ClippedSum, DpSgd, PrivateSteps, rehearse
 from consilium.privacy.ledger.audit import FILE, read
 from consilium.privacy.plan import make_plan
 from consilium.privacy.secagg.arithmetic import UNIT
@@ -51,9 +51,12 @@ def test_a_model_that_draws_in_a_function_is_refused() -> None:
             return super().forward(x) * torch.empty(len(x), 1).bernoulli_(0.5)
 
     layer = DropPath(3, 4)
+    with pytest.raises(ConfigError, match="random numbers"):
+        rehearse(layer, {"weight": layer.weight}, "record", lambda: layer(torch.ones(1, 3)).mean())
     clipped = ClippedSum(layer, {"weight": layer.weight}, DpSgd(1.0, 1.0, 0.5))
-    with pytest.raises(ConfigError, match="random numbers"), clipped.unit():
+    with clipped.unit():  # should it draw for some records only, these count as zero
         layer(torch.ones(2, 3)).mean().backward()
+    assert not clipped.take().any()
 
 
 def test_a_parameter_without_a_gradient_counts_as_zero() -> None:

@@ -91,7 +91,6 @@ def test_information_gain_counts_what_is_in_the_forward_pass_over_what_trains() 
     ("changes", "message"),
     [
         ({"adapter": {"rank": 8}}, "adapter.kind: 'lora': strategy 'fedhera' gives sites unequal ranks; use dual_rank"),
-        ({"privacy": {"unit": "record", "epsilon": 3}}, "adapter.kind: 'dual_rank': with frozen ranks in its products has no"),
         ({"privacy": {"unit": "site", "epsilon": 3, "clip": 1, "trust": "central"}}, "privacy.trust: 'central': .*; use local"),
     ],
 )

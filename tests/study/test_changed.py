@@ -118,9 +118,7 @@ def test_studies_that_share_a_workspace_keep_their_own_and_damage_is_as_nothing(
 
 def test_a_run_keeps_all_cells_of_its_study(study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, w = study_file(axes={"method": RATES, "draw": SEEDS}), tmp_path / "w"
-    monkeypatch.setattr(
-        "consilium.study.runner.run_study", lambda cells, *_: {one.cell.id: CellRecord("done") for one in cells}
-    )
+    monkeypatch.setattr("consilium.cli.study.run_study", lambda cells, *_: {one.cell.id: CellRecord("done") for one in cells})
     assert run(monkeypatch, "study", "run", path, "--workspace", w, "--only", "method=A") == 0
     cells = {cell.id: cell.labels for cell in load(path, workspace=w).cells()}
     assert json.loads((w / KEPT).read_text()) == {"tiny": {"axes": ["method"], "cells": cells}}
@@ -244,9 +242,7 @@ def test_a_part_by_other_code_is_set_aside_and_begins_anew_unasked(
     assert run(monkeypatch, "study", "show", path, "--workspace", w) == 0
     assert told in " ".join(capsys.readouterr().out.split())
     assert StudyView(Console(), "", [second], 1).records[first.cell.id].state == "waiting"
-    monkeypatch.setattr(
-        "consilium.study.runner.run_study", lambda cells, *_: {one.cell.id: run_cell(one, print) for one in cells}
-    )
+    monkeypatch.setattr("consilium.cli.study.run_study", lambda cells, *_: {one.cell.id: run_cell(one, print) for one in cells})
     with suppress(Gone):
         assert run(monkeypatch, "study", "run", path, "--workspace", w) == 1
     assert told in " ".join(capsys.readouterr().out.split())

@@ -180,7 +180,7 @@ def test_heartbeats_by_a_clock_that_was_set_back_do_not_lower_the_latest_time(
 ) -> None:
     """The server's certificate is of 30 days ago and the clinic's of a day ago. One heartbeat came by the right clock."""
     monkeypatch.setattr(TrainingCommandModule, "check_status", TrainingCommandModule.check_status)
-    monkeypatch.setattr(ClientManager, "heartbeat", lambda *_: True)  # FLARE takes each; `Attendance` wraps this one
+    monkeypatch.setattr(ClientManager, "heartbeat", ClientManager.heartbeat)
     engine = SimpleNamespace(get_clients=list, run_processes={})
     fl_ctx: Any = SimpleNamespace(
         get_prop=lambda key: (
@@ -196,7 +196,7 @@ def test_heartbeats_by_a_clock_that_was_set_back_do_not_lower_the_latest_time(
         return started
 
     def beat(component: Attendance) -> None:
-        ClientManager.heartbeat(ClientManager(), "token", "clinic", fl_ctx)
+        component._heartbeat(lambda *_: True, ClientManager(), "token", "clinic", fl_ctx)  # FLARE takes each
         component._written = 0.0  # as after ten seconds
         component.handle_event("_client_heartbeat_processed", fl_ctx)
 
@@ -209,7 +209,6 @@ def test_heartbeats_by_a_clock_that_was_set_back_do_not_lower_the_latest_time(
         path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "latest"}))
     clock(right - 10 * DAY)
     if restarted or former:
-        monkeypatch.setattr(ClientManager, "heartbeat", lambda *_: True)
         component = begin()
     beat(component)
     revoke("clinic", server)

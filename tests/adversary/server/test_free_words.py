@@ -116,9 +116,7 @@ def test_a_damaged_list_of_homes_is_named_before_any_training(text: str, client:
     assert error.value.reason is Reason.LEDGER
 
 
-@pytest.mark.parametrize(
-    ("privacy", "word"), [(None, Reason.DATA), (SITE_LEVEL, Reason.TRAINING), (RECORD_LEVEL, Reason.TRAINING)]
-)
+@pytest.mark.parametrize(("privacy", "word"), [(None, Reason.DATA), (SITE_LEVEL, Reason.TRAINING)])
 def test_a_picture_that_fails_amid_training_is_paid_for(
     privacy: dict | None, word: Reason, client: MakeClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -125,7 +125,10 @@ ALLOWED = {
     ("privacy/dpsgd.py", "get_rng_state"): "draws nothing: sees whether a model drew, which is refused",
     ("training/loop.py", "train"): "torch.manual_seed for models that draw, which DP-SGD refuses; order of batches without DP",
     ("training/loop.py", "_calls"): "the order of batches without DP",
-    ("training/gradient_probe.py", "Looking"): "looks at gradients: refused with DP-SGD, hidden by the noise of a whole site",
+    (
+        "training/gradient_probe.py",
+        "BatchGradients",
+    ): "looks at gradients: refused with DP-SGD, hidden by the noise of a whole site",
     ("training/interpolation.py", "references"): "a personalized model, which never leaves",
 }
 """Where a generator stands: by file, and function (or the one call of it), with the reason why no promise rests on it."""

@@ -240,7 +240,7 @@ def test_a_tokenizer_s_panic_is_an_error_without_the_record_s_words() -> None:
 def test_a_private_job_does_not_stop_where_a_record_makes_the_tokenizer_fail(quiet: bool) -> None:
     """Claim: in a quiet list such a record is an empty one; else a site's silence would tell who has it."""
     texts = (record("the patient is HIV positive"), record("the patient is HIV negative"))
-    data = DataList(Path("list.json"), {"training": texts, "validation": (), "test": ()}, loading=Loading(quiet=quiet))
+    data = DataList(Path("list.json"), {"training": texts, "validation": (), "test": ()}, loading=Loading(ignore_unfit=quiet))
     tokenizer: Any = Panicking(load_tokenizer("tiny", None))
     if not quiet:
         with pytest.raises(CheckpointError, match="tokenizer fails"):
@@ -255,6 +255,7 @@ def test_no_failure_at_a_site_passes_the_executor_and_the_filters(monkeypatch: p
     """Claim: what is no Exception is a refusal too, of which a word leaves; what ends a process ends it."""
     task = object.__new__(executor.Task)
     object.__setattr__(task, "kind", Kind.TRAIN)
+    object.__setattr__(task, "answered", False)
     monkeypatch.setattr(executor, "log_failure", lambda *_: None)
     monkeypatch.setattr(filters, "log_failure", lambda *_: None)
 
@@ -268,9 +269,9 @@ def test_no_failure_at_a_site_passes_the_executor_and_the_filters(monkeypatch: p
         def fail(*_: Any, error: BaseException = raised) -> Any:
             raise error
 
-        monkeypatch.setattr(site, "_result", fail)
+        monkeypatch.setattr(site, "_ready", fail)
         for act in (
-            lambda site=site: site.execute("train", wire.hold(task), None, None),
+            lambda site=site: site.execute("train", wire.put(task), None, None),
             lambda: Failing().process(wire.refusal(Reason.TASK), None),
         ):
             if passes:

@@ -9,7 +9,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-import nibabel
 import numpy as np
 from PIL import Image
 
@@ -74,6 +73,8 @@ def _writer(files: str) -> Write:
 
 def write_nifti(folder: Path, study: Study) -> Entries:
     """Write a volume and its mask; the list says whose they are."""
+    import nibabel  # a server, which makes no studies, loads this file too
+
     image, label = f"images/{study.name}.nii.gz", f"masks/{study.name}.nii.gz"
     for name, array in ((image, study.values), (label, study.labels)):
         nibabel.save(nibabel.Nifti1Image(array, study.affine), folder / name)
