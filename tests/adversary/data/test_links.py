@@ -25,7 +25,7 @@ from consilium.report.page.check_page import write_report
 from consilium.report.run_log import RunLog
 from consilium.strategies.strategy import ServerState
 from consilium.use.inputs import Input
-from consilium.use.outputs import Wanted, check_files
+from consilium.use.outputs import OutputOptions, check_files
 from tests.conftest import small_cells
 
 
@@ -59,7 +59,7 @@ def test_predictions_go_through_no_linked_folder(force: bool, tmp_path: Path) ->
     (tmp_path / "out" / "ward").symlink_to(outside)
     one = Input(tmp_path / "in" / "ward" / "a.png", "ward/a.png")
     with pytest.raises(ConfigError, match="ward: is a link to another folder"):
-        check_files("segmentation", [one], [one], Wanted(tmp_path / "out", force=force))
+        check_files("segmentation", [one], [one], OutputOptions(tmp_path / "out", force=force))
 
 
 def finish_a_run(folder: Path) -> None:
