@@ -30,11 +30,11 @@ from safetensors import safe_open
 
 ROOT = Path(__file__).parents[2]
 EQUAL_RANKS = (
-    "fedit", "ffa_lora", "fedsa_lora", "fediat", "deer", "dp_dylora", "feddpa", "fedala", "feddbe", "fedsca", "fedra",
-    "fedheal", "fedprox", "scaffold", "lora_fair", "frlora", "local_only", "centralized", "flora", "fedhello",
+    "fedit", "ffa_lora", "fedsa_lora", "fediat", "deer", "dp_dylora", "feddpa", "fedala", "feddbe", "fedra",
+    "fedheal", "fedprox", "scaffold", "lora_fair", "frlora", "local_only", "centralized", "flora",
 )  # fmt: skip
-UNEQUAL_RANKS = ("fedhera", "fedhomolora", "flexlora", "fedhl", "flora", "hetlora")
-TIERS = "tiers: {low: {train: 2, download: 4}, high: {train: 4, download: 8}}"
+UNEQUAL_RANKS = ("fedhera", "fedhomolora", "flexlora", "fedhl", "fedhello", "flora", "hetlora")
+TIERS = "tiers: {low: {train: 2, download: 4}, medium: {train: 3, download: 6}, high: {train: 4, download: 8}}"
 SEGMENT = (
     "quickstart", "data.phantoms.training=8", "data.phantoms.validation=2", "data.phantoms.test=2", "training.batch_size=2",
     "training.local_steps=2", "model.image_size=64", "training.rounds=2",
@@ -53,13 +53,14 @@ MASKED = "secure_aggregation={colluders: 1}"
 def combinations() -> dict[str, tuple[str, ...]]:
     """Return the runs by name: the job's name, then its changed settings; an entry `--engine=flare` chooses the engine."""
     runs = {f"{name}/segmentation": (*SEGMENT, f"strategy={{name: {name}}}") for name in EQUAL_RANKS}
-    runs |= {f"{name}/text": (*TEXT, f"strategy={{name: {name}}}") for name in ("fedit", "scaffold", "feddpa", "fedsa_lora")}
+    runs |= {f"{name}/text": (*TEXT, f"strategy={{name: {name}}}") for name in ("fedit", "scaffold", "fedsa_lora")}
+    runs["feddpa/text"] = (*TEXT, "strategy={name: feddpa, weighting: fixed}")
     unequal = "adapter={kind: dual_rank, rank: 8, scaling: 2.0, targets: paper}"
     runs |= {f"{name}/unequal": (*TEXT, unequal, f"strategy={{name: {name}, {TIERS}}}") for name in UNEQUAL_RANKS}
     runs["fedit/classification"] = CELLS
     runs["fedit/dora"] = (*SEGMENT, "strategy={name: fedit}", "adapter.dora=true")
-    runs["fedit/bottleneck"] = (*CELLS, "adapter={kind: bottleneck, width: 4}")
-    runs["fedsca/bottleneck"] = (*CELLS, "adapter={kind: bottleneck, width: 4}", "strategy={name: fedsca}")
+    for name in ("fedit", "fedsca"):
+        runs[f"{name}/bottleneck"] = (*SEGMENT, "adapter={kind: bottleneck}", f"strategy={{name: {name}}}")
     runs["fedit/full"] = (*CELLS, "adapter={kind: full, targets: '.*blocks.0.*'}")
     runs["fedit/server adam"] = (*SEGMENT, "strategy={name: fedit}", "server={optimizer: adam, lr: 0.01}")
     runs["fedit/median"] = (*SEGMENT, "strategy={name: fedit}", "server={aggregate: median}")
