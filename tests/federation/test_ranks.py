@@ -106,9 +106,9 @@ def test_a_sharded_language_model_trains_and_scores_as_a_whole_one_in_its_part_o
     same(update, joint_update)
     assert scores.keys() == joint_scores.keys()
     assert all(joint_scores[name] == pytest.approx(value, abs=1e-3) for name, value in scores.items())
-    whole = kept_whole(alone.model)
-    split = sum(p.numel() for p in alone.model.parameters() if p not in whole)
-    held = sum(p.to_local().numel() for p in joint.model.parameters() if isinstance(p, DTensor))
+    whole = kept_whole(alone.context.model)
+    split = sum(p.numel() for p in alone.context.model.parameters() if p not in whole)
+    held = sum(p.to_local().numel() for p in joint.context.model.parameters() if isinstance(p, DTensor))
     assert split > 100_000
     assert held == pytest.approx(split / 2, rel=0.01)
 

@@ -92,7 +92,7 @@ def _sum_line(one: dict[str, Any]) -> str:
     named = f"{stamp}  {one['kind']}: {', '.join(one['sites'])}"
     if "reason" in one:
         return f"{named}; by {one['by']}: {one['reason']}"
-    return f"{named}; data {', '.join(one['data'])}; {len(one['layers'])} layers; {one['job']} {one['run']}"
+    return f"{named}; data {', '.join(one['data'])}; {one['job']} {one['run']}"
 
 
 def accept(

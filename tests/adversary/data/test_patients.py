@@ -103,7 +103,7 @@ def test_ledger_and_training_count_the_same(tmp_path: Path) -> None:
     guard = build_guard(job, "site-1", site, tmp_path / "run", tmp_path, lambda event: None)
     assert guard.plan is not None
     trained = build_site(job, "site-1", site, tmp_path / "run", lambda event: None, data=None)
-    assert len(by_patient(trained.data)) == 8
+    assert len(by_patient(trained.context.data)) == 8
     assert guard.plan.event.sample_rate == pytest.approx(min(1.0, private().training.batch_size / 8))
 
 
