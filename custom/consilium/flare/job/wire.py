@@ -12,6 +12,7 @@ from typing import Any
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.utils.decomposers import flare_decomposers
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_opt.pt.decomposers import TensorDecomposer
 from nvflare.fuel.utils import fobs
@@ -43,7 +44,11 @@ class Answer:
 
 
 def register() -> None:
-    """Register tensors with FLARE's serializer. Server and sites must, or the receiver retries for ever."""
+    """Register tensors with FLARE's serializer. Server and sites must, or the receiver retries for ever.
+
+    FLARE's own messages come first: a serializer that met one of ours before them loses the contents of theirs.
+    """
+    flare_decomposers.register()
     fobs.register(TensorDecomposer)
 
 
