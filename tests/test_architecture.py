@@ -86,7 +86,6 @@ def name_of(path: Path) -> str:
 KNOWN = {name_of(path): path for path in FILES}
 LATE = {
     "config.job": "a job without an algorithm's settings loads no PyTorch",
-    "federation.run_folders": "only a folder of a former version needs it",
     "strategies.registry": "for its type alone",
     "use.inputs": "needs the extra dicom",
     "use.write_predictions": "needs the extra dicom",

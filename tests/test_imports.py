@@ -76,6 +76,11 @@ def test_a_command_line_that_reads_a_job_loads_no_torch() -> None:
         (["--help"], "lazy"),
         (["simulate", "--help"], "simulate"),
         (["revoke", "--help"], "kits"),
+        (["privacy", "ledger", "none"], "privacy"),
+        (["audit", "none"], "audit"),
+        (["sites", "--kit", "none"], "sites"),
+        (["status", "--kit", "none"], "jobs"),
+        (["metrics", "none"], "metrics"),
     ],
 )
 def test_light_commands_load_no_torch(words: list[str], module: str) -> None:

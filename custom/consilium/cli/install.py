@@ -11,7 +11,7 @@ from consilium.cli.options import Format, FormatOption, emit
 from consilium.core.errors import ConfigError
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.flare.kit.install import runtime as install_runtime
-from consilium.flare.kit.install.service import UNITS, file_name, unit
+from consilium.flare.kit.install import service
 from consilium.flare.kit.install.wheels import SIGNATURE, WHEELS, Target, make
 
 KitArgument = Annotated[Path, typer.Argument(help="a site's or the server's startup kit")]
@@ -48,7 +48,7 @@ def install(
     show: Annotated[bool, typer.Option("--print", help="print the unit and write nothing")] = False,
 ) -> None:
     """Write a sandboxed systemd unit for a kit; it runs as the kit's owner. Needs root. It starts nothing."""
-    text, path = unit(kit), UNITS / file_name(kit)
+    text, path = service.unit(kit), service.UNITS / service.file_name(kit)
     if show:
         typer.echo(text, nl=False)
         return

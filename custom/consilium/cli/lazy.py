@@ -2,7 +2,6 @@
 
 import ast
 from collections.abc import Mapping
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,16 +9,7 @@ from typing import Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-
-def resolve(target: str) -> Any:
-    """Return the function that `target`, "module:function", names. Its module is imported now."""
-    module, _, function = target.partition(":")
-    return getattr(import_module(module), function)
-
-
-def call(target: str, *args: Any) -> Any:
-    """Return what the function that `target` names returns; another process can be asked for it."""
-    return resolve(target)(*args)
+from consilium.core.lazy import resolve
 
 
 class LazyCommand(TyperCommand):

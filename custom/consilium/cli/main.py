@@ -50,7 +50,8 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
         ),
     },
     DEPLOYMENT: {
-        **{name: f"{CLI}.submit:{name}" for name in ("submit", "resume", "status", "abort", "download")},
+        **{name: f"{CLI}.submit:{name}" for name in ("submit", "resume")},
+        **{name: f"{CLI}.jobs:{name}" for name in ("status", "abort", "download")},
         "sites": f"{CLI}.sites:sites",
         "provision": f"{CLI}.provision:provision",
         "export": f"{CLI}.export:export",

@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from consilium.cli.lazy import call
 from consilium.cli.options import CheckpointsOption, Format, FormatOption, JobArgument, SetOption
 from consilium.cli.resume_hint import print_resume_hint, stoppable
 from consilium.config.site import Given, TrackingConfig, find_site
 from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.lazy import call
 from consilium.core.sanitize import line
 from consilium.core.schema import validate
 from consilium.federation.sites import check_same, kept_in, site_names, unused_state

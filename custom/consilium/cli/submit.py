@@ -1,35 +1,24 @@
-"""The commands of a running federation: `consilium submit`, `status`, `resume`, `abort`, `download` and `sites`."""
+"""The commands `consilium submit` and `resume`: start a run on a federation."""
 
 import json
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, page, tall_table, wide_table
-from consilium.cli.watch import exit_code, place, watch_job
+from consilium.cli.jobs import KitOption, show
+from consilium.cli.options import Format, FormatOption, JobArgument, SetOption
+from consilium.cli.watch import watch_job
 from consilium.config.job import load_job
 from consilium.config.overrides import parse_override
-from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.core.messages import TRAIN_LOSS, Stage
-from consilium.core.sanitize import line, shown
-from consilium.flare.admin.session import Admin, connect, experiment_of
+from consilium.core.errors import ConsiliumError
+from consilium.core.sanitize import line
+from consilium.flare.admin.session import Admin, connect
 from consilium.flare.admin.submission import prepare, prepare_again, submitting
-from consilium.flare.kit.certificates import warnings
-from consilium.report.live_view import reported, score_of
-from consilium.report.progress import last_round, when
-from consilium.report.tables import fit, number
-from consilium.tasks.registry import Scores
 
-KitOption = Annotated[Path, typer.Option("--kit", help="an admin's startup kit")]
 WaitOption = Annotated[bool, typer.Option("--wait", help="watch it until it ends; exit code 1 if it fails")]
 PATIENCE = 120.0
 """Seconds to wait for an experiment's former sites before it is resumed."""
@@ -72,69 +61,6 @@ def resume(
         _submitted(admin, job_id, experiment, wait, format)
 
 
-def status(
-    job: Annotated[str, typer.Argument(metavar="[JOB]", help="FLARE's job id or an experiment; default: list all")] = "",
-    *,
-    kit: KitOption,
-    watch: Annotated[bool, typer.Option("--watch", help="go on until the job has ended; then as --check")] = False,
-    check: Annotated[bool, typer.Option("--check", help="exit code 0: completed; 1: failed; 3: not ended; 4: lost")] = False,
-    format: FormatOption = Format.TXT,
-) -> None:
-    """Show how far a job is: round, ETA, each site's scores and bytes, epsilon spent, refusals; or list all jobs.
-
-    The newest that failed have their reason.
-    """
-    if (watch or check) and not job:
-        raise ConfigError("--watch, --check: are of one job; give its experiment")
-
-    with connect(kit) as admin:
-        for warning in warnings(kit):
-            Console(stderr=True, soft_wrap=True).print(line(warning, "yellow", 1000))
-        if watch:
-            watch_job(admin, admin.find(job)["job_id"], Console(stderr=format is Format.JSON, soft_wrap=True, highlight=False))
-        found: Any = admin.status(job) if job else _listed(admin)
-    if format is Format.JSON:
-        print(json.dumps(found, indent=1))
-    elif job:
-        show(found)
-    else:
-        _list(found)
-    if watch or check:
-        raise typer.Exit(exit_code(found["status"]))
-
-
-def _listed(admin: Admin) -> list[dict[str, Any]]:
-    """Return all jobs, and why the newest failed."""
-    keys = ("job_id", "status", "submit_time_iso", "duration", "submitter_name")
-    jobs = admin.jobs()
-    found = [{"experiment": experiment_of(one), **{key: one.get(key) for key in keys}} for one in jobs]
-    return [one | ({"reason": reason} if reason else {}) for one, reason in zip(found, admin.reasons(jobs), strict=True)]
-
-
-def abort(
-    job: Annotated[str, typer.Argument(help="FLARE's job id or an experiment")],
-    kit: KitOption,
-    format: FormatOption = Format.TXT,
-) -> None:
-    """Stop a job. Its last finished round stays; `consilium resume` goes on from there."""
-    with connect(kit) as admin:
-        found = admin.find(job)
-        admin.abort(found["job_id"])
-    print(json.dumps({"aborted": found["job_id"]}) if format is Format.JSON else f"{shown(found['job_id'])}: aborted")
-
-
-def download(
-    job: Annotated[str, typer.Argument(help="FLARE's job id or an experiment, which has ended")],
-    folder: Annotated[Path, typer.Argument(metavar="DEST", help="receives a folder named by the job's id")],
-    kit: KitOption,
-    format: FormatOption = Format.TXT,
-) -> None:
-    """Fetch what a job left at the server: scores, tb_events, the shared adapter. What sites keep for themselves stays."""
-    with connect(kit) as admin:
-        found = admin.download(admin.find(job)["job_id"], folder)
-    print(json.dumps({"folder": str(found)}) if format is Format.JSON else found)
-
-
 def _submitted(admin: Admin, job_id: str, experiment: str, wait: bool, format: Format) -> None:
     console = Console(stderr=format is Format.JSON, soft_wrap=True, highlight=False)
     console.print(line(f"submitted as experiment {experiment}, job {job_id}"))
@@ -147,74 +73,3 @@ def _submitted(admin: Admin, job_id: str, experiment: str, wait: bool, format: F
         show(found)
     if wait and not found["status"].endswith(":COMPLETED"):
         raise ConsiliumError(f"{experiment}: {found['status']}: {found.get('reason', 'see `consilium status` and the logs')}")
-
-
-def show(found: dict[str, Any]) -> None:
-    """Print one job's status for people."""
-    console, progress = Console(soft_wrap=True, highlight=False), found["progress"]
-    console.print(line(f"{found['experiment']}: {found['status']}  (job {found['job_id']})"))
-    for problem in found["problems"]:
-        console.print(line(f"not deployed: {problem}", "red"))
-    if "waits" in found:
-        console.print(line(f"not started yet: {found['waits']}", "yellow", 1000))
-    if "reason" in found:
-        console.print(line(f"stopped: {found['reason']}", "red", 1000))
-    if progress is None:
-        return
-    console.print(line(place(progress)))
-    if progress["sites"]:
-        console.print(_table(progress, page().width))
-    for one in progress["refused"]:
-        console.print(line(f"refused {when(one, last_round(progress))}: {one['site']}: {one['reason']}", "yellow"))
-
-
-def _table(progress: dict[str, Any], width: int) -> Table:
-    """Return a row per site: its weight in the mean (federation.max_weight bounds it), its loss and leading score as far as
-    it shares them, and what it has sent and received, in at most `width` cells where that can be."""
-    told, sites = progress["scores"], progress["sites"]
-    scores = Scores((*map(str, told["leading"]), "loss"), (), told["headings"])  # a server wrote them
-    score = scores.lead({metric for one in sites.values() for metric in reported(one["metrics"])})
-    headings = {stage: shown(scores.heading(score)) for stage in (Stage.GLOBAL, Stage.PERSONALIZED)}
-    layouts = [
-        partial(_sites, progress, score, headings, joint, sizes) for joint, sizes in ((" ", True), ("\n", True), ("\n", False))
-    ]
-    return fit(layouts, [shown(name) for name in sites], width)
-
-
-def _sites(
-    progress: dict[str, Any], score: str, headings: dict[Stage, str], joint: str, sizes: bool, names: Mapping[str, str]
-) -> Table:
-    table = Table(box=SIMPLE, pad_edge=False)
-    told = [f"{heading}{joint}{stage}" for stage, heading in headings.items()]
-    for heading in ("site", "round", "weight", "loss", *told, *((f"KiB{joint}up", f"KiB{joint}down") if sizes else ())):
-        table.add_column(Text(heading), justify="left" if heading == "site" else "right", no_wrap=True)
-    for name, one in sorted(progress["sites"].items()):
-        metrics, share = one["metrics"], one["share"]
-        numbers = [number(metrics.get(TRAIN_LOSS)), *(number(score_of(metrics, stage, score)) for stage in headings)]
-        moved = [f"{one[way] // 1024:,}" for way in ("bytes_up", "bytes_down") if sizes]
-        weight = "-" if share is None else f"{one['weight']} ({share:.0%})"
-        table.add_row(Text(names[shown(name)]), str(min(one["round"] + 1, last_round(progress))), weight, *numbers, *moved)
-    return table
-
-
-def _list(jobs: list[dict[str, Any]]) -> None:
-    console, rows = page(), [_row(one) for one in jobs]
-    wide = ("experiment", "status", "submitted", "took", "by", "job")
-    layouts = [partial(wide_table, rows, headings) for headings in (wide, wide[:2] + wide[-1:])]
-    console.print(fit([*layouts, partial(tall_table, rows)], [row["experiment"] for row in rows], console.width))
-    for one in jobs:
-        if "reason" in one:
-            console.print(line(f"{one['experiment']}: {one['reason']}", "red", 1000), soft_wrap=True)
-
-
-def _row(job: dict[str, Any]) -> dict[str, str]:
-    """Return the cells of a job's row, by heading."""
-    found = {
-        "experiment": job["experiment"],
-        "status": job["status"],
-        "submitted": str(job["submit_time_iso"])[:19].replace("T", " "),
-        "took": str(job["duration"] or "").split(".")[0],
-        "by": job["submitter_name"],
-        "job": job["job_id"],
-    }
-    return {heading: shown(value or "") for heading, value in found.items()}

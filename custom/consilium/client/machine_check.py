@@ -7,14 +7,13 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from consilium.client.finding import Finding
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import LIBRARIES
@@ -27,30 +26,6 @@ from consilium.training.device import pick_device
 
 DISK_GIB = 5.0
 """Free space under which a site may fail in the middle of a job: logs, adapters, releases."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the doctor's report. `remedy` is empty where all is well; `advice` is worth a thought, and no problem."""
-
-    check: str
-    found: str
-    remedy: str = ""
-    advice: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether there is nothing to do."""
-        return not self.remedy
-
-    def line(self) -> str:
-        """Return it as one line of text."""
-        kind = "PROBLEM " if self.remedy else "warning " if self.advice else "ok      "
-        return "; ".join(part for part in (f"{kind} {self.check}: {self.found}", self.remedy or self.advice) if part)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self) | {"ok": self.ok}
 
 
 def checked(check: str, look: Callable[[], Finding | str]) -> Finding:

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from consilium.client.machine_check import Finding
+from consilium.client.finding import Finding
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.estimates.memory import memory_of, remedies

@@ -41,7 +41,7 @@ class FitReport:
     numbers: dict[str, float] = field(default_factory=lambda: {"steps": 0.0})
     fitted: set[str] = field(default_factory=set)
     begin: Tensors | None = None
-    failure: Exception | None = None
+    failure: BaseException | None = None
 
 
 class Trainer:
@@ -189,7 +189,7 @@ class Trainer:
     def _noting_failure(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             self._report.failure = self._report.failure or error
             raise
 

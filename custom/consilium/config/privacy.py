@@ -16,6 +16,13 @@ NEEDS_MASKS = (
 """Why noise in shares is refused without masks."""
 
 
+NoiseMultiplier = Annotated[
+    Annotated[float, Field(ge=0, le=1e4)] | None,
+    Field(description="sets the noise itself, instead of `epsilon` (0: clip only, protects nothing)"),
+]
+Delta = Annotated[float, Field(gt=0, lt=1, description="the chance that epsilon does not hold")]
+
+
 class SiteLevelDpConfig(Section):
     """Site-level DP: all of a site's data is hidden behind its clipped and noised updates."""
 
@@ -24,11 +31,8 @@ class SiteLevelDpConfig(Section):
         Annotated[float, Field(gt=0, le=1e4)] | None,
         Field(description="what the whole run may cost a site; give it or `noise_multiplier`"),
     ] = None
-    noise_multiplier: Annotated[
-        Annotated[float, Field(ge=0, le=1e4)] | None,
-        Field(description="sets the noise itself, instead of `epsilon` (0: clip only, protects nothing)"),
-    ] = None
-    delta: Annotated[float, Field(gt=0, lt=1, description="the chance that epsilon does not hold")] = 1e-5
+    noise_multiplier: NoiseMultiplier = None
+    delta: Delta = 1e-5
     clip: Annotated[float, Field(gt=0, le=1e6, description="bounds an update's norm")]
     trust: Annotated[
         Literal["local", "central", "distributed"],
@@ -88,11 +92,8 @@ class _DpSgdConfig(Section):
         Annotated[float, Field(gt=0, le=1e4)] | None,
         Field(description="what the whole run may cost a record or patient; give it or `noise_multiplier`"),
     ] = None
-    noise_multiplier: Annotated[
-        Annotated[float, Field(ge=0, le=1e4)] | None,
-        Field(description="sets the noise itself, instead of `epsilon` (0: clip only, protects nothing)"),
-    ] = None
-    delta: Annotated[float, Field(gt=0, lt=1, description="the chance that epsilon does not hold")] = 1e-5
+    noise_multiplier: NoiseMultiplier = None
+    delta: Delta = 1e-5
     clip: Annotated[float, Field(gt=0, le=1e6, description="bounds the gradient of a record or patient")] = 1.0
     accountant: Annotated[Literal["prv", "rdp"], Field(description="how steps add up")] = "prv"
     trust: Annotated[
@@ -194,7 +195,7 @@ class HospitalPrivacyPolicy(Section):
     ledger: Annotated[Path | None, Field(description="the privacy ledger's file, if not in `state`")] = None
     noise_seed: Annotated[
         Seed | None,
-        Field(description="`noise_seed` makes noise repeatable for tests; it protects nobody, and the ledger says so"),
+        Field(description="`noise_seed` makes noise repeatable for tests; the run is then not private, and its records say so"),
     ] = None
 
     def ledger_in(self, root: Path) -> Path:

@@ -32,7 +32,7 @@ class SecureAggregationConfig(Section):
     ] = None
     colluders: Annotated[int, Field(ge=0, le=10000, description="sites that may work together with the server")] = 1
     bound: Annotated[
-        Positive | None, Field(description="no site sends a larger number; by default what sums of all sites have room for")
+        Positive | None, Field(description="larger numbers are cut off at it; by default what sums of all sites have room for")
     ] = None
 
 

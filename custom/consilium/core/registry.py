@@ -4,7 +4,6 @@ Other packages add kinds by entry points. Which packages may, the caller says ev
 runs no code that its administrator has not listed in site.yaml (`plugins:`). A built-in name cannot be replaced.
 """
 
-import importlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -24,6 +23,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from consilium.core.errors import ConfigError
+from consilium.core.lazy import resolve
 from consilium.core.schema import nearest
 
 K = TypeVar("K")
@@ -93,9 +93,8 @@ class Registry(Mapping[str, K], Generic[K]):
 
 def _named(place: str, what: str) -> Any:
     """Return what a registry's line, "module:attribute", names. Raises ConfigError for a line that names nothing."""
-    module, _, attribute = place.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return resolve(place)
     except (ImportError, AttributeError, SyntaxError) as error:
         raise ConfigError(f"{what}: {place!r} in the registry cannot be loaded ({_why(error)}); correct line or file") from None
 

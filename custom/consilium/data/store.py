@@ -33,7 +33,7 @@ from consilium.data.safe_open import MOST_SLIDE, check_file
 CachedSample = dict[str, np.ndarray]
 """A sample's arrays of 8 bits."""
 FOLDER = "consilium-samples"
-"""The cache's own folder, below the one that the site names."""
+"""Name of the subfolder that holds the cache, in the folder of site.yaml's `cache`."""
 VERSION = 1
 """Of the code that reads samples: raise it when the same file becomes another sample."""
 SPARE = 2**30

@@ -7,6 +7,7 @@ from pathlib import Path
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.core.storage import locked, private_folder, write_atomic
+from consilium.privacy.ledger.audit import FILE, verified
 
 RUNS, OWNER = "runs", "owner.json"
 LENGTH = 64
@@ -84,8 +85,6 @@ def _check_site(folder: Path, owner: dict[str, str] | None, site: str) -> None:
 
 def _recorded_sites(folder: Path) -> set[str]:
     """Return the sites whose messages a run's records hold."""
-    from consilium.privacy.ledger.audit import FILE, verified  # loads PyTorch, for a folder of a former version only
-
     found = set[str]()
     for path in folder.rglob(FILE):
         try:

@@ -137,7 +137,7 @@ def rehearse(model: nn.Module, trained: Mapping[str, nn.Parameter], unit: str, l
             loss().backward()
     except (MemoryError, RuntimeError) as error:
         what = f"a step on one {unit} of full size fails here ({type(error).__name__}: {error})"
-        raise ConsiliumError(f"training: {what}; lower model.image_size or task.max_length", Reason.TRAINING) from error
+        raise ConsiliumError(f"training: {what}; lower model.image_size or model.max_length", Reason.TRAINING) from error
     finally:
         model.train(training)
         for name, parameter in trained.items():

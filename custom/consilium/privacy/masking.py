@@ -11,6 +11,7 @@ from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import Kind, Payload, Tensors
 from consilium.privacy.guard import task_schedule
+from consilium.privacy.guard.record_entries import described_tensors, privacy_of
 from consilium.privacy.guard.release_checks import upload_shapes
 from consilium.privacy.guard.task import Task
 from consilium.privacy.ledger import audit
@@ -188,9 +189,9 @@ class Masking:
         line: dict[str, Any] = {"site": self.name, **job, "run": self._run}
         line |= {"flare_job": self.job_id, "job_digest": self._digest, "ledger": self.ledger.seal(), "kind": kind, **said}
         if payload is not None:
-            line |= {"round": payload.round, "phase": payload.phase, "tensors": audit.describe(payload.tensors)}
+            line |= {"round": payload.round, "phase": payload.phase, "tensors": described_tensors(payload.tensors)}
             line |= {"scalars": payload.scalars, "metrics": payload.metrics}
         if spends and self.plan is not None:
-            line["privacy"] = audit.cost(self.plan, self.policy.noise_seed is not None)
+            line["privacy"] = privacy_of(self.plan, self.policy.noise_seed is not None)
         path = self.folder / self._run / audit.FILE
         self._records.setdefault(path, audit.Record(path)).add(line, again)

@@ -167,7 +167,7 @@ def test_a_step_at_a_larger_rate_is_another_job_and_over_the_budget(tmp_path: Pa
 
 
 def test_a_job_s_small_bound_does_not_tell_how_many_units_a_site_drew(tmp_path: Path) -> None:
-    """A number over the bound is refused, without noise. The sum of a step is 16 a number; the bound has room for one clip."""
+    """Numbers over the bound are cut off before the noise. A step sums to 16 a number; the bound has room for one clip."""
     fleet = Fleet(tmp_path, dict.fromkeys(SITES, by_step(bound=5.0)))
     client = fleet.clients["site-1"]
     client.trainer = Many(assembled(by_step(bound=5.0)))

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from consilium.cli import audit as cli_audit
 from consilium.cli import data_check
+from consilium.cli import jobs as cli_jobs
 from consilium.cli import main as cli
-from consilium.cli import submit as cli_submit
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload
 from consilium.core.sanitize import cell, line, shown, tag
@@ -91,13 +91,13 @@ def found(tmp_path: Path) -> dict[str, Any]:
 
 def test_status(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    cli_submit.show(found(tmp_path))
+    cli_jobs.show(found(tmp_path))
     text = capsys.readouterr().out
     check(text)
     assert text.count("owned") == 10
     assert max(map(len, text.splitlines())) < 700  # a number of 300 digits is not written out
     one = {k: HOSTILE for k in ("experiment", "status", "submit_time_iso", "duration", "submitter_name", "job_id")}
-    cli_submit._list([one])
+    cli_jobs._list([one])
     check(capsys.readouterr().out)
 
 

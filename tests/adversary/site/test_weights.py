@@ -8,7 +8,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
 from consilium import __version__
-from consilium.cli.submit import show
+from consilium.cli.jobs import show
 from consilium.core.messages import Hello, Payload
 from consilium.federation.job import Job
 from consilium.flare.job import wire

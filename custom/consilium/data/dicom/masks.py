@@ -37,7 +37,7 @@ _LONGEST_NUMBER = 64
 
 
 def check_space(path: Path, elements: Dataset, image: Header) -> None:
-    """Raise DataError where a mask was drawn in another frame of reference than its image's: nobody knows where it lies."""
+    """Raise DataError if mask and image have different frames of reference: the mask's place in the image is then unknown."""
     own = str(elements.get("ReferencedFrameOfReferenceUID") or elements.get("FrameOfReferenceUID") or "").strip()
     if own and image.space and own != image.space:
         raise DataError(f"{path}: was drawn in another frame of reference than its image's; give the image it was drawn on")

@@ -116,7 +116,7 @@ class Simulator:
 
     @contextmanager
     def _alive(self) -> Iterator[None]:
-        """Raise ConsiliumError if the process has ended before it was told what to run."""
+        """Raise ConsiliumError if the process has ended before it received a job."""
         try:
             yield
         except (EOFError, OSError):

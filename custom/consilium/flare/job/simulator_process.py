@@ -27,7 +27,7 @@ from consilium.flare.job.simulation import LOG, OUTPUT
 
 WORKER = "nvflare.private.fed.app.simulator.simulator_worker"
 LOADED = [WORKER, "consilium.flare.job.executor", "peft"]
-"""The modules of a site's process: FLARE's, ours, and the one that takes longest."""
+"""Modules that a site's process loads first: FLARE's worker, our executor, and PEFT, the slowest to import."""
 SERVER = ["consilium.flare.job.aggregator", "consilium.flare.job.controller"]
 """The modules of a server's job, loaded while the job is checked."""
 GPUS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))

@@ -1,7 +1,7 @@
 """The state of each site's job in this process, which the guard's filters and the executor share.
 
-Guard and site use one reading of the data list: a ledger that charged another plan than the one that ran would be wrong. If no
-site can be made of the list, the next task reads it again, for both.
+Guard and executor share one reading of the data list, so that the ledger charges the plan that runs. If no site can be made of
+the list, the next task reads it again, for both.
 """
 
 from dataclasses import dataclass

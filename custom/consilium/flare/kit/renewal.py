@@ -38,7 +38,7 @@ from consilium.flare.kit.provision import check_names, provision
 from consilium.flare.kit.root_keys import FORMER, ROOT, ROOT_KEY, fingerprints, follow, named_root, public_bytes
 
 OLD, NEW = "startup.old", ".startup.new"
-"""Folders beside a kit's startup/: the one that it replaced, whose key is still valid, and the one that is being copied."""
+"""Folders beside a kit's startup/: the replaced startup/, whose key is still valid, and the copy in progress of the new one."""
 KEEP, NEW_ROOT, ONLY_NEW = "keep", "new", "only-new"
 """The choices for the root: keep its key; replace it by another root; no longer trust the root that was replaced."""
 

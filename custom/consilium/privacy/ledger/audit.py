@@ -13,17 +13,13 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from consilium.core.errors import ConfigError, Reason, RefusedError
-from consilium.core.linalg.together import norms
-from consilium.core.messages import Tensors
 from consilium.core.storage import file_lock, open_private, private_folder
 from consilium.privacy.accounting.accountant import GaussianEvent, check_delta, epsilon_of
-from consilium.privacy.accounting.composition import DISCRETE
-from consilium.privacy.plan import Plan
 
 FILE = "audit.jsonl"
 Line = dict[str, Any]
@@ -77,30 +73,6 @@ class Record:
             self._known.add(_content(_line(line)))
             self._seal = _seal([line])
         self._size = file.tell()
-
-
-def describe(tensors: Tensors) -> dict[str, Line]:
-    """Return what the record says of tensors."""
-    sizes = norms(tensors)
-    return {
-        name: {
-            "shape": list(tensor.shape),
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "bytes": tensor.numel() * tensor.element_size(),
-            "norm": sizes[name],
-        }
-        for name, tensor in tensors.items()
-    }
-
-
-def cost(plan: Plan, seeded: bool = False) -> Line:
-    """Return what the record says of the privacy of one release under `plan`; `seeded`: its noise came from a known seed."""
-    private = plan.config
-    named = {"unit": private.unit, "adjacency": private.adjacency, "trust": private.trust, "delta": private.delta}
-    named |= {"calibration": private.calibration} if private.calibration != "honest" else {}
-    named |= {"mechanism": DISCRETE} | ({"seeded": True} if seeded else {})
-    numbers = {"clip": private.clip, "noise_multiplier": plan.noise_multiplier}
-    return named | numbers | {"spend": asdict(plan.event)}
 
 
 def is_void(private: Mapping[str, Any]) -> bool:

@@ -212,7 +212,7 @@ class Party:
     def mask(self, place: Place, integers: Tensors, weight: int) -> Words:
         """Return this site's masked vector (d + 1,) of an update on the grid; the same again for the same update.
 
-        Raises RefusedError for another update than before, which the same mask would show, and for one over the bound.
+        Numbers over the bound are cut off. Raises RefusedError for another update than before, which the same mask would show.
         """
         with self.record.opened() as values:
             attempt = self._attempt(values, place.to_dict())
