@@ -193,7 +193,7 @@ def leading(tensors: dict[str, nn.Parameter], numbers: int) -> dict[str, nn.Para
 def private_steps(repeats: int, numbers: int) -> None:
     """Print what a step of ours costs, one picture at a time with exact noise, beside one of Opacus, all 8 in a batch.
 
-    They are timed in turns on the same ViT-B, all threads of the process.
+    They are timed in turns on the same ViT-B, all threads of the process; with them the bare passes, one picture at a time.
     """
     vit, dp = ViTB(), DpSgd(1.0, 1.0, 0.5)
     trained = leading({n: t for n, t in layers.tensors(vit.model).items() if isinstance(t, nn.Parameter)}, numbers)
@@ -204,6 +204,12 @@ def private_steps(repeats: int, numbers: int) -> None:
     opacus = OpacusSteps(vit, trained, dp)
     with PrivateSteps(vit.model, torch.optim.AdamW(list(trained.values()), lr=1e-4), trained, 16, dp) as private:
 
+        def alone() -> None:
+            for image, label in zip(vit.images, vit.labels, strict=True):
+                nn.functional.cross_entropy(vit.model(image[None]), label[None]).backward()
+                for parameter in trained.values():
+                    parameter.grad = None
+
         def exact() -> None:
             for image, label in zip(vit.images, vit.labels, strict=True):
                 with private.sum.unit():
@@ -211,14 +217,16 @@ def private_steps(repeats: int, numbers: int) -> None:
             private.step({})
 
         for turn in range(2 + repeats):  # two are not counted
-            for name, take in (("Opacus", opacus), ("exact", exact)):
+            for name, take in (("Opacus", opacus), ("not private", alone), ("exact", exact)):
                 began = time.process_time()
                 take()
                 if turn > 1:
                     times.setdefault(name, []).append(time.process_time() - began)
-    ratio = statistics.median(b / a for a, b in zip(times["Opacus"], times["exact"], strict=True))
-    seconds = {name: statistics.median(found) for name, found in times.items()}
-    print(f"\na step of DP-SGD of 8 pictures on {numbers:,} numbers: {seconds}, exact / Opacus {ratio:.3f}")
+    over = {
+        a: statistics.median(y / x for x, y in zip(times[a], times["exact"], strict=True)) for a in ("Opacus", "not private")
+    }
+    seconds = {name: round(statistics.median(found), 2) for name, found in times.items()}
+    print(f"\na step of DP-SGD of 8 pictures on {numbers:,} numbers, s: {seconds}; exact over the others: {over}")
 
 
 def kits(rounds: int) -> None:
