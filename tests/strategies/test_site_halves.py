@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from consilium.adapters import layers
+from consilium.adapters import layers, lora
 from consilium.adapters.lora import LORA, LoraConfig, PerSample
 from consilium.client.model_store import interpolation_of
 from consilium.config.job import JobConfig
@@ -18,13 +18,14 @@ from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload, Tensors
 from consilium.federation.job import assemble_job
 from consilium.federation.saved_model import export_adapter
+from consilium.models.registry import TargetSet
 from consilium.privacy.plan import make_plan
 from consilium.strategies.fedala import FedALA
 from consilium.strategies.feddbe import FedDBE
 from consilium.strategies.feddpa import FedDPA
 from consilium.strategies.strategy import Role
 from consilium.strategies.traits import Interpolation, Traits
-from consilium.training.interpolation import interpolated, similarity
+from consilium.training.interpolation import fixed_share, interpolated, sample_shares
 from tests.conftest import small_config, small_text
 from tests.strategies.scripted import Scripted
 from tests.strategies.site_halves import (
@@ -178,9 +179,10 @@ def test_feddbe_sends_the_mean_once_and_its_vector_never() -> None:
     assert strategy.role("feature_shift.shift", 1, 0) is Role.LOCAL
 
 
-@pytest.mark.parametrize("variant", ["T", "F"])
-def test_feddpa_is_its_paper_in_a_plain_loop(variant: str) -> None:
-    strategy = FedDPA(variant=variant, local_share=0.4)
+@pytest.mark.parametrize(("variant", "reading"), [("T", "as_published"), ("F", "as_published"), ("T", "as_in_code")])
+def test_feddpa_is_its_paper_in_a_plain_loop(variant: Any, reading: Any) -> None:
+    """By the authors' code the local adapter is left alone in the first round."""
+    strategy = FedDPA(variant=variant, local_share=0.4, reading=reading)
     state, own, _ = federate(strategy, ROUNDS, ABSENT)
     _, initial = toy(strategy)
     local = ["encoder.local_A", "encoder.local_B"]
@@ -190,7 +192,7 @@ def test_feddpa_is_its_paper_in_a_plain_loop(variant: str) -> None:
         ends = {}
         for name in [name for name in SIZES if (round, name) not in ABSENT]:
             start = shared | twin[name]
-            if variant == "T":
+            if variant == "T" and (round or reading == "as_published"):
                 start = descend(start, local, lambda p, name=name: entropy(p, name, 0.4))
                 twin[name] = {n: start[n] for n in local}
             ends[name] = descend(start, [A, B, *HEAD], lambda p, name=name: entropy(p, name))
@@ -215,6 +217,33 @@ def test_feddpa_f_has_no_local_adapter_to_weigh_before_its_last_fit() -> None:
     assert FedDPA(weighting="fixed").traits.interpolation == Interpolation(0.5, 0)
 
 
+def test_feddpa_as_in_code_sends_no_gradient_through_the_global_branch() -> None:
+    """Two layers in a row: the first one's local factors hear of the second one's global branch only in the paper's reading."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 2, bias=False)).double()
+    first, second = (layer.weight.detach().clone() for layer in model)
+    lora.inject(model, 2, 3.0, TargetSet("0|1"))
+    lora.add_local(model, 2, 3.0, 0.0)
+    model.double()
+    parts = {n: p for n, p in model.named_parameters() if "lora_" in n}
+    for parameter in parts.values():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(4, 3, dtype=torch.double)
+    own = parts["0.lora_B.local.weight"].requires_grad_(True)
+
+    def change(layer: int, name: str) -> Tensor:
+        return parts[f"{layer}.lora_B.{name}.weight"] @ parts[f"{layer}.lora_A.{name}.weight"]
+
+    for cut_global in (False, True):
+        lora.mix(model, 1.5, 0.4, cut_global)
+        (found,) = torch.autograd.grad(model(x).square().sum(), own)
+        z = x @ (first + 1.5 * (0.6 * change(0, "default") + 0.4 * change(0, "local"))).T
+        beside = z.detach() if cut_global else z
+        out = z @ (second + 1.5 * 0.4 * change(1, "local")).T + beside @ (1.5 * 0.6 * change(1, "default")).T
+        (wanted,) = torch.autograd.grad(out.square().sum(), own)
+        torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("examples", [3, 0])
 def test_the_personalized_model_weighs_each_sample_by_its_likeness_to_the_sites_records(examples: int) -> None:
     strategy = FedDPA()
@@ -228,7 +257,7 @@ def test_the_personalized_model_weighs_each_sample_by_its_likeness_to_the_sites_
 
     def mix(value: float | Tensor) -> None:
         assert LORA.mix
-        LORA.mix(model, LoraConfig(rank=2, alpha=3.0), value)
+        LORA.mix(model, LoraConfig(rank=2, alpha=3.0), value, False)
 
     mix(0.0)
     before = model(x)
@@ -316,5 +345,16 @@ def test_what_cannot_carry_a_local_adapter_is_refused() -> None:
 
 def test_feddpa_s_similarity_counts_what_points_away_as_nothing() -> None:
     """References at cosine 1 and -1: the mean of 1 and 0, where the mean of both would be 0."""
-    found = similarity(torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 0.0], [-3.0, 0.0]]))
-    assert found.tolist() == [0.5]
+    found, known = torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 0.0], [-3.0, 0.0]])
+    assert sample_shares(Interpolation(1.0, 2), found, known).tolist() == [0.5]
+
+
+def test_feddpa_as_in_code_gives_what_is_alike_to_the_global_adapter() -> None:
+    """Cosines 1 and 0.6: the code's weight 0.5 * 0.8 goes to the global adapter, so 0.6 is left; cosine -1 leaves 1.5."""
+    blend = Interpolation(0.5, 2, as_in_code=True)
+    found = sample_shares(blend, torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 0.0], [3.0, 4.0]]))
+    torch.testing.assert_close(found, torch.tensor([0.6]))
+    assert sample_shares(blend, torch.tensor([[1.0, 0.0]]), torch.tensor([[-1.0, 0.0]])).tolist() == [1.5]
+    assert fixed_share(blend) == 0.5
+    assert fixed_share(Interpolation(0.3, 0, as_in_code=True)) == pytest.approx(0.7)
+    assert FedDPA(reading="as_in_code").traits.interpolation == Interpolation(0.5, 5, as_in_code=True)

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from consilium.core.errors import DataError
 from consilium.data.datalist import read_datalist
-from consilium.tasks.classification import ClassificationConfig, metric_names
+from consilium.tasks.classification import ClassificationConfig, metric_names, scores
 from consilium.tasks.classification.task import ClassificationTask, balanced_loss, score, spread, summary
 from consilium.tasks.registry import TASKS
 from consilium.training.loop import batches
@@ -64,10 +65,36 @@ def test_metrics_of_known_answers(tmp_path: Path) -> None:
     assert not any("confusion" in name for name in task.evaluate(ByBrightness(), "test", 3))
 
 
-def test_false_alarms_of_an_absent_class_lower_the_others_only() -> None:
-    found = score(torch.eye(3)[[2, 1]], torch.tensor([0, 1]), CLASSES)
-    assert found["f1"] == pytest.approx((0 + 1) / 2)
+@pytest.mark.parametrize(("f1", "wanted"), [("all", (0 + 1 + 0) / 3), ("present", (0 + 1) / 2)])
+def test_a_false_alarm_of_an_absent_class_is_a_class_of_macro_f1_as_in_scikit_learn(f1: Any, wanted: float) -> None:
+    """Truth 0, 1 and answers 2, 1: scikit-learn 1.9's f1_score(average="macro") is 1/3."""
+    logits, labels = torch.eye(3)[[2, 1]], torch.tensor([0, 1])
+    found = score(logits, labels, CLASSES, f1=f1)
+    assert found["f1"] == pytest.approx(wanted)
     assert found["accuracy"] == 0.5
+    of_all = summary(logits.repeat(2, 1), labels.repeat(2), np.array([0, 0, 1, 1]), f1)
+    assert of_all["f1_low"] == of_all["f1_high"] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_macro_f1_is_that_of_precision_and_recall(seed: int) -> None:
+    """2 P R / (P + R) of each class that is there or answered, 0 where a class has no hit; others do not count."""
+    generator = torch.Generator().manual_seed(seed)
+    true, guess = (torch.randint(0, 5, (6,), generator=generator).tolist() for _ in range(2))
+    each = []
+    for one in set(true) | set(guess):
+        hits = sum(t == g == one for t, g in zip(true, guess, strict=True))
+        precision, recall = (hits / chosen.count(one) if hits else 0 for chosen in (guess, true))
+        each.append(2 * precision * recall / (precision + recall) if hits else 0)
+    found = score(torch.eye(5)[guess], torch.tensor(true), list("abcde"))
+    assert found["f1"] == pytest.approx(sum(each) / len(each))
+
+
+def test_the_table_names_what_macro_f1_counts() -> None:
+    names = {
+        f1: scores(ClassificationConfig(name="classification", classes=CLASSES, scores={"f1": f1})) for f1 in ("all", "present")
+    }
+    assert {f1: found.headings["f1"] for f1, found in names.items()} == {"all": "Macro F1", "present": "Macro F1, present"}
 
 
 def test_a_picture_that_is_broken_later_is_found_by_reading_it_again(tmp_path: Path) -> None:

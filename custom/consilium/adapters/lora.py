@@ -160,13 +160,29 @@ def add_local(model: nn.Module, rank: int, alpha: float, dropout: float) -> None
     layers.add_names(model, [f"{name}.{local}" for name in wrapped for local in LOCAL.values()])
 
 
-def mix(model: nn.Module, scaling: float, share: float | Tensor) -> None:
-    """Make every layer W x + scaling ((1 - share) B A x + share B' A' x); one share, or (N,) of the samples of a batch."""
+class WithoutGradient:
+    """A factor of something through which no gradient passes."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __rmul__(self, x: Tensor) -> Tensor:
+        """Return the factor times x, cut from x's graph."""
+        return x.detach() * self.factor
+
+
+def mix(model: nn.Module, scaling: float, share: float | Tensor, cut_global: bool = False) -> None:
+    """Make every layer W x + scaling ((1 - share) B A x + share B' A' x); one share, or (N,) of the samples of a batch.
+
+    `cut_global`: with one share over 0, no gradient passes through B A x.
+    """
     from peft.tuners.lora import LoraLayer
 
     parts: Any = {"default": scaling * (1 - share), "local": scaling * share}
     if isinstance(share, Tensor):
         parts = {name: PerSample(part) for name, part in parts.items()}
+    elif cut_global and share:
+        parts["default"] = WithoutGradient(parts["default"])
     for layer in layers.modules_of(model, LoraLayer):
         layer.scaling.update(parts)
 
@@ -277,8 +293,8 @@ def _add_local(model: nn.Module, config: LoraConfig) -> None:
     add_local(model, config.rank, config.plain_alpha, config.dropout)
 
 
-def _mix(model: nn.Module, config: LoraConfig, share: float | Tensor) -> None:
-    mix(model, config.product_scaling, share)
+def _mix(model: nn.Module, config: LoraConfig, share: float | Tensor, cut_global: bool) -> None:
+    mix(model, config.product_scaling, share, cut_global)
 
 
 LORA = AdapterKind(

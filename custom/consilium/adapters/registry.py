@@ -58,7 +58,8 @@ class AdapterKind:
     one for others; `trainable_base(model, config)`: the tensors that are changes of the base's parameters (names.is_base);
     `start(name, shape, seed)`: a tensor's first value (default: layers.start); `scale(model, config, factor)` multiplies the
     adapter's part of the forward pass. `add_local(model, config)` puts a second, local adapter into the same layers, and
-    `mix(model, config, share)` makes them W x + (1 - share) global + share local, with one share or one a sample (N,).
+    `mix(model, config, share, cut_global)` makes them W x + (1 - share) global + share local, with one share or one a sample
+    (N,); `cut_global`: no gradient passes through a global part that is beside a local one.
     `merge(model)` writes what it does into the base's own layers and takes it out, in place; None where it adds layers that a
     base cannot hold. `unequal_ranks`: whether ranks may differ by site; `tailed`: the same adapter with room for
     frozen tails, for strategies that send such.
@@ -72,7 +73,7 @@ class AdapterKind:
     start: "Callable[[str, tuple[int, ...], int], Tensor] | None" = None
     scale: "Callable[[nn.Module, Any, float], None] | None" = None
     add_local: "Callable[[nn.Module, Any], None] | None" = None
-    mix: "Callable[[nn.Module, Any, float | Tensor], None] | None" = None
+    mix: "Callable[[nn.Module, Any, float | Tensor, bool], None] | None" = None
     merge: "Callable[[nn.Module], None] | None" = None
     unequal_ranks: bool = False
     tailed: "Callable[[], AdapterKind] | None" = None

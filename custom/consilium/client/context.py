@@ -82,11 +82,11 @@ class ClientContext:
         if (scale := self.config.adapter_kind.scale) is not None:
             scale(self.model, self.config.adapter, factor)
 
-    def mix(self, share: float | Tensor) -> None:
-        """Give a local adapter its share of the forward pass, where there is one."""
+    def mix(self, share: float | Tensor, cut_global: bool = False) -> None:
+        """Give a local adapter its share of the forward pass, where there is one; see `AdapterKind`."""
         mix = self.config.adapter_kind.mix
         if LOCAL_ADAPTER in self.strategy.traits.parts and mix is not None:
-            mix(self.model, self.config.adapter, share)
+            mix(self.model, self.config.adapter, share, cut_global)
 
     def skipped(self) -> dict[str, float]:
         """Return how many samples were left out, {} for none or for a task that leaves none out."""

@@ -29,6 +29,7 @@ from consilium.privacy.plan import Plan, not_private
 from consilium.report.run_record import Results
 from consilium.strategies.strategy import Strategy, scaling_of
 from consilium.strategies.traits import Interpolation
+from consilium.training.interpolation import fixed_share
 
 UNCOVERED = (
     "The privacy claim is of what leaves the site. This folder holds tensors of the site's own, which no noise covers: "
@@ -50,7 +51,7 @@ class ModelStore:
         """Return the personalized model after a round's training, or after that at the end of the run."""
         found = replace(self.received(values, payload), rounds=payload.round + (not closing))
         if (blend := interpolation_of(self.context.strategy, closing)) is not None:
-            found = replace(found, share=blend.most, similar=blend.examples)
+            found = replace(found, share=fixed_share(blend), similar=blend.examples)
         return found
 
     def note_best(self, run: str, stage: Stage, kept: SavedModel, metrics: Mapping[str, float]) -> None:

@@ -92,7 +92,8 @@ class Trainer:
             task = self._context.task
             if feature_penalty is not None:
                 task = cast(Task, WithFeatures(task, feature_penalty))
-            self._context.mix(share)
+            blend = self._context.strategy.traits.interpolation
+            self._context.mix(share, cut_global=blend is not None and blend.as_in_code)
             found = self._train(task, params, trained, penalty or _no_penalty, correction, private)
             self._context.mix(0.0)
             self._report.fitted |= trained

@@ -145,7 +145,7 @@ def run_as_kept(model: nn.Module, config: JobConfig, kept: SavedModel) -> None:
     if kind.scale:
         kind.scale(model, config.adapter, kept.scaling)
     if LOCAL_ADAPTER in config.strategy.traits.parts and kind.mix:
-        kind.mix(model, config.adapter, kept.share)
+        kind.mix(model, config.adapter, kept.share, False)
 
 
 def keeps_local(strategy: Strategy, names: Iterable[str]) -> bool:

@@ -8,11 +8,18 @@ the site's personalized model with a weight of each sample's own:
 
     w(x) = `most` * mean_s max(0, cos(h(x), h(x_s))),  over `examples` training records x_s of the site
 
-h is the representation between encoder and head, with the local adapter alone in place, as in the authors' code.
+h is the representation between encoder and head, with the local adapter alone in place. So a sample that is like the site's
+data gets more of the site's adapter, which is what the paper says in words.
+
+`reading: as_in_code` is the authors' public code where it differs (Lydia-yang/FedDPA, commit cf638c1):
+- The global adapter gets `most` * mean_s cos(h(x), h(x_s)), and the local one the rest: what is alike gets less of the latter.
+  A negative cos weighs negatively.
+- While the local adapter trains, no gradient passes through the global adapter's branch.
+- In T the local adapter trains from the second round on.
 
 Source's formula / our reading:
-- `local_share` 0.5, `most` 0.5 and five records are what the authors' code does; the paper's own symbols were not at hand.
-- cos may be negative; the code then weighs negatively, we take 0, record by record.
+- `local_share` 0.5, `most` 0.5 and five records are the code's numbers. The paper's formula was not at hand, its words were.
+- A negative cos counts as 0, record by record; this is ours.
 - The authors draw the records anew for every sample; here they are drawn once an evaluation.
 - For sam and clip h is the image embedding's mean over places, and the class token. The records are augmented like in training.
 - For language the authors take h of the prompt's last token. An evaluation here scores answers by their likelihood, and would
@@ -51,6 +58,13 @@ class FedDPA(Strategy):
     variant: Annotated[
         Literal["T", "F"], Field(description="the local adapter trains in every round (T), or once after the last (F)")
     ] = "T"
+    reading: Annotated[
+        Literal["as_published", "as_in_code"],
+        Field(
+            description="`as_published`: what is like the site's data gets more of the local adapter; `as_in_code`: the "
+            "authors' code, which gives it less, and differs in training; see strategies/feddpa.py"
+        ),
+    ] = "as_published"
     weighting: Annotated[
         Literal["similarity", "fixed"],
         Field(
@@ -75,7 +89,9 @@ class FedDPA(Strategy):
             fits=2 if self.variant == "T" else 1,
             fits_only=True,
             refuses_records=why,
-            interpolation=Interpolation(self.most, self.examples if self.weighting == "similarity" else 0),
+            interpolation=Interpolation(
+                self.most, self.examples if self.weighting == "similarity" else 0, self.reading == "as_in_code"
+            ),
             fits_after_last_round=self.variant == "F",
             label=f"{self.name} {self.variant}",
             variants=({"variant": "T"}, {"variant": "F"}),
@@ -88,8 +104,12 @@ class FedDPA(Strategy):
         return Role.LOCAL if self.variant == "T" else Role.FROZEN
 
     def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
-        """Fit T's local adapter, then the global one; of F the global one, and after the last round the local one."""
-        if self.variant == "T" or trainer.closing:
+        """Fit T's local adapter, then the global one; of F the global one, and after the last round the local one.
+
+        By the authors' code T's local adapter waits for the second round.
+        """
+        waits = self.reading == "as_in_code" and payload.round == 0
+        if trainer.closing or (self.variant == "T" and not waits):
             trainer.fit((name for name in trainer.start if is_local(name)), share=self.local_share)
         if not trainer.closing:
             trainer.fit(name for name in trainer.start if not is_local(name))

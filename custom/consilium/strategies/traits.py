@@ -9,11 +9,14 @@ from typing import Any, Literal
 class Interpolation:
     """The share of a local adapter in a site's personalized model: `most`, times each sample's similarity to the site's data.
 
-    `examples`: how many training records a sample is compared with; with 0 the share is `most` for every sample.
+    `examples`: how many training records a sample is compared with; with 0 the share is `most` for every sample. `as_in_code`:
+    the share is 1 minus that, similarities may be negative, and a fit sends no gradient through the frozen adapter; see
+    strategies/feddpa.py.
     """
 
     most: float
     examples: int
+    as_in_code: bool = False
 
 
 @dataclass(frozen=True)

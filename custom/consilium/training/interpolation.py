@@ -23,7 +23,7 @@ Mix = Callable[[float | Tensor], None]
 def interpolated(model: nn.Module, cut: Cut, task: Task, mix: Mix, interpolation: Interpolation, seed: int) -> Iterator[None]:
     """Let every call of `model` inside the block weigh the local adapter as `interpolation` says; `mix` sets the share."""
     known = references(model, cut, task, mix, interpolation.examples, seed) if interpolation.examples else torch.zeros(0)
-    mix(interpolation.most)
+    mix(fixed_share(interpolation))
     handle = model.register_forward_pre_hook(_weigher(cut, mix, interpolation, known), with_kwargs=True) if len(known) else None
     try:
         yield
@@ -55,9 +55,17 @@ def represented(cut: Cut, run: Callable[[], Any]) -> Tensor:
     return seen[-1].float().movedim(cut.axis, 1).reshape(len(seen[-1]), cut.width, -1).mean(2)
 
 
-def similarity(found: Tensor, known: Tensor) -> Tensor:
-    """Return mean_s max(0, cos(h, h_s)) (N,) of representations (N, F) and references (S, F)."""
-    return (F.normalize(found, dim=1) @ F.normalize(known, dim=1).T).clamp(min=0).mean(1)
+def fixed_share(interpolation: Interpolation) -> float:
+    """Return the local adapter's share for a sample that is not compared with others, or is like them all."""
+    return 1 - interpolation.most if interpolation.as_in_code else interpolation.most
+
+
+def sample_shares(interpolation: Interpolation, found: Tensor, known: Tensor) -> Tensor:
+    """Return the local adapter's shares (N,) for samples by their representations (N, F) and those of references (S, F)."""
+    cosines = F.normalize(found, dim=1) @ F.normalize(known, dim=1).T
+    if interpolation.as_in_code:
+        return 1 - interpolation.most * cosines.mean(1)
+    return interpolation.most * cosines.clamp(min=0).mean(1)
 
 
 def _weigher(cut: Cut, mix: Mix, interpolation: Interpolation, known: Tensor) -> Callable[[nn.Module, Any, Any], None]:
@@ -65,6 +73,6 @@ def _weigher(cut: Cut, mix: Mix, interpolation: Interpolation, known: Tensor) ->
         mix(1.0)
         with torch.no_grad():
             found = represented(cut, lambda: model.forward(*args, **kwargs))
-        mix(interpolation.most * similarity(found, known))
+        mix(sample_shares(interpolation, found, known))
 
     return weigh

@@ -11,13 +11,22 @@ from consilium.data.settings import PictureSettings
 from consilium.tasks import pictures
 from consilium.tasks.registry import Scores, TaskConfig, TaskKind, interval_names
 
+F1Classes = Literal["all", "present"]
+
 
 class ClassificationScoresConfig(Section):
-    """The unit of a score."""
+    """The unit of a score, and of which classes macro F1 is the mean."""
 
     per: Annotated[
         Literal["image", "patient"], Field(description="each image, or the mean probability over a patient's images")
     ] = "image"
+    f1: Annotated[
+        F1Classes,
+        Field(
+            description="macro F1 is the mean over `all` classes that the split has or the model answers (scikit-learn's "
+            '`average="macro"`), or over those `present` in the split'
+        ),
+    ] = "all"
 
 
 class ClassificationConfig(PictureSettings, TaskConfig):
@@ -80,7 +89,8 @@ def metric_names(config: ClassificationConfig) -> frozenset[str]:
 
 def scores(config: ClassificationConfig) -> Scores:
     """Return how the scores are shown."""
-    return replace(SCORES, remark=f", per {config.scores.per}")
+    headings = SCORES.headings if config.scores.f1 == "all" else {**SCORES.headings, "f1": "Macro F1, present"}
+    return replace(SCORES, headings=headings, remark=f", per {config.scores.per}")
 
 
 SCORES = Scores(("accuracy",), ("f1",), {"accuracy": "Accuracy", "f1": "Macro F1", "loss": "Loss"})

@@ -21,7 +21,7 @@ from consilium.data.store import CachedSample
 from consilium.models.registry import ModelConfig
 from consilium.tasks.base import Batch, Classified, Scored, evaluating
 from consilium.tasks.bootstrap import group_of, grouped, intervals, numbered
-from consilium.tasks.classification import ClassificationConfig
+from consilium.tasks.classification import ClassificationConfig, F1Classes
 from consilium.tasks.registry import COUNT
 
 EXAMPLES = 6
@@ -34,8 +34,8 @@ class ClassificationTask:
     """One site's images, each of one class. All are checked at the start, so that bad data stops before any training.
 
     Metrics: see `score`, of each image, or `by_patient` of the mean probability over a patient's images.
-    A class without samples in the evaluated split has no recall and is left out of macro F1. In a quiet list an image of no
-    class is in no batch and no score, and a patient of two classes has that of the first image.
+    A class without samples in the evaluated split has no recall; `f1` says whether macro F1 counts it. In a quiet list an
+    image of no class is in no batch and no score, and a patient of two classes has that of the first image.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class ClassificationTask:
         by_patient: bool = False,
         padding: Colour = BLACK,
         balance: str = "none",
+        f1: F1Classes = "all",
     ) -> None:
         self.data, self.classes, self.augment = data, list(classes), augment
         self.workers = data.loading.workers
@@ -57,7 +58,7 @@ class ClassificationTask:
         labels = torch.tensor([label for label in self._labels["training"] if label != NONE], dtype=torch.long)
         self._balance, self._counts = balance, torch.bincount(labels, minlength=len(classes))
         self._whose = {split: numbered([group_of(item) for item in data.splits[split]]) for split in SPLITS}
-        self._by_patient = by_patient
+        self._by_patient, self._f1 = by_patient, f1
         if by_patient and not data.loading.ignore_unfit:
             for split in SPLITS[1:]:
                 check_patients(data.splits[split], self._labels[split], self._whose[split])
@@ -137,7 +138,8 @@ class ClassificationTask:
             kept = [kept[first] for first in np.unique(whose, return_index=True)[1]]
             found, labels, whose = of_patients(found, labels, whose)
         self.scored = self._scored(split, kept, found, labels) if distances else None
-        return score(found, labels, self.classes, distances) | (summary(found, labels, whose) if distances else {})
+        closing = summary(found, labels, whose, self._f1) if distances else {}
+        return score(found, labels, self.classes, distances, self._f1) | closing
 
     def _scored(self, split: str, kept: Sequence[int], logits: Tensor, labels: Tensor) -> Scored:
         """Return the probability that each unit's true class was given: accuracy alone tells no two right answers apart."""
@@ -229,7 +231,7 @@ def of_patients(logits: Tensor, labels: Tensor, whose: np.ndarray) -> tuple[Tens
     return mean.clamp_min(torch.finfo(torch.float32).tiny).log(), labels[torch.from_numpy(first)], np.arange(len(count))
 
 
-def summary(logits: Tensor, labels: Tensor, whose: np.ndarray) -> dict[str, float]:
+def summary(logits: Tensor, labels: Tensor, whose: np.ndarray, f1: F1Classes = "all") -> dict[str, float]:
     """Return how many were scored, and 95 % intervals of accuracy and macro F1 by a bootstrap over patients."""
     groups, true, guess = int(whose.max()) + 1, labels.numpy(), logits.argmax(1).numpy()
     hits, of_true, of_guess = (np.zeros((groups, logits.shape[1])) for _ in range(3))
@@ -239,24 +241,29 @@ def summary(logits: Tensor, labels: Tensor, whose: np.ndarray) -> dict[str, floa
 
     def means(weights: np.ndarray) -> dict[str, np.ndarray]:
         hit, there, said = weights @ hits, weights @ of_true, weights @ of_guess
-        f1 = np.divide(2 * hit, there + said, out=np.zeros_like(hit), where=there > 0).sum(1) / (there > 0).sum(1)
-        return {"accuracy": hit.sum(1) / there.sum(1), "f1": f1}
+        counted = there + said > 0 if f1 == "all" else there > 0
+        each = np.divide(2 * hit, there + said, out=np.zeros_like(hit), where=counted)
+        return {"accuracy": hit.sum(1) / there.sum(1), "f1": each.sum(1) / counted.sum(1)}
 
     return {COUNT: float(len(labels))} | intervals(groups, means)
 
 
-def score(logits: Tensor, labels: Tensor, classes: Sequence[str], confusion: bool = False) -> dict[str, float]:
+def score(
+    logits: Tensor, labels: Tensor, classes: Sequence[str], confusion: bool = False, f1: F1Classes = "all"
+) -> dict[str, float]:
     """Return metrics of logits (N, C) for labels (N,): mean cross-entropy "loss", "accuracy", macro "f1", "recall/<class>".
 
-    `confusion` adds the counts "confusion/<true>/<predicted>". F1 of a class is 2 TP / (2 TP + FP + FN); macro F1 is its mean
-    over the classes that have samples. Classes without samples have neither recall nor a row of counts.
+    `confusion` adds the counts "confusion/<true>/<predicted>". F1 of a class is 2 TP / (2 TP + FP + FN). Macro F1
+    is its mean over the classes that are there or answered (`f1` "all": scikit-learn's average="macro"), or over those that are
+    there ("present"). Classes without samples have neither recall nor a row of counts.
     """
     size = len(classes)
     counts = torch.bincount(labels * size + logits.argmax(1), minlength=size**2).view(size, size).double()
     hits, of_true, of_guess = counts.diagonal(), counts.sum(1), counts.sum(0)
     seen = [i for i in range(size) if of_true[i] > 0]
     found = {"loss": float(F.cross_entropy(logits, labels)), "accuracy": float(hits.sum() / counts.sum())}
-    found["f1"] = float((2 * hits / (of_true + of_guess))[seen].mean())
+    counted = of_true + of_guess > 0 if f1 == "all" else of_true > 0
+    found["f1"] = float((2 * hits / (of_true + of_guess))[counted].mean())
     found |= {f"recall/{classes[i]}": float(hits[i] / of_true[i]) for i in seen}
     if confusion:
         found |= {f"confusion/{classes[i]}/{classes[j]}": float(counts[i, j]) for i in seen for j in range(size)}
@@ -277,7 +284,7 @@ def build(config: ClassificationConfig, model: ModelConfig, data: DataList, toke
     """See TaskKind."""
     return ClassificationTask(
         data, config.classes, model.image_side, config.augment, config, config.scores.per == "patient", model.padding,
-        config.balance,
+        config.balance, config.scores.f1,
     )  # fmt: skip
 
 
