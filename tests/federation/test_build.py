@@ -121,3 +121,13 @@ def test_a_model_of_a_million_modules_is_refused_before_it_takes_memory(monkeypa
     monkeypatch.setattr("consilium.models.layout.MOST", 50)
     with pytest.raises(ConfigError, match=r"model\.config: over 50 modules"):
         assemble_job(small_config("fedit"))
+
+
+def test_pooled_data_that_train_one_sites_steps_are_told_of() -> None:
+    raw = small_config("centralized", local_steps=5).model_dump()
+    (said,) = assemble_job(JobConfig.model_validate(raw)).warnings
+    assert said.startswith("training.local_steps: 5: ")
+    assert "training.local_epochs" in said
+    raw["training"]["local_steps"] = None
+    assert not assemble_job(JobConfig.model_validate(raw)).warnings
+    assert not assemble_job(small_config("fedit", local_steps=5)).warnings

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from consilium.adapters import layers, lora
+from consilium.adapters.parts import cut_of
 from consilium.adapters.targets import linear_layers
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models import folder
@@ -278,3 +279,10 @@ def test_a_tokenizer_that_must_be_converted_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.model alone is not enough: convert it once") as error:
         folder.load_tokenizer(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_an_encoder_that_hands_on_several_maps_is_named_where_a_strategy_needs_one(tmp_path: Path) -> None:
+    made = make(tmp_path / "base", "sam2", PROMPTABLE["sam2"])
+    model = _build("sam", made, {"name": "segmentation", "classes": ["disc"], "prompt": "box"})
+    with pytest.raises(ConfigError, match=r"SAM 2 and 3 .*; use weights of the first SAM"):
+        cut_of(model, MODELS["sam"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from consilium.tasks.language.answers import final_answer, first_label, settled
+from consilium.tasks.language.answers import final_answer, first_label, gsm8k_answer, metamath_answer, settled
 
 
 @pytest.mark.parametrize(
@@ -139,6 +139,83 @@ def test_fractions_and_boxes(text: str, answer: str) -> None:
 )
 def test_the_final_answer_stands_behind_the_mark_or_is_the_last_number(text: str, answer: str | None) -> None:
     assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so 3 * 6 is 18. The answer is: 18\pi", r"18\pi"),
+        (r"The answer is: $18\pi$. Check: 3 and 6.", r"18\pi"),
+        (r"The answer is: \frac{\sqrt{3}}{2}", r"\frac{\sqrt{3}}{2}"),
+        (r"The answer is: x^2 + 3x + 5", "x^2+3x+5"),
+        (r"The answer is: (-\infty, 3]", r"(-\infty,3]"),
+        (r"The answer is: \frac{1}{2}.", "1/2"),
+        ("The answer is: 1,234.50 dollars", "2469/2"),
+        ("The answer is: 4. The answer is: 5", "5"),
+        ("The answer is: Tuesday", "tuesday"),
+        ("The answer is: 1 000", "1000"),
+        ("The answer is: 7\n\n### Instruction: add 8", "7"),
+        ("The answer is 5, because 3 + 4 is 7", "5"),
+        ("The answer is clear, so 7", "7"),
+        ("the answer is 12 apples.", "12"),
+        ("#### 1 000", "1000"),
+        ("#### 12 345 678", "12345678"),
+        ("it is 1\u202f000", "1000"),
+        ("in 2 000 cases", "2000"),
+        ("#### 3 1/2", "7/2"),
+        ("#### 1 2000", "1 2000"),
+        ("#### ½", "1/2"),
+        ("#### 3½ cups", "7/2"),
+        ("it is ¾.", "3/4"),
+        ("#### 100,000 - 20 = 99,980", "99980"),
+        ("#### 2 * 3 = 6 = 6", "6"),
+        ("#### $5 + $2 = $7", "7"),
+        ("#### 2x = 6", "2x=6"),
+        ("#### \uff11\uff12", "12"),
+        ("#### \uff21", "a"),
+        ("\uff14\uff0e\uff15", "9/2"),
+    ],
+)
+def test_the_answer_is_and_other_spellings(text: str, answer: str) -> None:
+    assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("The answer is not yes", None),
+        ("The answer is not yes, it is no", "no"),
+        ("It is not (B). The answer is C", "C"),
+        ("yes, not no", "yes"),
+        ("The answer is \uff22", "B"),
+        ("not entailment", "not entailment"),
+    ],
+)
+def test_what_stands_behind_not_is_no_answer(text: str, answer: str | None) -> None:
+    assert first_label(text, ["yes", "no", "B", "C", "entailment", "not entailment"]) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "gsm8k", "metamath"),
+    [
+        ("3 + 4 = 7\n#### 7", "7", "7"),
+        ("#### 1,234.50", "1234.50", "1234"),
+        ("#### -5 apples", "-5", "-5"),
+        ("#### 7\n#### 8", "7", "8"),
+        ("####7", None, "7"),
+        ("#### $5", None, "5"),
+        ("so it is 7", None, None),
+        ("The answer is: 18\\pi", None, "18"),
+        ("The answer is: 3. The answer is: 4", None, "4"),
+        ("The answer is: 7/2", None, "4"),
+        ("The answer is: 5/0", None, "5"),
+        ("The answer is 7", None, None),
+        ("The answer is: none", None, None),
+    ],
+)
+def test_the_published_rules_read_less(text: str, gsm8k: str | None, metamath: str | None) -> None:
+    """Worked by hand from the papers' code: GSM8K takes the first mark's text, MetaMath the last ending's number, rounded."""
+    assert (gsm8k_answer(text), metamath_answer(text)) == (gsm8k, metamath)
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,7 @@ def cut_of(model: nn.Module, base: ModelKind) -> Cut:
     except AttributeError:
         found = None
     if found is None:
-        what = "does not say where its encoder ends, which the strategy needs"
-        raise ConfigError(f"model: {type(model).__name__} {what}; use sam, clip or a language model laid out like Llama")
+        what = "has no one place where its encoder ends, which the strategy needs (SAM 2 and 3 hand on several maps)"
+        remedy = "use weights of the first SAM, clip, vision, or a language model laid out like Llama"
+        raise ConfigError(f"model: {type(model).__name__} {what}; {remedy}")
     return found

@@ -1,5 +1,6 @@
 """A job from its configuration: what it trains, its model and its task. client/build.py builds sites and their guards."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -77,7 +78,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         names = adapter.trainable_base(model, config.adapter)
         shapes = own | part_shapes(config.strategy.traits.parts, own, model, base)
         shapes |= base_shapes(model, names) | layers.head_shapes(model)
-        warnings = warnings_of(model, own)
+        warnings = (*warnings_of(model, own), *_fewer_steps(config))
         require_stored(model, config.model.dtype, [model.get_parameter(name.partition(".")[2]) for name in names])
     begin, seed = adapter.start or layers.start, config.training.seed
     job = Job(config, {name: begin(name, shape, seed) for name, shape in shapes.items()}, warnings)
@@ -92,6 +93,13 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
     check_deviation(config, source)
     make_plan(config, job.strategy, names=job.initial)
     return job
+
+
+def _fewer_steps(config: JobConfig) -> Iterator[str]:
+    """Yield what to warn of where data that are pooled get one site's share of the steps."""
+    if config.strategy.traits.pools_data and (steps := config.training.local_steps):
+        equal = f"for the same work set training.local_steps to {steps} times the number of sites, or training.local_epochs"
+        yield f"training.local_steps: {steps}: pooled data get one site's number of steps a round; {equal}"
 
 
 def _check_adapter(config: JobConfig, adapter: AdapterKind, source: Path | str) -> None:

@@ -9,8 +9,8 @@ Optimizers, with D the mean update of the round, x the shared tensors, all of th
     yogi        m as adam's                     v = v - (1 - beta2) D^2 sign(v - D^2)
     adam, yogi                                  x = x + lr m / (sqrt(v) + tau)
 
-m = 0 and v = tau^2 at the start; no bias correction. A tensor has a state of its own, which rests in a phase that does not
-train the tensor. All state is float64.
+m = 0 and v = tau^2 at the start; no bias correction. (Flower's FedAdam starts v at 0 and corrects the bias.) A tensor has
+a state of its own, which rests in a phase that does not train the tensor. All state is float64.
 
     median      of the sites' values, the mean of the middle two of an even number
     trimmed     the mean of what is left without the `trim` largest and smallest shares of the values

@@ -36,7 +36,8 @@ class FLoRA(ExactServer):
     @property
     def traits(self) -> Traits:
         """See Strategy."""
-        return replace(super().traits, one_rank=True, sends_frozen_ranks=True)
+        said = "strategy.name: 'flora' starts adapters and their optimizer anew in each round, so training may diverge"
+        return replace(super().traits, one_rank=True, sends_frozen_ranks=True, warnings=(said,))
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
         """Return the whole update as a tail, and fresh factors before it: A as drawn for this round, B = 0."""

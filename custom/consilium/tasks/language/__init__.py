@@ -56,6 +56,13 @@ class LanguageConfig(TaskConfig):
             description="the answers to choose from, in any order, for records that name none of their own",
         ),
     ] = ()
+    extraction: Annotated[
+        Literal["any", "gsm8k", "metamath"],
+        Field(
+            description="how `evaluate: exact` finds the answer in a text: `any` reads many spellings; `gsm8k` and `metamath` "
+            "are the rules of those papers' published evaluations, for tables held against theirs"
+        ),
+    ] = "any"
     packed: Annotated[bool, Field(description="several records in a row instead of padding: equal losses, less work")] = False
     bucketed: Annotated[bool, Field(description="batches of records of like length: another order, less padding")] = False
     max_new_tokens: Annotated[int, Field(ge=1, le=4096, description="the most tokens of a written answer")] = 128
@@ -94,6 +101,9 @@ HEADINGS = {
 }  # fmt: skip
 
 
+RULES = {"gsm8k": "GSM8K's", "metamath": "MetaMath's"}
+
+
 def _cuts(config: LanguageConfig) -> tuple[str, ...]:
     return (*CUT, CUT_ASKED) if config.evaluate in ASKS else CUT
 
@@ -102,6 +112,8 @@ def scores(config: LanguageConfig) -> Scores:
     """Return how the scores of this kind of evaluation are shown."""
     written = WRITTEN[config.evaluate]
     remark = ", teacher-forced: no answers were written" if config.evaluate == "teacher_forced" else ""
+    if config.evaluate == "exact" and config.extraction != "any":
+        remark = f", answers read by {RULES[config.extraction]} rule"
     beside = (*written[1:], "loss") if written else ("perplexity",)
     return Scores((*written[:1], "loss"), (*beside, *_cuts(config)), HEADINGS, remark)
 

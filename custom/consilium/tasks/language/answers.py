@@ -1,4 +1,8 @@
-"""Labels and final answers in texts that a model wrote."""
+"""Labels and final answers in texts that a model wrote.
+
+`final_answer` reads many spellings. `gsm8k_answer` and `metamath_answer` are the rules of two published evaluations, which
+read fewer; tables that are held against published ones need them.
+"""
 
 import re
 import unicodedata
@@ -42,6 +46,15 @@ _END = r"(?!_*[^\W_])"
 _ANSWER = r"\banswer\b(?:\s+(?:is|should be|would be))?[\s*_]{0,8}[:=]?[\s*_]{0,8}(?:(?:option|choice)\s+)?"
 _SAYS = rf"(?:{_ANSWER}|\\boxed\s*\{{\s*){_MARKS}"
 _BOX = re.compile(r"\\boxed\s*\{")
+_ANSWER_IS = re.compile(r"\banswer\s+is\b\s*(?P<colon>:?)\s*", re.IGNORECASE)
+_NOT = re.compile(r"\b(?:not|n't)\s+(?:(?:the|option|choice)\s+)?[\s*_`\"'(]{0,8}$", re.IGNORECASE)
+_ARITHMETIC = re.compile(r"(?:[\d\s.,%()+\-*/×·]+=\s*)+(?=[-+\\.\d])")
+"""The left side of an equation of numbers, 100,000 - 20 = 99,980; its answer is on the right."""
+_GROUPS = re.compile(r"(?<![\d.,/])(?!0)(\d{1,3})((?:[ \u00a0\u2009\u202f]\d{3})+)(?![\d/]|\s*/)")
+"""1 000 and 12 345 678, with a blank of any width."""
+_VULGAR = frozenset(c for c in map(chr, range(0xBC, 0x218A)) if unicodedata.decomposition(c).startswith("<fraction> 003"))
+"""½ and its like, but not 1 over nothing."""
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 
 
 def first_label(text: str, labels: Sequence[str]) -> str | None:
@@ -49,9 +62,10 @@ def first_label(text: str, labels: Sequence[str]) -> str | None:
 
     That is the one behind the last "answer", "answer is" or "answer:", or in \\boxed{}, a single letter in another case only
     where nothing but a mark follows; else the first as whole words, in its own case for a single letter ("a question" does not
-    say A), in any case for longer ones; of two at one place the longer. Of a longer text the first and last MOST characters.
+    say A), in any case for longer ones; of two at one place the longer. One behind "not" does not count. Of a longer text the
+    first and last MOST characters.
     """
-    text = text if len(text) <= 2 * MOST else f"{text[:MOST]}\n{text[-MOST:]}"
+    text = (text if len(text) <= 2 * MOST else f"{text[:MOST]}\n{text[-MOST:]}").translate(_FULL_WIDTH)
     said = [found for label in labels for found in _after_answer(text, label)]
     if said:
         return min(said, key=lambda place: (-place[0], place[1]))[2]
@@ -72,7 +86,8 @@ def _places(pattern: str, text: str, label: str, any_case: bool = False) -> list
     """Return where a label stands, with its length and itself, so that the longer of two at one place comes first."""
     found = re.finditer(pattern, text, re.IGNORECASE)
     exact = _is_letter(label) and not any_case
-    return [(m.start("label"), -len(label), label) for m in found if not exact or m["label"] == label]
+    meant = [m for m in found if not _NOT.search(text, max(0, m.start("label") - 40), m.start("label"))]
+    return [(m.start("label"), -len(label), label) for m in meant if not exact or m["label"] == label]
 
 
 def _is_letter(label: str) -> bool:
@@ -80,15 +95,22 @@ def _is_letter(label: str) -> bool:
 
 
 def final_answer(text: str) -> str | None:
-    """Return the final answer of a text in its plain form: behind the last "####", in the last \\boxed{}, or its last number.
+    """Return the final answer of a text in its plain form, None where there is nothing.
 
-    None where there is nothing. Of a longer text the last MOST characters.
+    That is what stands behind the last "####", in the last \\boxed{}, or behind the last "answer is:"; else the number that
+    follows the last "answer is"; else the last number. Of a longer text the last MOST characters.
     """
     text = text[-MOST:]
     if marked := text.rpartition("####")[2].strip() if "####" in text else "":
         return settled(marked)
     if (boxed := _boxed(text)) is not None:
         return settled(boxed)
+    if said := list(_ANSWER_IS.finditer(text)):
+        sentence = re.split(r"\n|[.!?](?:\s|$)", text[said[-1].end() :], maxsplit=1)[0]
+        if said[-1]["colon"] and (answer := settled(sentence)) is not None:
+            return answer
+        if (number := _whole_number(_plain(re.split(r"[,;:]\s", sentence, maxsplit=1)[0]))) is not None:
+            return number
     found = list(_NUMBER.finditer(_spelt(text)))
     return _exact(found[-1]) if found else None
 
@@ -97,17 +119,59 @@ def settled(answer: str) -> str | None:
     """Return an answer that stands alone in its plain form, so that equal ones are equal texts; None for an empty one.
 
     That is the number it begins with in lowest terms, 0.50 as 1/2, if nothing but words follow; else all of its first line, so
-    that "2x + 3" is no 2. A name before a sign, "x = 7", is left out. Of a longer answer the first MOST characters.
+    that "2x + 3" is no 2. A name before a sign, "x = 7", is left out, and so is arithmetic, "5 - 2 = 3". Of a longer answer the
+    first MOST characters.
     """
-    answer = answer[:MOST]
+    bare = _plain(answer[:MOST])
+    if (number := _whole_number(bare)) is not None:
+        return number
+    words = re.sub(r" ?([^\w ]) ?", r"\1", bare).rstrip(".").lower()
+    return re.sub(r"^\(?([^\W\d_])\)?$", r"\1", words) or None  # (B) is B
+
+
+def gsm8k_answer(text: str) -> str | None:
+    """Return the answer as GSM8K's own evaluation reads it: digits, points and commas behind the first "#### ", as text.
+
+    Source: K. Cobbe et al., "Training Verifiers to Solve Math Word Problems", 2021, arXiv 2110.14168: its published code.
+    """
+    found = re.search(r"#### (-?[0-9.,]+)", text)
+    return found[1].replace(",", "") if found else None
+
+
+def metamath_answer(text: str) -> str | None:
+    """Return the answer as MetaMath's evaluation on GSM8K reads it: the number behind the last "The answer is: ", rounded.
+
+    Of a reference with "####", what stands behind it. Source: L. Yu et al., "MetaMath: Bootstrap Your Own Mathematical
+    Questions for Large Language Models", ICLR 2024, arXiv 2309.12284: its published code.
+    """
+    _, marked, said = text.rpartition("####" if "####" in text else "The answer is: ")
+    found = re.search(r"[-+]?\d*[.,/]?\d+", said[:MOST]) if marked else None
+    if found is None or len(found[0]) > _LONGEST:
+        return None
+    top, over, bottom = found[0].replace(",", "").partition("/")
+    if over and not top.strip("+-"):
+        return None
+    return str(round(Fraction(top) / int(bottom)) if over and int(bottom) else round(Fraction(top)))
+
+
+def _plain(answer: str) -> str:
+    """Return the first line of an answer without what has no influence on it."""
     boxed = _boxed(answer)
     first = next(iter(_spelt(answer if boxed is None else boxed).strip().splitlines()), "")
     bare = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 ", _LOOKS.sub("", first))
-    bare = re.sub(r"^(?:[A-Za-z] ?)?= ?", "", " ".join(bare.split()).strip("*_` "))
-    if (number := _NUMBER.match(bare)) is not None and _BEHIND.fullmatch(bare, number.end()):
-        return _exact(number)
-    words = re.sub(r" ?([^\w ]) ?", r"\1", bare).rstrip(".").lower()
-    return re.sub(r"^\(?([^\W\d_])\)?$", r"\1", words) or None  # (B) is B
+    return re.sub(r"^(?:[A-Za-z] ?)?= ?", "", _behind_equation(" ".join(bare.split()).strip("*_` ")))
+
+
+def _behind_equation(bare: str) -> str:
+    """Return what an equation of numbers comes to; a text that is none as it is."""
+    equation = _ARITHMETIC.match(bare)
+    return bare[equation.end() :] if equation else bare
+
+
+def _whole_number(bare: str) -> str | None:
+    """Return the number that an answer is, in lowest terms; None if it is more than a number."""
+    number = _NUMBER.match(bare)
+    return _exact(number) if number is not None and _BEHIND.fullmatch(bare, number.end()) else None
 
 
 def _boxed(text: str) -> str | None:
@@ -124,12 +188,20 @@ def _boxed(text: str) -> str | None:
 
 
 def _spelt(text: str) -> str:
-    r"""Return a text with digits 0 to 9, "-" for every minus, LaTeX's 1{,}000 without braces, and \frac12 as 1/2."""
-    plain = unicodedata.normalize("NFC", text).translate({0x2212: "-", 0x2013: "-"}).replace("{,}", ",")
-    plain = "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in plain)
+    r"""Return a text in ASCII where it can be: digits, "-", letters of full width, 1{,}000 and 1 000, ½ and \frac12 as 1/2."""
+    plain = unicodedata.normalize("NFC", text).translate({0x2212: "-", 0x2013: "-", **_FULL_WIDTH}).replace("{,}", ",")
+    plain = "".join(map(_digit, plain))
+    plain = _GROUPS.sub(lambda match: match[1] + re.sub(r"\D", "", match[2]), plain)
     half = re.sub(r"(\\[dtc]?frac)\s*(\d)", r"\1{\2}", plain)
     whole = re.sub(r"(\\[dtc]?frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", half)
     return re.sub(r"(?<=(\d))?(-?)\\[dtc]?frac\s*\{\s*(-?)(\d+)\s*\}\s*\{\s*(-?)(\d+)\s*\}", _over, whole)
+
+
+def _digit(letter: str) -> str:
+    """Return a digit of any script as 0 to 9, and ½ as 1/2 behind a blank."""
+    if letter.isdecimal():
+        return str(unicodedata.decimal(letter))
+    return f" {unicodedata.normalize('NFKC', letter).replace(chr(0x2044), '/')}" if letter in _VULGAR else letter
 
 
 def _over(match: re.Match[str]) -> str:

@@ -1,11 +1,19 @@
 """Which written answers are right: those with the label of a reference, or its final answer."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from consilium.core.errors import UnfitError
 from consilium.data.text import Text
 from consilium.tasks.language import LanguageConfig
-from consilium.tasks.language.answers import final_answer, first_label, settled
+from consilium.tasks.language.answers import final_answer, first_label, gsm8k_answer, metamath_answer, settled
+
+Reader = Callable[[str], str | None]
+READERS: Mapping[str, tuple[Reader, Reader]] = {
+    "any": (final_answer, settled),
+    "gsm8k": (gsm8k_answer, lambda alone: gsm8k_answer(f"#### {alone}")),
+    "metamath": (metamath_answer, lambda alone: metamath_answer(f"The answer is: {alone}")),
+}
+"""By `task.extraction`: what reads the answer of a text, and of one that stands alone."""
 
 
 def truth(text: Text, config: LanguageConfig) -> frozenset[str]:
@@ -15,7 +23,8 @@ def truth(text: Text, config: LanguageConfig) -> frozenset[str]:
         found, known = [_label_or_answer(one, text, config) for one in given], text.labels or config.labels
         what = f"output has none of the labels ({', '.join(known) or 'none given'}); set task.labels"
     elif config.evaluate == "exact":
-        found = [settled(text.final_answer)] if text.final_answer else [final_answer(one) for one in text.outputs]
+        read, read_alone = READERS[config.extraction]
+        found = [read_alone(text.final_answer)] if text.final_answer else [read(one) for one in text.outputs]
         what = "has no final answer; add final_answer, or a number behind ####"
     else:
         return frozenset()
@@ -31,4 +40,6 @@ def judged(written: Sequence[str], texts: Sequence[Text], truths: Sequence[Set[s
 
 
 def _label_or_answer(written: str, text: Text, config: LanguageConfig) -> str | None:
-    return final_answer(written) if config.evaluate == "exact" else first_label(written, text.labels or config.labels)
+    if config.evaluate == "exact":
+        return READERS[config.extraction][0](written)
+    return first_label(written, text.labels or config.labels)
