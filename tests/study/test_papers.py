@@ -4,12 +4,15 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 
 import pytest
 import typer
+import yaml
 
 from consilium.cli.main import app
+from consilium.config.job import load_job
 from consilium.config.site import Given, find_site
 from consilium.core.errors import DataError
 from consilium.data.importers.base import Options
@@ -19,6 +22,7 @@ from consilium.federation.job import assemble_job
 from consilium.study.study import Cell, load
 from tests.conftest import JOBS, run
 from tests.data.importing import OUTER, mask, picture, splits_of
+from tests.tools.papers import PAGE, marks, of_jobs, papers, rewritten
 
 STUDIES = JOBS / "studies"
 PAPERS = ("iat_", "fedsca_", "deer_table", "deer_figure", "fedhera_")
@@ -161,7 +165,7 @@ def test_the_page_s_commands_of_cost_make_what_the_papers_print(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    page = (JOBS / "README.md").read_text()
+    page = (JOBS / "papers.md").read_text()
     (command,) = re.findall(rf"^\| {re.escape(row)}[^|]*\| `consilium ([^`]*)`", page, re.MULTILINE)
     monkeypatch.chdir(JOBS.parent)
     assert run(monkeypatch, *shlex.split(command), "--format", "json") == 0
@@ -169,3 +173,83 @@ def test_the_page_s_commands_of_cost_make_what_the_papers_print(
     trains, moves = printed
     assert found["trainable"] / 1e6 == pytest.approx(trains, rel=2e-3, abs=0.005)
     assert moves is None or (found["up"] + found["down"]) / 1e6 == pytest.approx(moves, abs=0.005)
+
+
+HERA = {
+    "strategy.profile": "skewed", "model.max_length": 512, "adapter.rank": 64, "adapter.scaling": 16 / 8,
+    "adapter.dropout": 0.05, "training.rounds": 10, "training.local_epochs": 5, "training.batch_size": 4,
+    "training.optimizer": "adamw", "training.lr": 2e-5, "training.schedule": "cosine", "federation.fraction_train": 0.1,
+    "federation.fraction_evaluate": 1.0,
+}  # fmt: skip
+IAT = {
+    "model.variant": "vit_b", "model.image_size": 1024, "adapter.rank": 8, "training.rounds": 200, "training.local_epochs": 1,
+    "training.batch_size": 4, "training.optimizer": "adam",
+}  # fmt: skip
+FEDSCA = {
+    "strategy.low": 1, "strategy.similarity": "l2", "strategy.pull": 0.01, "model.image_size": 320, "task.loss": "bce",
+    "training.rounds": 100, "training.local_epochs": 1, "training.batch_size": 32, "training.optimizer": "adam",
+    "training.lr": 1e-4,
+}  # fmt: skip
+DEER = {"adapter.rank": 8, "adapter.alpha": 8, "training.rounds": 50, "training.optimizer": "sgd"}
+SEGMENTS = {"training.local_steps": 3, "task.prompt": "box", "task.scores.iou": "both", "model.variant": "med2d"}
+CLASSIFIES = {"training.local_steps": 5, "model.variant": "biomedclip"}
+SETTINGS: dict[str, dict[str, object]] = {
+    "fundus_fediat": {**IAT, "strategy.sharing": "M4", "strategy.sor_weight": 1e-4},
+    "nuclei_fediat": {**IAT, "strategy.sharing": "M4", "strategy.sor_weight": 1e-4},
+    "fundus_fedit": IAT,
+    "nuclei_fedit": IAT,
+    "polyp_fedsca": FEDSCA,
+    "prostate_fedsca": FEDSCA,
+    "fundus_fedsca": FEDSCA,
+    "cardiac_deer": {**DEER, **SEGMENTS, "training.batch_size": 32 // 4},
+    "polyp_deer": {**DEER, **SEGMENTS, "training.batch_size": 128 // 4, "privacy.epsilon": 1},
+    "endoscopy_deer": {**DEER, **CLASSIFIES, "training.batch_size": round(128 / 12), "privacy.epsilon": 3},
+    "oct_deer": {**DEER, **CLASSIFIES, "training.batch_size": round(512 / 12), "privacy.epsilon": 0.1},
+    "gsm8k_fedhera": {**HERA, "model.checkpoint": "${SITE}/Mistral-7B-Instruct-v0.2", "task.evaluate": "exact"},
+    "commonsense_fedhera": {**HERA, "model.checkpoint": "${SITE}/Llama-2-7b-hf", "task.evaluate": "label"},
+    "alpaca_fedhera": {**HERA, "model.checkpoint": "${SITE}/Llama-3.2-3B-Instruct", "task.evaluate": "generation"},
+    "e2e_fedhera": {**HERA, "model.checkpoint": "${SITE}/Llama-3.2-3B-Instruct", "task.evaluate": "generation"},
+}
+"""What the papers print: IAT + SOR, Section 4.1; FedSCA, 4.2; DEeR, V-B; FedHera, Tables 4 and 5, Appendices C and E."""
+NAMED = {
+    "name", "strategy.name", "model.name", "model.variant", "model.config", "model.checkpoint", "adapter.kind", "task.name",
+    "task.classes",
+}  # fmt: skip
+"""What makes a job the one that it is, and needs no mark."""
+
+
+def written(job: str) -> set[str]:
+    """Return the fields that a job.yaml writes."""
+
+    def leaves(part: object, path: str) -> Iterator[str]:
+        if not isinstance(part, dict) or path in NAMED:
+            yield path
+            return
+        for key, value in part.items():
+            yield from leaves(value, f"{path}.{key}".lstrip("."))
+
+    return set(leaves(yaml.safe_load((JOBS / job / "app" / "config" / "job.yaml").read_text()), ""))
+
+
+@pytest.mark.parametrize("job", SETTINGS)
+def test_a_job_marks_what_is_the_papers_and_what_is_ours(job: str) -> None:
+    """Each mark is the job's value; a paper's mark is what the paper prints; no field that the job writes lacks a mark."""
+    found = marks(JOBS / job / "app" / "config" / "job.yaml")
+    config = load_job(JOBS / job).model_dump(mode="json")
+    for mark in found:
+        value = reduce(lambda part, key: part[key], mark.field.split("."), config)
+        assert mark.value == "[...]" or yaml.safe_load(mark.value) == value or float(mark.value) == value, mark
+    theirs = {mark.field for mark in found if not mark.ours}
+    for field, value in SETTINGS[job].items():
+        assert reduce(lambda part, key: part[key], field.split("."), config) == value, field
+        assert field in theirs, field
+    places = {mark.field: mark.why for mark in found if not mark.ours}
+    assert all(re.search(r"Section|Table|Figure|Eq\.|Appendix", why) for why in places.values())
+    assert written(job) - NAMED <= {mark.field for mark in found}
+
+
+def test_every_job_of_a_paper_is_checked_and_the_page_has_their_tables() -> None:
+    assert set(of_jobs()) == set(SETTINGS)
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == rewritten(page), "stale; run python -m tests.tools.papers"
+    assert all(f"<!-- settings of {paper} -->" in page for paper in papers())
