@@ -135,7 +135,11 @@ def check_pair(item: Item, shape: tuple[int, ...], labels: Labels) -> None:
 
 
 def check_values(item: Item, labels: Labels, classes: Classes) -> None:
-    """Raise DataError for a label value that no class declares, unless it is background; so are regions without a class."""
+    """Raise DataError for a label value that no class declares, unless it is background, or a class's region with a fault.
+
+    Regions without a class are background.
+    """
+    labels.check(value for wanted in classes.values() for value in wanted)
     if item.others == "background":
         return
     declared = {0, *(value for wanted in classes.values() for value in wanted), *(value for value, _ in item.label_map or ())}

@@ -17,7 +17,7 @@ from consilium.data.check_report import PATIENT
 from consilium.data.datalist import DataList, Item, Lost, files_of
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import check_annotated, check_pair, check_values, classes_of, level_of, read_image, read_labels
-from consilium.data.labels import Labels
+from consilium.data.labels import Labels, named
 from consilium.data.loading import NOTHING_LEFT
 from consilium.data.safe_open import Stamp, check_opens, stamp
 from consilium.data.settings import DEFAULTS, PictureSettings, TilesConfig, Value
@@ -188,7 +188,19 @@ def _add_label(found: SampleReport, item: Item, image: np.ndarray | None, labels
         found.problems.append(("mask is the image itself", str(item.label)))
     if isinstance(classes, Mapping):
         check_values(item, labels, classes_of(item, classes))
+    _add_regions(found, item, labels, classes)
     _add_values(found, item, classes)
+
+
+def _add_regions(found: SampleReport, item: Item, labels: Labels, classes: Classes) -> None:
+    """Add the regions that nobody asks for and that cannot be read, and those that are there where all asked for are not."""
+    found.warnings += [("structure that is not read", str(error)) for error in labels.faults.values()]
+    if labels.regions is None or not isinstance(classes, Mapping):
+        return
+    wanted = [value for values in classes_of(item, classes).values() for value in values]
+    if not named(wanted, labels.regions):
+        there = ", ".join(name for name in labels.regions if isinstance(name, str) and name) or "none with a name"
+        found.warnings.append(("no structure of the job's classes", f"there are {there}; map them under `labels` of site.yaml"))
 
 
 def _add_values(found: SampleReport, item: Item, classes: Classes) -> None:
@@ -196,7 +208,7 @@ def _add_values(found: SampleReport, item: Item, classes: Classes) -> None:
         found.warnings.append(("empty mask", ""))
     if isinstance(classes, Mapping):
         own = classes_of(item, classes)
-        found.classes = tuple(name for name, wanted in own.items() if found.values & set(wanted))
+        found.classes = tuple(name for name, wanted in own.items() if named(wanted, found.values))
 
 
 def appearance(image: np.ndarray) -> bytes | None:
