@@ -17,7 +17,7 @@ from consilium.data.identifiers import identifier, pseudonym
 from consilium.data.loading import IN_MEMORY, Loading
 from consilium.data.safe_open import MOST_BYTES as MOST_FILE
 from consilium.data.safe_open import MOST_SLIDE, MOST_VOLUME_FILE, check_file, is_encodable, parse_json, read_text
-from consilium.data.settings import Axis, Value
+from consilium.data.settings import Axis, NiftiAffine, Value
 
 _UNIT = 2**32
 
@@ -73,6 +73,7 @@ class Item:
     linked samples, "" where unknown. `annotated`: the classes that the mask shows, all of the task's without it.
     `label_map`: classes by the site's own label values, where they differ from the job's. `others`: how values of no
     class count. `alone`: a part that no other part of its file may influence. `crop`: the part of the picture that a job uses.
+    `affine`: the place of NIfTI files' voxels where their two disagree.
     """
 
     image: Path
@@ -87,6 +88,7 @@ class Item:
     others: Literal["refused", "background"] = "refused"
     alone: bool = False
     crop: Crop | None = None
+    affine: NiftiAffine | None = None
 
     @property
     def name(self) -> str:
@@ -141,6 +143,17 @@ def read_json(path: Path) -> Any:
     """Return the parsed JSON of a data list's file. Raises DataError."""
     text = read_text(path, "give the path of a data list", MOST_BYTES)
     return parse_json(str(path), text, "write a list of entries per split")
+
+
+def with_affine(data: DataList, affine: NiftiAffine | None) -> DataList:
+    """Return a list whose NIfTI files lie where their sform or qform says; None refuses those in which the two disagree."""
+    if affine is None:
+        return data
+    return replace(data, splits={split: tuple(_placed(one, affine) for one in items) for split, items in data.splits.items()})
+
+
+def _placed(item: Any, affine: NiftiAffine) -> Any:
+    return replace(item, affine=affine) if isinstance(item, Item) else item
 
 
 def own_names(path: Path) -> dict[str, str]:

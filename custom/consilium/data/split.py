@@ -164,7 +164,7 @@ def _read(source: Path) -> tuple[list[Sample], dict[str, Any]]:
 
 
 def _keys(item: Item) -> tuple[Hashable, ...]:
-    header = volumes.header(item.image) if volumes.is_volume(item.image) else None
+    header = volumes.header(item.image, "sform") if volumes.is_volume(item.image) else None
     found: list[Hashable] = [("file", str(item.image.resolve()))]
     if isinstance(item.label, Path):
         found.append(("file", str(item.label.resolve())))
@@ -181,6 +181,6 @@ def _labels(item: Item) -> set[str]:
     if not isinstance(item.label, Path):
         return set() if item.label is None else {str(item.label)}
     if item.slice is None and volumes.is_volume(item.label):
-        image = volumes.header(item.image if volumes.is_volume(item.image) else item.label)
+        image = volumes.header(item.image if volumes.is_volume(item.image) else item.label, "sform")
         return {str(value) for value in volumes.labels(item.label, image, True).present() - {0}}
     return {str(value) for value in np.unique(read_mask(item.label, item.slice, item.axis)) if value}
