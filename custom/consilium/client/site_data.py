@@ -1,5 +1,6 @@
 """The samples of a job at a site: its own data set, or generated ones, without what cannot be read where that is skipped."""
 
+import logging
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
@@ -24,6 +25,7 @@ from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.privacy.plan import per_patient
 from consilium.tasks.registry import TASKS
 
+_log = logging.getLogger(__name__)
 SCORED = -1
 """In the place of a seed, for what every seed is scored on."""
 
@@ -44,6 +46,8 @@ def site_data(
     read = _quiet(read, getattr(config.task, "classes", None)) if quiet else read
     if site.test_only:
         read, lost = _test_alone(config, name, read), [one for one in lost if one[0] == "test"]
+    for _, note in read.notes:
+        _log.warning(f"{name}: data list: {note}")
     data = replace(cut(read, config.data.most_training, config.training.seed, name), loading=loading)
     return _samples(config, count_lost(data, lost))
 

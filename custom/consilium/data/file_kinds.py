@@ -1,5 +1,6 @@
 """Which kind of file a path is, by its name or its first bytes: picture, slide, NIfTI, DICOM. Loads neither numpy nor torch."""
 
+import unicodedata
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,23 @@ DICOM = (".dcm", ".dicom")
 MOST_FILES = 20_000
 """Files of a folder, and frames of a series."""
 VolumeFormat = Literal["nifti", "dicom"]
+
+
+def place_of(folder: Path, name: str) -> Path:
+    """Return the file of that name from `folder` on, also where it is written as on Windows, or in Unicode's other form.
+
+    A name may be in either form on the disks of a Mac. Without such a file the path as it is written.
+    """
+    spellings = (unicodedata.normalize(form, one) for one in (name, name.replace("\\", "/")) for form in ("NFC", "NFD"))
+    path = folder / name
+    return next((place for one in (name, *spellings) if _is_there(place := folder / one)), path)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 def is_volume(path: Path) -> bool:

@@ -48,7 +48,7 @@ _MAGIC = b"consmp01"
 _HEAD = len(_MAGIC) + 32
 _CHECK = 8
 _LINE = 2 * (2 * DIGEST + _CHECK) + 1
-_APART = frozenset({"image", "label", "patient", "study"})
+_APART = frozenset({"image", "label", "patient", "study", "fold"})
 """Fields of an item that a sample does not depend on, or only by their files' content."""
 _OWN = re.compile(r"salt|index|[0-9a-f]{32}\.sample|\.(salt|[0-9a-f]{32})-\d+\.\d{1,9}")
 _log = logging.getLogger(__name__)
