@@ -222,11 +222,9 @@ def _items(
 
 
 def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: tuple[str, ...] | None) -> Item:
-    if isinstance(entry, dict) and isinstance(named := entry.get("image"), list) and named:
-        if len(named) > 1:
-            what = f"names {len(named)} files as one image, and several images of one sample are not read"
-            raise DataError(f'{where}: {what}; name the one to use, as in "image": "a.nii.gz"', "several images")
-        entry = entry | {"image": named[0]}
+    if isinstance(entry, dict) and isinstance(files := entry.get("image"), list):
+        what = f'"image" is a list of {len(files)} files, and several images of one sample are not read'
+        raise DataError(f'{where}: {what}; name the one to use, as in "image": "a.nii.gz"', "several images")
     if not isinstance(entry, dict) or not isinstance(entry.get("image"), str):
         raise DataError(f'{where}: has no "image" path; write {{"image": "a.png", "label": "b.png"}}')
     if unknown := sorted(entry.keys() - ENTRY_KEYS):
