@@ -138,7 +138,9 @@ def test_a_test_split_without_labels_is_left_out_and_told(entry: object, tmp_pat
 
 
 def test_several_images_of_a_sample_are_refused_and_one_by_its_name_is_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r'training\[0\]: "image" is a list of 2 files, and several images of one sample are not'):
+    with pytest.raises(
+        DataError, match=r'training\[0\]: "image" is a list of 2 files, and several images of one sample are not'
+    ):
         read_datalist(write(tmp_path, {"training": [{"image": ["a.png", "b.png"]}]}, "a.png", "b.png"))
     assert names(read_datalist(write(tmp_path, {"training": [{"image": "a.png"}]})), "training") == ["a.png"]
 

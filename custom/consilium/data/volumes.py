@@ -1,4 +1,4 @@
-"""Volumes: headers, voxels and labels. nifti.py and dicom/ have these functions for their formats."""
+"""Volumes: headers, voxels and labels. nifti.py, raw_volumes.py and dicom/ have these functions for their formats."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -160,5 +160,5 @@ def _reader(path: Path) -> ModuleType:
     """Return the module that reads a volume: it has header(path), voxels(path) and labels(path, image). Raises DataError."""
     kind = volume_format(path)
     if kind is None:
-        raise DataError(f"{path}: is no volume; give NIfTI or DICOM")
+        raise DataError(f"{path}: is no volume; give NIfTI, DICOM, MetaImage or NRRD")
     return import_module(f"consilium.data.{kind}")
