@@ -12,7 +12,7 @@ import pytest
 from tests.data import dicoms  # skips where the extra is missing
 
 from PIL import Image  # isort: skip
-from pydicom import Dataset, uid  # isort: skip
+from pydicom import Dataset, dcmread, uid  # isort: skip
 from pydicom.pixels.decoders import JPEG2000LosslessDecoder  # isort: skip
 
 from consilium.core.errors import DataError
@@ -144,13 +144,19 @@ def coded(pixels: np.ndarray = STORED, frames: int = 1, **more: Any) -> Dataset:
     return dicoms.compressed(made, uid.JPEG2000Lossless, [code_of(pixels)] * frames)
 
 
-@pytest.mark.parametrize("frames", [1, 3])
-def test_a_header_that_calls_unsigned_code_signed_is_believed(frames: int, tmp_path: Path) -> None:
-    """Of 8 bits in 16, whose header says signed: above 127 they are negative."""
-    pixels = np.array([[0, 1, 127, 128, 255, 200]], np.uint8).repeat(8, 0)
-    made = coded(pixels, frames, PixelRepresentation=1, BitsAllocated=16, BitsStored=8, HighBit=7)
-    found = volumes.voxels(dicoms.save(made, tmp_path / "a.dcm"))
-    assert found[:, 0, frames - 1].tolist() == [0, 1, 127, -128, -1, -56]
+OTHERWISE = [(np.uint16, 1, [0, 1, 2047, -2048, -1, -96]), (np.int16, 0, [0, 1, 2047, 2048, 4095, 4000])]
+"""What the code says, the header's PixelRepresentation, and the values: of 12 bits, 4095 as signed is -1."""
+
+
+@pytest.mark.parametrize(("code", "said", "shown"), OTHERWISE)
+def test_the_sign_is_the_header_s_where_the_code_says_otherwise(
+    code: type, said: int, shown: list[int], tmp_path: Path
+) -> None:
+    pixels = STORED if code is np.uint16 else (STORED.astype(np.int16) << 4) >> 4
+    plain = dicoms.save(dicoms.image(pixels, BitsStored=12, HighBit=11), tmp_path / "plain.dcm")
+    made = dcmread(dicoms.encoded(plain, "JPEG2000Lossless", tmp_path / "coded.dcm"))
+    made.PixelRepresentation = said
+    assert volumes.voxels(dicoms.save(made, tmp_path / "a.dcm"))[:, 0, 0].tolist() == shown
 
 
 def test_a_decoder_that_fails_is_followed_by_the_next(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from pydicom import Dataset
 from pydicom.encaps import encapsulate, generate_frames
 from pydicom.pixels import get_decoder, iter_pixels
-from pydicom.pixels.utils import get_expected_length
+from pydicom.pixels.utils import get_expected_length, get_j2k_parameters
 from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian, JPEGExtended12Bit, RLELossless
 
 from consilium.core.errors import DataError
@@ -123,9 +123,11 @@ def pictures(file: Path) -> Iterator[np.ndarray]:
 def _decoded(file: Path, elements: Dataset, syntax: UID) -> Iterator[np.ndarray]:
     """Yield compressed frames, each by the first decoder that reads it. Raises DataError where none does.
 
-    A frame becomes a file of its own, because iter_pixels() cannot correct signs, and ends at the first fault.
+    A frame becomes a file of its own, because iter_pixels() ends at the first fault. The code of a JPEG 2000 is read with its
+    own sign, which pydicom's decoders need, and its stored bits are then those of the header.
     """
     decoder, one, count = get_decoder(syntax), elements.group_dataset(0x0028), count_of(elements)
+    signed = int(elements.get("PixelRepresentation") or 0)
     one.file_meta, one.NumberOfFrames = elements.file_meta, 1
     names = sorted(decoder.available_plugins, key=_DECODERS.index)
     codes = generate_frames(elements.PixelData, number_of_frames=count)
@@ -133,6 +135,7 @@ def _decoded(file: Path, elements: Dataset, syntax: UID) -> Iterator[np.ndarray]
         if (code := next(codes, None)) is None:
             raise DataError(f"{file}: cannot be read as DICOM ({number:,} of {count:,} frames are there); {TAKE_OFF}")
         one.PixelData = encapsulate([code], has_bot=False)
+        one.PixelRepresentation = int(get_j2k_parameters(code).get("is_signed", signed))
         for name in names:
             with suppress(Exception):  # decoders raise anything
                 picture = decoder.as_array(one, index=0, decoding_plugin=name)[0]
@@ -140,7 +143,14 @@ def _decoded(file: Path, elements: Dataset, syntax: UID) -> Iterator[np.ndarray]
         else:
             what = f"frame {number}: no decoder here reads its code of {syntax.name}"
             raise DataError(f"{file}: cannot be read as DICOM ({what}); {TAKE_OFF}")
-        yield picture
+        yield picture if one.PixelRepresentation == signed else _signed(picture, int(elements.BitsStored), bool(signed))
+
+
+def _signed(picture: np.ndarray, bits: int, signed: bool) -> np.ndarray:
+    """Return the lowest `bits` of whole numbers as numbers with a sign, or without."""
+    whole = picture.astype(np.int64) & (1 << bits) - 1
+    whole = np.where(whole >> bits - 1, whole - (1 << bits), whole) if signed else whole
+    return whole.astype(f"{'i' if signed else 'u'}{picture.itemsize}")
 
 
 def _unpacked(elements: Dataset) -> Iterator[np.ndarray]:
