@@ -198,9 +198,9 @@ def stack(path: Path) -> Stack:
     files = dict(series(path))
     first = next(iter(files.values()))
     if "Rows" not in first:
-        kind = UID(str(first.get("SOPClassUID") or ""))
-        what = f" but what the standard calls {kind.name}" if kind.name != kind else ""
-        what = "holds contours, which need their image's grid" if kind == CONTOURS else f"holds no image{what}"
+        uid = UID(str(first.get("SOPClassUID") or ""))
+        what = f"holds no image but what the standard calls {uid.name}" if uid.name != uid else "holds no image"
+        what = "holds contours, which need their image's grid" if uid == CONTOURS else what
         raise DataError(f"{path}: {what}; name an image")
     if first.get("SOPClassUID") == PARAMETRIC:
         raise DataError(f"{path}: is a parametric map, which is not read; save it as NIfTI, or as an image of whole numbers")

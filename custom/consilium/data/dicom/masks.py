@@ -80,8 +80,8 @@ def contours(path: Path, elements: Dataset, image: Header) -> Labels:
             mask = regions[name] = nothing.copy(order="K") if regions[name] is nothing else regions[name]
         for plane, some in one.items():
             mask[:, :, plane] |= inside(some, image.grid.shape[:2])
-    found = {name: mask for name, mask in regions.items() if name not in faults}
-    return Labels(regions=found or {"": nothing}, faults=faults)
+    sound = {name: mask for name, mask in regions.items() if name not in faults}
+    return Labels(regions=sound or {"": nothing}, faults=faults)
 
 
 def _name(structure: Dataset) -> str:
