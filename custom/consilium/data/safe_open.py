@@ -59,7 +59,8 @@ FOREIGN = {
 """Formats that are not read, by the endings of their files."""
 CONVERT = "convert it to NIfTI: nibabel.save(nibabel.load(FILE), 'NAME.nii.gz') in Python, or 3D Slicer"
 _PROGRAMMERS = re.compile(
-    r"[<>{}\[\]_]|\b(NoneType|object|dtype|attribute|argument|unpack|buffer|tuple|codec|literal|array|reshape|Python|int|float|str)\b"
+    r"Error -?\d|[<>{}\[\]_]|\b(NoneType|object|dtype|attribute|argument|unpack|buffer|tuple|codec|literal|array|reshape)\b"
+    r"|\b(Python|int|float|str)\b"
 )
 """Words that libraries write for programmers."""
 TAKE_OFF = "replace it or take it off the list"
