@@ -221,6 +221,18 @@ def _nifti(shape: tuple[int, int, int], offset: int = 352, slope: float = 1.0, e
     return bytes(head) + extended
 
 
+def deflated_metaimage(path: Path) -> None:
+    """Write a MetaImage of a few kB whose header asks for 4 GB."""
+    head = "NDims = 3\nCompressedData = True\nDimSize = 2048 2048 1024\nElementType = MET_UCHAR\nElementDataFile = LOCAL\n"
+    path.write_bytes(head.encode() + zlib.compress(bytes(2**22)))
+
+
+def gzipped_nrrd(path: Path) -> None:
+    """Write a NRRD of a few kB whose header asks for 4 GB."""
+    head = "NRRD0004\ntype: uchar\ndimension: 3\nsizes: 2048 2048 1024\nencoding: gzip\n\n"
+    path.write_bytes(head.encode() + gzip.compress(bytes(2**22)))
+
+
 def gzipped_volume(path: Path) -> None:
     """Write 1.8 GB of voxels in 1.8 MB."""
     _gz(path, _nifti((1500, 1200, 1000)), 1_800_000_000)
