@@ -3,6 +3,7 @@
 Every bomb is written from its format's own description, by hand where no writer makes it.
 """
 
+import gzip
 import json
 import os
 import resource
