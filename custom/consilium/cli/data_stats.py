@@ -13,7 +13,7 @@ from consilium.config.job import load_job
 from consilium.config.site import kit_plugins
 from consilium.core.errors import ConfigError
 from consilium.core.registry import NO_PLUGINS
-from consilium.data.datalist import read_datalist
+from consilium.data.datalist import arranged, read_datalist, with_affine
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.stats import site_stats
 from consilium.report.site_stats import tables, write_stats
@@ -35,7 +35,10 @@ def data_stats(
         raise ConfigError(f"--job: {job}: its task has no pictures; data check counts texts")
     classes = getattr(task, "classes", None)
     masks = None if classes is None else not isinstance(classes, dict)
-    lists = {name: read_datalist(own.datalist, masks) for name, own in lists_of(source).items()}
+    lists = {
+        name: with_affine(arranged(read_datalist(own.datalist, masks)), own.nifti_affine)
+        for name, own in lists_of(source).items()
+    }
     settings = task if isinstance(task, PictureSettings) else DEFAULTS
     stats = {name: site_stats(data, classes, settings) for name, data in lists.items()}
     if report is not None:

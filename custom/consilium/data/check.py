@@ -9,7 +9,7 @@ import numpy as np
 
 from consilium.core.errors import DataError
 from consilium.data.check_report import PATIENT, Findings, Trace
-from consilium.data.datalist import SPLITS, DataList, Item, read_datalist
+from consilium.data.datalist import SPLITS, DataList, Item, arranged, read_datalist
 from consilium.data.identifiers import ALIKE, alike
 from consilium.data.loading import by_file
 from consilium.data.sample_check import Classes, SampleReport, check_samples
@@ -33,7 +33,8 @@ def check_datalist(
     cannot be read.
     """
     bad: list[tuple[str, int, DataError]] = []
-    data = read_datalist(path, None if classes is None else not isinstance(classes, dict), lambda *found: bad.append(found))
+    named = None if classes is None else not isinstance(classes, dict)
+    data = arranged(read_datalist(path, named, lambda *found: bad.append(found)))
     data = change(data) if change else data
     report = Findings(str(path), {split: len(data.splits[split]) for split in SPLITS})
     for split, _, error in bad:
@@ -41,6 +42,8 @@ def check_datalist(
         report.bad[split] += 1
         report.problem(error.kind, str(error).removeprefix(f"{path}: "))
     report.check_splits()
+    for kind, line in data.notes:
+        report.warn(kind, line)
     entries = [(split, item) for split in SPLITS for item in data.splits[split]]
     folder = path if path.is_dir() else path.parent
     reports = by_file([item for _, item in entries], lambda items: check_samples(items, settings, classes))
