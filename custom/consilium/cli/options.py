@@ -20,6 +20,7 @@ from rich.text import Text
 from consilium.config.job import JobConfig, job_file, load_job
 from consilium.config.overrides import parse_override
 from consilium.core.errors import ConfigError
+from consilium.core.registry import Plugins
 
 FILE_WIDTH = 140
 """Width of a table in characters where there is no terminal."""
@@ -137,7 +138,7 @@ def check_finite(**values: float | None) -> None:
             raise ConfigError(f"--{name.replace('_', '-')}: {value}: expected a finite number")
 
 
-def load(job: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
-    """Return (configuration, its file) with KEY=VALUE overrides; all installed plugins are allowed."""
+def load(job: Path, overrides: list[str], plugins: Plugins = None) -> tuple[JobConfig, Path]:
+    """Return (configuration, its file) with KEY=VALUE overrides; all installed plugins are allowed, or those named."""
     chosen = dict(parse_override(one) for one in overrides)
-    return load_job(job, chosen, plugins=None, author=True), job_file(job)
+    return load_job(job, chosen, plugins=plugins, author=True), job_file(job)

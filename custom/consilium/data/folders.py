@@ -1,25 +1,51 @@
-"""Pictures in a folder per class: `<class>/*.png`, or `{train,val,test}/<class>/*.png`."""
+"""Pictures in a folder per class: `<class>/*.png`, or `{train,val,test}/<class>/*.png`; and what is none, to be imported."""
 
+import os
+import shlex
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from consilium.core.errors import DataError
-from consilium.data.file_kinds import PICTURES
+from consilium.data.file_kinds import MOST_FILES, PICTURES
+from consilium.data.pairs import holds_pairs
 
 SPLIT_FOLDERS = {"train": "training", "training": "training", "val": "validation", "validation": "validation", "test": "test"}
 """Names a split's folder may have."""
 
 
 def has_classes(folder: Path) -> bool:
-    """Tell whether the folder holds classes, with or without splits: some subfolder, or a split's, has pictures in it."""
+    """Tell whether the folder holds classes, with or without splits: some subfolder, or a split's, has pictures in it, which
+    are no pairs of images and masks.
+    """
+    return has_folders(folder) and not has_masks(folder)
+
+
+def has_folders(folder: Path) -> bool:
+    """Tell whether some subfolder, or a split's, has pictures in it."""
     return folder.is_dir() and any(_pictures(one) for _, one in _class_folders(folder))
+
+
+def has_masks(folder: Path) -> bool:
+    """Tell whether a folder holds pictures beside their masks."""
+    below = (Path(place) / name for place, _, names in os.walk(folder) for name in names if not name.startswith("."))
+    return holds_pairs(folder, sorted(islice((path for path in below if path.name.lower().endswith(PICTURES)), MOST_FILES)))
+
+
+def importing(folder: Path) -> str:
+    """Return the command that makes a data list of a folder of sites, or of one."""
+    return f"`consilium data import own {shlex.quote(str(folder))} DEST`"
 
 
 def read_folders(folder: Path) -> Iterator[tuple[str, Path, str]]:
     """Yield (split, picture, class) by sorted class and file; without split folders all is training. Raises DataError."""
+    if has_masks(folder):
+        raise DataError(f"{folder}: holds pictures beside their masks, no classes; {importing(folder)} makes a list of them")
     found = [(split, picture, one.name) for split, one in _class_folders(folder) for picture in _pictures(one)]
     if not found:
-        raise DataError(f"{folder}: no pictures in folders there; lay it out as CLASS/a.png or train/CLASS/a.png")
+        table = next(iter(sorted(folder.glob("*.csv"))), None)
+        remedy = f"{importing(folder)} reads {table.name}" if table else "lay it out as CLASS/a.png or train/CLASS/a.png"
+        raise DataError(f"{folder}: no pictures in folders there; {remedy}")
     yield from found
 
 

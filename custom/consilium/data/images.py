@@ -14,6 +14,7 @@ from torch import Tensor
 
 from consilium.core.errors import DataError, UnfitError
 from consilium.data import pictures, slides, volumes
+from consilium.data.class_values import UNDECLARED, remedy, undeclared
 from consilium.data.datalist import Item
 from consilium.data.labels import Labels
 from consilium.data.pixel_values import Spread, windowed
@@ -138,14 +139,14 @@ def check_values(item: Item, labels: Labels, classes: Classes) -> None:
     """Raise DataError for a label value that no class declares, unless it is background; so are regions without a class."""
     if item.others == "background":
         return
-    declared = {0, *(value for wanted in classes.values() for value in wanted), *(value for value, _ in item.label_map or ())}
-    if labels.values is not None and (unknown := sorted(labels.present() - declared, key=str)):
-        remedy = f"declare it under task.classes, as in {{{next(iter(classes))}: [{unknown[0]}]}}"
-        if item.label_map is not None:
-            remedy = (
-                f"map it under `labels` of site.yaml, as in {{{unknown[0]}: {next(iter(classes))}}}, or to [] as background"
-            )
-        raise DataError(f"{item.label}: label value {unknown[0]} belongs to no class; {remedy}", "undeclared label value")
+    values = labels.present() - {value for value, _ in item.label_map or ()}
+    if labels.values is None or not (unknown := undeclared(values, classes)):
+        return
+    if item.label_map is None:
+        what = remedy([values], classes)
+    else:
+        what = f"map it under `labels` of site.yaml, as in {{{unknown[0]}: {next(iter(classes))}}}, or to [] as background"
+    raise DataError(f"{item.label}: label value {unknown[0]} belongs to no class; {what}", UNDECLARED)
 
 
 def check_annotated(item: Item, classes: Classes) -> None:

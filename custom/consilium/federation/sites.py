@@ -12,6 +12,7 @@ from consilium.config.site import SIMULATION, SiteConfig, is_site_folder
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.data.fingerprint import fingerprint
+from consilium.data.folders import importing
 
 MOST_SITES = 10_000
 RESERVED = ("server", "centralized")
@@ -146,5 +147,6 @@ def _site_folders(data: Path) -> list[str]:
         raise ConfigError(f"--data: {data}: no such folder; give one that holds a folder per site")
     found = sorted(p.name for p in data.iterdir() if p.is_dir() and is_site_folder(p))
     if not found:
-        raise ConfigError(f"--data: {data}: no folder in it has a datalist.json, site.yaml or classes; make one per site")
+        what = "no folder in it has a datalist.json, site.yaml or classes"
+        raise ConfigError(f"--data: {data}: {what}; {importing(data)} makes lists of pictures beside masks or tables")
     return found
