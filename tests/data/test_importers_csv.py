@@ -60,11 +60,11 @@ def test_a_file_whose_name_is_in_the_other_form_is_found(tmp_path: Path) -> None
     ("heading", "rows", "columns", "error", "message"),
     [
         (
-            "file,label",
-            [("a.png", "x")],
+            "file,kind",
+            [("a.png", "x"), ("b.png", "x"), ("c.png", "y"), ("d.png", "y")],
             {},
             ConfigError,
-            "no column 'image'; there are file, label; write --column image=",
+            "no column 'label'; there are file, kind; write --column label=kind$",
         ),
         ("image,label", [("a.png", "x")], {"site": "s"}, ConfigError, "no column 's'; there are image, label"),
         (
@@ -75,7 +75,7 @@ def test_a_file_whose_name_is_in_the_other_form_is_found(tmp_path: Path) -> None
             "'lable': expected one of .*did you mean 'label'",
         ),
         ("image,label", [], {}, DataError, "has no line below its headings"),
-        ("image,label", [("a.png", "")], {}, DataError, "line 2: no label; give the picture's class"),
+        ("image,label", [("a.png", "")], {}, DataError, "column 'label' is empty; give a line per picture"),
         ("image,label,split", [("a.png", "x", "dev")], {}, DataError, "line 2: split 'dev': expected training, validation or"),
         ("image,label", [("a.png", "x"), ("a.png", "y")], {}, DataError, "line 3: image 'a.png' is that of line 2; keep one"),
     ],

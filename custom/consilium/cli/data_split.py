@@ -13,7 +13,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import line, shown
 from consilium.core.storage import undone
-from consilium.data.importers.base import renamed_notes, renamed_sites
+from consilium.data.site_names import renamed_notes, renamed_sites
 from consilium.data.split import Cut, split_list
 
 

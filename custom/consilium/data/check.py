@@ -180,7 +180,7 @@ def proposals(reports: Mapping[str, Findings], classes: Classes, max_length: int
     if isinstance(classes, Mapping) and undeclared(set().union(*every), classes):
         found.append(f"for all masks: {remedy(every, classes)}")
     elif classes is None and len({frozenset(one) for one in every if one}) > 1:
-        told = "; ".join(f"{name}: {', '.join(map(str, sorted(one))) or 'none'}" for name, one in values.items())
+        told = "; ".join(f"{name}: {', '.join(map(str, sorted(one)))}" for name, one in values.items() if one)
         found.append(f"values of the masks differ by site ({told}); all are in task.classes: {shown(classes_for(every))}")
     lengths = sum((one.lengths for one in reports.values()), Counter[int]())
     if lengths and max_length:
@@ -196,8 +196,9 @@ def lengths_told(lengths: Counter[int], max_length: int) -> str:
     if not (cut := int((every > max_length).sum())):
         return f"tokens: {told}; none is cut at model.max_length {max_length}"
     most, all_of_them = (-(-parts[share] // 8) * 8 for share in (99, 100))
-    enough = f"model.max_length: {most} keeps 99 % whole, " if max_length < most < all_of_them else ""
-    return f"tokens: {told}; {cut / len(every):.0%} are cut at model.max_length {max_length}: {enough}{all_of_them} keeps all"
+    enough = f"{most} to keep 99 % whole, " if max_length < most < all_of_them else ""
+    what = f"{cut / len(every):.0%} are cut at model.max_length {max_length}"
+    return f"tokens: {told}; {what}; write model.max_length: {enough}{all_of_them} to keep all whole"
 
 
 def _shared(trace: Trace, seen: dict[tuple[str, str], Trace]) -> tuple[str, Trace] | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from consilium.core.errors import DataError
 from consilium.data.file_kinds import MOST_FILES, PICTURES
-from consilium.data.pairs import holds_pairs
+from consilium.data.pairs import holds_pairs, kind_of
 
 SPLIT_FOLDERS = {"train": "training", "training": "training", "val": "validation", "validation": "validation", "test": "test"}
 """Names a split's folder may have."""
@@ -22,8 +22,9 @@ def has_classes(folder: Path) -> bool:
 
 
 def has_folders(folder: Path) -> bool:
-    """Tell whether some subfolder, or a split's, has pictures in it."""
-    return folder.is_dir() and any(_pictures(one) for _, one in _class_folders(folder))
+    """Tell whether some subfolder, or a split's, has pictures in it; one folder of images alone is no class."""
+    found = [one for _, one in _class_folders(folder) if _pictures(one)] if folder.is_dir() else []
+    return bool(found) and {kind_of(one.name) for one in found} != {"image"}
 
 
 def has_masks(folder: Path) -> bool:
@@ -42,10 +43,10 @@ def read_folders(folder: Path) -> Iterator[tuple[str, Path, str]]:
     if has_masks(folder):
         raise DataError(f"{folder}: holds pictures beside their masks, no classes; {importing(folder)} makes a list of them")
     found = [(split, picture, one.name) for split, one in _class_folders(folder) for picture in _pictures(one)]
-    if not found:
+    if not has_folders(folder):
         table = next(iter(sorted(folder.glob("*.csv"))), None)
         remedy = f"{importing(folder)} reads {table.name}" if table else "lay it out as CLASS/a.png or train/CLASS/a.png"
-        raise DataError(f"{folder}: no pictures in folders there; {remedy}")
+        raise DataError(f"{folder}: no pictures in folders of classes there; {remedy}")
     yield from found
 
 

@@ -143,7 +143,7 @@ def check_values(item: Item, labels: Labels, classes: Classes) -> None:
     if labels.values is None or not (unknown := undeclared(values, classes)):
         return
     if item.label_map is None:
-        what = remedy([values], classes)
+        what = f"{remedy([values], classes)}, or what `consilium data check` with the job proposes for all masks"
     else:
         what = f"map it under `labels` of site.yaml, as in {{{unknown[0]}: {next(iter(classes))}}}, or to [] as background"
     raise DataError(f"{item.label}: label value {unknown[0]} belongs to no class; {what}", UNDECLARED)

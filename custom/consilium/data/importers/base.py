@@ -3,10 +3,8 @@
 import io
 import os
 import re
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,6 @@ NO_PATIENTS = "names no patients, so one patient's pictures may be in two splits
 UNREADABLE = ("cannot be read as a picture", "replace it")
 RUN_LENGTHS = 3
 """zlib's strategy for runs: on label pictures it is twice as fast as the default, and smaller."""
-LETTERS = str.maketrans({"æ": "ae", "œ": "oe", "ø": "o", "ł": "l", "đ": "d", "ð": "d", "þ": "th", "ı": "i"})
-"""Latin letters that Unicode does not take apart."""
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 
 
@@ -121,36 +117,6 @@ def wrong_layout(source: Path, expected: str) -> DataError:
     names = sorted(p.name + "/" * p.is_dir() for p in source.iterdir() if not p.name.startswith(".")) if source.is_dir() else []
     found = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     return DataError(f"{source}: expected {expected}; found {found or ('nothing' if source.is_dir() else 'no such folder')}")
-
-
-def slug(name: str) -> str:
-    """Return a name fit for a site's folder: lower case, digits and hyphens; letters lose their marks, and ß becomes ss."""
-    plain = unicodedata.normalize("NFKD", name.casefold()).translate(LETTERS)
-    return re.sub(r"[^a-z0-9]+", "-", "".join(c for c in plain if not unicodedata.combining(c))).strip("-")
-
-
-def renamed_sites(names: Iterable[str], source: Path) -> dict[str, str]:
-    """Return sites' names by those of a source's folders or lines, which stay where they can be a site's.
-
-    One of which no letter or digit is left is called site-1, or the next that is free. Raises DataError for two that would be
-    one site.
-    """
-    found, known, left = {}, dict[str, str](), list[str]()
-    for name in sorted(names):
-        new = name if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) else slug(name)
-        if not new:
-            left.append(name)
-            continue
-        found[name] = new
-        if (before := known.setdefault(new.casefold(), name)) != name:
-            raise DataError(f"{source}: {before!r} and {name!r} would both be site {new!r}; rename one")
-    free = (new for number in count(1) if (new := f"site-{number}") not in known)
-    return found | dict(zip(left, free, strict=False))
-
-
-def renamed_notes(names: Mapping[str, str]) -> list[str]:
-    """Return a note for every site that is called otherwise at its source."""
-    return [f"{name} -> {new}" for name, new in names.items() if name != new]
 
 
 def folders(root: Path) -> Iterator[Path]:

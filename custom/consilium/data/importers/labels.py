@@ -17,11 +17,10 @@ from consilium.data.importers.base import (
     ImportResult,
     SourceSample,
     check_sizes,
-    renamed_notes,
-    renamed_sites,
 )
 from consilium.data.pairs import MODES, MOST_VALUES
 from consilium.data.safe_open import open_picture, reading
+from consilium.data.site_names import renamed_notes, renamed_sites
 
 
 def labelled(source: Path, samples: Sequence[SourceSample], notes: Sequence[str], unknown: str = "") -> ImportResult:
@@ -45,7 +44,9 @@ def labelled(source: Path, samples: Sequence[SourceSample], notes: Sequence[str]
     if len({frozenset(own - {0}) for own in values.values()} - {frozenset()}) > 1:
         told = "; ".join(f"{site}: {', '.join(map(str, sorted(own - {0}))) or 'none'}" for site, own in sorted(values.items()))
         notes.append(f"values of the masks differ by site: {told}")
-    return ImportResult(masks, classes_for(values.values()), notes, _named(named, []) if named else None)
+    apart = ["a job has masks or classes, so sites with masks are in segmentation/, and those with classes in classification/"]
+    beside = _named(named, apart) if named else None
+    return ImportResult(masks, classes_for(values.values()), [*notes, *(apart if beside else [])], beside)
 
 
 def _named(samples: list[SourceSample], notes: list[str]) -> ImportResult:
