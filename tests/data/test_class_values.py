@@ -92,7 +92,7 @@ def test_a_job_names_the_same_classes(tmp_path: Path) -> None:
     entries = [{"image": f"{name}.png", "label": f"{name}-m.png"} for name in "ab"]
     (tmp_path / "datalist.json").write_text(json.dumps({"training": entries}))
     items = read_datalist(tmp_path / "datalist.json").splits["training"]
-    with pytest.raises(DataError, match="label value 255 belongs to no class; write task.classes") as error:
+    with pytest.raises(DataError, match=r"label value 255 belongs to no class; write task\.classes") as error:
         read_sample(items[1], {"nucleus": [1]}, 8)
     found = re.search(r"task\.classes: ({.*?})", str(error.value))
     assert found is not None
@@ -108,9 +108,6 @@ def test_imports_one_after_the_other_agree_on_the_one_class(tmp_path: Path) -> N
     hospital(tmp_path / "c" / "c", "images/{}.png", "masks/{}.png", (1, 2))
     with pytest.raises(DataError, match="expected the classes of own"):
         import_set("own", tmp_path / "c", tmp_path / "lists", add=True)
-
-
-# the job that a check reads ------------------------------------------------------------------------------------------------------
 
 
 def test_overrides_need_a_job(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from consilium.config.site import Given, find_site
 from consilium.core.errors import ConsiliumError
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import import_set
+from consilium.federation.sites import site_names
 from tests.conftest import JOBS, run
 from tests.data.hospitals import command, drawn, hospital, photo, said
 
@@ -22,7 +24,7 @@ Capture = pytest.CaptureFixture[str]
 def test_pictures_beside_masks_are_no_classes(
     habit: tuple[str, str], whole: bool, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
-    """`data check` of a site, or of a folder of sites, names the command; run, it makes what `data check` has no problem with."""
+    """`data check` of a site, or of a folder of sites, names the command, which makes what it has no problem with."""
     source = tmp_path / "all of them"
     for site in ("Klinik Süd", "b"):
         hospital(source / site, *habit)
@@ -108,17 +110,14 @@ def test_split_takes_a_folder_of_sites(tmp_path: Path, monkeypatch: Patch, capsy
     assert (tmp_path / "folds/b/fold-2/datalist.json").is_file()
 
 
-def test_a_simulation_takes_folders_whose_names_have_blanks(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    for site in ("Klinik Süd", "b"):
-        hospital(tmp_path / "raw" / site, "images/{}.png", "masks/{}.png", count=3)
+def test_a_simulation_takes_folders_whose_names_have_blanks(tmp_path: Path) -> None:
+    for site in ("Klinik Süd", "b", "Ärzte"):
+        hospital(tmp_path / site, "images/{}.png", "masks/{}.png", count=3)
         entries = [{"image": f"images/{n}.png", "label": f"masks/{n}.png"} for n in range(3)]
-        lists = {"training": entries[:1], "validation": entries[1:2], "test": entries[2:]}
-        (tmp_path / "raw" / site / "datalist.json").write_text(json.dumps(lists))
-    settings = ["task.classes={object: [1]}", "model.image_size=32", "training.local_epochs=1"]
-    words = ["simulate", JOBS / "quickstart", "--data", tmp_path / "raw", "--rounds", 1, "--workspace", tmp_path / "run"]
-    told = said(monkeypatch, capsys, *words, *[part for one in settings for part in ("--set", one)])
-    assert "note: Klinik Süd -> klinik-sud" in told
-    assert (tmp_path / "run/sites/klinik-sud").is_dir()
+        (tmp_path / site / "datalist.json").write_text(json.dumps({"training": entries}))
+    assert site_names("", tmp_path) == ["b", "klinik-sud", "Ärzte"]
+    assert find_site("klinik-sud", Given(tmp_path)).datalist == tmp_path / "Klinik Süd" / "datalist.json"
+    assert find_site("Ärzte", Given(tmp_path)).datalist == tmp_path / "Ärzte" / "datalist.json"
 
 
 # tables -----------------------------------------------------------------------------------------------------------------------
@@ -159,7 +158,7 @@ def test_a_class_for_every_picture_is_refused(tmp_path: Path) -> None:
     for n in range(12):
         photo(tmp_path / "a" / f"{n}.png")
     path = table(tmp_path / "a", "image,label,kind", rows)
-    with pytest.raises(ConsiliumError, match="column 'label' has as many classes as samples, 12: .*by --column label=NAME"):
+    with pytest.raises(ConsiliumError, match=r"column 'label' has as many classes as samples, 12: .*by --column label=NAME"):
         import_set("csv", path, tmp_path / "lists")
     assert import_set("csv", path, tmp_path / "lists", Options(columns={"label": "kind"}))["classes"] == ["a", "b"]
 
