@@ -30,6 +30,10 @@ HABITS = [
     ("{}.png", "{}_tumor.png"),
     ("data_with_masks/images/{}.png", "data_with_masks/masks/{}.png"),
     ("scans2020/{}.png", "annotations/{}.png"),
+    ("images/P1/{}.PNG", "masks/P1/{}.PNG"),
+    ("{}-image.png", "{}-label.png"),
+    ("{}/img.png", "{}/lbl.png"),
+    ("Image{}.png", "Mask{}.png"),
 ]
 
 

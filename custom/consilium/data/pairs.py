@@ -132,7 +132,7 @@ def unpaired(pairs: Pairs, folder: Path) -> str:
     masks = [*(mask for _, mask in pairs.found), *pairs.unused]
     there = ", ".join(str(path.relative_to(folder)) for path in masks[:4])
     there += f" and {len(masks) - 4} more" if len(masks) > 4 else ""
-    if not pairs.found:
+    if len(pairs.found) <= len(pairs.alone):
         remedy = "write --mask-pattern 'IMAGE=MASK' with {} for what both names share, such as '{}_0000={}'"
         return f"{pairs.alone[0].path}: expected a mask of its name; found {there}; {remedy}"
     every = len(pairs.found) + len(pairs.alone)
@@ -268,9 +268,14 @@ def _patterns(images: Sequence[Names], masks: Sequence[str]) -> Iterator[Pattern
     yield Pattern()
     for image in {0: images[0], 1: images[len(images) // 2], 2: images[-1]}.values():
         own = image.short
-        parts = set(re.findall(r"[^\W_]+", own))
+        parts = _parts(own)
         for mask in masks:
             match = SequenceMatcher(None, own, mask, autojunk=False).find_longest_match()
-            shared = parts & set(re.findall(r"[^\W_]+", mask)) | {own[match.a : match.a + match.size]}
+            shared = parts & _parts(mask) | {own[match.a : match.a + match.size]}
             for part in sorted(shared - {""}):
                 yield Pattern(own.replace(part, "{}", 1), mask.replace(part, "{}", 1))
+
+
+def _parts(name: str) -> set[str]:
+    """Return a name's runs of digits, of letters, and of both."""
+    return {*re.findall(r"[^\W_]+", name), *re.findall(r"\d+|[^\W\d_]+", name)}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from consilium.core.errors import ConfigError, ConsiliumError, DataError
 from consilium.core.schema import nearest
-from consilium.data.class_names import EACH_ITS_OWN, EMPTY, doubts
+from consilium.data.class_names import EACH_ITS_OWN, doubts
 from consilium.data.file_kinds import PICTURES, is_volume
 from consilium.data.identifiers import check_identifier
 from consilium.data.importers.base import Importer, ImportResult, Options, SourceSample
@@ -82,10 +82,9 @@ def read_table(source: Path, columns: Mapping[str, str]) -> Table:
     named, notes = _columns(source, columns, there, lines)
     rows = [Row(row.number, {f: row.values[name] for f, name in named.items()}) for row in lines]
     has_masks = any(_is_path(source, row.values["label"]) for row in rows[:_LOOKED_AT])
-    kept, lost = ([row for row in rows if (row.values["label"].lower() in EMPTY) is empty] for empty in (False, True))
-    if lost:
-        said = f"{lost[0].values['label']!r} at line {lost[0].number}"
-        notes.append(f"left out, without a label: {len(lost)} of {len(rows)} lines, the first {said}")
+    kept = [row for row in rows if row.values["label"]]
+    if lost := [row.number for row in rows if not row.values["label"]]:
+        notes.append(f"{len(lost)} of {len(rows)} lines have no label and are left out, the first is line {lost[0]}")
     if not kept:
         what = f"column {named['label']!r} is empty" if rows else "has no line below its headings"
         raise DataError(f"{source}: {what}; give a line per picture, with its label")
