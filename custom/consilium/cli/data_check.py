@@ -8,11 +8,18 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 
-from consilium.cli.options import LONGEST_LINE, CheckpointsOption, Format, FormatOption, KitPluginsOption, SetOption, load
+from consilium.cli.options import (
+    LONGEST_LINE,
+    CheckpointsOption,
+    Format,
+    FormatOption,
+    KitPluginsOption,
+    SetOption,
+    load_for_data,
+)
 from consilium.config.datasets import DatasetConfig
-from consilium.config.site import SiteConfig, is_site_folder, kit_plugins, load_site, read_site_folder
+from consilium.config.site import SiteConfig, is_site_folder, load_site, read_site_folder
 from consilium.core.errors import ConfigError, DataError
-from consilium.core.registry import NO_PLUGINS
 from consilium.core.sanitize import line, shown
 from consilium.data.check import proposals, shared_by_sites
 from consilium.data.check_report import NAMED, Findings
@@ -41,10 +48,9 @@ def data_check(
     format: FormatOption = Format.TXT,
 ) -> None:
     """Open every image and label, or every record of JSONL lists, and name all bad ones; exit code 1 if there are problems."""
-    plugins = kit_plugins(kit / "local") if kit else NO_PLUGINS
     if override and not job:
         raise ConfigError("--set: is of a job; give --job too")
-    config = load(job, override or [], plugins)[0] if job else None
+    config = load_for_data(job, override or [], kit) if job else None
     lists = lists_of(source, dataset or (config.data.dataset if config else None), choose=config is not None)
     found = {name: _check(own, config, checkpoints) for name, own in lists.items()}
     shared = shared_by_sites(found.items()) if len(found) > 1 else {}

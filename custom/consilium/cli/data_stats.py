@@ -8,10 +8,8 @@ import typer
 from rich.console import Console
 
 from consilium.cli.data_check import lists_of
-from consilium.cli.options import Format, FormatOption, KitPluginsOption, SetOption, load
-from consilium.config.site import kit_plugins
+from consilium.cli.options import Format, FormatOption, KitPluginsOption, SetOption, load_for_data
 from consilium.core.errors import ConfigError
-from consilium.core.registry import NO_PLUGINS
 from consilium.data.datalist import read_datalist
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.stats import site_stats
@@ -32,7 +30,7 @@ def data_stats(
     """Show what sites' pictures are like, beside each other: counts, sizes, spacing, intensities, classes."""
     if override and not job:
         raise ConfigError("--set: is of a job; give --job too")
-    task = load(job, override or [], kit_plugins(kit / "local") if kit else NO_PLUGINS)[0].task if job else None
+    task = load_for_data(job, override or [], kit).task if job else None
     if task is not None and not isinstance(task, PictureSettings):
         raise ConfigError(f"--job: {job}: its task has no pictures; data check counts texts")
     classes = getattr(task, "classes", None)

@@ -26,7 +26,7 @@ def examine_memory(job: Path, site: SiteConfig) -> Finding | str:
 
     Raises ConfigError, see memory_of, also where the site lacks bitsandbytes for it.
     """
-    config = load_job(job, plugins=frozenset(site.plugins or ()), author=True)
+    config = load_job(job, plugins=frozenset(site.plugins or ()))
     require_library(config.model.dtype)
     device = pick_device(site.main_device)
     free, spread = _free(device), (site.device_count, site.base == "sharded", device.type == "cuda")
