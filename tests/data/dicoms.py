@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("highdicom", reason="needs consilium[dicom]")
 
+import gdcm
 from highdicom.seg import SegmentAlgorithmTypeValues, Segmentation, SegmentDescription
 from pydicom import Dataset
 from pydicom.dataset import FileMetaDataset
@@ -88,6 +89,21 @@ def compressed(made: Dataset, syntax: str, codes: Sequence[bytes]) -> Dataset:
     made.PixelData = encapsulate(list(codes))
     made["PixelData"].is_undefined_length = True
     return made
+
+
+def encoded(source: Path, syntax: str, path: Path) -> Path:
+    """Write a file again, compressed by GDCM."""
+    reader, change, writer = gdcm.ImageReader(), gdcm.ImageChangeTransferSyntax(), gdcm.ImageWriter()
+    reader.SetFileName(str(source))
+    assert reader.Read()
+    change.SetTransferSyntax(gdcm.TransferSyntax(getattr(gdcm.TransferSyntax, syntax)))
+    change.SetInput(reader.GetImage())
+    assert change.Change()
+    writer.SetFileName(str(path))
+    writer.SetFile(reader.GetFile())
+    writer.SetImage(change.GetOutput())
+    assert writer.Write()
+    return path
 
 
 def segmentation(sources: Sequence[Dataset], masks: np.ndarray, names: Sequence[str], kind: str = "BINARY", **more: Any) -> Any:

@@ -29,8 +29,11 @@ def test_every_kind_of_problem_is_counted_and_named(tmp_path: Path) -> None:
     (tmp_path / "e.png").write_bytes(b"broken")
     broken = {"image": "e.png", "label": "ma.png"}
     unlabelled = picture(tmp_path / "f.png", 4)
+    blank = {"image": picture(tmp_path / "g.png", 5), "label": mask(tmp_path / "mg.png", 0)}
     path = tmp_path / "datalist.json"
-    path.write_text(json.dumps({"training": [good, small, odd, empty, broken], "validation": [good], "test": [unlabelled]}))
+    path.write_text(
+        json.dumps({"training": [good, small, odd, empty, broken], "validation": [good], "test": [unlabelled, blank]})
+    )
     report = check_datalist(path, {"nucleus": [1]})
     found = {kind: len(names) for kind, names in report.problems.items()}
     assert found == {
@@ -41,13 +44,13 @@ def test_every_kind_of_problem_is_counted_and_named(tmp_path: Path) -> None:
         "duplicate between splits": 1,
     }
     assert report.warnings == {
-        "empty mask": ["training: d.png"],
+        "empty mask": ["training: d.png", "test: g.png"],
         "class of the job that a split lacks": ["test: nucleus"],
     }
     assert report.problems["duplicate between splits"] == ["validation: a.png = training: a.png"]
     shown = report.to_dict()
-    assert shown["samples"] == {"training": 5, "validation": 1, "test": 1}
-    assert shown["images_with_label_value"] == {"0": 4, "1": 2, "255": 1}
+    assert shown["samples"] == {"training": 5, "validation": 1, "test": 2}
+    assert shown["images_with_label_value"] == {"0": 5, "1": 2, "255": 1}
     json.dumps(shown)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from consilium.core.errors import DataError
-from consilium.data.datalist import Item, pool, read_datalist
+from consilium.data.datalist import DataList, Item, arranged, pool, read_datalist
 
 
 def write(folder: Path, content: object, *files: str) -> Path:
@@ -84,3 +84,70 @@ def test_a_volume_s_file_may_have_the_four_gigabytes_that_a_volume_may(tmp_path:
     with (tmp_path / "v.nii").open("wb") as file:
         file.truncate(4 * 1024**3 + 352)  # voxels of 4 GiB behind a header; nothing of it takes room on the disk
     assert read_datalist(path).splits["training"][0].name == "v.nii"
+
+
+def names(data: DataList, split: str) -> list[str]:
+    return [item.image.name for item in data.splits[split]]
+
+
+def listed(folder: Path, folds: list[int | None], **more: object) -> DataList:
+    """Return a list of labelled pictures of these folds, as it is used."""
+    files = [f"{n}.png" for n in range(len(folds))]
+    entries = [{"image": f, "label": "m.png"} | ({} if k is None else {"fold": k}) for f, k in zip(files, folds, strict=True)]
+    return arranged(read_datalist(write(folder, {"training": entries, **more}, "m.png", *files)))
+
+
+def test_the_lowest_fold_is_for_validation_and_is_told(tmp_path: Path) -> None:
+    found = listed(tmp_path, [1, 2, 1, 3, None])
+    assert names(found, "validation") == ["0.png", "2.png"]
+    assert names(found, "training") == ["1.png", "3.png", "4.png"]
+    ((kind, note),) = found.notes
+    assert (kind, note.partition(";")[0]) == ("folds", "fold 1 of 1, 2, 3 is the validation split")
+
+
+@pytest.mark.parametrize(
+    ("folds", "more", "why"),
+    [([0, 0], {}, "all are of fold 0"), ([0, 1], {"validation": [{"image": "0.png", "label": "m.png"}]}, "a validation split")],
+)
+def test_folds_that_are_not_used_are_told(folds: list[int | None], more: dict[str, object], why: str, tmp_path: Path) -> None:
+    found = listed(tmp_path, folds, **more)
+    assert names(found, "training") == ["0.png", "1.png"]
+    assert why in found.notes[0][1]
+
+
+def test_a_list_without_folds_stays_as_it_is(tmp_path: Path) -> None:
+    found = listed(tmp_path, [None, None])
+    assert (names(found, "training"), found.notes) == (["0.png", "1.png"], ())
+
+
+def test_a_fold_is_a_whole_number(tmp_path: Path) -> None:
+    entry = {"image": "a.png", "fold": "first"}
+    with pytest.raises(DataError, match=r'training\[0\]: fold .first. is no whole number; write "fold": 0'):
+        read_datalist(write(tmp_path, {"training": [entry]}, "a.png"))
+
+
+@pytest.mark.parametrize("entry", ["0.png", {"image": "0.png"}])
+def test_a_test_split_without_labels_is_left_out_and_told(entry: object, tmp_path: Path) -> None:
+    found = listed(tmp_path, [None], test=[entry])
+    assert names(found, "test") == []
+    assert found.notes == (("test split without labels", "its 1 samples are left out"),)
+    some = listed(tmp_path, [None], test=[entry, {"image": "0.png", "label": "m.png"}])
+    assert len(names(some, "test")) == 2  # one mask is missing, which the check reports
+    unlabelled = read_datalist(write(tmp_path, {"training": ["0.png"], "test": [entry]}))
+    assert arranged(unlabelled) == unlabelled
+
+
+def test_several_images_of_a_sample_are_refused_and_one_by_its_name_is_read(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r'training\[0\]: "image" is a list of 2 files, and several images of one sample are not'
+    ):
+        read_datalist(write(tmp_path, {"training": [{"image": ["a.png", "b.png"]}]}, "a.png", "b.png"))
+    assert names(read_datalist(write(tmp_path, {"training": [{"image": "a.png"}]})), "training") == ["a.png"]
+
+
+def test_paths_of_windows_are_read(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    path = write(
+        tmp_path, {"training": [{"image": "images\\a.png", "label": ".\\images\\m.png"}]}, "images/a.png", "images/m.png"
+    )
+    assert read_datalist(path).splits["training"] == (Item(tmp_path / "images/a.png", tmp_path / "images/m.png"),)

@@ -170,7 +170,7 @@ MADE: dict[Callable[[Path], None], str] = {
     no_rows: "has 0x6 pixels",
     negative_frames: "",
     no_pixels: "has no pixels",
-    letters_for_numbers: r"cannot be read as DICOM \(ValueError\)",
+    letters_for_numbers: "has a value that the standard does not allow",
     deep: "",
     swelling: "inflates beyond",
     large_code: "60000x60000 pixels in its code, 4x6 in its header",

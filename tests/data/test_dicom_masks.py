@@ -1,5 +1,6 @@
 """Masks in DICOM: segments and contours on their image's voxels. Expected voxels are worked by hand, or by matplotlib."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,12 @@ from pydicom import Dataset  # isort: skip
 
 from consilium.core.errors import DataError
 from consilium.data import volumes
+from consilium.data.check import check_datalist
+from consilium.data.check_report import Findings
 from consilium.data.datalist import Item
 from consilium.data.dicom.masks import inside
 from consilium.data.images import read_labels, read_sample
+from consilium.data.label_map import relabelled
 from consilium.data.labels import Labels
 from consilium.data.settings import PictureSettings
 
@@ -131,7 +135,7 @@ def test_another_frame_of_reference_is_refused_without_its_name(series: list[Dat
     dicoms.save(dicoms.outlines({"disc": [np.zeros((3, 3))]}, "1.2.3.4.5"), tmp_path / "rt.dcm")
     for name in ("seg.dcm", "rt.dcm"):
         with pytest.raises(DataError, match="another frame of reference than its image's") as raised:
-            labels(tmp_path / name)
+            labels(tmp_path / name).where(["disc"])
         assert "1.2.3" not in str(raised.value)
     assert labels(tmp_path / "empty.dcm").present() == set()
 
@@ -253,15 +257,66 @@ def test_holes_are_left_out_however_they_are_drawn(wide: Path) -> None:
 @pytest.mark.parametrize("plane", [0.5, 3, -1])
 def test_a_contour_on_no_plane_is_refused(plane: float, wide: Path) -> None:
     dicoms.save(dicoms.outlines({"GTV": [placed(circle(3), plane)]}), wide / "rt")
-    with pytest.raises(DataError, match="has a contour on no plane of its image"):
-        labels(wide / "rt")
+    with pytest.raises(DataError, match="'GTV' has a contour on no plane of its image"):
+        labels(wide / "rt").where(["GTV"])
 
 
 def test_a_contour_across_the_planes_is_refused(wide: Path) -> None:
     upright = np.array([[10, 20, 30], [14, 20, 30], [14, 18, 34.0]])
     dicoms.save(dicoms.outlines({"GTV": [upright]}), wide / "rt")
-    with pytest.raises(DataError, match="has a contour on no plane of its image"):
-        labels(wide / "rt")
+    with pytest.raises(DataError, match="'GTV' has a contour on no plane of its image"):
+        labels(wide / "rt").where(["GTV"])
+
+
+def couch_and_lesion() -> Dataset:
+    """Return a lesion on a slice, a couch that reaches beyond the last slice, and structures without a single point."""
+    couch = [placed(circle(9), 2), placed(circle(9), 3)]
+    made = dicoms.outlines({"lesion": [placed(circle(4), 1)], "Couch": couch, "empty": [], "blank": [placed(circle(3), 0)]})
+    del made.ROIContourSequence[2].ContourSequence, made.ROIContourSequence[3].ContourSequence[0].ContourData
+    made.ROIContourSequence.append(Dataset())
+    made.ROIContourSequence[4].ReferencedROINumber = 99
+    return made
+
+
+@pytest.mark.parametrize("name", ["lesion", "Lesion ", "LESION"])
+def test_a_structure_is_read_whatever_the_others_are(name: str, wide: Path) -> None:
+    dicoms.save(couch_and_lesion(), wide / "rt")
+    found = labels(wide / "rt")
+    assert np.array_equal(found.where([name])[:, :, 1], filled(circle(4)))
+    assert not found.where(["empty", "blank"]).any()
+    assert found.where(["empty"]).shape == found.where(["no such"]).shape == (20, 22, 3)
+    with pytest.raises(DataError, match="structure 'Couch' has a contour on no plane of its image"):
+        found.where(["couch"])
+
+
+def test_a_structure_of_broken_numbers_is_alone_refused(wide: Path) -> None:
+    made = dicoms.outlines({"lesion": [placed(circle(4), 1)], "odd": [placed(circle(3), 0)]})
+    made.ROIContourSequence[1].ContourSequence[0].ContourData = ["1", "2"]
+    dicoms.save(made, wide / "rt")
+    assert labels(wide / "rt").where(["lesion"]).any()
+    with pytest.raises(DataError, match="structure 'odd' "):
+        labels(wide / "rt").where(["odd"])
+
+
+def test_check_lists_structures_that_nobody_asks_for(wide: Path) -> None:
+    dicoms.save(couch_and_lesion(), wide / "rt")
+    (wide / "list.json").write_text(json.dumps({"training": [{"image": "ct", "label": "rt"}]}))
+
+    def found(classes: dict[str, list[int]]) -> Findings:
+        return check_datalist(wide / "list.json", classes)
+
+    fine = found({"lesion": [1]})
+    assert not fine.problems
+    assert "'Couch' has a contour on no plane" in fine.warnings["structure that is not read"][0]
+    assert "'Couch' has a contour on no plane" in str(found({"couch": [1]}).problems)
+    absent = found({"tumour": [1]}).warnings["no structure of the job's classes"][0]
+    assert "lesion" in absent
+    assert "under `labels` of site.yaml" in absent
+    mapped = check_datalist(
+        wide / "list.json", {"tumour": [1]}, change=lambda data: relabelled(data, {"lesion": ("tumour",)}, None, ["tumour"])
+    )
+    assert mapped.images_of_class["tumour"]["training"] == 1
+    assert "no structure of the job's classes" not in mapped.warnings
 
 
 def test_points_enclose_nothing(wide: Path) -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from tests.data import dicoms  # skips where the extra is missing
 
-import gdcm  # isort: skip
 from PIL import Image  # isort: skip
 from pydicom import Dataset, dcmread, uid  # isort: skip
 
@@ -25,21 +24,6 @@ COLOURS = RNG.integers(0, 256, (4, 6, 3)).astype(np.uint8)
 def read(made: Dataset, folder: Path) -> np.ndarray:
     """Return the picture (rows, columns) of a file of one frame."""
     return volumes.voxels(dicoms.save(made, folder / "a.dcm"))[:, :, 0].swapaxes(0, 1)
-
-
-def encoded(source: Path, syntax: str, path: Path) -> Path:
-    """Write a file again, compressed by GDCM."""
-    reader, change, writer = gdcm.ImageReader(), gdcm.ImageChangeTransferSyntax(), gdcm.ImageWriter()
-    reader.SetFileName(str(source))
-    assert reader.Read()
-    change.SetTransferSyntax(gdcm.TransferSyntax(getattr(gdcm.TransferSyntax, syntax)))
-    change.SetInput(reader.GetImage())
-    assert change.Change()
-    writer.SetFileName(str(path))
-    writer.SetFile(reader.GetFile())
-    writer.SetImage(change.GetOutput())
-    assert writer.Write()
-    return path
 
 
 LOSSLESS = {
@@ -63,7 +47,7 @@ def test_every_lossless_way_returns_the_values(syntax: str, kind: str, tmp_path:
     values = RNG.integers(least, least + 2**bits, (16, 20)).astype(type_)
     values.flat[:2] = least, least + 2**bits - 1
     source = dicoms.save(dicoms.image(values, BitsStored=bits, HighBit=bits - 1), tmp_path / "source.dcm")
-    path = encoded(source, syntax, tmp_path / "a.dcm")
+    path = dicoms.encoded(source, syntax, tmp_path / "a.dcm")
     assert dcmread(path).file_meta.TransferSyntaxUID == LOSSLESS[syntax]
     found = volumes.voxels(path)
     assert found.dtype == type_

@@ -4,6 +4,7 @@ import json
 import unicodedata
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,3 +123,60 @@ def test_the_command_and_a_partition_of_nobodys_pictures(
     assert said in json.loads((tmp_path / "out/partition.json").read_text())["notes"][0]
     assert run(monkeypatch, "data", "import", "csv", path, tmp_path / "x", "--column", "image") == 2
     assert "--column: 'image': expected FIELD=NAME" in capsys.readouterr().err
+
+
+HEAD = ["image,label", "a.png,x", "b.png,y"]
+
+
+def imported(folder: Path, text: str, encoding: str = "utf-8") -> dict[str, Any]:
+    """Write a table with the pictures a and b in `img`, import it, and return what import.json says."""
+    for name in ("a.png", "b.png", "img/a.png", "img/b.png"):
+        picture(folder / name)
+    (folder / "t.csv").write_text(text, encoding=encoding, newline="")
+    return run_import("csv", folder / "t.csv", folder / "lists", validation=0.0, test=0.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sep=;\r\nimage;label\r\na.png;x\r\nb.png;y\r\n",
+        "\r\nSEP=|\r\nimage|label\r\na.png|x\r\nb.png|y",
+        "sep=,,\n" + "\n".join(HEAD),
+        '"sep=\t"\nimage\tlabel\na.png\tx\nb.png\ty\n',
+        "Image;LABEL\nimg\\a.png;x\nimg\\b.png;y\n",
+        "image;label;\na.png;x;\nb.png;y;\n",
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_tables_of_excel_and_windows_are_read(text: str, encoding: str, tmp_path: Path) -> None:
+    told = imported(tmp_path, text, encoding)
+    assert told["classes"] == ["x", "y"]
+    assert told["sites"]["t"]["training"] == 2
+
+
+def test_lines_without_a_value_are_left_out_and_told(tmp_path: Path) -> None:
+    told = imported(tmp_path, "\n".join([*HEAD, ",,", " , ", ""]))
+    assert told["sites"]["t"]["training"] == 2
+    assert "t.csv: 2 lines without any value are left out" in told["notes"]
+
+
+def test_an_error_names_the_line_that_an_editor_shows(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"line 4: image 'gone\.png': no such file"):
+        imported(tmp_path, "sep=,\nimage,label\na.png,x\ngone.png,y\n")
+
+
+@pytest.mark.parametrize(
+    ("labels", "note"),
+    [
+        (("Benign", "benign"), "'Benign' (1) and 'benign' (1) differ in case, blanks or hyphens alone"),
+        (("in  situ", "in situ"), "'in  situ' (1) and 'in situ' (1) differ in case, blanks or hyphens alone"),
+        (("NaN", "y"), "class that looks like a missing value: 'NaN' (1)"),
+        (("x", "n/a"), "class that looks like a missing value: 'n/a' (1)"),
+    ],
+)
+def test_doubtful_classes_are_told(labels: tuple[str, str], note: str, tmp_path: Path) -> None:
+    told = imported(tmp_path, f"image,label\na.png,{labels[0]}\nb.png,{labels[1]}\n")
+    assert told["classes"] == sorted(labels)
+    assert [one for one in told["notes"] if note in one]
+    clean = imported(tmp_path / "clean", "\n".join(HEAD))
+    assert not [one for one in clean["notes"] if "class" in one]

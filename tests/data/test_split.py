@@ -131,3 +131,15 @@ def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
     assert [note for note in found["notes"] if "validation: no sample" in note]
     with pytest.raises(DataError, match="holds a cut already"):
         split_list(source, tmp_path / "out", Cut())
+
+
+def test_folds_end_with_a_new_cut_and_a_test_split_without_labels_is_left_out(tmp_path: Path) -> None:
+    source = pictures(tmp_path, 20, test=["0.png"])
+    made = read(source)
+    made["training"] = [entry | {"fold": number % 5} for number, entry in enumerate(made["training"][1:])]
+    source.write_text(json.dumps(made))
+    split_list(source, tmp_path / "out", Cut(0.1, 0.2))
+    written = read(tmp_path / "out/datalist.json")
+    entries = [entry for split in ("training", "validation", "test") for entry in written[split]]
+    assert len(entries) == 19
+    assert not [entry for entry in entries if "fold" in entry or "label" not in entry]

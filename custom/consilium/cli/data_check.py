@@ -23,6 +23,7 @@ from consilium.core.errors import ConfigError, DataError
 from consilium.core.sanitize import line, shown
 from consilium.data.check import proposals, shared_by_sites
 from consilium.data.check_report import NAMED, Findings
+from consilium.data.datalist import with_affine
 from consilium.data.folders import has_classes, has_masks, importing
 from consilium.data.label_map import relabelled
 from consilium.data.text import has_texts
@@ -122,7 +123,7 @@ def _of_site(name: str, path: Path, wanted: str | None, choose: bool) -> dict[st
     if site is None:
         return {name: SiteList(DatasetConfig(datalist=path))}
     if site.datasets and wanted is None and not choose:
-        return {f"{name}/{key}": SiteList(one, site) for key, one in site.datasets.items()}
+        return {f"{name}/{key}": SiteList(one, site) for key, one in site.named_datasets().items()}
     _, own = site.dataset(wanted, name)
     if own is None:
         raise DataError(f"{path}: its site.yaml names no data list; set `datalist:` there, or give the list itself")
@@ -137,13 +138,15 @@ def _check(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
     kind = TASKS[config.task.name if config else name]
     if kind.check is None:
         return _read_only(path, kind)
+    if config is None and own.nifti_affine:
+        return kind.check(path, change=lambda data: with_affine(data, own.nifti_affine))
     if config is None:
         return kind.check(path)
     tokenizer = tokenizer_of(config, site if site.checkpoints else SiteConfig(checkpoints=checkpoints))
     classes = getattr(config.task, "classes", None)
     more: dict[str, Any] = {}
-    if own.labels is not None or own.annotated is not None:
-        more["change"] = lambda data: relabelled(data, own.labels, own.annotated, classes)
+    if (own.labels, own.annotated, own.nifti_affine) != (None, None, None):
+        more["change"] = lambda data: relabelled(with_affine(data, own.nifti_affine), own.labels, own.annotated, classes)
     return kind.check(path, config.task, tokenizer, getattr(config.model, "max_length", 0), **more)
 
 

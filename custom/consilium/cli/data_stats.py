@@ -10,7 +10,7 @@ from rich.console import Console
 from consilium.cli.data_check import lists_of
 from consilium.cli.options import Format, FormatOption, KitPluginsOption, SetOption, load_for_data
 from consilium.core.errors import ConfigError
-from consilium.data.datalist import read_datalist
+from consilium.data.datalist import arranged, read_datalist, with_affine
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.stats import site_stats
 from consilium.report.site_stats import tables, write_stats
@@ -35,7 +35,10 @@ def data_stats(
         raise ConfigError(f"--job: {job}: its task has no pictures; data check counts texts")
     classes = getattr(task, "classes", None)
     masks = None if classes is None else not isinstance(classes, dict)
-    lists = {name: read_datalist(one.own.datalist, masks) for name, one in lists_of(source).items()}
+    lists = {
+        name: with_affine(arranged(read_datalist(one.own.datalist, masks)), one.own.nifti_affine)
+        for name, one in lists_of(source).items()
+    }
     settings = task if isinstance(task, PictureSettings) else DEFAULTS
     stats = {name: site_stats(data, classes, settings) for name, data in lists.items()}
     if report is not None:

@@ -1,5 +1,6 @@
 """The samples of a job at a site: its own data set, or generated ones, without what cannot be read where that is skipped."""
 
+import logging
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
@@ -14,7 +15,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.seeding import seed_for
-from consilium.data.datalist import SPLITS, DataList, Item, Lost, drawn
+from consilium.data.datalist import SPLITS, DataList, Item, Lost, drawn, with_affine
 from consilium.data.label_map import relabelled
 from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.data.patients import by_patient, item_patient, most_of_one
@@ -24,6 +25,7 @@ from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.privacy.plan import per_patient
 from consilium.tasks.registry import TASKS
 
+_log = logging.getLogger(__name__)
 SCORED = -1
 """In the place of a seed, for what every seed is scored on."""
 
@@ -44,6 +46,8 @@ def site_data(
     read = _quiet(read, getattr(config.task, "classes", None)) if quiet else read
     if site.test_only:
         read, lost = _test_alone(config, name, read), [one for one in lost if one[0] == "test"]
+    for _, note in read.notes:
+        _log.warning(f"{name}: data list: {note}")
     data = replace(cut(read, config.data.most_training, config.training.seed, name), loading=loading)
     return _samples(config, count_lost(data, lost))
 
@@ -113,6 +117,7 @@ def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, lost: li
     _, own = site.dataset(config.data.dataset, name)
     if own is not None:
         data = task.usable(own.datalist, lost) if lost is not None and task.usable else task.read(own.datalist)
+        data = with_affine(data, own.nifti_affine)
         return relabelled(data, own.labels, own.annotated, getattr(config.task, "classes", None), quiet)
     if phantoms is None:
         raise ConfigError(

@@ -10,6 +10,7 @@ from pydantic import Field, StrictInt, StrictStr, field_validator
 
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.schema import MOST_CLASSES, ClassName, Section
+from consilium.data.settings import NiftiAffine
 from consilium.data.text import has_texts
 
 LabelValue = Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)] | Annotated[StrictStr, Field(min_length=1, max_length=200)]
@@ -35,6 +36,13 @@ class DatasetConfig(Section):
         Field(
             description="the classes that the masks show, where the list itself does not say; without it all of the job's;"
             " printable, without /"
+        ),
+    ] = None
+    nifti_affine: Annotated[
+        NiftiAffine | None,
+        Field(
+            description="where the voxels of NIfTI files lie whose sform and qform disagree; without it such files are "
+            "refused. By default the site's own `nifti_affine`"
         ),
     ] = None
     patients: Annotated[

@@ -19,6 +19,7 @@ from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.registry import NO_PLUGINS, Plugins, normal
 from consilium.core.schema import Section, read_yaml, validate
 from consilium.data.folders import SPLIT_FOLDERS, has_classes
+from consilium.data.settings import NiftiAffine
 from consilium.data.site_names import folder_of
 from consilium.data.text import has_texts
 
@@ -126,6 +127,12 @@ class SiteConfig(Section):
         dict[DatasetName, DatasetConfig],
         Field(max_length=256, description="several data sets by name, instead of `datalist`; a job names one (`data.dataset`)"),
     ] = Field(default_factory=dict)
+    nifti_affine: Annotated[
+        NiftiAffine | None,
+        Field(
+            description="where the voxels of NIfTI files lie whose sform and qform disagree; without it such files are refused"
+        ),
+    ] = None
     checkpoints: Annotated[Path | None, Field(description="the folder that `${SITE}` in `model.checkpoint` stands for")] = None
     state: Annotated[
         Path | None,
@@ -267,7 +274,15 @@ class SiteConfig(Section):
 
     def dataset(self, wanted: str | None, who: str) -> tuple[str | None, DatasetConfig | None]:
         """Return the data set that a job gets, see datasets.choose. Raises RefusedError."""
-        return choose(self.datasets, self.datalist, wanted, who)
+        name, found = choose(self.datasets, self.datalist, wanted, who)
+        return name, found and self._placed(found)
+
+    def named_datasets(self) -> dict[str, DatasetConfig]:
+        """Return the data sets by name, each as a job gets it."""
+        return {name: self._placed(one) for name, one in self.datasets.items()}
+
+    def _placed(self, one: DatasetConfig) -> DatasetConfig:
+        return one.model_copy(update={"nifti_affine": one.nifti_affine or self.nifti_affine})
 
 
 def allowed_plugins(site: SiteConfig, simulated: bool = False) -> Plugins:

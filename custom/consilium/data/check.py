@@ -11,9 +11,10 @@ from consilium.core.errors import DataError
 from consilium.data.check_report import PATIENT, Findings, Trace
 from consilium.data.class_names import doubts
 from consilium.data.class_values import UNDECLARED, classes_for, remedy, shown, undeclared
-from consilium.data.datalist import SPLITS, DataList, Item, read_datalist
+from consilium.data.datalist import SPLITS, DataList, Item, arranged, read_datalist
 from consilium.data.identifiers import ALIKE, alike
 from consilium.data.loading import by_file
+from consilium.data.pairs import MOST_VALUES
 from consilium.data.sample_check import Classes, SampleReport, check_samples
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.text import Text, read_texts
@@ -35,7 +36,8 @@ def check_datalist(
     cannot be read.
     """
     bad: list[tuple[str, int, DataError]] = []
-    data = read_datalist(path, None if classes is None else not isinstance(classes, dict), lambda *found: bad.append(found))
+    named = None if classes is None else not isinstance(classes, dict)
+    data = arranged(read_datalist(path, named, lambda *found: bad.append(found)))
     data = change(data) if change else data
     report = Findings(str(path), {split: len(data.splits[split]) for split in SPLITS})
     for split, _, error in bad:
@@ -43,6 +45,8 @@ def check_datalist(
         report.bad[split] += 1
         report.problem(error.kind, str(error).removeprefix(f"{path}: "))
     report.check_splits()
+    for kind, line in data.notes:
+        report.warn(kind, line)
     entries = [(split, item) for split in SPLITS for item in data.splits[split]]
     folder = path if path.is_dir() else path.parent
     reports = by_file([item for _, item in entries], lambda items: check_samples(items, settings, classes))
@@ -176,6 +180,9 @@ def proposals(reports: Mapping[str, Findings], classes: Classes, max_length: int
     """
     found = []
     values = {name: {value for value in one.label_values if isinstance(value, int) and value} for name, one in reports.items()}
+    values = {
+        name: some for name, some in values.items() if len(some) < MOST_VALUES
+    }  # more are a photograph, or smoothed edges
     every = list(values.values())
     if isinstance(classes, Mapping) and undeclared(set().union(*every), classes):
         found.append(f"for all masks: {remedy(every, classes)}")

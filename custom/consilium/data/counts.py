@@ -144,7 +144,7 @@ def _look(found: Tally, number: int, item: Any, settings: PictureSettings, count
             with suppress(UnfitError):
                 check_pair(item, image.shape[:2], read_labels(item, settings))
         size = _bin(max(image.shape[:2]), _SIDES, SIZES)
-        pixel = volumes.header(item.image).grid.pixel(item.axis) if volumes.is_volume(item.image) else None
+        pixel = volumes.header(item.image, item.affine).grid.pixel(item.axis) if volumes.is_volume(item.image) else None
         spacing = SPACING[-1] if pixel is None else _bin(max(pixel), _STEPS, SPACING)  # of the larger side, in millimetres
         levels = np.bincount(image.reshape(-1), minlength=256).reshape(count, -1).sum(1)
         light = levels / levels.sum()

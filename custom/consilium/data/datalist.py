@@ -5,19 +5,19 @@ class will do, see folders.py.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
-from consilium.data.file_kinds import SLIDES, is_volume
+from consilium.data.file_kinds import SLIDES, is_volume, place_of
 from consilium.data.folders import read_folders
 from consilium.data.identifiers import identifier, pseudonym
 from consilium.data.loading import IN_MEMORY, Loading
 from consilium.data.safe_open import MOST_BYTES as MOST_FILE
 from consilium.data.safe_open import MOST_SLIDE, MOST_VOLUME_FILE, check_file, is_encodable, parse_json, read_text
-from consilium.data.settings import Axis, Value
+from consilium.data.settings import Axis, NiftiAffine, Value
 
 _UNIT = 2**32
 
@@ -73,6 +73,7 @@ class Item:
     linked samples, "" where unknown. `annotated`: the classes that the mask shows, all of the task's without it.
     `label_map`: classes by the site's own label values, where they differ from the job's. `others`: how values of no
     class count. `alone`: a part that no other part of its file may influence. `crop`: the part of the picture that a job uses.
+    `affine`: the place of NIfTI files' voxels where their two disagree. `fold`: of MONAI's lists, see `arranged`.
     """
 
     image: Path
@@ -87,6 +88,8 @@ class Item:
     others: Literal["refused", "background"] = "refused"
     alone: bool = False
     crop: Crop | None = None
+    affine: NiftiAffine | None = None
+    fold: int | None = field(default=None, compare=False)
 
     @property
     def name(self) -> str:
@@ -109,13 +112,15 @@ class Item:
 class DataList:
     """A site's samples by split, Items or the Texts of text.py; every split of SPLITS is present, possibly empty.
 
-    `loading`: how the site reads them. `skipped`: samples that were left out because they cannot be read.
+    `loading`: how the site reads them. `skipped`: samples that were left out because they cannot be read. `notes`: a kind and a
+    line for each thing that the site should know about its list.
     """
 
     path: Path
     splits: dict[str, tuple[Any, ...]]
     loading: Loading = IN_MEMORY
     skipped: int = 0
+    notes: tuple[tuple[str, str], ...] = ()
 
 
 def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = None) -> DataList:
@@ -137,10 +142,49 @@ def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = No
     return DataList(path, {split: tuple(_items(path, split, raw.get(split, []), classes, annotated, bad)) for split in SPLITS})
 
 
+def arranged(data: DataList) -> DataList:
+    """Return a list of MONAI's or the Decathlon's as they use it, with a note for each change.
+
+    Where training samples have several folds and no sample is for validation, the lowest fold is. A test split without any
+    label is left out where training samples have labels: the challenge keeps them.
+    """
+    splits, notes = dict(data.splits), []
+    training, test = splits["training"], splits["test"]
+    folds = sorted({item.fold for item in training if isinstance(item, Item) and item.fold is not None})
+    if len(folds) > 1 and not splits["validation"]:
+        splits["validation"] = tuple(item for item in training if item.fold == folds[0])
+        splits["training"] = tuple(item for item in training if item.fold != folds[0])
+        remedy = "move the entries of another fold to `validation` to choose it"
+        notes.append(("folds", f"fold {folds[0]} of {', '.join(map(str, folds))} is the validation split; {remedy}"))
+    elif folds:
+        why = "the list has a validation split" if splits["validation"] else f"all are of fold {folds[0]}"
+        notes.append(("folds", f"`fold` is not used: {why}"))
+    if any(_is_unlabelled(item) is False for item in training) and test and all(map(_is_unlabelled, test)):
+        splits["test"] = ()
+        notes.append(("test split without labels", f"its {len(test):,} samples are left out"))
+    return replace(data, splits=splits, notes=(*data.notes, *notes))
+
+
+def _is_unlabelled(item: Any) -> bool | None:
+    """Tell whether a picture has no label; None for a text."""
+    return item.label is None if isinstance(item, Item) else None
+
+
 def read_json(path: Path) -> Any:
     """Return the parsed JSON of a data list's file. Raises DataError."""
     text = read_text(path, "give the path of a data list", MOST_BYTES)
     return parse_json(str(path), text, "write a list of entries per split")
+
+
+def with_affine(data: DataList, affine: NiftiAffine | None) -> DataList:
+    """Return a list whose NIfTI files lie where their sform or qform says; None refuses those in which the two disagree."""
+    if affine is None:
+        return data
+    return replace(data, splits={split: tuple(_placed(one, affine) for one in items) for split, items in data.splits.items()})
+
+
+def _placed(item: Any, affine: NiftiAffine) -> Any:
+    return replace(item, affine=affine) if isinstance(item, Item) else item
 
 
 def own_names(path: Path) -> dict[str, str]:
@@ -178,13 +222,16 @@ def _items(
 
 
 def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: tuple[str, ...] | None) -> Item:
+    if isinstance(entry, dict) and isinstance(files := entry.get("image"), list):
+        what = f'"image" is a list of {len(files)} files, and several images of one sample are not read'
+        raise DataError(f'{where}: {what}; name the one to use, as in "image": "a.nii.gz"', "several images")
     if not isinstance(entry, dict) or not isinstance(entry.get("image"), str):
         raise DataError(f'{where}: has no "image" path; write {{"image": "a.png", "label": "b.png"}}')
     if unknown := sorted(entry.keys() - ENTRY_KEYS):
         raise DataError(f"{where}: unknown key {unknown[0][:80]!r}; known are {', '.join(sorted(ENTRY_KEYS))}")
     if broken := [value for value in entry.values() if isinstance(value, str) and not is_encodable(value)]:
         raise DataError(f"{where}: {broken[0][:80]!r} has half a character in it (a surrogate); write the whole one")
-    image, label = path.parent / entry["image"], _label(path, where, entry.get("label"), classes)
+    image, label = place_of(path.parent, entry["image"]), _label(path, where, entry.get("label"), classes)
     for file in (image, label):
         if isinstance(file, Path):
             _check_there(where, file)
@@ -195,6 +242,7 @@ def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: t
     own = _annotated(where, entry.get("annotated"))
     known = annotated if own is None else own
     found = Item(image, label, _slice(where, entry.get("slice")), axis, patient, study, known, _tile(where, entry.get("tile")))
+    found = replace(found, fold=_fold(where, entry.get("fold")))
     _check_parts(where, found)
     return found
 
@@ -248,6 +296,12 @@ def _slice(where: str, value: Any) -> int | None:
     return value
 
 
+def _fold(where: str, value: Any) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise DataError(f'{where}: fold {_brief(value)} is no whole number; write "fold": 0, or leave it out')
+    return value
+
+
 def _tile(where: str, value: Any) -> Tile | None:
     if value is None:
         return None
@@ -263,7 +317,7 @@ def _label(path: Path, where: str, label: Any, classes: bool | None) -> Path | s
         raise DataError(f"{where}: label {_brief(label)} is neither a mask's path nor a class; write text or a whole number")
     if not isinstance(label, str) or (not Path(label).suffix if classes is None else classes):
         return label
-    return path.parent / label
+    return place_of(path.parent, label)
 
 
 def _brief(value: Any) -> str:

@@ -1,5 +1,6 @@
-"""Which kind of file a path is, by its name or its first bytes: picture, slide, NIfTI, DICOM. Loads neither numpy nor torch."""
+"""Which kind of file a path is, by its name or its first bytes: picture, slide, volume. Loads neither numpy nor torch."""
 
+import unicodedata
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -8,16 +9,36 @@ from typing import Literal
 SLIDES = (".svs", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".svslide")
 """Endings of whole slides that no picture reader takes."""
 NIFTI = (".nii", ".nii.gz")
-PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", *NIFTI, *SLIDES)
+RAW_VOLUMES = (".mha", ".mhd", ".nrrd", ".nhdr")
+"""MetaImage and NRRD."""
+PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", *NIFTI, *RAW_VOLUMES, *SLIDES)
 DICOM = (".dcm", ".dicom")
 """Endings of DICOM files without the usual first bytes."""
 MOST_FILES = 20_000
 """Files of a folder, and frames of a series."""
-VolumeFormat = Literal["nifti", "dicom"]
+VolumeFormat = Literal["nifti", "dicom", "raw_volumes"]
+"""The module of this room that reads it."""
+
+
+def place_of(folder: Path, name: str) -> Path:
+    """Return the file of that name from `folder` on, also where it is written as on Windows, or in Unicode's other form.
+
+    A name may be in either form on the disks of a Mac. Without such a file the path as it is written.
+    """
+    spellings = (unicodedata.normalize(form, one) for one in (name, name.replace("\\", "/")) for form in ("NFC", "NFD"))
+    path = folder / name
+    return next((place for one in (name, *spellings) if _is_there(place := folder / one)), path)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 def is_volume(path: Path) -> bool:
-    """Tell whether a path is a volume (NIfTI, DICOM file or series folder) and not a picture."""
+    """Tell whether a path is a volume (NIfTI, MetaImage, NRRD, DICOM file or series folder) and not a picture."""
     return volume_format(path) is not None
 
 
@@ -36,6 +57,8 @@ def volume_format(path: Path) -> VolumeFormat | None:
 def _format_at(path: Path, time: int) -> VolumeFormat | None:
     if path.name.lower().endswith(NIFTI):
         return "nifti"
+    if path.name.lower().endswith(RAW_VOLUMES):
+        return "raw_volumes"
     return "dicom" if is_dicom(path) else None
 
 

@@ -17,7 +17,7 @@ from consilium.data import pictures, slides, volumes
 from consilium.data.class_values import UNDECLARED, remedy, undeclared
 from consilium.data.datalist import Item
 from consilium.data.labels import Labels
-from consilium.data.pixel_values import Spread, windowed
+from consilium.data.pixel_values import UNSMOOTHED, Spread, is_anti_aliased, windowed
 from consilium.data.settings import DEFAULTS, Axis, PictureSettings, Value
 
 Sample = dict[str, Tensor]
@@ -66,7 +66,7 @@ def read_image(item: Item | Path, settings: PictureSettings = DEFAULTS) -> np.nd
     """Return (H, W, 3) of 8 bits, windowed as `settings` say. Raises DataError."""
     item = item if isinstance(item, Item) else Item(item, None)
     if volumes.is_volume(item.image):
-        header, values = volumes.header(item.image), volumes.voxels(item.image)
+        header, values = volumes.header(item.image, item.affine), volumes.voxels(item.image)
         plane = header.grid.cut(values, item.axis, plane_of(item, item.image, header))
         grey = windowed(plane, settings, header.window, lambda: _of_file(item, lambda: volumes.spread(item.image)))
     elif item.tile is not None:
@@ -103,7 +103,7 @@ def read_labels(item: Item, settings: PictureSettings = DEFAULTS) -> Labels:
         return slides.read_labels(label, item.tile, slides.shape(item.image, level_of(settings)))
     if not volumes.is_volume(label):
         return pictures.labels(label)
-    image = volumes.header(item.image if volumes.is_volume(item.image) else label)
+    image = volumes.header(item.image if volumes.is_volume(item.image) else label, item.affine)
     number = plane_of(item, label, image)
     return volumes.labels(label, image, settings.resample_masks).map(lambda v: image.grid.cut(v, item.axis, number))
 
@@ -136,12 +136,19 @@ def check_pair(item: Item, shape: tuple[int, ...], labels: Labels) -> None:
 
 
 def check_values(item: Item, labels: Labels, classes: Classes) -> None:
-    """Raise DataError for a label value that no class declares, unless it is background; so are regions without a class."""
+    """Raise DataError for a label value that no class declares, unless it is background, or a class's region with a fault.
+
+    Regions without a class are background.
+    """
+    labels.check(value for wanted in classes.values() for value in wanted)
     if item.others == "background":
         return
     values = labels.present() - {value for value, _ in item.label_map or ()}
     if labels.values is None or not (unknown := undeclared(values, classes)):
         return
+    if is_anti_aliased(labels.values, labels.present() - set(unknown) | {0}):
+        what = f"mask is anti-aliased: {len(unknown)} values such as {unknown[0]} lie on edges alone"
+        raise DataError(f"{item.label}: {what}; {UNSMOOTHED}", "mask with smoothed edges")
     if item.label_map is None:
         what = f"{remedy([values], classes)}, or what `consilium data check` with the job proposes for all masks"
     else:

@@ -11,7 +11,7 @@ import numpy as np
 from nibabel.volumeutils import apply_read_scaling
 
 from consilium.core.errors import DataError
-from consilium.data.grid import Grid
+from consilium.data.grid import Grid, disagreement
 from consilium.data.labels import Labels
 from consilium.data.pixel_values import whole_numbers
 from consilium.data.safe_open import MOST_VOLUME_FILE, most_unpacked, reading
@@ -21,6 +21,8 @@ MILLIMETRES = {"meter": 1e3, "mm": 1.0, "micron": 1e-3}
 """Of the units of length that a header may name."""
 MOST_EXTENSIONS = 2**26
 """Bytes of a header's extensions, which lie before the voxels and are read with the header."""
+CIFTI = range(3000, 3100)
+"""Intents of files that hold no voxels."""
 _HEADERS = {348: (nibabel.Nifti1Image, 108, "f"), 540: (nibabel.Nifti2Image, 168, "q")}
 """By the header's size: nibabel's class, and offset and format of the field that says where voxels begin."""
 
@@ -31,7 +33,14 @@ def header(path: Path) -> Header:
         volume = load(path)
         unit = MILLIMETRES.get(volume.header.get_xyzt_units()[0], 1.0)  # an unnamed unit is millimetres
         to_mm = np.diag([unit, unit, unit, 1.0])
-        return Header(Grid(_shape(path, volume), to_mm @ np.asarray(volume.affine, np.float64)))
+        own, other = (Grid(_shape(path, volume), to_mm @ affine) for affine in _affines(volume))
+        return Header(own, second=other if disagreement(own, other) else None)
+
+
+def _affines(volume: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return nibabel's affine (4, 4), by the sform where there is one, and that by a qform beside it, else the same again."""
+    own, both = np.asarray(volume.affine, np.float64), min(int(volume.header[f"{kind}form_code"]) for kind in "sq") > 0
+    return own, np.asarray(volume.header.get_qform(), np.float64) if both else own
 
 
 def voxels(path: Path) -> np.ndarray:
@@ -90,7 +99,10 @@ def _is_scaled(volume: Any) -> bool:
 def _shape(path: Path, volume: Any) -> tuple[int, int, int]:
     """Return the three dimensions; further ones may only be 1."""
     shape = tuple(int(n) for n in volume.shape)
+    if int(volume.header["intent_code"]) in CIFTI:
+        raise DataError(f"{path}: is CIFTI, values on a surface and not of voxels; give a volume", "not three dimensions")
     if len(shape) < 2 or any(n != 1 for n in shape[3:]):
-        raise DataError(f"{path}: has shape {shape}; save it as volumes of three dimensions", "not three dimensions")
+        what = f"has {len(shape)} dimensions, {'x'.join(map(str, shape))}"
+        raise DataError(f"{path}: {what}; save its sequences or times as volumes of three", "not three dimensions")
     i, j, k = (*shape, 1)[:3]
     return i, j, k

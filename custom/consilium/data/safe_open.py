@@ -6,6 +6,7 @@ list is trusted that far; a file that is no picture is refused without quoting i
 
 import json
 import os
+import re
 import stat
 import struct
 import warnings
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from consilium.core.errors import DataError, UnfitError
 
@@ -44,6 +45,23 @@ MOST_VOLUME_FILE = MOST_VOLUME + 2**20
 """Bytes of a volume's file that is not compressed, with its header."""
 Stamp = tuple[tuple[int, ...], ...]
 """Of every file: inode, size, and when content and inode changed last."""
+TRACTS = "tracts, which are no image"
+FOREIGN = {
+    (".mgz", ".mgh"): "FreeSurfer's volumes",
+    (".mnc",): "MINC",
+    (".par", ".rec"): "Philips PAR/REC",
+    (".brik", ".brik.gz", ".head"): "AFNI",
+    (".hdr", ".img", ".img.gz"): "ANALYZE, or of NIfTI in two files",
+    (".v",): "ECAT",
+    (".trk", ".tck"): TRACTS,
+    (".gz", ".zip", ".tar", ".7z", ".bz2"): "a packed file",
+}
+"""Formats that are not read, by the endings of their files."""
+CONVERT = "convert it to NIfTI: nibabel.save(nibabel.load(FILE), 'NAME.nii.gz') in Python, or 3D Slicer"
+_PROGRAMMERS = re.compile(
+    r"[<>{}\[\]_]|\b(NoneType|object|dtype|attribute|argument|unpack|buffer|tuple|codec|literal|array|reshape|Python|int|float|str)\b"
+)
+"""Words that libraries write for programmers."""
 TAKE_OFF = "replace it or take it off the list"
 
 
@@ -155,7 +173,8 @@ def reading(path: Path, what: str, remedy: str = TAKE_OFF, most: int = MOST_BYTE
     except DataError:
         raise
     except Exception as error:
-        why = " ".join(str(error).split())[:200] or type(error).__name__
+        why = " ".join(str(error).split())[:200]
+        why = "it is damaged, or of another kind than it says" if not why or _PROGRAMMERS.search(why) else why
         raise DataError(f"{path}: {what} ({why}); {remedy}") from None
 
 
@@ -167,9 +186,21 @@ def open_picture(path: Path) -> Image.Image:
             found = Image.open(path, formats=FORMATS)
         except Image.DecompressionBombError:
             raise _too_large(path, f"over {MOST_PIXELS:,} pixels") from None
+        except UnidentifiedImageError:
+            raise _unknown(path) from None
     if found.format in ("JPEG", "MPO"):
         _check_scans(path)
     return found
+
+
+def _unknown(path: Path) -> DataError:
+    """Return the error for a file that is no picture."""
+    kind = next((kind for endings, kind in FOREIGN.items() if path.name.lower().endswith(endings)), "")
+    if not kind:
+        why = f"cannot identify image file: its content is none of {', '.join(FORMATS)}"
+        return DataError(f"{path}: image cannot be read ({why}); {TAKE_OFF}")
+    remedy = "take it off the list" if kind == TRACTS else CONVERT
+    return DataError(f"{path}: image cannot be read (its ending is that of {kind}); {remedy}", "format that is not read")
 
 
 def _check_scans(path: Path) -> None:

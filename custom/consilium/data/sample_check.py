@@ -17,8 +17,9 @@ from consilium.data.check_report import PATIENT
 from consilium.data.datalist import DataList, Item, Lost, files_of
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import check_annotated, check_pair, check_values, classes_of, level_of, read_image, read_labels
-from consilium.data.labels import Labels
+from consilium.data.labels import Labels, named
 from consilium.data.loading import NOTHING_LEFT
+from consilium.data.pixel_values import UNSMOOTHED, is_anti_aliased
 from consilium.data.safe_open import Stamp, check_opens, stamp
 from consilium.data.settings import DEFAULTS, PictureSettings, TilesConfig, Value
 from consilium.data.store import Store
@@ -66,7 +67,7 @@ def check_samples(items: Sequence[Item], settings: PictureSettings, classes: Cla
         return [_report(item, None, settings, classes) for item in items]
     with _one_volume:
         try:
-            header, values = volumes.header(items[0].image), volumes.voxels(items[0].image)
+            header, values = volumes.header(items[0].image, items[0].affine), volumes.voxels(items[0].image)
         except DataError as error:
             return [SampleReport(error, marks=_marks(item)) for item in items]
         digest = hashlib.blake2b(repr(values.shape).encode(), digest_size=16)  # equal voxels have equal digests in any type
@@ -119,7 +120,7 @@ def _check_slide(found: SampleReport, item: Item, settings: PictureSettings, cla
     for block in slides.mask_blocks(item.label, (rows, columns)):
         found.values |= block.present()
     if isinstance(classes, Mapping):
-        every = np.array([value for value in found.values if isinstance(value, int)])
+        every = np.array([[value for value in found.values if isinstance(value, int)]])
         check_values(item, Labels(values=every), classes_of(item, classes))
     _add_values(found, item, classes)
 
@@ -189,7 +190,21 @@ def _add_label(found: SampleReport, item: Item, image: np.ndarray | None, labels
         found.problems.append(("mask is the image itself", str(item.label)))
     if isinstance(classes, Mapping):
         check_values(item, labels, classes_of(item, classes))
+    elif labels.values is not None and is_anti_aliased(labels.values, {0, int(labels.values.max())}):
+        found.warnings.append(("mask with smoothed edges", f"{len(found.values)} values; {UNSMOOTHED}"))
+    _add_regions(found, item, labels, classes)
     _add_values(found, item, classes)
+
+
+def _add_regions(found: SampleReport, item: Item, labels: Labels, classes: Classes) -> None:
+    """Add the regions that nobody asks for and that cannot be read, and those that are there where all asked for are not."""
+    found.warnings += [("structure that is not read", str(error)) for error in labels.faults.values()]
+    if labels.regions is None or not isinstance(classes, Mapping):
+        return
+    wanted = [value for values in classes_of(item, classes).values() for value in values]
+    if not named(wanted, labels.regions):
+        there = ", ".join(name for name in labels.regions if isinstance(name, str) and name) or "none with a name"
+        found.warnings.append(("no structure of the job's classes", f"there are {there}; map them under `labels` of site.yaml"))
 
 
 def _add_values(found: SampleReport, item: Item, classes: Classes) -> None:
@@ -197,7 +212,7 @@ def _add_values(found: SampleReport, item: Item, classes: Classes) -> None:
         found.warnings.append(("empty mask", ""))
     if isinstance(classes, Mapping):
         own = classes_of(item, classes)
-        found.classes = tuple(name for name, wanted in own.items() if found.values & set(wanted))
+        found.classes = tuple(name for name, wanted in own.items() if named(wanted, found.values))
 
 
 def appearance(image: np.ndarray) -> bytes | None:
@@ -232,7 +247,7 @@ def _marks(item: Item, content: str = "") -> tuple[tuple[str, str], ...]:
 def image_shape(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[int, int]:
     """Return an image's (rows, columns) by its header. Raises DataError for no image, one too large, or a missing plane."""
     if volumes.is_volume(item.image):
-        header = volumes.header(item.image)
+        header = volumes.header(item.image, item.affine)
         nothing = np.broadcast_to(np.zeros((), bool), header.grid.shape)
         rows, columns = header.grid.cut(nothing, item.axis, images.plane_of(item, item.image, header)).shape
         return rows, columns

@@ -9,6 +9,8 @@ from consilium.core.schema import Section, Share
 
 Value = int | str
 """A label: the value of voxels, or the name of a region."""
+NiftiAffine = Literal["sform", "qform"]
+"""Which of the two places that a NIfTI file may give its voxels."""
 Axis = Literal["stored", "axial", "coronal", "sagittal"]
 """Direction across which a volume is cut. `stored`: the file's own last axis, counted as the file does."""
 

@@ -47,7 +47,7 @@ def _opened(item: Item, index: int, split: str, settings: PictureSettings) -> It
     if not volumes.is_volume(item.image):
         yield from _tiles(item, settings, split == "training", seed_for(index, "empty"))
         return
-    header = volumes.header(item.image)
+    header = volumes.header(item.image, item.affine)
     known = replace(
         item,
         axis=item.across(settings.slices.axis),

@@ -18,7 +18,7 @@ from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.data import volumes
-from consilium.data.datalist import SPLITS, Item, read_datalist, read_json
+from consilium.data.datalist import SPLITS, Item, arranged, read_datalist, read_json
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import read_mask
 from consilium.data.patients import linked
@@ -146,12 +146,13 @@ def _notes(samples: Sequence[Sample], lists: dict[str, Parts], cut: Cut) -> list
 def _read(source: Path) -> tuple[list[Sample], dict[str, Any]]:
     """Return all samples, and the list's other keys."""
     data = read_datalist(source, None)
+    kept = {split for split in SPLITS if split != "test" or arranged(data).splits[split]}
     raw = {} if source.is_dir() else read_json(source)
     found = []
-    for split in SPLITS:
+    for split in (one for one in SPLITS if one in kept):
         entries = raw.get(split) or [{}] * len(data.splits[split])
         for item, entry in zip(data.splits[split], entries, strict=True):
-            own = entry if isinstance(entry, dict) else {}
+            own = {key: value for key, value in entry.items() if key != "fold"} if isinstance(entry, dict) else {}
             label = {} if item.label is None else {"label": item.label}
             if isinstance(item.label, Path):
                 label = {"label": str(item.label.resolve())}
@@ -164,7 +165,7 @@ def _read(source: Path) -> tuple[list[Sample], dict[str, Any]]:
 
 
 def _keys(item: Item) -> tuple[Hashable, ...]:
-    header = volumes.header(item.image) if volumes.is_volume(item.image) else None
+    header = volumes.header(item.image, "sform") if volumes.is_volume(item.image) else None
     found: list[Hashable] = [("file", str(item.image.resolve()))]
     if isinstance(item.label, Path):
         found.append(("file", str(item.label.resolve())))
@@ -181,6 +182,6 @@ def _labels(item: Item) -> set[str]:
     if not isinstance(item.label, Path):
         return set() if item.label is None else {str(item.label)}
     if item.slice is None and volumes.is_volume(item.label):
-        image = volumes.header(item.image if volumes.is_volume(item.image) else item.label)
+        image = volumes.header(item.image if volumes.is_volume(item.image) else item.label, "sform")
         return {str(value) for value in volumes.labels(item.label, image, True).present() - {0}}
     return {str(value) for value in np.unique(read_mask(item.label, item.slice, item.axis)) if value}

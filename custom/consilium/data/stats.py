@@ -99,7 +99,7 @@ def _picture(item: Item, settings: PictureSettings) -> Measure:
 
 
 def _volume(item: Item, settings: PictureSettings) -> Measure:
-    header, values = volumes.header(item.image), volumes.voxels(item.image)
+    header, values = volumes.header(item.image, item.affine), volumes.voxels(item.image)
     whole = item.slice is None and header.grid.planes(settings.slices.axis) > 1
     size: tuple[int, ...] = values.shape[:3]
     if not whole:
@@ -145,7 +145,7 @@ def _labels(item: Item, settings: PictureSettings) -> Iterable[Labels]:
         return slides.mask_blocks(item.label, slides.shape(item.image, level_of(settings)))
     if item.slice is not None or not isinstance(item.label, Path) or not volumes.is_volume(item.label):
         return [read_labels(item, settings)]
-    image = volumes.header(item.image if volumes.is_volume(item.image) else item.label)
+    image = volumes.header(item.image if volumes.is_volume(item.image) else item.label, item.affine)
     return [volumes.labels(item.label, image, settings.resample_masks)]
 
 

@@ -34,7 +34,7 @@ CachedSample = dict[str, np.ndarray]
 """A sample's arrays of 8 bits."""
 FOLDER = "consilium-samples"
 """Name of the subfolder that holds the cache, in the folder of site.yaml's `cache`."""
-VERSION = 1
+VERSION = 2
 """Of the code that reads samples: raise it when the same file becomes another sample."""
 SPARE = 2**30
 """Bytes of the disk that are left free."""
@@ -48,7 +48,7 @@ _MAGIC = b"consmp01"
 _HEAD = len(_MAGIC) + 32
 _CHECK = 8
 _LINE = 2 * (2 * DIGEST + _CHECK) + 1
-_APART = frozenset({"image", "label", "patient", "study"})
+_APART = frozenset({"image", "label", "patient", "study", "fold"})
 """Fields of an item that a sample does not depend on, or only by their files' content."""
 _OWN = re.compile(r"salt|index|[0-9a-f]{32}\.sample|\.(salt|[0-9a-f]{32})-\d+\.\d{1,9}")
 _log = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
-"""Volumes: headers, voxels and labels. nifti.py and dicom/ have these functions for their formats."""
+"""Volumes: headers, voxels and labels. nifti.py, raw_volumes.py and dicom/ have these functions for their formats."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +18,7 @@ from consilium.data.grid import Grid, disagreement, resampled
 from consilium.data.labels import Labels
 from consilium.data.pixel_values import check_numbers
 from consilium.data.safe_open import Stamp, stamp
+from consilium.data.settings import NiftiAffine
 
 __all__ = ["Header", "forget", "header", "held", "is_volume", "labels", "percentiles", "spread", "voxels"]
 T = TypeVar("T")
@@ -30,6 +31,7 @@ _holders, _local = BoundedSemaphore(KEPT), local()
 class Header:
     """A volume's header. `window`: the file's own (center, width).
 
+    `second`: a NIfTI file's grid by its qform, where its sform says otherwise; `affine`: which of the two was chosen.
     `patient`, `study` and `space` (its frame of reference) are the file's own identifiers: they stay in this process, see
     datalist.py.
     """
@@ -39,11 +41,13 @@ class Header:
     patient: str = ""
     study: str = ""
     space: str = ""
+    second: Grid | None = None
+    affine: NiftiAffine | None = None
 
 
-def header(path: Path) -> Header:
-    """Return a volume's header. Raises DataError."""
-    return _header(path, stamp(path))
+def header(path: Path, affine: NiftiAffine | None = None) -> Header:
+    """Return a volume's header, of a NIfTI file with two places the one that `affine` names. Raises DataError."""
+    return _header(path, stamp(path), affine)
 
 
 def voxels(path: Path) -> np.ndarray:
@@ -108,13 +112,24 @@ def percentiles(values: np.ndarray) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=4096)
-def _header(path: Path, stamp: Stamp) -> Header:
-    found: Header = _reader(path).header(path)
-    affine = found.grid.affine
-    if affine is not None and not (np.isfinite(affine).all() and abs(np.linalg.det(affine[:3, :3])) > 0):
+def _header(path: Path, stamp: Stamp, affine: NiftiAffine | None) -> Header:
+    found = replace(_chosen(path, _reader(path).header(path), affine), affine=affine)
+    place = found.grid.affine
+    if place is not None and not (np.isfinite(place).all() and abs(np.linalg.det(place[:3, :3])) > 0):
         what = "its header gives the voxels no size or place (an affine that cannot be inverted)"
         raise DataError(f"{path}: {what}; write the header anew", "broken geometry")
     return found
+
+
+def _chosen(path: Path, found: Header, affine: NiftiAffine | None) -> Header:
+    """Return a header with the grid that `affine` names. Raises DataError where there are two, and it names none."""
+    if found.second is None or affine == "sform":
+        return found
+    if affine == "qform":
+        return replace(found, grid=found.second)
+    what = f"its qform and its sform give its voxels two places ({disagreement(found.grid, found.second)})"
+    remedy = "write nifti_affine: qform or nifti_affine: sform into site.yaml, whichever is right, or set the other's code to 0"
+    raise DataError(f"{path}: {what}; {remedy}", "qform and sform disagree")
 
 
 @lru_cache(maxsize=KEPT)
@@ -127,7 +142,7 @@ def _labels(path: Path, stamp: Stamp, image: Header, resample: bool) -> Labels:
     found: Labels = _reader(path).labels(path, image)
     if found.regions is not None and found.grid is None:
         return found  # drawn on the image's own grid
-    own = found.grid or header(path).grid
+    own = found.grid or header(path, image.affine).grid
     if not (wrong := disagreement(image.grid, own)):
         return found
     if resample and own.affine is not None and image.grid.affine is not None:
@@ -145,5 +160,5 @@ def _reader(path: Path) -> ModuleType:
     """Return the module that reads a volume: it has header(path), voxels(path) and labels(path, image). Raises DataError."""
     kind = volume_format(path)
     if kind is None:
-        raise DataError(f"{path}: is no volume; give NIfTI or DICOM")
+        raise DataError(f"{path}: is no volume; give NIfTI, DICOM, MetaImage or NRRD")
     return import_module(f"consilium.data.{kind}")

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import nibabel
 import numpy as np
 from PIL import Image
 
 from consilium import __version__
 from consilium.core.errors import DataError
 from consilium.core.storage import write_atomic
-from consilium.data import nifti
-from consilium.data.file_kinds import volume_format
+from consilium.data import nifti, volumes
+from consilium.data.file_kinds import RAW_VOLUMES, volume_format
 
 TIFF = (".tif", ".tiff")
 LOSSY = (".jpg", ".jpeg", ".bmp")
@@ -25,6 +26,8 @@ def mask_name(name: str) -> str:
     low = name.lower()
     if low.endswith((".png", *TIFF, ".nii", ".nii.gz", ".dcm", ".dicom")):
         return name
+    if low.endswith(RAW_VOLUMES):
+        return f"{name}.nii.gz"
     return f"{name}.png" if low.endswith(LOSSY) else f"{name}.dcm"
 
 
@@ -70,6 +73,9 @@ def write_nifti(path: Path, values: np.ndarray, source: Path) -> None:
 
 
 def _nifti(values: np.ndarray, source: Path) -> bytes:
+    if volume_format(source) == "raw_volumes":
+        affine = volumes.header(source).grid.affine
+        return bytes(nibabel.Nifti1Image(values, np.eye(4) if affine is None else affine).to_bytes())
     origin = nifti.load(source)
     shape = tuple(origin.shape) if values.ndim == 3 else values.shape
     header = origin.header.copy()

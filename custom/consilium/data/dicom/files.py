@@ -1,11 +1,13 @@
 """Opening DICOM files without quoting them: their texts name patients.
 
-Each error of a decoder becomes one line with the file and the kind of error, never the decoder's own text. pydicom's log and
+Each error of a decoder becomes one line with the file and a cause, never the decoder's own text. pydicom's log and
 warnings quote values, so both are silent in this process.
 """
 
 import logging
+import struct
 import warnings
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -14,6 +16,7 @@ from typing import Any
 
 import pydicom
 from pydicom import Dataset
+from pydicom.datadict import tag_for_keyword
 
 from consilium.core.errors import DataError
 from consilium.data.dicom.parsing import MOST_OF_FOLDER, Budget, parse
@@ -33,6 +36,7 @@ OTHERS = frozenset(
 """Kinds of objects (SOP classes) that may lie beside a series and are no part of it, though some have pixels."""
 SEGMENTATIONS = frozenset({"1.2.840.10008.5.1.4.1.1.66.4", "1.2.840.10008.5.1.4.1.1.66.7"})
 CONTOURS = "1.2.840.10008.5.1.4.1.1.481.3"
+PARAMETRIC = "1.2.840.10008.5.1.4.1.1.30"
 _PIXELS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
 
 logging.getLogger("pydicom").setLevel(logging.CRITICAL + 1)
@@ -52,7 +56,19 @@ def reading(path: Path) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{path}: cannot be read as DICOM ({type(error).__name__}); {TAKE_OFF}") from None
+        raise DataError(f"{path}: cannot be read as DICOM ({_why(error)}); {TAKE_OFF}") from None
+
+
+def _why(error: Exception) -> str:
+    """Return a cause in words that are not of the file."""
+    missing = getattr(error, "name", None)
+    if isinstance(error, AttributeError) and isinstance(missing, str) and tag_for_keyword(missing):
+        return f"it has no {missing}"
+    if isinstance(error, MemoryError):
+        return "it takes more memory than there is"
+    if isinstance(error, EOFError | struct.error | zlib.error):
+        return "it is damaged, or ends early"
+    return "an element that is needed is missing, or has a value that the standard does not allow"
 
 
 def _silence() -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from pydicom import Dataset
 from pydicom.pixels import apply_modality_lut, apply_voi
+from pydicom.uid import UID
 
 from consilium.core.errors import DataError
-from consilium.data.dicom.files import CONTOURS, SEGMENTATIONS, reading, series, whose
+from consilium.data.dicom.files import CONTOURS, PARAMETRIC, SEGMENTATIONS, reading, series, whose
 from consilium.data.file_kinds import MOST_FILES
 from consilium.data.grid import Grid
 from consilium.data.safe_open import most_unpacked
@@ -197,8 +198,12 @@ def stack(path: Path) -> Stack:
     files = dict(series(path))
     first = next(iter(files.values()))
     if "Rows" not in first:
-        what = "holds contours, which need their image's grid" if first.get("SOPClassUID") == CONTOURS else "holds no image"
+        uid = UID(str(first.get("SOPClassUID") or ""))
+        what = f"holds no image but what the standard calls {uid.name}" if uid.name != uid else "holds no image"
+        what = "holds contours, which need their image's grid" if uid == CONTOURS else what
         raise DataError(f"{path}: {what}; name an image")
+    if first.get("SOPClassUID") == PARAMETRIC:
+        raise DataError(f"{path}: is a parametric map, which is not read; save it as NIfTI, or as an image of whole numbers")
     _check_size(path, files)
     frames = list(chain.from_iterable(frames_of(file, elements) for file, elements in files.items()))
     if len(frames) > 1 and len(files) > 1 and any(frame.place is None for frame in frames):

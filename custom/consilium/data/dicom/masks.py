@@ -46,31 +46,46 @@ def check_space(path: Path, elements: Dataset, image: Header) -> None:
 def contours(path: Path, elements: Dataset, image: Header) -> Labels:
     """Return what closed contours enclose, by the structure's name: voxels whose middle lies inside, holes left out.
 
-    Raises DataError for contours that lie on no plane of the image, or in another frame of reference.
+    A structure that cannot be read, or lies beside the image, is a fault of its own and none of the others'. Raises DataError
+    for an image without a place, and for more contours than are read.
     """
     if image.grid.affine is None:
         raise DataError(f"{path}: holds contours in millimetres, and its image does not say where it lies; use another mask")
-    names = {int(roi.ROINumber): roi for roi in elements.get("StructureSetROISequence") or []}
-    drawn = [(names[int(roi.ReferencedROINumber)], roi) for roi in elements.get("ROIContourSequence") or []]
-    drawn = [(about, roi) for about, roi in drawn if roi.get("ContourSequence")]
+    structures = {str(roi.get("ROINumber")): roi for roi in elements.get("StructureSetROISequence") or []}
+    every = [(structures.get(str(roi.get("ReferencedROINumber"))), roi) for roi in elements.get("ROIContourSequence") or []]
+    drawn = [(about, roi) for about, roi in every if about is not None and roi.get("ContourSequence")]
     if (needed := len(drawn) * prod(image.grid.shape)) > MOST_VOLUME:
         found = f"{len(drawn)} structures, {needed:,} bytes; at most {MOST_VOLUME:,} are"
         raise DataError(f"{path}: cannot be read as masks ({found}); leave structures out")
     if (count := sum(len(roi.ContourSequence) for _, roi in drawn)) > MOST_CONTOURS:
         raise _too_much(path, f"{count:,} contours, at most {MOST_CONTOURS:,} are")
     planes: list[tuple[str, Planes]] = []
+    faults: dict[Value, DataError] = {}
     for about, roi in drawn:
-        check_space(path, about, image)
-        planes.append((str(about.get("ROIName") or "").strip(), _planes(path, roi.ContourSequence, image.grid)))
+        name = _name(about)
+        try:
+            with reading(path):
+                check_space(path, about, image)
+                planes.append((name, _planes(path, roi.ContourSequence, image.grid)))
+        except DataError as error:
+            why = str(error).removeprefix(f"{path}: ")
+            faults[name] = DataError(f"{path}: structure {name!r} {why}", error.kind)
     polygons = (polygon for _, one in planes for some in one.values() for polygon in some)
     if (lines := sum(int(_span(polygon, image.grid.shape[:2]).sum()) for polygon in polygons)) > MOST_CROSSINGS:
         raise _too_much(path, f"edges that cross {lines:,} lines of voxels, at most {MOST_CROSSINGS:,} are")
-    regions: dict[Value, np.ndarray] = {}
+    nothing = np.zeros(image.grid.shape[::-1], bool).T  # slices in one piece
+    regions: dict[Value, np.ndarray] = {name: nothing for name in map(_name, structures.values())}
     for name, one in planes:
-        mask = regions.setdefault(name, np.zeros(image.grid.shape[::-1], bool).T)  # slices in one piece
+        if one:
+            mask = regions[name] = nothing.copy(order="K") if regions[name] is nothing else regions[name]
         for plane, some in one.items():
             mask[:, :, plane] |= inside(some, image.grid.shape[:2])
-    return Labels(regions=regions)
+    sound = {name: mask for name, mask in regions.items() if name not in faults}
+    return Labels(regions=sound or {"": nothing}, faults=faults)
+
+
+def _name(structure: Dataset) -> str:
+    return str(structure.get("ROIName") or "").strip()
 
 
 def _too_much(path: Path, found: str) -> DataError:
@@ -81,9 +96,9 @@ def _planes(path: Path, sequence: Iterable[Dataset], grid: Grid) -> Planes:
     """Return the closed contours of a structure by plane."""
     found: Planes = {}
     for contour in sequence:
-        if contour.get("ContourGeometricType") not in CLOSED:
+        if contour.get("ContourGeometricType") not in CLOSED or not len(points := _points(path, contour)):
             continue
-        voxel = _voxels(_points(path, contour), grid)
+        voxel = _voxels(points, grid)
         plane = round(float(np.median(voxel[:, 2])))
         if np.abs(voxel[:, 2] - plane).max() > SLICE_TOLERANCE or not 0 <= plane < grid.shape[2]:
             if grid.shape[2] == 1:
@@ -98,7 +113,9 @@ def _points(path: Path, contour: Dataset) -> np.ndarray:
 
     Raises DataError for a number that is too long.
     """
-    raw: Any = contour.get_item("ContourData")
+    raw: Any = contour.get_item("ContourData") if "ContourData" in contour else None
+    if raw is None or not raw.value:
+        return np.zeros((0, 3))
     values = raw.value.split(b"\\") if isinstance(raw.value, bytes) else list(raw.value)
     if isinstance(raw.value, bytes) and max(map(len, values)) > _LONGEST_NUMBER:
         what = f"has a contour with a number of over {_LONGEST_NUMBER} characters"

@@ -1,19 +1,21 @@
 """Pixel values of DICOM images, decoded frame by frame."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from pydicom import Dataset
-from pydicom.encaps import generate_frames
-from pydicom.pixels import apply_color_lut, get_decoder, iter_pixels
-from pydicom.pixels.utils import get_expected_length
-from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian, RLELossless
+from pydicom.encaps import encapsulate, generate_frames
+from pydicom.pixels import get_decoder, iter_pixels
+from pydicom.pixels.utils import get_expected_length, get_j2k_parameters
+from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian, JPEGExtended12Bit, RLELossless
 
 from consilium.core.errors import DataError
 from consilium.data.codes import check_work, coded_shape
 from consilium.data.dicom.files import SEGMENTATIONS, has_pixels, open_file, reading
 from consilium.data.dicom.frames import Stack, count_of, in_unit, stack
+from consilium.data.dicom.palette import Palette
 from consilium.data.safe_open import TAKE_OFF
 
 _SPARE = 2**20
@@ -52,8 +54,7 @@ def _lengths(code: bytes) -> Iterator[int]:
             at += 2 if head > 128 else 1
 
 
-MOST_ENTRIES = 2**16
-"""Of a palette."""
+_SAVE_AS = "save it as JPEG 2000, JPEG-LS, RLE or uncompressed"
 _DECODERS = ("pillow", "pyjpegls", "pydicom", "gdcm")
 """Decoders in the order of preference."""
 
@@ -108,9 +109,48 @@ def pictures(file: Path) -> Iterator[np.ndarray]:
     if elements.BitsAllocated == 1 and not syntax.is_encapsulated:
         yield from _unpacked(elements)
         return
-    decoder = next((name for name in _DECODERS if name in get_decoder(syntax).available_plugins), "")
-    for picture in iter_pixels(elements, decoding_plugin=decoder, allow_excess_frames=False):
-        yield _coloured(file, picture, elements)
+    palette = Palette(file, elements) if elements.get("PhotometricInterpretation") == "PALETTE COLOR" else None
+    stored = _decoded(file, elements, syntax) if syntax.is_encapsulated else iter_pixels(elements, allow_excess_frames=False)
+    for picture in stored:
+        if palette is not None:
+            yield palette.colours(picture)
+        elif picture.ndim == 2:
+            yield picture
+        else:
+            yield (picture[..., :3] >> max(0, int(elements.BitsStored) - 8)).astype(np.uint8)
+
+
+def _decoded(file: Path, elements: Dataset, syntax: UID) -> Iterator[np.ndarray]:
+    """Yield compressed frames, each by the first decoder that reads it. Raises DataError where none does.
+
+    A frame becomes a file of its own, because iter_pixels() ends at the first fault. The code of a JPEG 2000 is read with its
+    own sign, which pydicom's decoders need, and its stored bits are then those of the header.
+    """
+    decoder, one, count = get_decoder(syntax), elements.group_dataset(0x0028), count_of(elements)
+    signed = int(elements.get("PixelRepresentation") or 0)
+    one.file_meta, one.NumberOfFrames = elements.file_meta, 1
+    names = sorted(decoder.available_plugins, key=_DECODERS.index)
+    codes = generate_frames(elements.PixelData, number_of_frames=count)
+    for number in range(count):
+        if (code := next(codes, None)) is None:
+            raise DataError(f"{file}: cannot be read as DICOM ({number:,} of {count:,} frames are there); {TAKE_OFF}")
+        one.PixelData = encapsulate([code], has_bot=False)
+        one.PixelRepresentation = int(get_j2k_parameters(code).get("is_signed", signed))
+        for name in names:
+            with suppress(Exception):  # decoders raise anything
+                picture = decoder.as_array(one, index=0, decoding_plugin=name)[0]
+                break
+        else:
+            what = f"frame {number}: no decoder here reads its code of {syntax.name}"
+            raise DataError(f"{file}: cannot be read as DICOM ({what}); {TAKE_OFF}")
+        yield picture if one.PixelRepresentation == signed else _signed(picture, int(elements.BitsStored), bool(signed))
+
+
+def _signed(picture: np.ndarray, bits: int, signed: bool) -> np.ndarray:
+    """Return the lowest `bits` of whole numbers as numbers with a sign, or without."""
+    whole = picture.astype(np.int64) & (1 << bits) - 1
+    whole = np.where(whole >> bits - 1, whole - (1 << bits), whole) if signed else whole
+    return whole.astype(f"{'i' if signed else 'u'}{picture.itemsize}")
 
 
 def _unpacked(elements: Dataset) -> Iterator[np.ndarray]:
@@ -121,36 +161,6 @@ def _unpacked(elements: Dataset) -> Iterator[np.ndarray]:
         packed = np.frombuffer(elements.PixelData, np.uint8, -(-last // 8) - first // 8, first // 8)
         bits = np.unpackbits(packed, bitorder="little")[first % 8 : first % 8 + pixels]
         yield bits.reshape(elements.Rows, elements.Columns)
-
-
-def _coloured(file: Path, picture: np.ndarray, elements: Dataset) -> np.ndarray:
-    """Return colours as 8 bits, and grey unchanged."""
-    bits = int(elements.BitsStored)
-    if elements.get("PhotometricInterpretation") == "PALETTE COLOR":
-        _check_palette(file, elements)
-        picture = apply_color_lut(picture, elements)
-        bits = 8 * picture.itemsize
-    elif picture.ndim == 2:
-        return picture
-    return (picture[..., :3] >> max(0, bits - 8)).astype(np.uint8)
-
-
-def _check_palette(file: Path, elements: Dataset) -> None:
-    """Raise DataError for a palette of segments with more colours than a palette has (DICOM PS3.3, C.7.9.2)."""
-    for colour in ("Red", "Green", "Blue"):
-        coded = elements.get(f"Segmented{colour}PaletteColorLookupTableData")
-        about = elements.get(f"{colour}PaletteColorLookupTableDescriptor")
-        if not coded:
-            continue
-        words, at, entries = np.frombuffer(coded, np.uint8 if about[2] == 8 else "<u2").tolist(), 0, 0
-        while at + 1 < len(words):
-            kind, length = words[at : at + 2]
-            if kind > 1:
-                raise DataError(f"{file}: its palette refers to its own segments, which is not read; save it as RGB")
-            entries += length
-            at += 2 + length if kind == 0 else 3
-        if entries > MOST_ENTRIES:
-            raise DataError(f"{file}: its palette has {entries:,} colours, at most {MOST_ENTRIES:,} are read; save it as RGB")
 
 
 def _syntax(elements: Dataset) -> UID:
@@ -176,7 +186,9 @@ def _check_pixels(file: Path, elements: Dataset, syntax: UID) -> None:
         known = False
     if not known:
         what = "in a way unknown here" if syntax.is_private or syntax.name == syntax else f"as {syntax.name}"
-        raise DataError(f"{file}: is compressed {what}, which is not read; save it as JPEG 2000, JPEG-LS, RLE or uncompressed")
+        raise DataError(f"{file}: is compressed {what}, which is not read; {_SAVE_AS}")
+    if syntax == JPEGExtended12Bit and elements.BitsStored != 8:
+        raise DataError(f"{file}: is a JPEG of {elements.BitsStored} bits, which is not read; {_SAVE_AS}")
     if syntax.is_encapsulated:
         check_codes(file, elements, count_of(elements))
     elif "PixelData" in elements and len(elements.PixelData) < get_expected_length(elements):

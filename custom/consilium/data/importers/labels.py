@@ -19,6 +19,7 @@ from consilium.data.importers.base import (
     check_sizes,
 )
 from consilium.data.pairs import MODES, MOST_VALUES
+from consilium.data.pixel_values import UNSMOOTHED, is_anti_aliased
 from consilium.data.safe_open import open_picture, reading
 from consilium.data.site_names import renamed_notes, renamed_sites
 
@@ -66,7 +67,10 @@ def _values(sample: SourceSample) -> set[int]:
     check_sizes(image, mask)
     with reading(mask, *UNREADABLE), open_picture(mask) as picture:
         mode = picture.mode
-        values = {int(value) for value in np.unique(np.asarray(picture))} if mode in MODES else set()
+        array = np.asarray(picture) if mode in MODES else np.zeros((1, 1), np.uint8)
+    values = {int(value) for value in np.unique(array)}
+    if len(values) > 2 and is_anti_aliased(array, {0, max(values)}):
+        raise DataError(f"{mask}: mask is anti-aliased: {len(values) - 2} values lie on edges alone; {UNSMOOTHED}")
     if mode not in MODES or len(values) > MOST_VALUES:
         raise DataError(f"{mask}: is no label picture (mode {mode}); save it as PNG with one channel and a value per class")
     return values

@@ -1,7 +1,7 @@
 """Pictures with a table: a CSV file that says of each its class or its mask and, where known, site, patient and split."""
 
 import csv
-import unicodedata
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from pathlib import Path
 from consilium.core.errors import ConfigError, ConsiliumError, DataError
 from consilium.core.schema import nearest
 from consilium.data.class_names import EACH_ITS_OWN, doubts
-from consilium.data.file_kinds import PICTURES, is_volume
+from consilium.data.file_kinds import PICTURES, is_volume, place_of
 from consilium.data.identifiers import check_identifier
 from consilium.data.importers.base import Importer, ImportResult, Options, SourceSample
 from consilium.data.importers.labels import labelled
@@ -24,6 +24,8 @@ LAYOUT = (
 )
 FIELDS = ("image", "label", "site", "patient", "split")
 NEEDED = FIELDS[:2]
+SEPARATOR = re.compile(r"\s*\"?sep=(.)\"?[\s,;]*", re.IGNORECASE)
+"""Excel's line that says which character separates its columns."""
 SPLITS = {"": None, "train": "training", "training": "training", "test": "test"}
 SPLITS |= dict.fromkeys(("val", "valid", "validation"), "validation")
 ONE = "one list for all, no sites: share it out with `consilium data partition` of its datalist.json"
@@ -78,8 +80,9 @@ def find_table(folder: Path) -> Table | None:
 
 def read_table(source: Path, columns: Mapping[str, str]) -> Table:
     """Return a table's lines by field. Raises DataError, and ConfigError for a column that is not there."""
-    there, lines = _lines(source)
-    named, notes = _columns(source, columns, there, lines)
+    there, lines, left_out = _lines(source)
+    named, told = _columns(source, columns, there, lines)
+    notes = [*left_out, *told]
     rows = [Row(row.number, {f: row.values[name] for f, name in named.items()}) for row in lines]
     has_masks = any(_is_path(source, row.values["label"]) for row in rows[:_LOOKED_AT])
     kept = [row for row in rows if row.values["label"]]
@@ -93,17 +96,25 @@ def read_table(source: Path, columns: Mapping[str, str]) -> Table:
     return Table(source, kept, has_masks, notes)
 
 
-def _lines(source: Path) -> tuple[list[str], list[Row]]:
-    """Return the headings, and the lines by heading."""
+def _lines(source: Path) -> tuple[list[str], list[Row], list[str]]:
+    """Return the headings, the lines by heading, and a note of lines left out.
+
+    Excel may write a line `sep=;` before the headings, and lines of separators alone behind the last.
+    """
     lines = text_lines(source, "save it as CSV in UTF-8", newline="")
-    first = next(lines, "")
-    reader = csv.DictReader(chain([first], lines), delimiter=max(",;\t", key=first.count))
-    reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
+    before, first, said = 0, next(lines, ""), None
+    while first and (not first.strip() or SEPARATOR.fullmatch(first.strip("\r\n"))):
+        said = said or SEPARATOR.fullmatch(first.strip("\r\n"))
+        before, first = before + 1, next(lines, "")
+    reader = csv.DictReader(chain([first], lines), delimiter=said[1] if said else max(",;\t", key=first.count))
+    there = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
     try:
-        rows = [Row(reader.line_num, {h: (raw[h] or "").strip() for h in reader.fieldnames}) for raw in reader]
+        rows = [Row(reader.line_num + before, {name: (raw[name] or "").strip() for name in there}) for raw in reader]
     except csv.Error as error:
-        raise DataError(f"{source}: line {reader.line_num + 1}: {error}; save it as CSV anew") from None
-    return list(reader.fieldnames), rows
+        raise DataError(f"{source}: line {reader.line_num + before + 1}: {error}; save it as CSV anew") from None
+    filled = [row for row in rows if any(row.values.values())]
+    empty = len(rows) - len(filled)
+    return there, filled, [f"{source.name}: {empty} lines without any value are left out"] if empty else []
 
 
 def _columns(
@@ -112,7 +123,8 @@ def _columns(
     """Return the heading of each field that the table has, by name or by its cells, and notes. Raises ConfigError."""
     if wrong := [name for name in columns if name not in FIELDS]:
         raise ConfigError(f"--column: {wrong[0]!r}: expected one of {', '.join(FIELDS)}{nearest(wrong[0], FIELDS)}")
-    named = {one: columns.get(one, one) for one in FIELDS if one in columns or one in there}
+    exact = {name.casefold(): name for name in reversed(there)}
+    named = {one: columns.get(one) or exact[one] for one in FIELDS if one in columns or one in exact}
     if absent := [one for one, name in named.items() if name not in there]:
         what = f"{source}: no column {named[absent[0]]!r}; there are {', '.join(there)}"
         raise ConfigError(f"--column: {what}; write --column {absent[0]}=NAME")
@@ -141,11 +153,11 @@ def _proposed(what: str, there: Sequence[str], rows: Sequence[Row]) -> str:
 
 def _of_paths(source: Path, column: str, rows: Sequence[Row]) -> bool:
     cells = [row.values[column] for row in rows[:_LOOKED_AT] if row.values[column]]
-    return bool(cells) and all(_picture(source.parent / cell) for cell in cells)
+    return bool(cells) and all(_picture(source.parent, cell) for cell in cells)
 
 
 def _is_path(source: Path, cell: str) -> bool:
-    return cell.lower().endswith(PICTURES) or ("/" in cell and _picture(source.parent / cell) is not None)
+    return cell.lower().endswith(PICTURES) or (bool(re.search(r"[/\\]", cell)) and _picture(source.parent, cell) is not None)
 
 
 def _check_classes(source: Path, column: str, rows: Sequence[Row]) -> None:
@@ -170,16 +182,16 @@ def _sample(table: Table, row: Row, site: str) -> SourceSample:
 
 
 def _there(source: Path, where: str, name: str, cell: str) -> Path:
-    if (found := _picture(source.parent / cell)) is None:
+    if (found := _picture(source.parent, cell)) is None:
         raise DataError(f"{where}: {name} {cell!r}: no such file; paths start at the table's folder")
     return found
 
 
-def _picture(path: Path) -> Path | None:
-    """Return the file of that name, also where its name is in the other form of Unicode, as on disks from a Mac."""
-    forms = (path.with_name(unicodedata.normalize(form, path.name)) for form in ("NFC", "NFD")) if path.name else ()
+def _picture(folder: Path, cell: str) -> Path | None:
+    """Return the file, or the series of DICOM files, that a cell names, None where it is not there."""
+    path = place_of(folder, cell)
     try:
-        return next((one for one in (path, *forms) if one.is_file() or (one.is_dir() and is_volume(one))), None)
+        return path if cell and (path.is_file() or (path.is_dir() and is_volume(path))) else None
     except (OSError, ValueError):  # no name of a file
         return None
 

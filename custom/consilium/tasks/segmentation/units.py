@@ -125,7 +125,7 @@ def volume_of(item: Item) -> object:
 
 def spacing_of(item: Item, shape: tuple[int, int]) -> tuple[float, float, float] | None:
     """Return millimetres between planes, rows and columns of an item brought to `shape`; None where unknown."""
-    grid = volumes.header(item.image).grid if volumes.is_volume(item.image) else None
+    grid = volumes.header(item.image, item.affine).grid if volumes.is_volume(item.image) else None
     if grid is None or grid.voxel is None or (pixel := grid.pixel(item.axis)) is None:
         return None
     rows, columns = (step * old / new for step, old, new in zip(pixel, cropped_shape(item), shape, strict=True))
@@ -161,7 +161,7 @@ def _packed(masks: Tensor) -> np.ndarray:
 def _distances(unit: _Unit, whole: bool) -> Row:
     """Return HD95 and ASSD (C,) under the names of their unit; a volume of one plane is a picture."""
     spacing, image = spacing_of(unit.item, unit.shape), unit.item.image
-    depth = volumes.header(image).grid.planes(unit.item.axis) if whole and volumes.is_volume(image) else 1
+    depth = volumes.header(image, unit.item.affine).grid.planes(unit.item.axis) if whole and volumes.is_volume(image) else 1
     steps = (spacing or (1.0, 1.0, 1.0))[0 if depth > 1 else 1 :]
     found = [distances(_mask(unit, 0, c, depth), _mask(unit, 1, c, depth), steps) for c in range(len(unit.known))]
     values = torch.tensor(found, dtype=torch.float64).T

@@ -1,0 +1,102 @@
+"""Colours of PALETTE COLOR images: tables of red, green and blue by stored value (DICOM PS3.3, C.7.6.3.1.5 and C.7.9.2).
+
+Own code, because files differ from the standard: a table's words are of 8 bits or fill the low byte only, whatever its
+descriptor says, and those of big-endian files are big-endian.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydicom import Dataset
+
+from consilium.core.errors import DataError
+from consilium.data.safe_open import TAKE_OFF
+
+MOST_ENTRIES = 2**16
+"""Of a palette."""
+_DARK = 2**12
+"""Words of 16 bits that are all smaller would be shown as black: they have fewer bits than their descriptor says."""
+_SAVE = "save it as RGB"
+
+
+class Palette:
+    """The colours of one file. Raises DataError for tables that are missing, too short or too long."""
+
+    def __init__(self, file: Path, elements: Dataset) -> None:
+        tables = [_entries(file, elements, colour) for colour in ("Red", "Green", "Blue")]
+        if len({len(table) for table in tables}) > 1:
+            lengths = ", ".join(f"{len(table):,}" for table in tables)
+            raise DataError(f"{file}: its palette has {lengths} reds, greens and blues; {_SAVE}")
+        words = np.stack(tables, 1)
+        first, bits = _descriptor(file, elements, "Red")[1:]
+        signed = first >= 2**15 and elements.get("PixelRepresentation")
+        self._first = first - 2**16 if signed else first
+        self._colours = (words >> (_bits(int(words.max()), bits) - 8)).astype(np.uint8)
+
+    def colours(self, stored: np.ndarray) -> np.ndarray:
+        """Return stored values (H, W) as colours (H, W, 3); values outside of the table get its first or last colour."""
+        index = stored.astype(np.int64) - self._first
+        found: np.ndarray = self._colours[index.clip(0, len(self._colours) - 1)]
+        return found
+
+
+def _bits(most: int, described: int) -> int:
+    """Return how many bits the words of tables have whose largest is `most`."""
+    if 8 <= described < 16 and most < 1 << described:
+        return described
+    return 16 if most >= _DARK else max(8, most.bit_length())
+
+
+def _descriptor(file: Path, elements: Dataset, colour: str) -> tuple[int, int, int]:
+    """Return a table's number of entries, the stored value of its first one as 16 bits, and the bits of a word."""
+    found: Any = elements.get(f"{colour}PaletteColorLookupTableDescriptor")
+    if found is None or len(found) != 3:
+        raise DataError(f"{file}: its palette has no descriptor of {colour.lower()}; {_SAVE}, or {TAKE_OFF}")
+    count, first, bits = (int(value) & 0xFFFF for value in found)
+    return count or MOST_ENTRIES, first, bits
+
+
+def _entries(file: Path, elements: Dataset, colour: str) -> np.ndarray:
+    """Return the words (N,) of one colour."""
+    count, _, bits = _descriptor(file, elements, colour)
+    if plain := elements.get(f"{colour}PaletteColorLookupTableData"):
+        size = 2 if not isinstance(plain, bytes) or len(plain) >= 2 * count else 1
+        found = _words(elements, f"{colour}PaletteColorLookupTableData", size)[:count]
+    else:
+        keyword = f"Segmented{colour}PaletteColorLookupTableData"
+        sizes = (1, 2) if bits == 8 else (2, 1)
+        expanded = (_expanded(_words(elements, keyword, size).tolist(), count) for size in sizes if elements.get(keyword))
+        found = np.array(next((one for one in expanded if len(one) == count), []), np.int64)
+    if len(found) < count:
+        what = f"its palette of {count:,} colours has another number of them, or refers to its own segments"
+        raise DataError(f"{file}: {what}, which is not read; {_SAVE}, or {TAKE_OFF}")
+    return found
+
+
+def _words(elements: Dataset, keyword: str, size: int) -> np.ndarray:
+    """Return a table's words of `size` bytes."""
+    value: Any = elements[keyword].value
+    if not isinstance(value, bytes):  # US instead of OW
+        return np.array(value, np.int64)
+    little = elements.original_encoding[1] is not False
+    if size == 1 and not little and elements[keyword].VR == "OW":
+        value = np.frombuffer(value[: len(value) // 2 * 2], ">u2").astype("<u2").tobytes()
+    return np.frombuffer(value[: len(value) // size * size], f"{'<' if little else '>'}u{size}").astype(np.int64)
+
+
+def _expanded(words: Sequence[int], most: int) -> list[int]:
+    """Return the entries that segments stand for: lists of them, and lines. [] for more than `most`, or other segments."""
+    found: list[int] = []
+    at = 0
+    while at + 2 < len(words):
+        kind, length = words[at : at + 2]
+        if kind > 1 or len(found) + length > most or (kind == 1 and not found):
+            return []
+        if kind == 0:
+            found += words[at + 2 : at + 2 + length]
+        else:
+            found += np.rint(np.linspace(found[-1], words[at + 2], length + 1)[1:]).astype(int).tolist()
+        at += 3 if kind else 2 + length
+    return found

@@ -1,0 +1,188 @@
+"""Volumes in MetaImage (.mha) and NRRD (.nrrd): a header of text, then the voxels, plain or deflated.
+
+Own code, because ITK's readers open what files name, and decode before they say how much that is. Headers whose voxels lie in
+another file are refused: a copy of decoded samples follows the file that a data list names.
+"""
+
+import re
+import zlib
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from consilium.core.errors import DataError
+from consilium.data.grid import Grid
+from consilium.data.labels import Labels
+from consilium.data.pixel_values import whole_numbers
+from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, most_unpacked, reading
+from consilium.data.volumes import Header
+
+MOST_HEADER = 2**16
+"""Bytes."""
+_META_TYPES = {
+    "CHAR": "i1", "UCHAR": "u1", "SHORT": "i2", "USHORT": "u2", "INT": "i4", "UINT": "u4", "LONG_LONG": "i8",
+    "ULONG_LONG": "u8", "FLOAT": "f4", "DOUBLE": "f8",
+}  # fmt: skip
+_NRRD_TYPES = {
+    "i1": ("signed char", "int8", "int8_t"), "u1": ("uchar", "unsigned char", "uint8", "uint8_t"),
+    "i2": ("short", "short int", "signed short", "signed short int", "int16", "int16_t"),
+    "u2": ("ushort", "unsigned short", "unsigned short int", "uint16", "uint16_t"),
+    "i4": ("int", "signed int", "int32", "int32_t"), "u4": ("uint", "unsigned int", "uint32", "uint32_t"),
+    "i8": ("longlong", "long long", "long long int", "signed long long", "signed long long int", "int64", "int64_t"),
+    "u8": ("ulonglong", "unsigned long long", "unsigned long long int", "uint64", "uint64_t"),
+    "f4": ("float",), "f8": ("double",),
+}  # fmt: skip
+_SPACES = {"right-anterior-superior": (1, 1, 1), "left-anterior-superior": (-1, 1, 1), "left-posterior-superior": (-1, -1, 1)}
+"""Signs that turn a space's axes to the patient's right, front and up."""
+_SPACES |= {"".join(word[0] for word in name.split("-")): signs for name, signs in _SPACES.items()}
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where a file holds its voxels, and of what type. `grid`: without an affine where the file does not say its place."""
+
+    dtype: np.dtype
+    grid: Grid
+    start: int
+    packed: bool
+
+
+def header(path: Path) -> Header:
+    """Return the grid of a volume of two or three dimensions. Raises DataError."""
+    with reading(path, _UNREADABLE, most=MOST_VOLUME_FILE):
+        return Header(_layout(path).grid)
+
+
+def voxels(path: Path) -> np.ndarray:
+    """Return real numbers (i, j, k) of the file's own type. Raises DataError."""
+    with reading(path, _UNREADABLE, most=MOST_VOLUME_FILE):
+        found = _layout(path)
+        needed = prod(found.grid.shape) * found.dtype.itemsize
+        with path.open("rb") as file:
+            file.seek(found.start)
+            data = zlib.decompressobj(_ANY_HEADER).decompress(file.read(), needed) if found.packed else file.read(needed)
+        if len(data) < needed:
+            raise DataError(f"{path}: its voxels end early; {TAKE_OFF}")
+        return np.frombuffer(data, found.dtype).reshape(found.grid.shape, order="F")
+
+
+_UNREADABLE = "cannot be read as MetaImage or NRRD"
+_ANY_HEADER = 47
+"""zlib's bits of a window of any size, of a stream of zlib or gzip."""
+
+
+def labels(path: Path, image: Header) -> Labels:
+    """Return the label values on the file's own grid (i, j, k). Raises DataError for values that are no whole numbers."""
+    return Labels(values=whole_numbers(path, voxels(path)))
+
+
+def _layout(path: Path) -> _Layout:
+    with path.open("rb") as file:
+        head = file.read(MOST_HEADER)
+    try:
+        found = (_nrrd if head[:4] == b"NRRD" else _metaimage)(path, head)
+    except KeyError as error:
+        raise DataError(f"{path}: {_UNREADABLE} (its header has no {error.args[0]}); {TAKE_OFF}") from None
+    needed, most = prod(found.grid.shape) * found.dtype.itemsize, most_unpacked(path.stat().st_size)
+    if not 0 < needed <= most:
+        what = f"{'x'.join(map(str, found.grid.shape))} voxels, {needed:,} bytes; at most {most:,} are of a file of its size"
+        raise DataError(f"{path}: {_UNREADABLE} ({what}); cut it into smaller ones", "too large")
+    return found
+
+
+def _refused(path: Path, what: str) -> DataError:
+    return DataError(f"{path}: {what}, which is not read; convert it to NIfTI, or save it in one file as .mha or .nrrd")
+
+
+def _shape(path: Path, sizes: list[int]) -> tuple[int, int, int]:
+    if len(sizes) not in (2, 3):
+        what = f"has {len(sizes)} dimensions, {'x'.join(map(str, sizes))}"
+        raise DataError(f"{path}: {what}; save its sequences or times as volumes of three", "not three dimensions")
+    i, j, k = (*sizes, 1)[:3]
+    return i, j, k
+
+
+def _affine(steps: np.ndarray, origin: np.ndarray, signs: Any = (-1, -1, 1)) -> np.ndarray:
+    """Return the affine (4, 4) of steps (D, D), a row for each axis, and an origin (D,), in millimetres of a space."""
+    found, count = np.eye(4), len(steps)
+    found[:count, :count], found[:count, 3] = steps.T, origin
+    return np.diag([*signs, 1.0]) @ found
+
+
+def _metaimage(path: Path, head: bytes) -> _Layout:
+    """Return the layout by a MetaImage's header: its matrix has a row for each axis, in DICOM's directions."""
+    fields: dict[str, str] = {}
+    start = 0
+    while "ElementDataFile" not in fields:
+        line, end, _ = head[start:].partition(b"\n")
+        name, equal, value = line.decode("latin-1").partition("=")
+        if not (equal and end):
+            raise DataError(f"{path}: {_UNREADABLE} (no line of its header names the voxels); {TAKE_OFF}")
+        fields[name.strip()] = value.strip()
+        start += len(line) + 1
+
+    def says(*names: str) -> bool:
+        return any(fields.get(name, "").lower() in ("true", "1") for name in names)
+
+    if fields["ElementDataFile"] != "LOCAL":
+        raise _refused(path, "has its voxels in another file")
+    if int(fields.get("ElementNumberOfChannels", 1)) != 1:
+        raise _refused(path, "holds several values a voxel")
+    kind = _META_TYPES.get(fields["ElementType"].removeprefix("MET_"))
+    if kind is None or not (says("BinaryData") or "BinaryData" not in fields):
+        raise _refused(path, "holds numbers as text, or of an unknown type")
+    sizes = [int(n) for n in fields["DimSize"].split()]
+    shape, count = _shape(path, sizes), len(sizes)
+    order = ">" if says("BinaryDataByteOrderMSB", "ElementByteOrderMSB") else "<"
+
+    def numbers(names: tuple[str, ...], otherwise: np.ndarray) -> np.ndarray:
+        given = next((fields[name] for name in names if name in fields), None)
+        return otherwise if given is None else np.array(given.split(), np.float64).reshape(otherwise.shape)
+
+    turn = numbers(("TransformMatrix", "Rotation", "Orientation"), np.eye(count))
+    spacing = numbers(("ElementSpacing", "ElementSize"), np.ones(count))
+    origin = numbers(("Offset", "Position", "Origin"), np.zeros(count))
+    return _Layout(np.dtype(order + kind), Grid(shape, _affine(turn * spacing[:, None], origin)), start, says("CompressedData"))
+
+
+def _nrrd(path: Path, head: bytes) -> _Layout:
+    """Return the layout by the header of a NRRD (teem.sourceforge.net/nrrd/format.html)."""
+    end = re.search(rb"\r?\n\r?\n", head)
+    lines = head[: end.start() if end else None].decode("latin-1").splitlines()[1:]
+    pairs = (line.partition(":") for line in lines if not line.startswith("#"))
+    fields = {name.strip().lower(): value.strip() for name, _, value in pairs if not value.startswith("=")}
+    if {"data file", "datafile"} & fields.keys():
+        raise _refused(path, "has its voxels in another file")
+    if end is None:
+        raise DataError(f"{path}: {_UNREADABLE} (its header has no end); {TAKE_OFF}")
+    kind = next((kind for kind, names in _NRRD_TYPES.items() if fields["type"].lower() in names), None)
+    encoding = fields["encoding"].lower()
+    skips = {fields.get(name, "0") for name in ("line skip", "lineskip", "byte skip", "byteskip")}
+    if kind is None or encoding not in ("raw", "gzip", "gz") or skips != {"0"}:
+        raise _refused(path, f"holds {fields['type']} in encoding {encoding}")
+    sizes = [int(n) for n in fields["sizes"].split()]
+    shape, order = _shape(path, sizes), ">" if fields.get("endian", "little").lower() == "big" else "<"
+    grid = Grid(shape, _nrrd_affine(path, fields, len(sizes)))
+    return _Layout(np.dtype(order + kind), grid, end.end(), encoding != "raw")
+
+
+def _nrrd_affine(path: Path, fields: dict[str, str], count: int) -> np.ndarray | None:
+    """Return the affine (4, 4) of a NRRD's axes, None where it does not say it."""
+    if "space directions" not in fields:
+        spacing = np.array(fields["spacings"].split(), np.float64) if "spacings" in fields else None
+        return None if spacing is None else _affine(np.diag(spacing), np.zeros(count))
+    space = fields.get("space", "lps" if "space dimension" in fields else "").lower()  # as ITK reads it
+    if (signs := _SPACES.get(space)) is None:
+        raise _refused(path, "lies in a space that is not the patient's")
+    steps = np.array([_vector(one) for one in re.findall(r"\([^)]*\)", fields["space directions"])])
+    origin = _vector(fields["space origin"]) if "space origin" in fields else np.zeros(steps.shape[1])
+    if steps.shape == (2, 3):  # a plane in space: its third step is across, of 1 mm
+        steps = np.vstack([steps, np.cross(*steps) / np.linalg.norm(np.cross(*steps))])
+    return _affine(steps, origin, signs)
+
+
+def _vector(text: str) -> np.ndarray:
+    return np.array(text.strip("() ").split(","), np.float64)
