@@ -132,7 +132,7 @@ def unpaired(pairs: Pairs, folder: Path) -> str:
     masks = [*(mask for _, mask in pairs.found), *pairs.unused]
     there = ", ".join(str(path.relative_to(folder)) for path in masks[:4])
     there += f" and {len(masks) - 4} more" if len(masks) > 4 else ""
-    if len(pairs.found) <= len(pairs.alone):
+    if len(pairs.found) < len(pairs.alone):
         remedy = "write --mask-pattern 'IMAGE=MASK' with {} for what both names share, such as '{}_0000={}'"
         return f"{pairs.alone[0].path}: expected a mask of its name; found {there}; {remedy}"
     every = len(pairs.found) + len(pairs.alone)
