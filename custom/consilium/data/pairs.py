@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from itertools import chain
 from pathlib import Path
 
 from consilium.core.errors import ConfigError, DataError
@@ -102,10 +103,11 @@ def find_pairs(folder: Path, files: Sequence[Path], patterns: Sequence[Pattern] 
     else:
         pattern, others = _fitting(images, masks, known)
     found = _paired(pattern, images, known)
-    paired, used = {image.path for image, _ in found}, {mask for _, mask in found}
+    used: dict[Path, Names] = {}
     for image, mask in found:  # two endings of one name
-        if (first := next(i for i, m in found if m == mask)) is not image:
+        if (first := used.setdefault(mask, image)) is not image:
             raise DataError(f"{image.path}: has the same name as {first.path}; keep one of the two")
+    paired = {image.path for image, _ in found}
     alone = [image for image in images if image.path not in paired]
     if not named and len(found) <= len(alone):  # few grey values make no mask
         return None
@@ -264,14 +266,18 @@ def _fitting(images: Sequence[Names], masks: Sequence[Names], known: Mapping[str
 
 
 def _patterns(images: Sequence[Names], masks: Sequence[str]) -> Iterator[Pattern]:
-    """Yield patterns by which some picture would have some mask: around the words, and the longest part, that both share."""
+    """Yield patterns by which some picture would have some mask: around the parts, and the longest run, that both share."""
     yield Pattern()
+    having: dict[str, list[str]] = {}
+    for mask in masks:
+        for part in _parts(mask):
+            having.setdefault(part, []).append(mask)
     for image in {0: images[0], 1: images[len(images) // 2], 2: images[-1]}.values():
         own = image.short
-        parts = _parts(own)
-        for mask in masks:
+        rare = sorted((having[part] for part in _parts(own) if part in having), key=len)[:2]  # numbers, and not a common word
+        for mask in dict.fromkeys(chain(*(some[:_DRAWN] for some in rare), masks[:_DRAWN])):
             match = SequenceMatcher(None, own, mask, autojunk=False).find_longest_match()
-            shared = parts & _parts(mask) | {own[match.a : match.a + match.size]}
+            shared = _parts(own) & _parts(mask) | {own[match.a : match.a + match.size]}
             for part in sorted(shared - {""}):
                 yield Pattern(own.replace(part, "{}", 1), mask.replace(part, "{}", 1))
 
