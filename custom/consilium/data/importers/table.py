@@ -3,9 +3,9 @@
 import csv
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from consilium.core.errors import ConfigError, ConsiliumError, DataError
@@ -57,9 +57,9 @@ class Table:
         return found
 
 
-def read_csv(source: Path, options: Options) -> ImportResult:
+def read_table(source: Path, options: Options) -> ImportResult:
     """Read pictures by their lines; labels make the classes, sorted. Raises DataError, and ConfigError for a column."""
-    table = read_table(source, options.columns)
+    table = open_table(source, options.columns)
     one = [] if "site" in table.rows[0].values else [ONE]
     return labelled(source, table.samples(source.stem), [*table.notes, *one])
 
@@ -69,7 +69,7 @@ def find_table(folder: Path) -> Table | None:
     found = []
     for path in sorted(folder.glob("[!.]*.[cC][sS][vV]")):
         try:
-            found.append(read_table(path, {}))
+            found.append(open_table(path, {}))
         except ConsiliumError:  # of something else
             continue
     if len(found) > 1:
@@ -78,12 +78,15 @@ def find_table(folder: Path) -> Table | None:
     return found[0] if found else None
 
 
-def read_table(source: Path, columns: Mapping[str, str]) -> Table:
+def open_table(source: Path, columns: Mapping[str, str]) -> Table:
     """Return a table's lines by field. Raises DataError, and ConfigError for a column that is not there."""
-    there, lines, left_out = _lines(source)
-    named, told = _columns(source, columns, there, lines)
-    notes = [*left_out, *told]
-    rows = [Row(row.number, {f: row.values[name] for f, name in named.items()}) for row in lines]
+    there, lines = _lines(source)
+    head = list(islice(lines, _LOOKED_AT))
+    named, notes = _columns(source, columns, there, head)
+    every = [Row(row.number, {one: row.values[name] for one, name in named.items()}) for row in chain(head, lines)]
+    rows = [row for row in every if any(row.values.values())]
+    if len(rows) < len(every):
+        notes.append(f"{source.name}: {len(every) - len(rows)} lines without any value are left out")
     has_masks = any(_is_path(source, row.values["label"]) for row in rows[:_LOOKED_AT])
     kept = [row for row in rows if row.values["label"]]
     if lost := [row.number for row in rows if not row.values["label"]]:
@@ -96,11 +99,8 @@ def read_table(source: Path, columns: Mapping[str, str]) -> Table:
     return Table(source, kept, has_masks, notes)
 
 
-def _lines(source: Path) -> tuple[list[str], list[Row], list[str]]:
-    """Return the headings, the lines by heading, and a note of lines left out.
-
-    Excel may write a line `sep=;` before the headings, and lines of separators alone behind the last.
-    """
+def _lines(source: Path) -> tuple[list[str], Iterator[Row]]:
+    """Return the headings, and the lines by heading. Excel may write a line `sep=;` before the headings."""
     lines = text_lines(source, "save it as CSV in UTF-8", newline="")
     before, first, said = 0, next(lines, ""), None
     while first and (not first.strip() or SEPARATOR.fullmatch(first.strip("\r\n"))):
@@ -108,13 +108,15 @@ def _lines(source: Path) -> tuple[list[str], list[Row], list[str]]:
         before, first = before + 1, next(lines, "")
     reader = csv.DictReader(chain([first], lines), delimiter=said[1] if said else max(",;\t", key=first.count))
     there = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
-    try:
-        rows = [Row(reader.line_num + before, {name: (raw[name] or "").strip() for name in there}) for raw in reader]
-    except csv.Error as error:
-        raise DataError(f"{source}: line {reader.line_num + before + 1}: {error}; save it as CSV anew") from None
-    filled = [row for row in rows if any(row.values.values())]
-    empty = len(rows) - len(filled)
-    return there, filled, [f"{source.name}: {empty} lines without any value are left out"] if empty else []
+
+    def rows() -> Iterator[Row]:
+        try:
+            for raw in reader:
+                yield Row(reader.line_num + before, {name: (raw[name] or "").strip() for name in there})
+        except csv.Error as error:
+            raise DataError(f"{source}: line {reader.line_num + before + 1}: {error}; save it as CSV anew") from None
+
+    return there, rows()
 
 
 def _columns(
@@ -205,4 +207,4 @@ def _check_once(source: Path, rows: Sequence[Row], found: Sequence[SourceSample]
             raise DataError(f"{source}: line {row.number}: {what}")
 
 
-SETS = {"csv": Importer(LAYOUT, read_csv, is_file=True)}
+SETS = {"csv": Importer(LAYOUT, read_table, is_file=True)}
