@@ -50,6 +50,10 @@ def test_a_table_beside_its_pictures_is_named(tmp_path: Path, monkeypatch: Patch
     for line in lines:
         photo(tmp_path / "a" / line.partition(",")[0])
     (tmp_path / "a" / "list.csv").write_text("\n".join(["image,label", *lines]))
+    for number in range(4):
+        photo(tmp_path / "b" / "ab"[number % 2] / f"{number}.png")
+    told = said(monkeypatch, capsys, "data", "check", tmp_path, codes=(2,))
+    assert "a holds a table, list.csv" in told
     told = said(monkeypatch, capsys, "data", "check", tmp_path / "a", codes=(2,))
     assert run(monkeypatch, *command(told, DEST=tmp_path / "lists")) == 0
     assert "class a: " in said(monkeypatch, capsys, "data", "check", tmp_path / "lists")

@@ -57,7 +57,9 @@ def test_one_line_for_what_is_wrong(tmp_path: Path) -> None:
     assert "has the same name as" in told()
     (tmp_path / "a" / "masks" / "2.png").unlink()
     Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8) * 4).save(tmp_path / "a" / "masks" / "2.jpg", quality=100)
-    assert "62 values lie on edges alone; save label values, by the nearest voxel where it was resized, and not as JPEG" in told()
+    assert (
+        "62 values lie on edges alone; save label values, by the nearest voxel where it was resized, and not as JPEG" in told()
+    )
     (tmp_path / "a" / "masks" / "2.jpg").unlink()
     assert "expected a mask named 2" in told()
     Image.new("RGB", (8, 8)).save(tmp_path / "a" / "masks" / "2.png")

@@ -24,7 +24,7 @@ from consilium.core.sanitize import line, shown
 from consilium.data.check import proposals, shared_by_sites
 from consilium.data.check_report import NAMED, Findings
 from consilium.data.datalist import with_affine
-from consilium.data.folders import has_classes, has_masks, importing
+from consilium.data.folders import has_classes, importing, unlisted
 from consilium.data.label_map import relabelled
 from consilium.data.text import has_texts
 from consilium.federation.job import tokenizer_of
@@ -102,9 +102,9 @@ def _sites(path: Path) -> list[Path]:
     """Return the sites of a folder, or of its folders, as an import makes them of masks and classes. Raises DataError."""
     below = _folders(path)
     found = [one for one in below if is_site_folder(one)]
-    if raw := [one.name for one in below if one not in found and has_masks(one)]:
-        what = f"{raw[0]} holds pictures beside their masks, and no data list"
-        raise DataError(f"{path}: {what}; {importing(path)} makes the lists")
+    for one in below:
+        if one not in found and (what := unlisted(one)):
+            raise DataError(f"{path}: {one.name} holds {what}, and no data list; {importing(path)} makes the lists")
     return found or [site for one in below for site in _folders(one) if _named(site)]
 
 

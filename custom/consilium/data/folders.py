@@ -29,8 +29,9 @@ def has_folders(folder: Path) -> bool:
 
 def has_masks(folder: Path) -> bool:
     """Tell whether a folder holds pictures beside their masks."""
-    below = (Path(place) / name for place, _, names in os.walk(folder) for name in names if not name.startswith("."))
-    return holds_pairs(folder, sorted(islice((path for path in below if path.name.lower().endswith(PICTURES)), MOST_FILES)))
+    names = (os.path.join(place, name) for place, _, names in os.walk(folder) for name in names if not name.startswith("."))
+    pictures = sorted(name for name in islice(names, 10 * MOST_FILES) if name.lower().endswith(PICTURES))
+    return holds_pairs(folder, [Path(name) for name in pictures])
 
 
 def importing(folder: Path) -> str:
@@ -38,16 +39,21 @@ def importing(folder: Path) -> str:
     return f"`consilium data import own {shlex.quote(str(folder))} DEST`"
 
 
+def unlisted(folder: Path) -> str:
+    """Return what a folder without classes holds that an import reads, "" for nothing that is known by its names."""
+    if has_masks(folder):
+        return "pictures beside their masks"
+    table = None if has_folders(folder) else next(iter(sorted(folder.glob("[!.]*.[cC][sS][vV]"))), None)
+    return f"a table, {table.name}" if table else ""
+
+
 def read_folders(folder: Path) -> Iterator[tuple[str, Path, str]]:
     """Yield (split, picture, class) by sorted class and file; without split folders all is training. Raises DataError."""
-    if has_masks(folder):
-        raise DataError(f"{folder}: holds pictures beside their masks, no classes; {importing(folder)} makes a list of them")
-    found = [(split, picture, one.name) for split, one in _class_folders(folder) for picture in _pictures(one)]
+    if what := unlisted(folder):
+        raise DataError(f"{folder}: holds {what}, and no folders of classes; {importing(folder)} makes a list of it")
     if not has_folders(folder):
-        table = next(iter(sorted(folder.glob("*.csv"))), None)
-        remedy = f"{importing(folder)} reads {table.name}" if table else "lay it out as CLASS/a.png or train/CLASS/a.png"
-        raise DataError(f"{folder}: no pictures in folders of classes there; {remedy}")
-    yield from found
+        raise DataError(f"{folder}: no pictures in folders of classes there; lay it out as CLASS/a.png or train/CLASS/a.png")
+    yield from ((split, picture, one.name) for split, one in _class_folders(folder) for picture in _pictures(one))
 
 
 def _class_folders(folder: Path) -> list[tuple[str, Path]]:

@@ -45,7 +45,8 @@ def read_own(source: Path, options: Options) -> ImportResult:
         sites = {source.resolve().name: whole}
     else:
         left = [one.name for one in below if one.name not in sites]
-        notes += [f"{name}: left out, it has neither masks nor classes nor a table" for name in left]
+        why = "left out, it has neither masks nor classes nor a table that `consilium data import csv` reads"
+        notes += [f"{name}: {why}" for name in left]
         if table := find_table(source):
             command = f"consilium data import csv {shlex.quote(str(table.path))} DEST --add"
             notes.append(f"{table.path.name}: not read; `{command}` adds it")
