@@ -4,8 +4,10 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.data.class_values import classes_for, remedy
@@ -13,7 +15,7 @@ from consilium.data.datalist import read_datalist
 from consilium.data.images import read_sample
 from consilium.data.importers.registry import import_set
 from tests.conftest import JOBS
-from tests.data.hospitals import drawn, hospital, photo, said
+from tests.data.hospitals import SIDE, drawn, hospital, photo, said
 
 Patch = pytest.MonkeyPatch
 Capture = pytest.CaptureFixture[str]
@@ -53,6 +55,24 @@ def test_a_value_that_no_job_can_declare_is_mapped_by_the_site() -> None:
     found = re.search(r"labels: ({.*?}) for", remedy([{0, 1, -1}], {"nucleus": [1]}))
     assert found is not None
     assert yaml.safe_load(found[1]) == {-1: [], 1: ["nucleus"]}
+
+
+def test_numbered_objects_are_no_classes() -> None:
+    told = remedy([set(range(5000))], {"nucleus": [1]})
+    assert len(told) < 200
+    assert "4,998 values are single objects or grey levels" in told
+
+
+def test_a_check_of_numbered_objects_says_what_to_save(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    entry = {"image": photo(tmp_path / "a.png").name, "label": "m.png"}
+    numbered = np.kron(np.arange(36).reshape(6, 6), np.ones((SIDE // 6, SIDE // 6))).astype(np.uint8)
+    Image.fromarray(numbered).save(tmp_path / "m.png")
+    (tmp_path / "datalist.json").write_text(json.dumps({"training": [entry]}))
+    words = ["data", "check", tmp_path, "--job", JOBS / "quickstart", "--set", "task.classes={nucleus: [1]}"]
+    told = said(monkeypatch, capsys, *words, codes=(1,))
+    assert "34 values are single objects or grey levels, no classes; save masks with one value for each class" in told
+    Image.fromarray((numbered > 0).astype(np.uint8)).save(tmp_path / "m.png")
+    said(monkeypatch, capsys, *words)
 
 
 @pytest.mark.parametrize("sites", [{"a": (1,), "Süd 2": (255,), "c": (128,)}, {"a": (1,), "b": (1, 255)}])

@@ -10,7 +10,7 @@ import numpy as np
 from consilium.core.errors import DataError
 from consilium.data.check_report import PATIENT, Findings, Trace
 from consilium.data.class_names import doubts
-from consilium.data.class_values import UNDECLARED, classes_for, remedy, shown, undeclared
+from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, classes_for, remedy, shown, undeclared
 from consilium.data.datalist import SPLITS, DataList, Item, arranged, read_datalist
 from consilium.data.identifiers import ALIKE, alike
 from consilium.data.loading import by_file
@@ -77,7 +77,7 @@ def _add(report: Findings, split: str, item: Item, called: str, found: SampleRep
         report.bad[split] += 1
         said = str(found.stop)
         if found.stop.kind == UNDECLARED and item.label_map is None:  # one proposal for all masks of all sites comes at the end
-            said = said.rpartition("; write ")[0]
+            said = said.partition(OF_NO_CLASS)[0] + OF_NO_CLASS
         report.problem(found.stop.kind, f"{name}: {said}", item if found.size else None)
     elif item.label is None:
         report.bad[split] += 1

@@ -8,10 +8,13 @@ from typing import Any
 
 import yaml
 
+from consilium.data.pairs import MOST_VALUES
 from consilium.data.settings import Value
 
 UNDECLARED = "undeclared label value"
 """The kind of error of a mask with a value of no class."""
+OF_NO_CLASS = "belongs to no class"
+"""How the error of such a value goes on, before what to write."""
 ONE_CLASS = "object"
 """The name of the class of masks that have one."""
 LARGEST = 2**16
@@ -41,6 +44,8 @@ def remedy(by_site: Sequence[Collection[Value]], classes: Classes) -> str:
     """Return what to write so that all values of all sites belong to a class."""
     own = {name: [value for value in wanted if isinstance(value, int)] for name, wanted in classes.items()}
     lost = undeclared(set().union(*by_site), own)
+    if len(lost) >= MOST_VALUES - 1:
+        return f"{len(lost):,} values are single objects or grey levels, no classes; save masks with one value for each class"
     if any(not 0 <= value < LARGEST for value in lost):
         known = {value for wanted in own.values() for value in wanted}
         labels = shown({value: [name for name in own if value in own[name]] for value in sorted({*known, *lost})})

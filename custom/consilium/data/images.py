@@ -14,7 +14,7 @@ from torch import Tensor
 
 from consilium.core.errors import DataError, UnfitError
 from consilium.data import pictures, slides, volumes
-from consilium.data.class_values import UNDECLARED, remedy, undeclared
+from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, remedy, undeclared
 from consilium.data.datalist import Item
 from consilium.data.labels import Labels
 from consilium.data.pixel_values import UNSMOOTHED, Spread, is_anti_aliased, windowed
@@ -153,7 +153,7 @@ def check_values(item: Item, labels: Labels, classes: Classes) -> None:
         what = f"{remedy([values], classes)}, or what `consilium data check` with the job proposes for all masks"
     else:
         what = f"map it under `labels` of site.yaml, as in {{{unknown[0]}: {next(iter(classes))}}}, or to [] as background"
-    raise DataError(f"{item.label}: label value {unknown[0]} belongs to no class; {what}", UNDECLARED)
+    raise DataError(f"{item.label}: label value {unknown[0]} {OF_NO_CLASS}; {what}", UNDECLARED)
 
 
 def check_annotated(item: Item, classes: Classes) -> None:
