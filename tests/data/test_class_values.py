@@ -15,7 +15,7 @@ from consilium.data.datalist import read_datalist
 from consilium.data.images import read_sample
 from consilium.data.importers.registry import import_set
 from tests.conftest import JOBS
-from tests.data.hospitals import SIDE, drawn, hospital, photo, said
+from tests.data.hospitals import drawn, hospital, photo, said
 
 Patch = pytest.MonkeyPatch
 Capture = pytest.CaptureFixture[str]
@@ -65,7 +65,8 @@ def test_numbered_objects_are_no_classes() -> None:
 
 def test_a_check_of_numbered_objects_says_what_to_save(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     entry = {"image": photo(tmp_path / "a.png").name, "label": "m.png"}
-    numbered = np.kron(np.arange(36).reshape(6, 6), np.ones((SIDE // 6, SIDE // 6))).astype(np.uint8)
+    numbered = np.kron(np.arange(36).reshape(6, 6), np.ones((10, 10))).astype(np.uint8)
+    Image.open(tmp_path / "a.png").resize((60, 60)).save(tmp_path / "a.png")
     Image.fromarray(numbered).save(tmp_path / "m.png")
     (tmp_path / "datalist.json").write_text(json.dumps({"training": [entry]}))
     words = ["data", "check", tmp_path, "--job", JOBS / "quickstart", "--set", "task.classes={nucleus: [1]}"]
