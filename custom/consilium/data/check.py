@@ -180,9 +180,9 @@ def proposals(reports: Mapping[str, Findings], classes: Classes, max_length: int
     """
     found = []
     values = {name: {value for value in one.label_values if isinstance(value, int) and value} for name, one in reports.items()}
-    values = {
-        name: some for name, some in values.items() if len(some) < MOST_VALUES
-    }  # more are a photograph, or smoothed edges
+    many = {name: values.pop(name) for name in [name for name, some in values.items() if len(some) >= MOST_VALUES]}
+    if isinstance(classes, Mapping):
+        found += [f"{name}: {remedy([some], classes)}" for name, some in many.items() if UNDECLARED in reports[name].problems]
     every = list(values.values())
     if isinstance(classes, Mapping) and undeclared(set().union(*every), classes):
         found.append(f"for all masks: {remedy(every, classes)}")
