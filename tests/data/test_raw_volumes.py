@@ -153,3 +153,25 @@ def test_a_list_of_both_formats_is_checked_and_its_masks_are_written_as_nifti(tm
     written = nibabel.load(tmp_path / "o.nii.gz")
     assert np.array_equal(np.asarray(written.dataobj), VALUES)
     assert np.allclose(written.affine, LPS)
+
+
+def test_headers_of_whatever_content_end_in_one_line(tmp_path: Path) -> None:
+    """Bytes of good files are changed, cut and doubled; what is still read is small."""
+    rng = np.random.default_rng(0)
+    packed = META.format(msb=False, packed=True, kind="MET_SHORT").encode() + zlib.compress(stored(VALUES))
+    whole = [(name, text.encode() + stored(VALUES)) for name, text in (("a.mha", META_OF), ("a.nrrd", NRRD_OF))]
+    told = []
+    for number in range(400):
+        name, good = [*whole, ("b.mha", packed)][number % 3]
+        data = bytearray(good)
+        for place in rng.integers(0, len(data) - 20, 3):
+            data[place : place + int(rng.integers(0, 4))] = rng.bytes(int(rng.integers(0, 4)))
+        path = tmp_path / f"{number}{name}"
+        path.write_bytes(data)
+        try:
+            assert volumes.voxels(path).nbytes < 2**20
+            volumes.header(path)
+        except DataError as error:
+            told.append(str(error))
+    assert 50 < len(told) < 400
+    assert not [line for line in told if "\n" in line or "Error" in line or " object" in line]

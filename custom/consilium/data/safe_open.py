@@ -59,7 +59,8 @@ FOREIGN = {
 """Formats that are not read, by the endings of their files."""
 CONVERT = "convert it to NIfTI: nibabel.save(nibabel.load(FILE), 'NAME.nii.gz') in Python, or 3D Slicer"
 _PROGRAMMERS = re.compile(
-    r"[<>{}\[\]_]|\b(NoneType|object|dtype|attribute|argument|unpack|buffer|tuple|codec|literal|array|reshape|Python|int|float|str)\b"
+    r"Error -?\d|[<>{}\[\]_]|\b(NoneType|object|dtype|attribute|argument|unpack|buffer|tuple|codec|literal|array|reshape)\b"
+    r"|\b(Python|int|float|str)\b"
 )
 """Words that libraries write for programmers."""
 TAKE_OFF = "replace it or take it off the list"
@@ -193,12 +194,11 @@ def open_picture(path: Path) -> Image.Image:
     return found
 
 
-def _unknown(path: Path) -> DataError:
-    """Return the error for a file that is no picture."""
+def _unknown(path: Path) -> Exception:
+    """Return the error for a file that is no picture; `reading` makes a line of one whose ending names no format."""
     kind = next((kind for endings, kind in FOREIGN.items() if path.name.lower().endswith(endings)), "")
     if not kind:
-        why = f"cannot identify image file: its content is none of {', '.join(FORMATS)}"
-        return DataError(f"{path}: image cannot be read ({why}); {TAKE_OFF}")
+        return OSError(f"cannot identify image file: its content is none of {', '.join(FORMATS)}")
     remedy = "take it off the list" if kind == TRACTS else CONVERT
     return DataError(f"{path}: image cannot be read (its ending is that of {kind}); {remedy}", "format that is not read")
 

@@ -3,6 +3,7 @@
 Every bomb is written from its format's own description, by hand where no writer makes it.
 """
 
+import gzip
 import json
 import os
 import resource
@@ -219,6 +220,18 @@ def _nifti(shape: tuple[int, int, int], offset: int = 352, slope: float = 1.0, e
         struct.pack_into("<f", head, 280 + 20 * row, 1)
     head[344:348] = b"n+1\0"
     return bytes(head) + extended
+
+
+def deflated_metaimage(path: Path) -> None:
+    """Write a MetaImage of a few kB whose header asks for 4 GB."""
+    head = "NDims = 3\nCompressedData = True\nDimSize = 2048 2048 1024\nElementType = MET_UCHAR\nElementDataFile = LOCAL\n"
+    path.write_bytes(head.encode() + zlib.compress(bytes(2**22)))
+
+
+def gzipped_nrrd(path: Path) -> None:
+    """Write a NRRD of a few kB whose header asks for 4 GB."""
+    head = "NRRD0004\ntype: uchar\ndimension: 3\nsizes: 2048 2048 1024\nencoding: gzip\n\n"
+    path.write_bytes(head.encode() + gzip.compress(bytes(2**22)))
 
 
 def gzipped_volume(path: Path) -> None:

@@ -31,6 +31,8 @@ QUICK: Bombs = {
     "voxels.nii.gz": bombs.gzipped_volume,
     "scaled.nii.gz": bombs.gzipped_scaled,
     "extension.nii.gz": bombs.gzipped_extension,
+    "voxels.mha": bombs.deflated_metaimage,
+    "voxels.nrrd": bombs.gzipped_nrrd,
     "text.png": bombs.png_text,
     "texts.png": bombs.png_texts,
     "scans.jpg": bombs.jpeg_scans,

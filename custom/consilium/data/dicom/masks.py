@@ -31,6 +31,8 @@ MOST_CROSSINGS = 2**26
 """Lines of voxels that the edges of a file's contours cross: a body's outline on 500 slices crosses about a million."""
 Planes = dict[int, list[np.ndarray]]
 """Polygons (N, 2) in voxels by plane."""
+TOO_LARGE = "too large"
+"""The kind of an error that stands for the whole file, whichever structure it is in."""
 _AT_ONCE = 2**22
 _LONGEST_NUMBER = 64
 """Characters; the standard has 16. numpy makes all numbers of a contour as long as the longest."""
@@ -47,7 +49,7 @@ def contours(path: Path, elements: Dataset, image: Header) -> Labels:
     """Return what closed contours enclose, by the structure's name: voxels whose middle lies inside, holes left out.
 
     A structure that cannot be read, or lies beside the image, is a fault of its own and none of the others'. Raises DataError
-    for an image without a place, and for more contours than are read.
+    for an image without a place, for more contours than are read, and for longer numbers.
     """
     if image.grid.affine is None:
         raise DataError(f"{path}: holds contours in millimetres, and its image does not say where it lies; use another mask")
@@ -68,6 +70,8 @@ def contours(path: Path, elements: Dataset, image: Header) -> Labels:
                 check_space(path, about, image)
                 planes.append((name, _planes(path, roi.ContourSequence, image.grid)))
         except DataError as error:
+            if error.kind == TOO_LARGE:
+                raise
             why = str(error).removeprefix(f"{path}: ")
             faults[name] = DataError(f"{path}: structure {name!r} {why}", error.kind)
     polygons = (polygon for _, one in planes for some in one.values() for polygon in some)
@@ -119,7 +123,7 @@ def _points(path: Path, contour: Dataset) -> np.ndarray:
     values = raw.value.split(b"\\") if isinstance(raw.value, bytes) else list(raw.value)
     if isinstance(raw.value, bytes) and max(map(len, values)) > _LONGEST_NUMBER:
         what = f"has a contour with a number of over {_LONGEST_NUMBER} characters"
-        raise DataError(f"{path}: {what}; replace it or take it off the list")
+        raise DataError(f"{path}: {what}; replace it or take it off the list", TOO_LARGE)
     return np.array(values).astype(np.float64).reshape(-1, 3)
 
 

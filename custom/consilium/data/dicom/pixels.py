@@ -129,7 +129,7 @@ def _decoded(file: Path, elements: Dataset, syntax: UID) -> Iterator[np.ndarray]
     decoder, one, count = get_decoder(syntax), elements.group_dataset(0x0028), count_of(elements)
     signed = int(elements.get("PixelRepresentation") or 0)
     one.file_meta, one.NumberOfFrames = elements.file_meta, 1
-    names = sorted(decoder.available_plugins, key=_DECODERS.index)
+    names = [name for name in _DECODERS if name in decoder.available_plugins]
     codes = generate_frames(elements.PixelData, number_of_frames=count)
     for number in range(count):
         if (code := next(codes, None)) is None:
