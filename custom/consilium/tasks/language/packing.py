@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from consilium.tasks.base import Batch
+from consilium.tasks.language.losses import learned_places, losses_at, spread
 from consilium.tasks.language.tokens import IGNORED
 
 
@@ -65,10 +66,11 @@ def _places(lengths: list[int], width: int) -> tuple[Tensor, Tensor, int]:
 def packed_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the result of `token_losses`, computed on packed rows."""
     device, rows = next(model.parameters()).device, pack(batch)
-    ids, positions, labels, segments = (part.to(device, non_blocking=True) for part in rows[:4])
+    ids, positions, segments = (part.to(device, non_blocking=True) for part in (rows.ids, rows.positions, rows.segments))
     mask = (segments[:, None, :, None] == segments[:, None, None, :]).tril()  # padding attends to padding: no empty row
-    logits = model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).logits.float()
-    losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none").flatten()
+    inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+    there = learned_places(rows.labels)
+    losses = spread(losses_at(model, inputs, rows.labels, there), there, rows.labels.shape).flatten()
     places, learned = rows.places[:, :-1].to(device, non_blocking=True), batch["labels"][:, 1:] != IGNORED
     return losses[places.clamp(min=0)] * (places >= 0), learned.to(device, non_blocking=True)
 

@@ -19,6 +19,7 @@ from consilium.tasks.base import Answered, Batch, Scored, evaluating
 from consilium.tasks.bootstrap import intervals_of_means
 from consilium.tasks.language import ASKS, CUT, CUT_ASKED, WRITTEN, LanguageConfig, text_scores
 from consilium.tasks.language.correctness import judged, truth
+from consilium.tasks.language.losses import learned_places, losses_at, spread
 from consilium.tasks.language.packing import grouped, packed_losses
 from consilium.tasks.language.tokens import IGNORED, Encoded, Encoder
 from consilium.tasks.registry import COUNT
@@ -266,13 +267,14 @@ def token_losses(model: nn.Module, batch: Batch, packed: bool = False) -> tuple[
     """Return each token's cross-entropy, 0 where it is not learned, and which are learned, both (N, T - 1)."""
     if packed:
         return packed_losses(model, batch)
-    labels = batch["labels"].to(next(model.parameters()).device, non_blocking=True)
     inputs: dict[str, Any] = dict(inputs_of(model, batch))
-    if _sees_no_padding(model, labels.device):
+    device = inputs["input_ids"].device
+    if _sees_no_padding(model, device):
         inputs["attention_mask"] = None
-    logits = model(**inputs, use_cache=False).logits[:, :-1].float()
-    losses = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], ignore_index=IGNORED, reduction="none")
-    return losses, labels[:, 1:] != IGNORED
+    following = F.pad(batch["labels"].cpu()[:, 1:], (0, 1), value=IGNORED)
+    places = learned_places(following)
+    losses = spread(losses_at(model, inputs, following, places), places, following.shape)[:, :-1]
+    return losses, (following[:, :-1] != IGNORED).to(device, non_blocking=True)
 
 
 def inputs_of(model: nn.Module, batch: Batch) -> Batch:
@@ -310,7 +312,14 @@ def build(config: LanguageConfig, model: Any, data: DataList, tokenizer: Any) ->
 def rehearse(config: LanguageConfig, base: Any, model: nn.Module, count: int) -> Tensor:
     """See TaskKind."""
     ids, mask = full_rows(base.max_length, count)
-    return mean_loss(model, {"input_ids": ids, "attention_mask": mask, "labels": ids})
+    return full_loss(model, inputs_of(model, {"input_ids": ids, "attention_mask": mask}))
+
+
+def full_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    """Return the mean loss of texts of which every token is learned but the first; also of a model that is only laid out."""
+    ids = inputs["input_ids"]
+    places = torch.arange(ids.numel(), device=ids.device).view(ids.shape)[:, :-1].flatten()
+    return losses_at(model, inputs, ids.roll(-1, 1), places).mean()
 
 
 def full_rows(length: int, count: int) -> tuple[Tensor, Tensor]:
