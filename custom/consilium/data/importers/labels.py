@@ -45,7 +45,8 @@ def labelled(source: Path, samples: Sequence[SourceSample], notes: Sequence[str]
     if len({frozenset(own - {0}) for own in values.values()} - {frozenset()}) > 1:
         told = "; ".join(f"{site}: {', '.join(map(str, sorted(own - {0}))) or 'none'}" for site, own in sorted(values.items()))
         notes.append(f"values of the masks differ by site: {told}")
-    apart = ["a job has masks or classes, so sites with masks are in segmentation/, and those with classes in classification/"]
+    where = "without --only, sites with masks are in segmentation/ and those with classes in classification/"
+    apart = [f"a job has masks or classes: {where}"]
     beside = _named(named, apart) if named else None
     return ImportResult(masks, classes_for(values.values()), [*notes, *(apart if beside else [])], beside)
 
