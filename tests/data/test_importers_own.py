@@ -67,7 +67,7 @@ def test_one_line_for_what_is_wrong(tmp_path: Path) -> None:
     Image.new("L", (4, 8), 1).save(tmp_path / "a" / "masks" / "2.png")
     assert "expected the 8x8 pixels" in told()
     (tmp_path / "a" / "masks" / "2.png").write_text("no picture")
-    assert "2.png: image cannot be read" in told()
+    assert "cannot be read as a picture" in told()
 
 
 def test_two_folders_never_become_one_site(tmp_path: Path) -> None:
