@@ -85,10 +85,11 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         load(_job(tmp_path, "pipe"), [])
 
 
-def test_a_hospital_that_checks_its_data_opens_no_path_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_with_a_site_s_kit_opens_no_path_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_folder(tmp_path / "base")
     (tmp_path / "training.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
-    words = ("data", "check", tmp_path, "--job", _job(tmp_path, str(tmp_path / "base")))
+    (tmp_path / "kit/local").mkdir(parents=True)
+    words = ("data", "check", tmp_path, "--job", _job(tmp_path, str(tmp_path / "base")), "--kit", tmp_path / "kit")
     opened, plain = list[Path](), Path.open
     monkeypatch.setattr(Path, "open", lambda self, *a, **k: (opened.append(self), plain(self, *a, **k))[1])
     assert run(monkeypatch, *words) == 2

@@ -32,7 +32,7 @@ def test_without_splits_all_is_training(tmp_path: Path) -> None:
 
 
 def test_no_pictures_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no pictures in folders there; lay it out as"):
+    with pytest.raises(DataError, match="no pictures in folders of classes there; lay it out as"):
         read_datalist(fill(tmp_path, "a.png", "a/notes.txt"))
 
 

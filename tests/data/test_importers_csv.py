@@ -61,11 +61,11 @@ def test_a_file_whose_name_is_in_the_other_form_is_found(tmp_path: Path) -> None
     ("heading", "rows", "columns", "error", "message"),
     [
         (
-            "file,label",
-            [("a.png", "x")],
+            "file,kind",
+            [("a.png", "x"), ("b.png", "x"), ("c.png", "y"), ("d.png", "y")],
             {},
             ConfigError,
-            "no column 'image'; there are file, label; write --column image=",
+            "no column 'label'; there are file, kind; write --column label=kind$",
         ),
         ("image,label", [("a.png", "x")], {"site": "s"}, ConfigError, "no column 's'; there are image, label"),
         (
@@ -76,7 +76,7 @@ def test_a_file_whose_name_is_in_the_other_form_is_found(tmp_path: Path) -> None
             "'lable': expected one of .*did you mean 'label'",
         ),
         ("image,label", [], {}, DataError, "has no line below its headings"),
-        ("image,label", [("a.png", "")], {}, DataError, "line 2: no label; give the picture's class"),
+        ("image,label", [("a.png", "")], {}, DataError, "column 'label' is empty; give a line per picture"),
         ("image,label,split", [("a.png", "x", "dev")], {}, DataError, "line 2: split 'dev': expected training, validation or"),
         ("image,label", [("a.png", "x"), ("a.png", "y")], {}, DataError, "line 3: image 'a.png' is that of line 2; keep one"),
     ],
@@ -168,10 +168,10 @@ def test_an_error_names_the_line_that_an_editor_shows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "note"),
     [
-        (("Benign", "benign"), "classes 'Benign' and 'benign' differ in case or blanks alone"),
-        (("in  situ", "in situ"), "classes 'in  situ' and 'in situ' differ in case or blanks alone"),
-        (("NaN", "y"), "class 'NaN' of 1 lines looks like a missing value"),
-        (("x", "n/a"), "class 'n/a' of 1 lines looks like a missing value"),
+        (("Benign", "benign"), "'Benign' (1) and 'benign' (1) differ in case, blanks or hyphens alone"),
+        (("in  situ", "in situ"), "'in  situ' (1) and 'in situ' (1) differ in case, blanks or hyphens alone"),
+        (("NaN", "y"), "class that looks like a missing value: 'NaN' (1)"),
+        (("x", "n/a"), "class that looks like a missing value: 'n/a' (1)"),
     ],
 )
 def test_doubtful_classes_are_told(labels: tuple[str, str], note: str, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_one_line_for_what_is_wrong(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
         return str(error.value)
 
-    assert "expected a folder per site with images/ and masks/" in told()
+    assert "expected a folder per site: images/ and masks/" in told()
     put(tmp_path, "a", "1", (0,))
     assert "all masks are empty" in told()
     put(tmp_path, "a", "2", tuple(range(0, 256, 32)), "jpg")
@@ -57,7 +57,9 @@ def test_one_line_for_what_is_wrong(tmp_path: Path) -> None:
     assert "has the same name as" in told()
     (tmp_path / "a" / "masks" / "2.png").unlink()
     Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8) * 4).save(tmp_path / "a" / "masks" / "2.jpg", quality=100)
-    assert "is no label picture (mode L); save it as PNG" in told()
+    assert (
+        "62 values lie on edges alone; save label values, by the nearest voxel where it was resized, and not as JPEG" in told()
+    )
     (tmp_path / "a" / "masks" / "2.jpg").unlink()
     assert "expected a mask named 2" in told()
     Image.new("RGB", (8, 8)).save(tmp_path / "a" / "masks" / "2.png")
@@ -89,6 +91,11 @@ def test_a_site_is_called_as_its_folder_and_what_is_changed_is_told(tmp_path: Pa
     assert set(told["sites"]) == {"klinik-sud", "gross-ost-2", "lodz", "Praxis_7"}
     notes = [unicodedata.normalize("NFC", note) for note in told["notes"]]
     assert notes[:-1] == ["Groß-Ost.2 -> gross-ost-2", "Klinik Süd -> klinik-sud", "Łódź -> lodz"]
-    put(tmp_path / "raw", "Москва", "1")
-    with pytest.raises(DataError, match="'Москва': no site's name, which has letters a to z or digits; rename it"):
-        import_set("own", tmp_path / "raw", tmp_path / "more")
+
+
+def test_sites_without_a_latin_letter_are_numbered(tmp_path: Path) -> None:
+    for site in ("Москва", "東京", "site-1"):
+        put(tmp_path / "raw", site, "1")
+    told = import_set("own", tmp_path / "raw", tmp_path / "lists")
+    assert set(told["sites"]) == {"site-1", "site-2", "site-3"}
+    assert told["notes"][:2] == ["Москва -> site-2", "東京 -> site-3"]

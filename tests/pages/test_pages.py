@@ -36,6 +36,7 @@ NOT_RUN = {
         "consilium data cache STATE",
         "consilium data import fundus",
         "consilium data import own",
+        "consilium data import csv",
         "consilium data import pannuke",
     ],
     "custom/consilium/privacy/README.md": ["consilium privacy sums KIT"],

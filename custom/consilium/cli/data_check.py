@@ -1,23 +1,30 @@
 """The command `consilium data check`: one list, a site's folder, or a folder of all sites."""
 
 import json
+import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 
-from consilium.cli.options import LONGEST_LINE, CheckpointsOption, Format, FormatOption, KitPluginsOption
+from consilium.cli.options import (
+    LONGEST_LINE,
+    CheckpointsOption,
+    Format,
+    FormatOption,
+    KitPluginsOption,
+    SetOption,
+    load_for_data,
+)
 from consilium.config.datasets import DatasetConfig
-from consilium.config.job import load_job
-from consilium.config.site import SiteConfig, is_site_folder, kit_plugins, load_site, read_site_folder
+from consilium.config.site import SiteConfig, is_site_folder, load_site, read_site_folder
 from consilium.core.errors import ConfigError, DataError
-from consilium.core.registry import NO_PLUGINS
 from consilium.core.sanitize import line, shown
-from consilium.data.check import shared_by_sites
+from consilium.data.check import proposals, shared_by_sites
 from consilium.data.check_report import NAMED, Findings
 from consilium.data.datalist import with_affine
-from consilium.data.folders import has_classes
+from consilium.data.folders import has_classes, importing, unlisted
 from consilium.data.label_map import relabelled
 from consilium.data.text import has_texts
 from consilium.federation.job import tokenizer_of
@@ -35,45 +42,70 @@ def data_check(
     report: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="receives check.json and check.html: all samples, with pictures")
     ] = None,
+    override: SetOption = None,
     dataset: Annotated[str, typer.Option(help="of a site with several; default: the one that the job names, or all")] = "",
     checkpoints: CheckpointsOption = None,
     kit: KitPluginsOption = None,
     format: FormatOption = Format.TXT,
 ) -> None:
     """Open every image and label, or every record of JSONL lists, and name all bad ones; exit code 1 if there are problems."""
-    plugins = kit_plugins(kit / "local") if kit else NO_PLUGINS
-    config = load_job(job, plugins=plugins) if job else None
+    if override and not job:
+        raise ConfigError("--set: is of a job; give --job too")
+    config = load_for_data(job, override or [], kit) if job else None
     lists = lists_of(source, dataset or (config.data.dataset if config else None), choose=config is not None)
     found = {name: _check(own, config, checkpoints) for name, own in lists.items()}
     shared = shared_by_sites(found.items()) if len(found) > 1 else {}
+    unmapped = {name: one for name, one in found.items() if lists[name].own.labels is None}
+    task, longest = (config.task, getattr(config.model, "max_length", 0)) if config else (None, 0)
+    told = proposals(unmapped, getattr(task, "classes", () if task else None), longest)
     if report is not None:
         write_report(report, found, shared, config.task if config else None)
     if format is Format.JSON:
-        print(json.dumps(_json(found, shared), indent=1))
+        print(json.dumps(_json(found, shared) | {"proposals": told}, indent=1))
     else:
-        _print(found, shared, report)
+        _print(found, shared, told, report)
     raise typer.Exit(1 if any(one.problems for one in found.values()) else 0)
 
 
-def lists_of(path: Path, wanted: str | None = None, choose: bool = False) -> dict[str, DatasetConfig]:
+class SiteList(NamedTuple):
+    """A data set, and the settings of its site."""
+
+    own: DatasetConfig
+    site: SiteConfig = SiteConfig()
+
+
+def lists_of(path: Path, wanted: str | None = None, choose: bool = False) -> dict[str, SiteList]:
     """Return the data sets of a path by name: one of a list or a site's folder, one a site of a folder of sites.
 
     `wanted`: only the site's data set of this name; `choose`: the one that a job with this `data.dataset` gets. Raises
-    RefusedError where there is none, ConfigError for a name where `path` is one list.
+    RefusedError where there is none, ConfigError for a name where `path` is one list, DataError for pictures without a list.
     """
     if not path.is_dir() and path.suffix not in (".yaml", ".yml"):
         if wanted is not None:
             raise ConfigError(f"{path}: is one data list, not {wanted!r} of several; give the site.yaml that names them")
-        return {path.stem: DatasetConfig(datalist=path)}
+        if path.suffix.lower() == ".csv":
+            raise DataError(f"{path}: is a table; `consilium data import csv {shlex.quote(str(path))} DEST` makes lists of it")
+        beside = path.parent / "site.yaml"
+        return {path.stem: SiteList(DatasetConfig(datalist=path), load_site(beside) if beside.is_file() else SiteConfig())}
     if not path.is_dir():
         return _of_site(path.parent.name, path, wanted, choose)
     if not (path / "site.yaml").is_file() and has_classes(path) and not _named(path):
         below = [one for one in _folders(path) if _named(one)]
     else:
-        below = [] if is_site_folder(path) else [one for one in _folders(path) if is_site_folder(one)]
+        below = [] if is_site_folder(path) else _sites(path)
     if below:
         return {name: found for one in below for name, found in _of_site(one.name, one, wanted, choose).items()}
     return _of_site(path.resolve().name, path, wanted, choose)
+
+
+def _sites(path: Path) -> list[Path]:
+    """Return the sites of a folder, or of its folders, as an import makes them of masks and classes. Raises DataError."""
+    below = _folders(path)
+    found = [one for one in below if is_site_folder(one)]
+    for one in below:
+        if one not in found and (what := unlisted(one)):
+            raise DataError(f"{path}: {one.name} holds {what}, and no data list; {importing(path)} makes the lists")
+    return found or [site for one in below for site in _folders(one) if _named(site)]
 
 
 def _folders(path: Path) -> list[Path]:
@@ -85,21 +117,22 @@ def _named(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("site.yaml", "datalist.json")) or has_texts(folder)
 
 
-def _of_site(name: str, path: Path, wanted: str | None, choose: bool) -> dict[str, DatasetConfig]:
+def _of_site(name: str, path: Path, wanted: str | None, choose: bool) -> dict[str, SiteList]:
     """Return a site's data sets; a folder without any is read as one of pictures, which says what is missing."""
     site = read_site_folder(path) if path.is_dir() else load_site(path)
     if site is None:
-        return {name: DatasetConfig(datalist=path)}
+        return {name: SiteList(DatasetConfig(datalist=path))}
     if site.datasets and wanted is None and not choose:
-        return {f"{name}/{key}": one for key, one in site.named_datasets().items()}
+        return {f"{name}/{key}": SiteList(one, site) for key, one in site.named_datasets().items()}
     _, own = site.dataset(wanted, name)
     if own is None:
         raise DataError(f"{path}: its site.yaml names no data list; set `datalist:` there, or give the list itself")
-    return {name: own}
+    return {name: SiteList(own, site)}
 
 
-def _check(own: DatasetConfig, config: Any, checkpoints: Path | None) -> Findings:
+def _check(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
     """Return the findings of a data set, checked as the job's task, or without a job as the path's kind."""
+    own, site = one
     path = own.datalist
     name = "language" if has_texts(path) or path.suffix == ".jsonl" else "segmentation"
     kind = TASKS[config.task.name if config else name]
@@ -109,7 +142,7 @@ def _check(own: DatasetConfig, config: Any, checkpoints: Path | None) -> Finding
         return kind.check(path, change=lambda data: with_affine(data, own.nifti_affine))
     if config is None:
         return kind.check(path)
-    tokenizer = tokenizer_of(config, SiteConfig(checkpoints=checkpoints))
+    tokenizer = tokenizer_of(config, site if site.checkpoints else SiteConfig(checkpoints=checkpoints))
     classes = getattr(config.task, "classes", None)
     more: dict[str, Any] = {}
     if (own.labels, own.annotated, own.nifti_affine) != (None, None, None):
@@ -132,7 +165,7 @@ def _json(found: dict[str, Findings], shared: dict[str, list[str]]) -> dict[str,
     return {"sites": {name: one.to_dict() for name, one in found.items()}, "between_sites": between}
 
 
-def _print(found: dict[str, Findings], shared: dict[str, list[str]], report: Path | None) -> None:
+def _print(found: dict[str, Findings], shared: dict[str, list[str]], told: list[str], report: Path | None) -> None:
     console = Console(soft_wrap=True)
     for name, one in found.items():
         if len(found) > 1:
@@ -140,6 +173,8 @@ def _print(found: dict[str, Findings], shared: dict[str, list[str]], report: Pat
         _print_one(console, one.to_dict())
     for kind, lines in shared.items():
         _print_kind(console, kind, {"count": len(lines), "first": lines[:10]}, "yellow")
+    for sentence in told:
+        console.print(line(sentence, limit=LONGEST_LINE))
     if report is not None:
         console.print(line(f"{report}: check.html and check.json; they name files and show patients, keep them at the site"))
 

@@ -11,7 +11,8 @@ from consilium.cli.options import Format, FormatOption, check_finite, table
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import line, shown
 from consilium.data.importers.base import Options
-from consilium.data.importers.registry import IMPORTERS, import_set
+from consilium.data.importers.registry import IMPORTERS, import_sets
+from consilium.data.pairs import parse
 from consilium.federation.sites import MOST_SITES
 
 
@@ -35,6 +36,13 @@ def data_import(
         list[str] | None,
         typer.Option(metavar="FIELD=NAME", help="csv: the heading of image, label, site, patient or split; may be repeated"),
     ] = None,
+    mask_pattern: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[IMAGE=]MASK",
+            help="own: how masks are called after images, such as '{}_mask' or '{}_0000={}'; may be repeated",
+        ),
+    ] = None,
     add: Annotated[bool, typer.Option("--add", help="put the sites beside those that DEST has from other imports")] = False,
     show: Annotated[bool, typer.Option("--list", help="show the data sets and the folders each expects")] = False,
     format: FormatOption = Format.TXT,
@@ -48,8 +56,14 @@ def data_import(
     else:
         taken, names = tuple(only or ()), _pairs("--rename: {!r}: expected OLD=NEW", rename)
         columns = _pairs("--column: {!r}: expected FIELD=NAME", column)
-        options = Options(validation, test, seed, sites, minimum, types, resplit, size, taken, names, columns)
-        _print_sites(import_set(name, source, dest, options, add), dest, format)
+        patterns = tuple(map(parse, mask_pattern or ()))
+        options = Options(validation, test, seed, sites, minimum, types, resplit, size, taken, names, columns, patterns)
+        found = import_sets(name, source, dest, options, add)
+        if format is Format.JSON:
+            print(json.dumps(found[dest] if dest in found else {str(place): one for place, one in found.items()}, indent=1))
+            return
+        for place, summary in found.items():
+            _print_sites(summary, place)
 
 
 def _pairs(wrong: str, pairs: list[str] | None) -> dict[str, str]:
@@ -68,10 +82,7 @@ def _print_layouts(layouts: dict[str, str], format: Format) -> None:
         typer.echo(f"{name}: {layout}")
 
 
-def _print_sites(summary: dict[str, Any], dest: Path, format: Format) -> None:
-    if format is Format.JSON:
-        print(json.dumps(summary, indent=1))
-        return
+def _print_sites(summary: dict[str, Any], dest: Path) -> None:
     rows = table("site", "training", "validation", "test", title=f"{summary['name']}: samples per site")
     for site, counts in summary["sites"].items():
         rows.add_row(line(site), *(str(n) for n in counts.values()))

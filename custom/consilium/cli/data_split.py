@@ -9,15 +9,25 @@ from rich.console import Console
 
 from consilium.cli.data_check import lists_of
 from consilium.cli.options import Format, FormatOption, check_finite, table
+from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.core.sanitize import line
+from consilium.core.sanitize import line, shown
 from consilium.core.storage import undone
+from consilium.data.site_names import renamed_notes, renamed_sites
 from consilium.data.split import Cut, split_list
 
 
 def data_split(
-    source: Annotated[Path, typer.Argument(metavar="LIST|FOLDER", help="a data list, a site's folder, or a folder per class")],
-    dest: Annotated[Path, typer.Argument(metavar="DEST", help="receives datalist.json, or fold-1 and so on, and split.json")],
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="LIST|FOLDER", help="a data list, a site's folder, a folder per class, or a folder of sites"),
+    ],
+    dest: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DEST", help="receives datalist.json, or fold-1 and so on, and split.json; of several sites a folder each"
+        ),
+    ],
     validation: Annotated[
         float, typer.Option(min=0, max=0.9, help="share of all; with --folds or --keep-test of what is left")
     ] = 0.1,
@@ -31,15 +41,22 @@ def data_split(
     check_finite(validation=validation, test=test)
     if folds == 1 or (folds and keep_test):
         raise ConfigError("--folds: take 2 or more, and without --keep-test")
-    lists = lists_of(source)
-    if len(lists) > 1:
-        raise ConfigError(f"{source}: holds {len(lists)} lists; cut them one by one")
+    cut, lists = Cut(validation, test, folds, seed, keep_test), lists_of(source)
+    names = renamed_sites(lists, source) if len(lists) > 1 else {}
     with undone(dest):
-        found = split_list(next(iter(lists.values())).datalist, dest, Cut(validation, test, folds, seed, keep_test))
+        found = {name: split_list(one.own.datalist, dest / names.get(name, ""), cut) for name, one in lists.items()}
     if format is Format.JSON:
-        print(json.dumps(found, indent=1))
+        print(json.dumps({names[name]: one for name, one in found.items()} if names else next(iter(found.values())), indent=1))
         return
-    _print(found, dest)
+    for name, summary in found.items():
+        _print(summary, dest / names.get(name, ""))
+    for note in renamed_notes(names):
+        typer.echo(f"note: {shown(note)}")
+    for name, one in lists.items():
+        if one.site != SiteConfig(datalist=one.own.datalist):
+            typer.echo(
+                f"note: {shown(name)}: its site.yaml is not copied; put it beside the new list, with `datalist:` of that"
+            )
 
 
 def _print(found: dict[str, Any], dest: Path) -> None:

@@ -8,11 +8,8 @@ import typer
 from rich.console import Console
 
 from consilium.cli.data_check import lists_of
-from consilium.cli.options import Format, FormatOption, KitPluginsOption
-from consilium.config.job import load_job
-from consilium.config.site import kit_plugins
+from consilium.cli.options import Format, FormatOption, KitPluginsOption, SetOption, load_for_data
 from consilium.core.errors import ConfigError
-from consilium.core.registry import NO_PLUGINS
 from consilium.data.datalist import arranged, read_datalist, with_affine
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.stats import site_stats
@@ -26,18 +23,21 @@ def data_stats(
     ],
     job: Annotated[Path | None, typer.Option(help="read as this job does, and count its classes")] = None,
     report: Annotated[Path | None, typer.Option(metavar="FOLDER", help="receives stats.json and stats.png")] = None,
+    override: SetOption = None,
     kit: KitPluginsOption = None,
     format: FormatOption = Format.TXT,
 ) -> None:
     """Show what sites' pictures are like, beside each other: counts, sizes, spacing, intensities, classes."""
-    task = load_job(job, plugins=kit_plugins(kit / "local") if kit else NO_PLUGINS).task if job else None
+    if override and not job:
+        raise ConfigError("--set: is of a job; give --job too")
+    task = load_for_data(job, override or [], kit).task if job else None
     if task is not None and not isinstance(task, PictureSettings):
         raise ConfigError(f"--job: {job}: its task has no pictures; data check counts texts")
     classes = getattr(task, "classes", None)
     masks = None if classes is None else not isinstance(classes, dict)
     lists = {
-        name: with_affine(arranged(read_datalist(own.datalist, masks)), own.nifti_affine)
-        for name, own in lists_of(source).items()
+        name: with_affine(arranged(read_datalist(one.own.datalist, masks)), one.own.nifti_affine)
+        for name, one in lists_of(source).items()
     }
     settings = task if isinstance(task, PictureSettings) else DEFAULTS
     stats = {name: site_stats(data, classes, settings) for name, data in lists.items()}

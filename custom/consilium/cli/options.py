@@ -19,7 +19,9 @@ from rich.text import Text
 
 from consilium.config.job import JobConfig, job_file, load_job
 from consilium.config.overrides import parse_override
+from consilium.config.site import kit_plugins
 from consilium.core.errors import ConfigError
+from consilium.core.registry import NO_PLUGINS, Plugins
 
 FILE_WIDTH = 140
 """Width of a table in characters where there is no terminal."""
@@ -137,7 +139,15 @@ def check_finite(**values: float | None) -> None:
             raise ConfigError(f"--{name.replace('_', '-')}: {value}: expected a finite number")
 
 
-def load(job: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
-    """Return (configuration, its file) with KEY=VALUE overrides; all installed plugins are allowed."""
+def load(job: Path, overrides: list[str], plugins: Plugins = None, author: bool = True) -> tuple[JobConfig, Path]:
+    """Return (configuration, its file) with KEY=VALUE overrides; all installed plugins are allowed, or those named.
+
+    `author`: as for load_job.
+    """
     chosen = dict(parse_override(one) for one in overrides)
-    return load_job(job, chosen, plugins=None, author=True), job_file(job)
+    return load_job(job, chosen, plugins=plugins, author=author), job_file(job)
+
+
+def load_for_data(job: Path, overrides: list[str], kit: Path | None) -> JobConfig:
+    """Return the job that data are looked at for: one's own, or with a site's kit another's, whose paths are not opened."""
+    return load(job, overrides, kit_plugins(kit / "local") if kit else NO_PLUGINS, author=kit is None)[0]

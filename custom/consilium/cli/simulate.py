@@ -15,8 +15,9 @@ from consilium.cli.resume_hint import print_resume_hint, stoppable
 from consilium.config.site import Given, TrackingConfig, find_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.lazy import call
-from consilium.core.sanitize import line
+from consilium.core.sanitize import line, shown
 from consilium.core.schema import validate
+from consilium.data.site_names import folder_of, renamed_notes
 from consilium.federation.sites import check_same, kept_in, site_names, unused_state
 from consilium.flare.job.simulator import Simulator
 from consilium.report.live_view import LiveView
@@ -85,6 +86,8 @@ def simulate(
         raise ConfigError("--workers: only with --engine inprocess; FLARE has a process for every site")
     given = Given(data and data.resolve(), checkpoints and checkpoints.resolve(), _tracking(mlflow))
     names = site_names(sites, data)
+    for note in renamed_notes({folder_of(data, name).name: name for name in names} if data else {}):
+        typer.echo(f"note: {shown(note)}", err=True)
     if resume and workspace:
         names = _again(workspace, names, given, bool(sites))
     request = RunRequest(job, overrides, engine, names, workspace, given, resume, workers, format is Format.JSON)

@@ -20,6 +20,7 @@ from consilium.core.registry import NO_PLUGINS, Plugins, normal
 from consilium.core.schema import Section, read_yaml, validate
 from consilium.data.folders import SPLIT_FOLDERS, has_classes
 from consilium.data.settings import NiftiAffine
+from consilium.data.site_names import folder_of
 from consilium.data.text import has_texts
 
 PATHS = ("datalist", "checkpoints", "state")
@@ -349,7 +350,7 @@ def find_site(name: str, given: Given = Given(), kit_local: Path | None = None) 
 
 def _find_site(name: str, data: Path | None, kit_local: Path | None) -> SiteConfig:
     if data is not None:
-        if found := read_site_folder(data / name):
+        if found := read_site_folder(folder_of(data, name)):
             return found
         remedy = f"neither site.yaml nor datalist.json for site {name}, nor training.jsonl, nor a folder per class; make one"
         raise ConfigError(f"{data / name}: {remedy}")

@@ -2,16 +2,19 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from consilium.core.errors import DataError
 from consilium.data.check_report import PATIENT, Findings, Trace
+from consilium.data.class_names import doubts
+from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, classes_for, remedy, shown, undeclared
 from consilium.data.datalist import SPLITS, DataList, Item, arranged, read_datalist
 from consilium.data.identifiers import ALIKE, alike
 from consilium.data.loading import by_file
+from consilium.data.pairs import MOST_VALUES
 from consilium.data.sample_check import Classes, SampleReport, check_samples
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.text import Text, read_texts
@@ -60,6 +63,8 @@ def check_datalist(
         for split in SPLITS:
             if report.samples[split] and not counts[split]:
                 report.warn("class of the job that a split lacks", f"{split}: {name}")
+    for kind, line in doubts(Counter(str(item.label) for _, item in entries if isinstance(item.label, str))):
+        report.warn(kind, line)
     find_copies(report)
     find_alike(report)
     return report
@@ -70,7 +75,10 @@ def _add(report: Findings, split: str, item: Item, called: str, found: SampleRep
     name = f"{split}: {called}"
     if found.stop is not None:
         report.bad[split] += 1
-        report.problem(found.stop.kind, f"{name}: {found.stop}", item if found.size else None)
+        said = str(found.stop)
+        if found.stop.kind == UNDECLARED and item.label_map is None:  # one proposal for all masks of all sites comes at the end
+            said = said.partition(OF_NO_CLASS)[0] + OF_NO_CLASS
+        report.problem(found.stop.kind, f"{name}: {said}", item if found.size else None)
     elif item.label is None:
         report.bad[split] += 1
         report.problem("no class" if isinstance(classes, list | tuple) else "no mask", name, item)
@@ -100,12 +108,14 @@ def check_texts(path: Path, length_of: Callable[[Text], int] | None = None, max_
             report.problem("empty answer", text.name)
         if length_of is not None:
             length = length_of(text)
-            report.sizes[f"up to {max(16, 1 << (length - 1).bit_length())} tokens"] += 1
+            report.lengths[length] += 1
             if length > max_length:
                 report.warn(f"longer than {max_length} tokens", f"{text.name}: {length}")
         key = hashlib.blake2b(text.prompt.encode(), digest_size=16).hexdigest()
         marks = (("duplicate between {}", key), *([(PATIENT, text.patient)] if text.patient else []))
         report.traces.append(Trace(split, text.name, marks, training=split == "training"))
+    for length, count in sorted(report.lengths.items()):
+        report.sizes[f"up to {max(16, 1 << (length - 1).bit_length())} tokens"] += count
     find_copies(report)
     find_alike(report)
     within: Counter[str] = Counter(line.partition(":")[0] for line in report.warnings.pop("duplicate", []))
@@ -161,6 +171,41 @@ def shared_by_sites(reports: Iterable[tuple[str, Findings]]) -> dict[str, list[s
     for trace, like in _alike(left):
         found.setdefault("looks alike at two sites", []).append(_line(trace, like))
     return found
+
+
+def proposals(reports: Mapping[str, Findings], classes: Classes, max_length: int = 0) -> list[str]:
+    """Return what to write into a job for the data of all sites: values of its classes, and the length of its texts.
+
+    `reports`: by site, without those whose site.yaml maps labels; `classes`: the job's, None without a job.
+    """
+    found = []
+    values = {name: {value for value in one.label_values if isinstance(value, int) and value} for name, one in reports.items()}
+    many = {name: values.pop(name) for name in [name for name, some in values.items() if len(some) >= MOST_VALUES]}
+    if isinstance(classes, Mapping):
+        found += [f"{name}: {remedy([some], classes)}" for name, some in many.items() if UNDECLARED in reports[name].problems]
+    every = list(values.values())
+    if isinstance(classes, Mapping) and undeclared(set().union(*every), classes):
+        found.append(f"for all masks: {remedy(every, classes)}")
+    elif classes is None and len({frozenset(one) for one in every if one}) > 1:
+        told = "; ".join(f"{name}: {', '.join(map(str, sorted(one)))}" for name, one in values.items() if one)
+        found.append(f"values of the masks differ by site ({told}); all are in task.classes: {shown(classes_for(every))}")
+    lengths = sum((one.lengths for one in reports.values()), Counter[int]())
+    if lengths and max_length:
+        found.append(lengths_told(lengths, max_length))
+    return found
+
+
+def lengths_told(lengths: Counter[int], max_length: int) -> str:
+    """Return percentiles of texts' lengths in tokens, and the `model.max_length` that keeps 99 % or all of them whole."""
+    every = np.sort(np.repeat(list(lengths), list(lengths.values())))
+    parts = {share: int(every[-(-len(every) * share // 100) - 1]) for share in (50, 90, 95, 99, 100)}
+    told = ", ".join(f"{share} % up to {most}" for share, most in parts.items())
+    if not (cut := int((every > max_length).sum())):
+        return f"tokens: {told}; none is cut at model.max_length {max_length}"
+    most, all_of_them = (-(-parts[share] // 8) * 8 for share in (99, 100))
+    enough = f"{most} to keep 99 % whole, " if max_length < most < all_of_them else ""
+    what = f"{cut / len(every):.0%} are cut at model.max_length {max_length}"
+    return f"tokens: {told}; {what}; write model.max_length: {enough}{all_of_them} to keep all whole"
 
 
 def _shared(trace: Trace, seen: dict[tuple[str, str], Trace]) -> tuple[str, Trace] | None:

@@ -39,13 +39,14 @@ class Findings:
     """All findings of one list. `problems` stop training or make its scores worthless, `warnings` may be fine.
 
     Both map a kind to a line for each sample it concerns; `shown`: samples by such a line. `bad`: entries that training cannot
-    read, by split; `planes`: planes of volumes and tiles of slides.
+    read, by split; `planes`: planes of volumes and tiles of slides; `lengths`: records of texts by their tokens.
     """
 
     path: str
     samples: dict[str, int]
     sizes: Counter[str] = field(default_factory=Counter)
     label_values: Counter[Value] = field(default_factory=Counter)
+    lengths: Counter[int] = field(default_factory=Counter)
     images_of_class: dict[str, Counter[str]] = field(default_factory=dict)
     problems: dict[str, list[str]] = field(default_factory=dict)
     warnings: dict[str, list[str]] = field(default_factory=dict)

@@ -1,26 +1,59 @@
-"""Pictures in a folder per class: `<class>/*.png`, or `{train,val,test}/<class>/*.png`."""
+"""Pictures in a folder per class: `<class>/*.png`, or `{train,val,test}/<class>/*.png`; and what is none, to be imported."""
 
+import os
+import shlex
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from consilium.core.errors import DataError
-from consilium.data.file_kinds import PICTURES
+from consilium.data.file_kinds import MOST_FILES, PICTURES
+from consilium.data.pairs import holds_pairs, kind_of
 
 SPLIT_FOLDERS = {"train": "training", "training": "training", "val": "validation", "validation": "validation", "test": "test"}
 """Names a split's folder may have."""
 
 
 def has_classes(folder: Path) -> bool:
-    """Tell whether the folder holds classes, with or without splits: some subfolder, or a split's, has pictures in it."""
-    return folder.is_dir() and any(_pictures(one) for _, one in _class_folders(folder))
+    """Tell whether the folder holds classes, with or without splits: some subfolder, or a split's, has pictures in it, which
+    are no pairs of images and masks.
+    """
+    return has_folders(folder) and not has_masks(folder)
+
+
+def has_folders(folder: Path) -> bool:
+    """Tell whether some subfolder, or a split's, has pictures in it; one folder of images alone is no class."""
+    found = [one for _, one in _class_folders(folder) if _pictures(one)] if folder.is_dir() else []
+    return bool(found) and {kind_of(one.name) for one in found} != {"image"}
+
+
+def has_masks(folder: Path) -> bool:
+    """Tell whether a folder holds pictures beside their masks."""
+    names = (os.path.join(place, name) for place, _, names in os.walk(folder) for name in names if not name.startswith("."))
+    pictures = sorted(name for name in islice(names, 10 * MOST_FILES) if name.lower().endswith(PICTURES))
+    return holds_pairs(folder, [Path(name) for name in pictures])
+
+
+def importing(folder: Path) -> str:
+    """Return the command that makes a data list of a folder of sites, or of one."""
+    return f"`consilium data import own {shlex.quote(str(folder))} DEST`"
+
+
+def unlisted(folder: Path) -> str:
+    """Return what a folder without classes holds that an import reads, "" for nothing that is known by its names."""
+    if has_masks(folder):
+        return "pictures beside their masks"
+    table = None if has_folders(folder) else next(iter(sorted(folder.glob("[!.]*.[cC][sS][vV]"))), None)
+    return f"a table, {table.name}" if table else ""
 
 
 def read_folders(folder: Path) -> Iterator[tuple[str, Path, str]]:
     """Yield (split, picture, class) by sorted class and file; without split folders all is training. Raises DataError."""
-    found = [(split, picture, one.name) for split, one in _class_folders(folder) for picture in _pictures(one)]
-    if not found:
-        raise DataError(f"{folder}: no pictures in folders there; lay it out as CLASS/a.png or train/CLASS/a.png")
-    yield from found
+    if what := unlisted(folder):
+        raise DataError(f"{folder}: holds {what}, and no folders of classes; {importing(folder)} makes a list of it")
+    if not has_folders(folder):
+        raise DataError(f"{folder}: no pictures in folders of classes there; lay it out as CLASS/a.png or train/CLASS/a.png")
+    yield from ((split, picture, one.name) for split, one in _class_folders(folder) for picture in _pictures(one))
 
 
 def _class_folders(folder: Path) -> list[tuple[str, Path]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from consilium.core.errors import DataError, UnfitError
 from consilium.data import pictures, slides, volumes
+from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, remedy, undeclared
 from consilium.data.datalist import Item
 from consilium.data.labels import Labels
 from consilium.data.pixel_values import UNSMOOTHED, Spread, is_anti_aliased, windowed
@@ -142,17 +143,17 @@ def check_values(item: Item, labels: Labels, classes: Classes) -> None:
     labels.check(value for wanted in classes.values() for value in wanted)
     if item.others == "background":
         return
-    declared = {0, *(value for wanted in classes.values() for value in wanted), *(value for value, _ in item.label_map or ())}
-    if labels.values is not None and (unknown := sorted(labels.present() - declared, key=str)):
-        if is_anti_aliased(labels.values, declared):
-            what = f"mask is anti-aliased: {len(unknown)} values such as {unknown[0]} lie on edges alone"
-            raise DataError(f"{item.label}: {what}; {UNSMOOTHED}", "mask with smoothed edges")
-        remedy = f"declare it under task.classes, as in {{{next(iter(classes))}: [{unknown[0]}]}}"
-        if item.label_map is not None:
-            remedy = (
-                f"map it under `labels` of site.yaml, as in {{{unknown[0]}: {next(iter(classes))}}}, or to [] as background"
-            )
-        raise DataError(f"{item.label}: label value {unknown[0]} belongs to no class; {remedy}", "undeclared label value")
+    values = labels.present() - {value for value, _ in item.label_map or ()}
+    if labels.values is None or not (unknown := undeclared(values, classes)):
+        return
+    if is_anti_aliased(labels.values, labels.present() - set(unknown) | {0}):
+        what = f"mask is anti-aliased: {len(unknown)} values such as {unknown[0]} lie on edges alone"
+        raise DataError(f"{item.label}: {what}; {UNSMOOTHED}", "mask with smoothed edges")
+    if item.label_map is None:
+        what = f"{remedy([values], classes)}, or what `consilium data check` with the job proposes for all masks"
+    else:
+        what = f"map it under `labels` of site.yaml, as in {{{unknown[0]}: {next(iter(classes))}}}, or to [] as background"
+    raise DataError(f"{item.label}: label value {unknown[0]} {OF_NO_CLASS}; {what}", UNDECLARED)
 
 
 def check_annotated(item: Item, classes: Classes) -> None:

@@ -119,8 +119,9 @@ def _check_slide(found: SampleReport, item: Item, settings: PictureSettings, cla
         return
     for block in slides.mask_blocks(item.label, (rows, columns)):
         found.values |= block.present()
-        if isinstance(classes, Mapping):
-            check_values(item, block, classes_of(item, classes))
+    if isinstance(classes, Mapping):
+        every = np.array([[value for value in found.values if isinstance(value, int)]])
+        check_values(item, Labels(values=every), classes_of(item, classes))
     _add_values(found, item, classes)
 
 

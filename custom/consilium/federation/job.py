@@ -228,5 +228,5 @@ def in_checkpoints(field: str, path: str, site: SiteConfig, whose: str = "the si
     """Return a field's path with ${SITE} replaced by the checkpoint folder. Raises ConfigError where there is none."""
     if "${SITE}" in path and site.checkpoints is None:
         what = f"{field}: {path!r} needs {whose} checkpoint folder"
-        raise ConfigError(f"{what}; set `checkpoints:` in site.yaml, or simulate with --checkpoints FOLDER")
+        raise ConfigError(f"{what}; set `checkpoints:` in site.yaml, or give --checkpoints FOLDER")
     return Path(path.replace("${SITE}", str(site.checkpoints)))

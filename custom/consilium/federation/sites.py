@@ -12,6 +12,8 @@ from consilium.config.site import SIMULATION, SiteConfig, is_site_folder
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.data.fingerprint import fingerprint
+from consilium.data.folders import importing
+from consilium.data.site_names import VALID, renamed_sites
 
 MOST_SITES = 10_000
 RESERVED = ("server", "centralized")
@@ -133,7 +135,7 @@ def _check_names(names: list[str], where: str) -> None:
     if not names:
         raise ConfigError(f"{where}: names no site; give a number or names separated by commas")
     for name in names:
-        if not re.fullmatch(r"\w[\w.-]*", name) or len(name.encode()) > 100 or name in RESERVED:
+        if not re.fullmatch(VALID, name) or len(name.encode()) > 100 or name in RESERVED:
             remedy = f"letters, digits, '.', '_' and '-', at most 100 bytes, and none of {', '.join(RESERVED)}"
             raise ConfigError(f"{where}: '{shown(name, 40)}' cannot name a site; use {remedy}")
     twice = [name for name, count in Counter(name.casefold() for name in names).items() if count > 1]
@@ -144,7 +146,8 @@ def _check_names(names: list[str], where: str) -> None:
 def _site_folders(data: Path) -> list[str]:
     if not data.is_dir():
         raise ConfigError(f"--data: {data}: no such folder; give one that holds a folder per site")
-    found = sorted(p.name for p in data.iterdir() if p.is_dir() and is_site_folder(p))
+    found = [p.name for p in data.iterdir() if p.is_dir() and is_site_folder(p)]
     if not found:
-        raise ConfigError(f"--data: {data}: no folder in it has a datalist.json, site.yaml or classes; make one per site")
-    return found
+        what = "no folder in it has a datalist.json, site.yaml or classes"
+        raise ConfigError(f"--data: {data}: {what}; {importing(data)} makes lists of pictures beside masks or tables")
+    return sorted(renamed_sites(found, data, VALID).values())

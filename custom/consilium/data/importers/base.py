@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,14 +12,13 @@ import numpy as np
 from PIL import Image
 
 from consilium.core.errors import DataError
+from consilium.data.pairs import Pattern, composed
 from consilium.data.safe_open import open_picture, reading
 
 NO_PATIENTS = "names no patients, so one patient's pictures may be in two splits"
 UNREADABLE = ("cannot be read as a picture", "replace it")
 RUN_LENGTHS = 3
 """zlib's strategy for runs: on label pictures it is twice as fast as the default, and smaller."""
-LETTERS = str.maketrans({"æ": "ae", "œ": "oe", "ø": "o", "ł": "l", "đ": "d", "ð": "d", "þ": "th", "ı": "i"})
-"""Latin letters that Unicode does not take apart."""
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 
 
@@ -31,7 +29,7 @@ class Options:
     `validation` and `test`: shares cut off where the publisher has no such split. `sites`: pool everything and deal patients
     out to so many sites, 0 keeps the set's own. `minimum`: samples a site has at least. `types`: cell classes, not just nuclei.
     `resplit`: forget the publisher's splits. `size`: which of several training sets. `only`: sites to take, all if empty;
-    `rename`: their new names. `columns`: a table's headings by field.
+    `rename`: their new names. `columns`: a table's headings by field. `mask_patterns`: how masks are named after pictures.
     """
 
     validation: float = 0.1
@@ -45,6 +43,7 @@ class Options:
     only: tuple[str, ...] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
     columns: Mapping[str, str] = field(default_factory=dict)
+    mask_patterns: tuple[Pattern, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,24 +88,26 @@ Sample = SourceSample | TextRecord
 class ImportResult:
     """The result of an importer; `classes`: the job's task.classes for this set, None for texts.
 
-    `notes` are for the user.
+    `notes` are for the user. `beside`: sites with classes, where those of `samples` have masks: a job has one kind of label.
     """
 
     samples: Sequence[Sample]
     classes: dict[str, list[int]] | list[str] | None
     notes: list[str] = field(default_factory=list)
+    beside: "ImportResult | None" = None
 
 
 @dataclass(frozen=True)
 class Importer:
     """A data set: its layout in one line, and its reader; `sizes` of its training set, the default first.
 
-    `is_file`: the source is a file, not a folder.
+    `is_file`: the source is a file, not a folder; `has_patterns`: of one's own pictures, whose masks' names are not known.
     """
 
     layout: str
     read: Callable[[Path, Options], ImportResult]
     has_types: bool = False
+    has_patterns: bool = False
     sizes: tuple[str, ...] = ()
     is_file: bool = False
 
@@ -116,32 +117,6 @@ def wrong_layout(source: Path, expected: str) -> DataError:
     names = sorted(p.name + "/" * p.is_dir() for p in source.iterdir() if not p.name.startswith(".")) if source.is_dir() else []
     found = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     return DataError(f"{source}: expected {expected}; found {found or ('nothing' if source.is_dir() else 'no such folder')}")
-
-
-def slug(name: str) -> str:
-    """Return a name fit for a site's folder: lower case, digits and hyphens; letters lose their marks, and ß becomes ss."""
-    plain = unicodedata.normalize("NFKD", name.casefold()).translate(LETTERS)
-    return re.sub(r"[^a-z0-9]+", "-", "".join(c for c in plain if not unicodedata.combining(c))).strip("-")
-
-
-def renamed_sites(names: Iterable[str], source: Path) -> dict[str, str]:
-    """Return sites' names by those of a source's folders or lines, which stay where they can be a site's.
-
-    Raises DataError for one of which nothing is left, and for two that would be one site.
-    """
-    found, known = {}, dict[str, str]()
-    for name in sorted(names):
-        found[name] = new = name if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) else slug(name)
-        if not new:
-            raise DataError(f"{source}: {name!r}: no site's name, which has letters a to z or digits; rename it, as in site-1")
-        if (before := known.setdefault(new.casefold(), name)) != name:
-            raise DataError(f"{source}: {before!r} and {name!r} would both be site {new!r}; rename one")
-    return found
-
-
-def renamed_notes(names: Mapping[str, str]) -> list[str]:
-    """Return a note for every site that is called otherwise at its source."""
-    return [f"{name} -> {new}" for name, new in names.items() if name != new]
 
 
 def folders(root: Path) -> Iterator[Path]:
@@ -171,11 +146,6 @@ def by_stem(paths: Iterable[Path]) -> dict[str, Path]:
             raise DataError(f"{path}: has the same name as {found[stem]}; keep one of the two")
         found[stem] = path
     return found
-
-
-def composed(name: str) -> str:
-    """Return a name with each letter and its marks as one: disks from a Mac may have them apart."""
-    return unicodedata.normalize("NFC", name)
 
 
 def partner(stem: str, among: dict[str, Path], image: Path, what: str) -> Path:

@@ -1,74 +1,118 @@
-"""A folder of one's own: a folder per site with images/ and masks/, pictures and masks of the same names."""
+"""Folders of one's own, one per site: pictures beside masks, a folder per class, or pictures with a table."""
 
+import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
-
 from consilium.core.errors import DataError
+from consilium.data.file_kinds import PICTURES
+from consilium.data.folders import SPLIT_FOLDERS, has_folders, read_folders
 from consilium.data.importers.base import (
-    NO_PATIENTS,
-    PICTURE_ENDINGS,
-    UNREADABLE,
     Importer,
     ImportResult,
     Options,
     SourceSample,
-    by_stem,
-    check_sizes,
-    child,
     files,
-    partner,
-    renamed_notes,
-    renamed_sites,
     wrong_layout,
 )
-from consilium.data.safe_open import open_picture, reading
+from consilium.data.importers.labels import labelled
+from consilium.data.importers.table import Table, find_table
+from consilium.data.pairs import Names, Pairs, Pattern, find_pairs, holds_pairs, kind_of, unpaired, words
 
-LAYOUT = "a folder per site with images/ and masks/, a mask for every picture under the same name; PNG, one channel, 0 outside"
-MODES = ("1", "L", "P", "I;16", "I")
-"""Pillow's names of pictures with one channel of whole numbers."""
-MOST = 32
-"""A mask with more values than these is a photograph, or was saved as JPEG."""
+LAYOUT = (
+    "a folder per site: images/ and masks/, or other names such as a.png and a_mask.png, a mask of one channel with 0 outside; "
+    "a folder per class; or a CSV file as `csv` reads"
+)
+PATIENTS = "; name them as `patient` in the lists and cut again by `data split`"
+_SPLITS = {**SPLIT_FOLDERS, "tr": "training", "ts": "test", "valid": "validation"}
+Site = tuple[list[SourceSample], list[str]]
+"""A site's samples, and notes."""
 
 
 def read_own(source: Path, options: Options) -> ImportResult:
-    """Read pictures with their masks; each value of the masks becomes a class. Patients are not known, so pictures are split.
+    """Read the sites of a folder, or the one that the folder is; masks' values, or names, make the classes.
 
     Raises DataError for another layout, a picture without a mask, sizes that differ, and masks that are no label pictures.
     """
-    pairs = {folder.name: some for folder in sorted(source.iterdir()) if folder.is_dir() and (some := _pairs(folder))}
-    if not pairs:
-        raise wrong_layout(source, LAYOUT)
-    names = renamed_sites(pairs, source)
-    found = [SourceSample(names[folder], image.stem, image, mask) for folder, some in pairs.items() for image, mask in some]
-    values = sorted(set().union(*(_values(one.label) for one in found if isinstance(one.label, Path))) - {0})
-    if not values:
-        raise DataError(f"{source}: all masks are empty; a mask has 0 for background and other values for classes")
-    classes = {"object": values} if len(values) == 1 else {f"value-{value}": [value] for value in values}
-    note = f"a folder of pictures {NO_PATIENTS}; name them as `patient` in the lists and cut again by `data split`"
-    return ImportResult(found, classes, [*renamed_notes(names), note])
+    below = sorted(one for one in source.iterdir() if one.is_dir() and not one.name.startswith("."))
+    roles = {kind_of(one.name) for one in below} | {"image" for one in source.iterdir() if one.name.lower().endswith(PICTURES)}
+    sites = {} if roles >= {"image", "mask"} else {one.name: site for one in below if (site := _site(one, options))}
+    notes: list[str] = []
+    if not sites or {name.lower() for name in sites} <= _SPLITS.keys():
+        whole = _site(source, options)
+        if whole is None:
+            raise wrong_layout(source, LAYOUT)
+        sites = {source.resolve().name: whole}
+    else:
+        left = [one.name for one in below if one.name not in sites]
+        why = "left out, it has neither masks nor classes nor a table that `consilium data import csv` reads"
+        notes += [f"{name}: {why}" for name in left]
+        if table := find_table(source):
+            command = f"consilium data import csv {shlex.quote(str(table.path))} DEST --add"
+            notes.append(f"{table.path.name}: not read; `{command}` adds it")
+    samples = [one for found, _ in sites.values() for one in found]
+    told = [f"{name}: {note}" for name, (_, own) in sites.items() for note in own]
+    return labelled(source, samples, [*told, *notes], PATIENTS)
 
 
-def _pairs(folder: Path) -> list[tuple[Path, Path]]:
-    """Return a site's pictures with their masks, none for a folder that is no site's. Raises DataError."""
-    images, masks = child(folder, "images"), child(folder, "masks")
-    if images is None or masks is None:
-        return []
-    known, found = by_stem(files(masks, PICTURE_ENDINGS)), by_stem(files(images, PICTURE_ENDINGS))
-    pairs = [(image, partner(stem, known, image, "mask")) for stem, image in found.items()]
-    for image, mask in pairs:
-        check_sizes(image, mask)
-    return pairs
+def _site(folder: Path, options: Options) -> Site | None:
+    """Return what a site's folder holds: of a table with masks, by names, of a table with classes, a folder per class."""
+    table, pictures = find_table(folder), files(folder, PICTURES)
+    if table is not None and table.has_masks:
+        return _of_table(table, folder)
+    pairs, classes = find_pairs(folder, pictures, options.mask_patterns), has_folders(folder)
+    whole = pairs is not None and not pairs.alone and not pairs.unused
+    if pairs is not None and (whole or not classes or holds_pairs(folder, pictures)) and (pairs.found or table is None):
+        return _of_pairs(folder, pairs, options.mask_patterns)
+    if table is not None:
+        return _of_table(table, folder)
+    return _of_classes(folder) if classes else None
 
 
-def _values(mask: Path) -> set[int]:
-    """Return the values of a label picture. Raises DataError for a picture that is none."""
-    with reading(mask, *UNREADABLE), open_picture(mask) as picture:
-        mode = picture.mode
-        values = {int(value) for value in np.unique(np.asarray(picture))} if mode in MODES else set()
-    if mode not in MODES or len(values) > MOST:
-        raise DataError(f"{mask}: is no label picture (mode {mode}); save it as PNG with one channel and a value per class")
-    return values
+def _of_table(table: Table, folder: Path) -> Site:
+    """Return a site's pictures by its table; lines that name no site are of the folder's."""
+    return table.samples(folder.resolve().name), [f"{table.path.name} was read", *table.notes]
 
 
-SETS = {"own": Importer(LAYOUT, read_own)}
+def _of_classes(folder: Path) -> Site:
+    found = list(read_folders(folder))
+    split = {split for split, _, _ in found} != {"training"}
+    name = folder.resolve().name
+    return [
+        SourceSample(name, str(picture.relative_to(folder)), picture, label, split=part if split else None)
+        for part, picture, label in found
+    ], []
+
+
+def _of_pairs(folder: Path, pairs: Pairs, asked: Iterable[Pattern]) -> Site:
+    """Return a site's pictures with their masks. Raises DataError where pictures lack one, and where there are two for each."""
+    if pairs.others:
+        both = " and ".join(f"'{one}'" for one in (pairs.pattern, *pairs.others))
+        what = f"every picture has masks by {both}, and one is read"
+        raise DataError(f"{folder}: {what}; choose by --mask-pattern '{pairs.pattern}'")
+    with_masks = {image.path.parent for image, _ in pairs.found}
+    left_out = pairs.pattern in asked or not any(one.path.parent in with_masks for one in pairs.alone)
+    if not pairs.found or (pairs.alone and not left_out):
+        raise DataError(unpaired(pairs, folder))
+    notes = []
+    if pairs.pattern != Pattern():
+        image, mask = pairs.found[0]
+        notes.append(f"masks by --mask-pattern '{pairs.pattern}', as {mask.name} of {image.path.name}")
+    for what, some in (("pictures without a mask", [one.path for one in pairs.alone]), ("masks of no picture", pairs.unused)):
+        if some:
+            notes.append(f"{len(some)} {what} left out, the first {some[0].relative_to(folder)}")
+    splits = [_split(image) for image, _ in pairs.found]
+    published = None not in splits and len(set(splits)) > 1
+    return [
+        SourceSample(folder.resolve().name, image.short, image.path, mask, split=split if published else None)
+        for (image, mask), split in zip(pairs.found, splits, strict=True)
+    ], notes
+
+
+def _split(image: Names) -> str | None:
+    """Return the split that a folder of the picture is called after."""
+    parts = image.full.split("/")[:-1]
+    return next((split for part in parts for word in words(part) if (split := _SPLITS.get(word.lower()))), None)
+
+
+SETS = {"own": Importer(LAYOUT, read_own, has_patterns=True)}

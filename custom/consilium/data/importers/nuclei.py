@@ -24,9 +24,9 @@ from consilium.data.importers.base import (
     partner,
     png,
     size_of,
-    slug,
     wrong_layout,
 )
+from consilium.data.site_names import slug
 
 NUCLEUS = {"nucleus": [1]}
 PANNUKE_TYPES = ["neoplastic", "inflammatory", "connective", "dead", "epithelial"]

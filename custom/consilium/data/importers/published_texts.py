@@ -15,9 +15,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 from consilium.core.errors import DataError
-from consilium.data.importers.base import Importer, ImportResult, Options, TextRecord, files, slug, wrong_layout
+from consilium.data.importers.base import Importer, ImportResult, Options, TextRecord, files, wrong_layout
 from consilium.data.patients import linked
 from consilium.data.safe_open import check_file, check_line, parse_json, read_text, text_lines
+from consilium.data.site_names import slug
 
 REMEDY = "give the publisher's file"
 RESULT = "The answer is:"

@@ -1,12 +1,14 @@
 """The data sets that can be imported, by name."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.registry import Registry
 from consilium.core.schema import nearest
+from consilium.core.storage import undone
 from consilium.data.importers.base import Importer, Options
 from consilium.data.importers.write_datalists import earlier_imports, write_sites
 
@@ -34,10 +36,15 @@ def import_set(
     options: Options = Options(),  # noqa: B008 - frozen
     add: bool = False,
 ) -> dict[str, Any]:
+    """Read the data set `name` as import_sets; returns the record of its sites with masks, or of all."""
+    return next(iter(import_sets(name, source, dest, options, add).values()))
+
+
+def import_sets(name: str, source: Path, dest: Path, options: Options, add: bool = False) -> dict[Path, dict[str, Any]]:
     """Read the data set `name` from its published folders and write a data list per site; returns its record in import.json.
 
-    `add`: beside the sites of earlier imports. Raises ConfigError for an unknown name or impossible options, DataError for
-    folders that look otherwise.
+    Where some sites have masks and others classes, each kind gets a folder of its own in `dest`. `add`: beside the sites of
+    earlier imports. Raises ConfigError for an unknown name or impossible options, DataError for folders that look otherwise.
     """
     if name not in IMPORTERS:
         raise ConfigError(f"NAME: {name!r}: expected one of {', '.join(IMPORTERS)}{nearest(name, IMPORTERS)}")
@@ -46,7 +53,25 @@ def import_set(
     if not (source.is_file() if is_file else source.is_dir()):
         raise DataError(f"{source}: no such {'file' if is_file else 'folder'}; expected {IMPORTERS[name].layout}")
     earlier_imports(dest, add)
-    return write_sites(IMPORTERS[name].read(source, options), name, source, dest, options, add)
+    found = IMPORTERS[name].read(source, options)
+    if found.beside is None:
+        return {dest: write_sites(found, name, source, dest, options, add)}
+    kinds = {"segmentation": found, "classification": found.beside}
+    sites = {kind: {one.site for one in part.samples} for kind, part in kinds.items()}
+    asked = {kind: own for kind, own in sites.items() if not options.only or own.intersection(options.only)}
+    every = set().union(*sites.values())
+    with undone(dest):
+        return {
+            place: write_sites(kinds[kind], name, source, place, _about(options, every - sites[kind]), add)
+            for kind in asked or sites
+            for place in [dest if len(asked) == 1 else dest / kind]
+        }
+
+
+def _about(options: Options, others: set[str]) -> Options:
+    """Return the options without what is about other sites."""
+    only = tuple(name for name in options.only if name not in others)
+    return replace(options, only=only, rename={old: new for old, new in options.rename.items() if old not in others})
 
 
 def _check(name: str, options: Options) -> None:
@@ -58,6 +83,8 @@ def _check(name: str, options: Options) -> None:
         raise ConfigError(f"--types: {name} has no classes of cells; leave it out")
     if options.columns and not IMPORTERS[name].is_file:
         raise ConfigError(f"--column: {name} is no table; leave it out")
+    if options.mask_patterns and not IMPORTERS[name].has_patterns:
+        raise ConfigError(f"--mask-pattern: the names of {name}'s masks are known; leave it out")
     if options.size and options.size not in IMPORTERS[name].sizes:
         sizes = ", ".join(IMPORTERS[name].sizes)
         raise ConfigError(

@@ -1,40 +1,36 @@
-"""Pictures with a table: a CSV file that says of each its class and, where known, site, patient and split."""
+"""Pictures with a table: a CSV file that says of each its class or its mask and, where known, site, patient and split."""
 
 import csv
 import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 
-from consilium.core.errors import ConfigError, DataError
+from consilium.core.errors import ConfigError, ConsiliumError, DataError
 from consilium.core.schema import nearest
-from consilium.data.file_kinds import place_of
+from consilium.data.class_names import EACH_ITS_OWN, doubts
+from consilium.data.file_kinds import PICTURES, is_volume, place_of
 from consilium.data.identifiers import check_identifier
-from consilium.data.importers.base import (
-    NO_PATIENTS,
-    Importer,
-    ImportResult,
-    Options,
-    SourceSample,
-    renamed_notes,
-    renamed_sites,
-)
+from consilium.data.importers.base import Importer, ImportResult, Options, SourceSample
+from consilium.data.importers.labels import labelled
+from consilium.data.pairs import kind_of
 from consilium.data.safe_open import text_lines
 
 LAYOUT = (
-    "a CSV file with a picture a line: columns image (a path from the file's folder) and label (its class), "
-    "and where known site, patient and split; --column image=NAME for another heading"
+    "a CSV file with a picture a line: columns image (a path from the file's folder) and label (its class, or the path of its "
+    "mask), and where known site, patient and split; --column image=NAME for another heading"
 )
 FIELDS = ("image", "label", "site", "patient", "split")
 NEEDED = FIELDS[:2]
-MISSING = frozenset({"nan", "na", "n/a", "#n/a", "null", "none", "nil", "-", "?", ".", "unknown", "missing"})
 SEPARATOR = re.compile(r"\s*\"?sep=(.)\"?[\s,;]*", re.IGNORECASE)
 """Excel's line that says which character separates its columns."""
 SPLITS = {"": None, "train": "training", "training": "training", "test": "test"}
 SPLITS |= dict.fromkeys(("val", "valid", "validation"), "validation")
 ONE = "one list for all, no sites: share it out with `consilium data partition` of its datalist.json"
+_LOOKED_AT = 20
+"""Lines of which the cells tell what a column holds."""
 
 
 @dataclass(frozen=True)
@@ -45,89 +41,164 @@ class Row:
     values: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class Table:
+    """A table's lines by field. `has_masks`: its labels are paths of masks."""
+
+    path: Path
+    rows: Sequence[Row]
+    has_masks: bool
+    notes: list[str] = field(default_factory=list)
+
+    def samples(self, site: str) -> list[SourceSample]:
+        """Return the pictures, those of lines that name no site as of `site`. Raises DataError, which names the line."""
+        found = [_sample(self, row, site) for row in self.rows]
+        _check_once(self.path, self.rows, found)
+        return found
+
+
 def read_table(source: Path, options: Options) -> ImportResult:
-    """Read pictures by their lines; the labels become the classes, sorted. Raises DataError, and ConfigError for a column."""
-    rows, notes = _rows(source, options.columns)
-    sites = renamed_sites({row.values.get("site", "") or source.stem for row in rows}, source)
-    found = [_sample(source, row, sites) for row in rows]
-    _check_once(source, rows, found)
-    notes += renamed_notes(sites) + ([] if "site" in rows[0].values else [ONE])
-    notes += [] if all(one.is_patient for one in found) else [f"{source.name} {NO_PATIENTS}"]
-    classes = Counter(row.values["label"] for row in rows)
-    return ImportResult(found, sorted(classes), notes + _doubts(source, classes))
+    """Read pictures by their lines; labels make the classes, sorted. Raises DataError, and ConfigError for a column."""
+    table = open_table(source, options.columns)
+    one = [] if "site" in table.rows[0].values else [ONE]
+    return labelled(source, table.samples(source.stem), [*table.notes, *one])
 
 
-def _doubts(source: Path, classes: Mapping[str, int]) -> list[str]:
-    """Return a note for classes that differ in case and blanks alone, and for those that look like a missing value."""
-    alike: dict[str, list[str]] = {}
-    for name in sorted(classes):
-        alike.setdefault(" ".join(name.split()).casefold(), []).append(name)
-    found = [
-        f"classes {' and '.join(map(repr, names))} differ in case or blanks alone: write them alike if they are one"
-        for names in alike.values()
-        if len(names) > 1
-    ]
-    empty = [
-        f"class {name!r} of {classes[name]} lines looks like a missing value: if it is one, take the lines out of {source.name}"
-        for name in sorted(classes)
-        if name.casefold() in MISSING
-    ]
-    return found + empty
+def find_table(folder: Path) -> Table | None:
+    """Return the table of pictures in a folder, None where no CSV file is one. Raises DataError for two."""
+    found = []
+    for path in sorted(folder.glob("[!.]*.[cC][sS][vV]")):
+        try:
+            found.append(open_table(path, {}))
+        except ConsiliumError:  # of something else
+            continue
+    if len(found) > 1:
+        what = f"{found[0].path.name} and {found[1].path.name} are both tables of its pictures"
+        raise DataError(f"{folder}: {what}; take one out, or read each by `consilium data import csv`")
+    return found[0] if found else None
 
 
-def _rows(source: Path, columns: Mapping[str, str]) -> tuple[list[Row], list[str]]:
-    """Return the table's lines by field, and a note of lines left out; of fields without a column nothing is there.
+def open_table(source: Path, columns: Mapping[str, str]) -> Table:
+    """Return a table's lines by field. Raises DataError, and ConfigError for a column that is not there."""
+    there, lines = _lines(source)
+    head = list(islice(lines, _LOOKED_AT))
+    named, notes = _columns(source, columns, there, head)
+    every = [Row(row.number, {one: row.values[name] for one, name in named.items()}) for row in chain(head, lines)]
+    rows = [row for row in every if any(row.values.values())]
+    if len(rows) < len(every):
+        notes.append(f"{source.name}: {len(every) - len(rows)} lines without any value are left out")
+    has_masks = any(_is_path(source, row.values["label"]) for row in rows[:_LOOKED_AT])
+    kept = [row for row in rows if row.values["label"]]
+    if lost := [row.number for row in rows if not row.values["label"]]:
+        notes.append(f"{len(lost)} of {len(rows)} lines have no label and are left out, the first is line {lost[0]}")
+    if not kept:
+        what = f"column {named['label']!r} is empty" if rows else "has no line below its headings"
+        raise DataError(f"{source}: {what}; give a line per picture, with its label")
+    if not has_masks:
+        _check_classes(source, named["label"], kept)
+    return Table(source, kept, has_masks, notes)
 
-    Excel may write a line `sep=;` before the headings, and lines of separators alone behind the last.
-    """
+
+def _lines(source: Path) -> tuple[list[str], Iterator[Row]]:
+    """Return the headings, and the lines by heading. Excel may write a line `sep=;` before the headings."""
     lines = text_lines(source, "save it as CSV in UTF-8", newline="")
     before, first, said = 0, next(lines, ""), None
     while first and (not first.strip() or SEPARATOR.fullmatch(first.strip("\r\n"))):
         said = said or SEPARATOR.fullmatch(first.strip("\r\n"))
         before, first = before + 1, next(lines, "")
     reader = csv.DictReader(chain([first], lines), delimiter=said[1] if said else max(",;\t", key=first.count))
-    named = _columns(source, columns, [name.strip() for name in reader.fieldnames or []])
-    reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
-    try:
-        rows = [Row(reader.line_num + before, {f: (raw[name] or "").strip() for f, name in named.items()}) for raw in reader]
-    except csv.Error as error:
-        raise DataError(f"{source}: line {reader.line_num + before + 1}: {error}; save it as CSV anew") from None
-    filled = [row for row in rows if any(row.values.values())]
-    if not filled:
-        raise DataError(f"{source}: has no line below its headings; give a line per picture")
-    empty = len(rows) - len(filled)
-    return filled, [f"{source.name}: {empty} lines without any value are left out"] if empty else []
+    there = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
+
+    def rows() -> Iterator[Row]:
+        try:
+            for raw in reader:
+                yield Row(reader.line_num + before, {name: (raw[name] or "").strip() for name in there})
+        except csv.Error as error:
+            raise DataError(f"{source}: line {reader.line_num + before + 1}: {error}; save it as CSV anew") from None
+
+    return there, rows()
 
 
-def _columns(source: Path, columns: Mapping[str, str], there: list[str]) -> dict[str, str]:
-    """Return the heading of each field that the table has. Raises ConfigError."""
-    if wrong := [field for field in columns if field not in FIELDS]:
+def _columns(
+    source: Path, columns: Mapping[str, str], there: Sequence[str], rows: Sequence[Row]
+) -> tuple[dict[str, str], list[str]]:
+    """Return the heading of each field that the table has, by name or by its cells, and notes. Raises ConfigError."""
+    if wrong := [name for name in columns if name not in FIELDS]:
         raise ConfigError(f"--column: {wrong[0]!r}: expected one of {', '.join(FIELDS)}{nearest(wrong[0], FIELDS)}")
     exact = {name.casefold(): name for name in reversed(there)}
-    named = {field: columns.get(field) or exact.get(field, field) for field in FIELDS}
-    for field, name in named.items():
-        if name not in there and (field in columns or field in NEEDED):
-            what = f"{source}: no column {name!r}; there are {', '.join(there)}"
-            raise ConfigError(f"--column: {what}; write --column {field}=NAME")
-    return {field: name for field, name in named.items() if name in there}
+    named = {one: columns.get(one) or exact[one] for one in FIELDS if one in columns or one in exact}
+    if absent := [one for one, name in named.items() if name not in there]:
+        what = f"{source}: no column {named[absent[0]]!r}; there are {', '.join(there)}"
+        raise ConfigError(f"--column: {what}; write --column {absent[0]}=NAME")
+    paths = [name for name in there if name not in named.values() and _of_paths(source, name, rows)]
+    paths.sort(key=lambda name: kind_of(name) == "mask")
+    notes = []
+    for one in NEEDED:
+        if one in named:
+            continue
+        if not paths:
+            proposed = _proposed(one, [name for name in there if name not in named.values()], rows)
+            what = f"{source}: no column {one!r}; there are {', '.join(there)}"
+            raise ConfigError(f"--column: {what}; write --column {one}={proposed}")
+        named[one] = paths.pop(0)
+        notes.append(f"--column {one}={named[one]}: its cells are paths of {'pictures' if one == 'image' else 'masks'}")
+    return named, notes
 
 
-def _sample(source: Path, row: Row, sites: Mapping[str, str]) -> SourceSample:
+def _proposed(what: str, there: Sequence[str], rows: Sequence[Row]) -> str:
+    """Return the column that a field may be, by its cells: names of pictures, or few classes."""
+    kinds = {name: len({row.values[name] for row in rows}) for name in there}
+    files = [name for name in there if any(row.values[name].lower().endswith(PICTURES) for row in rows[:_LOOKED_AT])]
+    classes = sorted((name for name, count in kinds.items() if 1 < count <= len(rows) // 2), key=kinds.__getitem__)
+    return next(iter([*files, *(classes if what == "label" else [])]), "NAME")
+
+
+def _of_paths(source: Path, column: str, rows: Sequence[Row]) -> bool:
+    cells = [row.values[column] for row in rows[:_LOOKED_AT] if row.values[column]]
+    return bool(cells) and all(_picture(source.parent, cell) for cell in cells)
+
+
+def _is_path(source: Path, cell: str) -> bool:
+    return cell.lower().endswith(PICTURES) or (bool(re.search(r"[/\\]", cell)) and _picture(source.parent, cell) is not None)
+
+
+def _check_classes(source: Path, column: str, rows: Sequence[Row]) -> None:
+    """Raise DataError where no class has two pictures."""
+    for kind, line in doubts(Counter(row.values["label"] for row in rows)):
+        if kind == EACH_ITS_OWN:
+            raise DataError(
+                f"{source}: column {column!r} has {kind}, {line}; name the column of classes by --column label=NAME"
+            )
+
+
+def _sample(table: Table, row: Row, site: str) -> SourceSample:
     """Return one line's picture. Raises DataError, which names the line."""
-    values, where = row.values, f"{source}: line {row.number}"
-    if not values["label"]:
-        raise DataError(f"{where}: no label; give the picture's class, or take the line out")
+    values, where = row.values, f"{table.path}: line {row.number}"
     if (split := values.get("split", "").lower()) not in SPLITS:
         raise DataError(f"{where}: split {values['split']!r}: expected training, validation or test, or nothing")
-    image = place_of(source.parent, values["image"])
-    if not image.is_file():
-        raise DataError(f"{where}: image {values['image']!r}: no such file; paths start at the table's folder")
+    image = _there(table.path, where, "image", values["image"])
+    label = _there(table.path, where, "label", values["label"]) if table.has_masks else values["label"]
     who = check_identifier(where, "patient", values.get("patient", ""))
-    site = sites[values.get("site", "") or source.stem]
-    return SourceSample(site, who or values["image"], image, values["label"], split=SPLITS[split], is_patient=bool(who))
+    own = values.get("site", "") or site
+    return SourceSample(own, who or values["image"], image, label, split=SPLITS[split], is_patient=bool(who))
 
 
-def _check_once(source: Path, rows: list[Row], found: list[SourceSample]) -> None:
+def _there(source: Path, where: str, name: str, cell: str) -> Path:
+    if (found := _picture(source.parent, cell)) is None:
+        raise DataError(f"{where}: {name} {cell!r}: no such file; paths start at the table's folder")
+    return found
+
+
+def _picture(folder: Path, cell: str) -> Path | None:
+    """Return the file, or the series of DICOM files, that a cell names, None where it is not there."""
+    path = place_of(folder, cell)
+    try:
+        return path if cell and (path.is_file() or (path.is_dir() and is_volume(path))) else None
+    except (OSError, ValueError):  # no name of a file
+        return None
+
+
+def _check_once(source: Path, rows: Sequence[Row], found: Sequence[SourceSample]) -> None:
     """Raise DataError for a picture of two lines: it could be in two splits, or of two classes."""
     known: dict[str, int] = {}
     for row, sample in zip(rows, found, strict=True):

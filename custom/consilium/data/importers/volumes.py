@@ -20,10 +20,10 @@ from consilium.data.importers.base import (
     child,
     files,
     folders,
-    slug,
     wrong_layout,
 )
 from consilium.data.safe_open import reading
+from consilium.data.site_names import slug
 
 HOSPITALS = {"RUNMC": "ISBI", "BMC": "ISBI_1.5", "I2CVB": "", "UCL": "", "BIDMC": "", "HK": ""}
 """Hospitals by SAML's names, with the other name that FedDG and FedFMS give them."""

@@ -14,6 +14,7 @@ import numpy as np
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic
+from consilium.data.class_values import ONE_CLASS
 from consilium.data.datalist import SPLITS
 from consilium.data.identifiers import canonical
 from consilium.data.importers.base import DerivedFile, ImportResult, Options, Sample, SourceSample, TextRecord
@@ -39,19 +40,19 @@ def write_sites(
         few = f"no site is left with {options.minimum} samples and one for training"
         raise DataError(f"{source}: {few}; lower --minimum, or --resplit where a site has test samples only")
     sites = renamed(found, options.rename)
-    _check_fits(dest, sites, reading.classes, earlier)
+    classes = _fitting(dest, sites, reading.classes, earlier)
     left = [f"left out, too few samples or none to train on: {', '.join(dropped)}"] if dropped else []
     alone = [site for site, splits in sites.items() if not splits["training"]]
     left += [f"test samples only, so their site.yaml says test_only: {', '.join(alone)}"] if alone else []
     summary = {
         "name": name,
         "source": str(source.resolve()),
-        "options": asdict(options) | {"only": list(options.only)},
-        "classes": reading.classes,
+        "options": asdict(options) | {"only": list(options.only), "mask_patterns": [str(one) for one in options.mask_patterns]},
+        "classes": classes,
         "sites": {site: {split: len(items) for split, items in splits.items()} for site, splits in sites.items()},
         "notes": [*reading.notes, *left],
     }
-    _write_all(dest, sites, reading.classes, {"imports": [*earlier, summary]})
+    _write_all(dest, sites, classes, {"imports": [*earlier, summary]})
     return summary
 
 
@@ -96,14 +97,21 @@ def renamed(sites: Sites, names: Mapping[str, str]) -> Sites:
     return found
 
 
-def _check_fits(dest: Path, sites: Sites, classes: Any, earlier: list[dict[str, Any]]) -> None:
-    """Raise DataError if a site's name is taken, or the sites there have other classes: one job has one task.classes."""
+def _fitting(dest: Path, sites: Sites, classes: Any, earlier: list[dict[str, Any]]) -> Any:
+    """Return the classes of all sites, those of earlier imports too: one job has one task.classes.
+
+    Masks of one class may have other values at each import. Raises DataError for a site's name that is taken, or other classes.
+    """
     if taken := [site for site in sites if (dest / site).exists()]:
         raise DataError(f"{dest}: has a site {taken[0]} already; name the new one otherwise: --rename {taken[0]}=NAME")
     for one in earlier:
-        if one["classes"] != classes:
-            there, new = json.dumps(one["classes"]), json.dumps(classes)
+        before = one["classes"]
+        if isinstance(classes, dict) and isinstance(before, dict) and before.keys() == classes.keys() == {ONE_CLASS}:
+            classes = {ONE_CLASS: sorted({*before[ONE_CLASS], *classes[ONE_CLASS]})}
+        elif before != classes:
+            there, new = json.dumps(before), json.dumps(classes)
             raise DataError(f"{dest}: expected the classes of {one['name']}, {there}; found {new}; give another folder")
+    return classes
 
 
 def arrange(samples: Sequence[Sample], name: str, options: Options) -> tuple[Sites, list[str]]:

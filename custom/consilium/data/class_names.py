@@ -1,0 +1,34 @@
+"""Names of classes that look like a mistake: two spellings of one, an empty cell, one for every sample."""
+
+import re
+import unicodedata
+from collections.abc import Iterator, Mapping
+
+MISSING = frozenset({"nan", "na", "n/a", "#n/a", "<na>", "null", "none", "nil", "-", "?", ".", "unknown", "missing"})
+"""What programs and people write for an empty cell, in lower case."""
+FEW = 10
+"""Below so many samples, a class for each may be meant."""
+SPELLINGS = "class in two spellings"
+NO_NAME = "class that looks like a missing value"
+EACH_ITS_OWN = "as many classes as samples"
+
+
+def doubts(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield (kind, line) for doubtful names of classes, of which `counts` says how many samples each has."""
+    alike: dict[str, list[str]] = {}
+    for name in sorted(counts):
+        alike.setdefault(_plain(name), []).append(name)
+    for names in alike.values():
+        if len(names) > 1:
+            told = " and ".join(f"{name!r} ({counts[name]})" for name in names)
+            yield SPELLINGS, f"{told} differ in case, blanks or hyphens alone: write them alike if they are one"
+    for name in sorted(counts):
+        if name.strip().casefold() in MISSING:
+            yield NO_NAME, f"{name!r} ({counts[name]}): take its samples out if it is one"
+    if len(counts) == sum(counts.values()) >= FEW:
+        yield EACH_ITS_OWN, f"{len(counts)}: no class has a second sample, so none can be learned and tested"
+
+
+def _plain(name: str) -> str:
+    """Return a name without case, and without blanks, hyphens and underscores between letters or digits: not of HER2-."""
+    return re.sub(r"(?<=\w)[-_\s]+(?=[^\W_])", "", unicodedata.normalize("NFKC", name).casefold().strip())

@@ -1,0 +1,287 @@
+"""Pictures beside their masks: which files of a folder are masks, and whose, by names and by content.
+
+The importers pair with it; folders.py asks it whether folders are classes at all. Loads neither numpy nor torch.
+"""
+
+import re
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import chain
+from pathlib import Path
+
+from consilium.core.errors import ConfigError, DataError
+from consilium.data.file_kinds import NIFTI, PICTURES, SLIDES
+from consilium.data.safe_open import open_picture, reading
+
+_MASK = re.compile(r"masks?|segs?|segmentations?|labels?|lbls?|gt|truth|annotations?|rois?", re.IGNORECASE)
+_IMAGE = re.compile(r"images?|imgs?|pictures?|photos?|scans?|raw|originals?", re.IGNORECASE)
+"""Words by which folders and files of masks, and folders of images, are called."""
+MODES = ("1", "L", "P", "I;16", "I")
+"""Pillow's names of pictures with one channel of whole numbers."""
+MOST_VALUES = 32
+"""A mask with more values than these is a photograph, or was saved as JPEG."""
+_PROBES, _DRAWN, _BEST = 3, 50, 5
+"""Pictures of a folder that are opened; names on which all patterns are tried; patterns that are tried on all names."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """How a mask's name follows from its picture's: both hold one `{}`, the part that they share, and no ending.
+
+    A part with a slash is a path from the site's folder, or from where the folders of images and masks part.
+    """
+
+    image: str = "{}"
+    mask: str = "{}"
+
+    def __str__(self) -> str:
+        return self.mask if self.image == "{}" else f"{self.image}={self.mask}"
+
+    def of(self, name: str) -> str | None:
+        """Return the name of the mask that belongs to a picture's name, None for a name that `image` does not fit."""
+        before, _, after = self.image.partition("{}")
+        fits = len(name) >= len(before) + len(after) and name.startswith(before) and name.endswith(after)
+        return self.mask.replace("{}", name[len(before) : len(name) - len(after)], 1) if fits else None
+
+
+@dataclass(frozen=True)
+class Names:
+    """A file with its path from the site's folder, without ending, and the same without the folders of images or masks."""
+
+    path: Path
+    full: str
+    short: str
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pictures with their masks. `alone`: pictures without one; `unused`: masks of no picture; `others`: patterns as good."""
+
+    pattern: Pattern
+    found: list[tuple[Names, Path]]
+    alone: list[Names]
+    unused: list[Path]
+    others: list[Pattern]
+
+
+def parse(text: str) -> Pattern:
+    """Return the pattern that a user wrote: MASK, or IMAGE=MASK. Raises ConfigError."""
+    image, equals, mask = text.partition("=")
+    pattern = Pattern(image, mask) if equals else Pattern(mask=text)
+    if pattern.image.count("{}") != 1 or pattern.mask.count("{}") != 1:
+        what = "expected MASK or IMAGE=MASK without endings, each with one {} for the part that both names share"
+        raise ConfigError(f"--mask-pattern: {text!r}: {what}, as '{{}}_mask' or '{{}}_0000={{}}'")
+    return pattern
+
+
+def composed(name: str) -> str:
+    """Return a name with each letter and its marks as one: disks from a Mac may have them apart."""
+    return unicodedata.normalize("NFC", name)
+
+
+def without_ending(name: str) -> str:
+    """Return a file's name without the ending of its kind."""
+    ending = max((one for one in PICTURES if name.lower().endswith(one)), key=len, default="")
+    return name[: len(name) - len(ending)]
+
+
+def find_pairs(folder: Path, files: Sequence[Path], patterns: Sequence[Pattern] = (), every: bool = True) -> Pairs | None:
+    """Return a folder's pictures with their masks by the pattern that fits most, None where no file is a mask.
+
+    `patterns`: a user's, which come first; `every`: every file may be opened to see whether it is a mask, not only some.
+    Raises DataError for two files of one name.
+    """
+    images, masks, named = _roles(folder, files, every)
+    if not images or not masks:
+        return None
+    known = _known(masks)
+    asked = {pattern: len(_paired(pattern, images, known)) for pattern in patterns}
+    if any(asked.values()):
+        pattern, others = max(asked, key=asked.__getitem__), list[Pattern]()
+    else:
+        pattern, others = _fitting(images, masks, known)
+    found = _paired(pattern, images, known)
+    used: dict[Path, Names] = {}
+    for image, mask in found:  # two endings of one name
+        if (first := used.setdefault(mask, image)) is not image:
+            raise DataError(f"{image.path}: has the same name as {first.path}; keep one of the two")
+    paired = {image.path for image, _ in found}
+    alone = [image for image in images if image.path not in paired]
+    if not named and len(found) <= len(alone):  # few grey values make no mask
+        return None
+    return Pairs(pattern, found, alone, [mask.path for mask in masks if mask.path not in used], others)
+
+
+def holds_pairs(folder: Path, files: Sequence[Path]) -> bool:
+    """Tell whether a folder's pictures are most of them beside masks, and so of no class: by folders of both names, or by what
+    the masks hold.
+    """
+    try:
+        pairs = find_pairs(folder, files, every=False)
+    except DataError:  # two files of one name: still no classes
+        return True
+    if pairs is None:
+        return False
+    if {"image", "mask"} <= {_role(parent, folder) for parent in {path.parent for path in files}}:
+        return True
+    return len(pairs.found) > len(pairs.alone) and all(_is_labels(mask) for _, mask in pairs.found[:_PROBES])
+
+
+def unpaired(pairs: Pairs, folder: Path) -> str:
+    """Return what is wrong with a folder in which pictures lack masks, with names that are there and what to write."""
+    masks = [*(mask for _, mask in pairs.found), *pairs.unused]
+    there = ", ".join(str(path.relative_to(folder)) for path in masks[:4])
+    there += f" and {len(masks) - 4} more" if len(masks) > 4 else ""
+    if len(pairs.found) < len(pairs.alone):
+        remedy = "write --mask-pattern 'IMAGE=MASK' with {} for what both names share, such as '{}_0000={}'"
+        return f"{pairs.alone[0].path}: expected a mask of its name; found {there}; {remedy}"
+    every = len(pairs.found) + len(pairs.alone)
+    what = f"by --mask-pattern '{pairs.pattern}' {len(pairs.found)} of {every} pictures have one"
+    remedy = f"complete the set, or write --mask-pattern '{pairs.pattern}' to leave pictures without one out"
+    return f"{pairs.alone[0].path}: expected a mask named {_wanted(pairs)}; {what}; found {there}; {remedy}"
+
+
+def _wanted(pairs: Pairs) -> str:
+    image = pairs.alone[0]
+    return next((Path(name).name for one in (image.full, image.short) if (name := pairs.pattern.of(one))), "like the others'")
+
+
+# roles: which files are masks -------------------------------------------------------------------------------------------------
+
+
+def _roles(folder: Path, files: Sequence[Path], every: bool) -> tuple[list[Names], list[Names], bool]:
+    """Return images, masks, and whether words tell: in folders' names, else in their own. Else the contents of some files of
+    every folder do, and if these do not tell and `every`, of all files.
+    """
+    by_parent: dict[Path, list[Path]] = {}
+    for path in files:
+        by_parent.setdefault(path.parent, []).append(path)
+    role = {parent: _role(parent, folder) for parent in by_parent}
+    drawn = {parent for parent, own in role.items() if own == "mask"}
+    drop = by_words = bool(drawn)
+    chosen = {path for path in files if path.parent in drawn}
+    if not chosen:
+        chosen = {path for path in files if kind_of(without_ending(path.name)) == "mask"}
+    named = bool(chosen)
+    if not chosen and len(by_parent) > 1:
+        drawn = {one for one, own in by_parent.items() if role[one] is None and all(map(_is_labels, _probes(own)))}
+        chosen = {path for path in files if path.parent in drawn}
+        drop = bool(chosen)
+    if not chosen and every:
+        chosen = {path for path in files if _is_labels(path)}
+    names = [_names(folder, path, drop, by_words) for path in files if chosen]
+    return [one for one in names if one.path not in chosen], [one for one in names if one.path in chosen], named
+
+
+def _role(parent: Path, folder: Path) -> str | None:
+    """Return "image" or "mask" for a folder that is called so, or lies in one, the nearest first."""
+    return next((kind for part in reversed(parent.relative_to(folder).parts) if (kind := kind_of(part))), None)
+
+
+def kind_of(name: str) -> str | None:
+    """Return "mask" or "image" for a name with such a word, else None."""
+    return next((kind for kind, form in (("mask", _MASK), ("image", _IMAGE)) if any(map(form.fullmatch, words(name)))), None)
+
+
+def words(name: str) -> list[str]:
+    """Return the words of a name: letters between signs, digits and capitals; labelsTr has two."""
+    return re.findall(r"[A-Z]?[^\W\d_A-Z]+|[A-Z]+", name)
+
+
+def _probes(files: Sequence[Path]) -> Sequence[Path]:
+    return files[:: max(1, len(files) // _PROBES)][:_PROBES]
+
+
+def _is_labels(path: Path) -> bool:
+    """Tell whether a file looks like a picture of labels: one channel of few values. Volumes and slides are not opened."""
+    if path.name.lower().endswith((*NIFTI, *SLIDES)):
+        return False
+    try:
+        with reading(path, "cannot be read as a picture"), open_picture(path) as picture:
+            if picture.mode not in MODES:
+                return False
+            own = picture.convert("I") if picture.mode.startswith("I") else picture
+            return own.getcolors(MOST_VALUES) is not None
+    except DataError:
+        return False
+
+
+def _names(folder: Path, path: Path, drop: bool, by_words: bool) -> Names:
+    """Return a file's names. `drop`: its short one lacks the last folder, `by_words` the last of those that are called so."""
+    inside = path.relative_to(folder)
+    parts, name = list(inside.parent.parts), without_ending(inside.name)
+    places = [i for i, part in enumerate(parts) if not by_words or kind_of(part)] if drop else []
+    short = [part for i, part in enumerate(parts) if i not in places[-1:]]
+    return Names(path, composed("/".join([*parts, name])), composed("/".join([*short, name])))
+
+
+# names: whose mask it is ------------------------------------------------------------------------------------------------------
+
+
+def _known(masks: Sequence[Names]) -> dict[str, Path]:
+    """Return masks by name, and in lower case where one alone has it so. Raises DataError for two of one name."""
+    found: dict[str, Path] = {}
+    for mask in masks:
+        if (other := found.setdefault(mask.full, mask.path)) != mask.path:
+            raise DataError(f"{mask.path}: has the same name as {other}; keep one of the two")
+    for mask in masks:
+        found.setdefault(mask.short, mask.path)
+    folded: dict[str, set[Path]] = {}
+    for name, path in found.items():
+        folded.setdefault(name.casefold(), set()).add(path)
+    return found | {name: next(iter(paths)) for name, paths in folded.items() if len(paths) == 1 and name not in found}
+
+
+def _paired(pattern: Pattern, images: Sequence[Names], known: Mapping[str, Path]) -> list[tuple[Names, Path]]:
+    """Return the pictures to which a pattern finds a mask, with it."""
+    whole = "/" in pattern.image
+    found = []
+    for image in images:
+        names = [pattern.of(one) for one in ((image.full, image.short) if whole else (image.short, image.full))]
+        mask = next((known[key] for name in names if name for key in (name, name.casefold()) if key in known), None)
+        if mask is not None:
+            found.append((image, mask))
+    return found
+
+
+def _fitting(images: Sequence[Names], masks: Sequence[Names], known: Mapping[str, Path]) -> tuple[Pattern, list[Pattern]]:
+    """Return the pattern that finds most masks, the shortest of these, and others by which every picture has another mask."""
+    if len(_paired(Pattern(), images, known)) == len(images):
+        return Pattern(), []
+    drawn = images[:: max(1, len(images) // _DRAWN)]
+
+    def rank(among: Sequence[Names]) -> dict[Pattern, tuple[int, int]]:
+        return {one: (len(_paired(one, among, known)), -len(one.image + one.mask)) for one in tried}
+
+    tried = list(dict.fromkeys(_patterns(drawn, [mask.short for mask in masks])))
+    first = rank(drawn)
+    tried = sorted(tried, key=first.__getitem__, reverse=True)[:_BEST]
+    last = rank(images)
+    best = max(tried, key=last.__getitem__)
+    own = {mask for _, mask in _paired(best, images, known)}
+    equal = [one for one in tried if one is not best and last[one][0] == last[best][0] == len(images)]
+    return best, [one for one in equal if {mask for _, mask in _paired(one, images, known)}.isdisjoint(own)]
+
+
+def _patterns(images: Sequence[Names], masks: Sequence[str]) -> Iterator[Pattern]:
+    """Yield patterns by which some picture would have some mask: around the parts, and the longest run, that both share."""
+    yield Pattern()
+    having: dict[str, list[str]] = {}
+    for mask in masks:
+        for part in _parts(mask):
+            having.setdefault(part, []).append(mask)
+    for image in {0: images[0], 1: images[len(images) // 2], 2: images[-1]}.values():
+        own = image.short
+        rare = sorted((having[part] for part in _parts(own) if part in having), key=len)[:2]  # numbers, and not a common word
+        for mask in dict.fromkeys(chain(*(some[:_DRAWN] for some in rare), masks[:_DRAWN])):
+            match = SequenceMatcher(None, own, mask, autojunk=False).find_longest_match()
+            shared = _parts(own) & _parts(mask) | {own[match.a : match.a + match.size]}
+            for part in sorted(shared - {""}):
+                yield Pattern(own.replace(part, "{}", 1), mask.replace(part, "{}", 1))
+
+
+def _parts(name: str) -> set[str]:
+    """Return a name's runs of digits, of letters, and of both."""
+    return {*re.findall(r"[^\W_]+", name), *re.findall(r"\d+|[^\W\d_]+", name)}
