@@ -257,7 +257,7 @@ def test_masked_jobs_share_no_model(tmp_path: Path) -> None:
     masked = JobConfig.model_validate(raw | {"cross_site": {"run": "first"}})
     asks = masked.model_copy(update={"cross_site": masked.cross_site.model_copy(update={"personalized": True})})  # type: ignore[union-attr]
     with pytest.raises(RefusedError, match="privacy or masks"):
-        model_sharing.check_lends("a", asks, shares=True, protects=False)
+        model_sharing.check_shares_model("a", asks, shares=True, protects=False)
     job = assemble_job(masked.model_copy(update={"secure_aggregation": None}))
     guard = build_guard(job, "a", SiteConfig(), tmp_path, tmp_path, lambda event: None, simulated=True)
     rounds = job.config.training.rounds

@@ -31,7 +31,7 @@ ORACLE = "oracle"
 """The run under which a site keeps what the oracle trained."""
 
 
-class Inside:
+class SiteProbe:
     """Looks at the sites of a simulation, phase by phase. Raises ConfigError where the job has nothing to look at."""
 
     def __init__(self, job: Job, sites: Mapping[str, Client]) -> None:

@@ -16,15 +16,15 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.child_process import ChildProcess, exit_with_parent, receive, send
 from consilium.core.errors import ConsiliumError, Reason
-from consilium.core.messages import Observer, Payload, Tensors
+from consilium.core.messages import Kind, Observer, Payload, Tensors
 from consilium.core.schema import validate
 from consilium.federation.job import Job
 from consilium.privacy.secagg.terms import Message
-from consilium.runtime.simulated_site import Member, members_of
+from consilium.runtime.simulated_site import SimulatedSite, simulated_sites
 
 
 class WorkerSetup(NamedTuple):
-    """What a worker needs to make its sites, see members_of: settings, first tensors, and the sites dealt to it."""
+    """What a worker needs to make its sites, see simulated_sites: settings, first tensors, and the sites dealt to it."""
 
     number: int
     settings: dict[str, Any]
@@ -35,11 +35,12 @@ class WorkerSetup(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What a site is asked: the name of one of Member's methods, and its arguments."""
+    """What a site is asked, see SimulatedSite.ask."""
 
     site: str
-    what: str
-    words: tuple[Any, ...]
+    kind: Kind
+    run: str
+    message: Payload | Message | None
 
 
 class Failed(NamedTuple):
@@ -73,7 +74,7 @@ class Worker(ChildProcess):
                 send(self.pipe, self.waiting.popleft())
 
 
-class Crew:
+class WorkerPool:
     """The workers of one simulation. As a context manager it leaves no process, however the block ends.
 
     Raises ConsiliumError where a worker has ended by itself.
@@ -114,16 +115,16 @@ class Crew:
         if isinstance(error[1], _Gone):
             raise ConsiliumError(str(error[1])) from None
 
-    def members(self) -> dict[str, "Remote"]:
+    def members(self) -> dict[str, "RemoteSite"]:
         """Return the sites once all have been made. Raises ConsiliumError where one cannot be."""
         for number, _ in enumerate(self.workers):
             self._take(number)
-        return {name: Remote(name, self) for name in self.of}
+        return {name: RemoteSite(name, self) for name in self.of}
 
-    def ask(self, site: str, what: str, *words: Any) -> Callable[[], Any]:
-        """Ask a site, and return what waits for its answer, and raises ConsiliumError as the site would."""
-        self.of[site].ask(Question(site, what, words))
-        return lambda: self._take(site)
+    def ask(self, question: Question) -> Callable[[], Any]:
+        """Ask a site. Return a function that waits for the answer, and raises ConsiliumError as the site would."""
+        self.of[question.site].ask(question)
+        return lambda: self._take(question.site)
 
     def _take(self, who: str | int) -> Any:
         while who not in self.answers:
@@ -148,15 +149,15 @@ class Crew:
         worker.next()
 
 
-class Remote(NamedTuple):
-    """A site in a worker; see Member."""
+class RemoteSite(NamedTuple):
+    """A site in a worker; see SimulatedSite."""
 
     name: str
-    crew: Crew
+    pool: WorkerPool
 
-    def begin(self, what: str, run: str, *payload: Payload | Message) -> Callable[[], Any]:
-        """Ask at once; return what waits for the answer."""
-        return self.crew.ask(self.name, what, run, *payload)
+    def begin(self, kind: Kind, run: str, message: Payload | Message | None = None) -> Callable[[], Any]:
+        """Ask at once; return a function that waits for the answer."""
+        return self.pool.ask(Question(self.name, kind, run, message))
 
     def close(self) -> None:
         """Do nothing: the worker closes its sites' files."""
@@ -182,19 +183,19 @@ def work(pipe: connection.Connection) -> None:
     def tell(event: Mapping[str, Any]) -> None:
         send(pipe, (None, dict(event)))
 
-    members: dict[str, Member] = {}
+    members: dict[str, SimulatedSite] = {}
     with suppress(EOFError, OSError):
         send(pipe, (setup.number, _tried(lambda: members.update(_made(setup, tell)))))
         while (question := receive(pipe)) is not None:
-            site, what, words = question
-            send(pipe, (site, _tried(lambda: members[site].begin(what, *words)())))  # noqa: B023 - called at once
+            site, *words = question
+            send(pipe, (site, _tried(lambda: members[site].ask(*words))))  # noqa: B023 - called at once
     for member in members.values():
         member.close()
 
 
-def _made(setup: WorkerSetup, tell: Observer) -> dict[str, Member]:
+def _made(setup: WorkerSetup, tell: Observer) -> dict[str, SimulatedSite]:
     config = validate(JobConfig, setup.settings, Path("job.yaml"), None)  # plug-ins too: it is the researcher's machine
-    return members_of(Job(config, setup.initial), setup.sites, setup.folder, tell, setup.former)
+    return simulated_sites(Job(config, setup.initial), setup.sites, setup.folder, tell, setup.former)
 
 
 def _tried(do: Callable[[], Any]) -> Any:

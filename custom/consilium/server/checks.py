@@ -18,7 +18,7 @@ from consilium.core.messages import Hello, Payload, Tensors, allowed_metrics, is
 from consilium.core.sanitize import shown
 from consilium.federation.compatibility import check_versions
 from consilium.federation.job import Job, metric_names
-from consilium.privacy.guard.model_sharing import NUMBERS, belongs
+from consilium.privacy.guard.model_sharing import NUMBERS, is_adapter_tensor
 from consilium.privacy.guard.release_checks import upload_shapes
 from consilium.privacy.plan import Plan
 from consilium.privacy.secagg.arithmetic import layout, size_of
@@ -125,7 +125,7 @@ def check_evaluation(job: Job, result: Payload, round: int, phase: int) -> None:
 
 def check_lent(job: Job, result: Payload) -> None:
     """Raise RefusedError unless `result` is a site's whole model, for other sites to score: known names, finite numbers."""
-    if extra := [name for name in result.tensors if not isinstance(name, str) or not belongs(name, job.initial)]:
+    if extra := [name for name in result.tensors if not isinstance(name, str) or not is_adapter_tensor(name, job.initial)]:
         raise RefusedError(f"tensor {_first(extra)!r} is none of the adapter's")
     for name, tensor in result.tensors.items():
         own = job.initial.get(name)

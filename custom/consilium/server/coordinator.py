@@ -33,7 +33,7 @@ from consilium.server.early_stopping import ending, unheard, validated
 from consilium.server.initialization import server_start
 from consilium.server.ledger_seals import Seals
 from consilium.server.server_optimizer import merged
-from consilium.server.statistics_round import Survey
+from consilium.server.statistics_round import StatisticsRound
 from consilium.strategies.strategy import SiteResult, scaling_of
 
 
@@ -65,7 +65,7 @@ class Coordinator:
         self._results: dict[str, SiteResult] = {}
         self.accepted, self._trained, self.reasons = set[str](), list[dict[str, float]](), dict[str, str]()
         self._lock = threading.Lock()
-        self.survey = Survey(job.config, folder, observer)
+        self.survey = StatisticsRound(job.config, folder, observer)
         self.aggregate = aggregate or RoundAggregate(job.strategy, job.config.server)
         self.plan = make_plan(job.config, job.strategy, names=job.initial)
         saved = checkpoint.resumed(folder, job) if resume else self._fresh(own)
@@ -155,7 +155,7 @@ class Coordinator:
             self.log.sent(name, payload)
         return dict(self.sent)
 
-    def held_out(self) -> dict[str, Payload]:
+    def evaluation_payloads(self) -> dict[str, Payload]:
         """Return, by site, the payload of each that does not train in this round and is to evaluate (`fraction_evaluate`)."""
         if self.state.phase:
             return {}
@@ -215,7 +215,7 @@ class Coordinator:
         refusal = {"event": "refused", "site": name, "round": self.state.round, "reason": reason, "joining": joining}
         self.observer(refusal)
         self.log.refused(refusal)
-        self.survey.decline(name, reason)
+        self.survey.decline(name, word.text if word else reason)  # a site's own text does not leave it
         return reason
 
     def check(self, name: str, result: Payload) -> Payload:

@@ -19,7 +19,7 @@ SLACK = 0.02
 """By how much rounded shares may be over 1 together."""
 
 
-class Survey:
+class StatisticsRound:
     """One run's statistics. begin -> (accept or decline)* -> finish, which writes statistics.json, .txt and .png."""
 
     def __init__(self, config: JobConfig, folder: Path, observer: Observer) -> None:

@@ -112,20 +112,5 @@ class TaskSender:
         """End a task; a result that still comes is dropped."""
         self.controller.cancel_task(task, TaskCompletionStatus.CANCELLED, self.fl_ctx)
 
-    def send_held_out(self) -> dict[str, Task]:
-        """Have the sites that do not train in this round evaluate while the others train; return their tasks."""
-        c = self.coordinator
-
-        def record(name: str, result: Shareable) -> None:
-            c.accept_held_out(name, wire.decode(result)[0])
-
-        return self.send(wire.EVALUATE, wire.encode_each(c.held_out(), c.run), record)
-
-    def end_held_out(self, tasks: Mapping[str, Task]) -> None:
-        """Wait for the tasks of `send_held_out`, for at most the job's grace, and cancel those that are left."""
-        self.wait_for(tasks, lambda: True)
-        for task in tasks.values():
-            self.cancel(task)
-
     def _refuse(self, name: str, reason: str, joining: bool = False) -> None:
         self.controller.log_warning(self.fl_ctx, f"{name}: {self.coordinator.refuse(name, reason, joining)}")
