@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 from consilium.client.build import build_pooled_site
@@ -14,7 +15,6 @@ from consilium.core.storage import write_atomic
 from consilium.data.store import discard_cache
 from consilium.federation.job import Job
 from consilium.federation.sites import kept
-from consilium.privacy.guard.guard import Guard
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identities
 from consilium.runtime.run_sequence import RunSequence, Take
@@ -44,16 +44,44 @@ def simulate(
     `workers`: processes that the sites are dealt out over, 0 for none but this one. A site that fails is refused for that round
     and the job goes on while the quorum holds. Raises ConsiliumError otherwise.
     """
+    folder, former = workspace / "sites", former_run(job.config, workspace)
     if resume:
         _check_goes_on(job, workspace)
+    if workers:
+        _check_apart(job, sites)
     if job.config.secure_aggregation:
         simulated_identities(workspace / IDENTITIES, list(sites))
-    folder, former = workspace / "sites", former_run(job.config, workspace)
-    if not workers:
-        return _run(job, sites, workspace, observer, resume, tracking, simulated_sites(job, sites, folder, observer, former))
-    _check_apart(job, sites)
-    with WorkerPool(job, sites, folder, workers, observer, former) as pool:
-        return _run(job, sites, workspace, observer, resume, tracking, pool.members())
+    with WorkerPool(job, sites, folder, workers, observer, former) if workers else nullcontext() as pool:
+        members: Members = pool.members() if pool else simulated_sites(job, sites, folder, observer, former)
+        trainers, pooled, probe = members, list[str](), None
+        here = {name: member for name, member in members.items() if isinstance(member, SimulatedSite)}
+        if job.strategy.traits.pools_data:
+            pooled, model = list(members), next(iter(here.values())).site.context.model
+            guard = next((one.guard for one in here.values() if not one.guard.test_only), None)
+            if guard is None:
+                raise ConfigError("test_only: all sites are, so there is nothing to train on; let one train")
+            site = build_pooled_site(job, POOLED, sites, folder / POOLED, observer, model)
+            trainers = here = {POOLED: SimulatedSite(site, guard)}
+        if job.config.diagnostics.looks_inside:
+            probe = SiteProbe(job, {name: member.site for name, member in here.items()})
+        own = next(iter(sites.values())).model_copy(update={"tracking": tracking})
+        saved = former_state(job, former)
+        coordinator = Coordinator(job, workspace, observer, resume, aggregate_for(job), own)
+        root = workspace / IDENTITIES / "rootCA.pem"
+        masked = MaskedRounds(coordinator, read_root(root), SERVER) if job.config.secure_aggregation else None
+        crossing = CrossSites(coordinator, job.config.cross_site, saved) if job.config.cross_site and saved else None
+        write_atomic(workspace / SIMULATION, json.dumps(kept(sites)._asdict()).encode())
+        try:
+            transport = LocalTransport(coordinator, {**members, **trainers}, trainers)
+            RunSequence(coordinator, transport, masked, crossing, probe, pooled).run()
+            shutil.rmtree(workspace / IDENTITIES, ignore_errors=True)
+            for name in (*sites, POOLED):
+                discard_cache(folder / name)  # a run's folder must hold no patients' pictures; an interrupted run needs them
+        finally:
+            coordinator.close()
+            for member in (*members.values(), *trainers.values()):
+                member.close()
+        return coordinator
 
 
 def _check_goes_on(job: Job, workspace: Path) -> None:
@@ -72,52 +100,6 @@ def _check_apart(job: Job, sites: Mapping[str, SiteConfig]) -> None:
         raise ConfigError(f"--workers: strategy {job.strategy.name!r} trains in one place; leave it out")
     if job.config.diagnostics.looks_inside:
         raise ConfigError("--workers: diagnostics.leakage and oracle look inside sites of this process; leave it out")
-
-
-def _run(
-    job: Job,
-    sites: dict[str, SiteConfig],
-    workspace: Path,
-    observer: Observer,
-    resume: bool,
-    tracking: TrackingConfig | None,
-    members: Members,
-) -> Coordinator:
-    folder, trainers, inside = workspace / "sites", members, None
-    here = {name: member for name, member in members.items() if isinstance(member, SimulatedSite)}
-    if job.strategy.traits.pools_data:
-        model = next(iter(here.values())).site.context.model
-        pooled = SimulatedSite(build_pooled_site(job, POOLED, sites, folder / POOLED, observer, model), _guard_of_all(here))
-        trainers = here = {POOLED: pooled}
-    if job.config.diagnostics.looks_inside:
-        inside = SiteProbe(job, {name: member.site for name, member in here.items()})
-    own = next(iter(sites.values())).model_copy(update={"tracking": tracking})
-    saved = former_state(job, former_run(job.config, workspace))
-    coordinator = Coordinator(job, workspace, observer, resume, aggregate_for(job), own)
-    root = workspace / IDENTITIES / "rootCA.pem"
-    rounds = MaskedRounds(coordinator, read_root(root), SERVER) if job.config.secure_aggregation else None
-    crossing = CrossSites(coordinator, job.config.cross_site, saved) if job.config.cross_site and saved else None
-    write_atomic(workspace / SIMULATION, json.dumps(kept(sites)._asdict()).encode())
-    try:
-        transport = LocalTransport(coordinator, {**members, **trainers}, trainers)
-        whose = list(members) if job.strategy.traits.pools_data else []
-        RunSequence(coordinator, transport, rounds, crossing, inside, whose).run()
-        shutil.rmtree(workspace / IDENTITIES, ignore_errors=True)
-        for name in (*sites, POOLED):
-            discard_cache(folder / name)  # a run's folder must hold no patients' pictures; an interrupted run needs them
-    finally:
-        coordinator.close()
-        for member in (*members.values(), *trainers.values()):
-            member.close()
-    return coordinator
-
-
-def _guard_of_all(members: dict[str, SimulatedSite]) -> Guard:
-    """Return the guard of the first site that trains, for the pooled one. Raises ConfigError where none does."""
-    guards = [one.guard for one in members.values() if not one.guard.test_only]
-    if not guards:
-        raise ConfigError("test_only: all sites are, so there is nothing to train on; let one train")
-    return guards[0]
 
 
 class LocalTransport:

@@ -6,8 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from consilium.client.build import build_guard, build_site
 from consilium.client.client import Client, perform
 from consilium.client.site_data import site_data
@@ -52,20 +50,15 @@ def simulated_sites(
     `former`: the run whose models a cross-site job scores.
     """
     observer(loading(job.config.model.title))
-    model = build_model(job.config, next(iter(sites.values())))
-    return {name: _member(job, name, site, folder / name, former, observer, model) for name, site in sites.items()}
-
-
-def _member(
-    job: Job, name: str, site: SiteConfig, folder: Path, former: Path | None, observer: Observer, model: nn.Module
-) -> SimulatedSite:
-    check_packages(job.config, site, name)
-    own = former / "sites" / name if former else folder
-    home = own if own.is_dir() else folder
-    data = site_data(job.config, name, site, home, folder)
-    keys = folder.parent.parent / IDENTITIES
-    identity = simulated_identity(keys, name, site.secure_aggregation) if job.config.secure_aggregation else None
-    guard = build_guard(job, name, site, folder, folder, observer, simulated=True, data=data, identity=identity)
-    made = build_site(job, name, site, home, observer, model, data=data)
-    guard.ready = made.begin
-    return SimulatedSite(made, guard)
+    model, keys, made = build_model(job.config, next(iter(sites.values()))), folder.parent / IDENTITIES, {}
+    for name, site in sites.items():
+        check_packages(job.config, site, name)
+        own = folder / name
+        home = former / "sites" / name if former and (former / "sites" / name).is_dir() else own
+        data = site_data(job.config, name, site, home, own)
+        identity = simulated_identity(keys, name, site.secure_aggregation) if job.config.secure_aggregation else None
+        guard = build_guard(job, name, site, own, own, observer, simulated=True, data=data, identity=identity)
+        client = build_site(job, name, site, home, observer, model, data=data)
+        guard.ready = client.begin
+        made[name] = SimulatedSite(client, guard)
+    return made

@@ -43,7 +43,7 @@ class ExactMean:
 
         Each of the `parties` has its share of the 62 bits, so that no update can crowd out another, whoever comes first.
         """
-        pieces = _pieces(update)
+        pieces = {tuple((n, tuple(update[n].shape)) for n in names): numbers for names, numbers in together(update)}
         units = {piece: MEAN_UNIT if t.dtype is torch.int64 else 1.0 for piece, t in pieces.items()}
         tops = [float(t.abs().max()) * units[piece] for piece, t in pieces.items() if t.numel()]
         if not all(top / MEAN_UNIT * weight < 2.0**62 / self._parties for top in tops):  # so is NaN refused
@@ -73,11 +73,6 @@ class ExactMean:
             for (name, shape), part in zip(piece, total.split([math.prod(shape) for _, shape in piece]), strict=True):
                 sums[name] = sums[name] + part.view(shape) if name in sums else part.view(shape)
         return {name: sums[name] for name in self._names}
-
-
-def _pieces(update: Tensors) -> dict[Piece, Tensor]:
-    """Return an update's numbers (n,) by piece."""
-    return {tuple((n, tuple(update[n].shape)) for n in names): numbers for names, numbers in together(update)}
 
 
 class RoundAggregate:

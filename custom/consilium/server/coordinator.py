@@ -34,7 +34,7 @@ from consilium.server.initialization import server_start
 from consilium.server.ledger_seals import Seals
 from consilium.server.server_optimizer import merged
 from consilium.server.statistics_round import StatisticsRound
-from consilium.strategies.strategy import SiteResult, scaling_of
+from consilium.strategies.strategy import RoundResults, SiteResult, scaling_of
 
 
 class Coordinator:
@@ -109,7 +109,13 @@ class Coordinator:
     def welcome(self, hello: Hello) -> None:
         """Register a site. Raises RefusedError, with the reason for its log, if it cannot take part."""
         check_hello(hello, self.job.config.packages)
-        self._check_checkpoint(hello)
+        named = self.job.config.model.checkpoint_sha256
+        if (wanted := named or self.checkpoint) is not None and hello.checkpoint != wanted:
+            whose = "model.checkpoint_sha256 is" if named else "the sites admitted before, or the adapter it starts from, have"
+            raise RefusedError(
+                f"{hello.name}: its base checkpoint has sha256 {hello.checkpoint or '(none)'}, {whose} {wanted or '(none)'}; "
+                "give every site the same file, and name its sha256 in model.checkpoint_sha256 of the job"
+            )
         with self._lock:
             self.checkpoint = hello.checkpoint
             carries = hello.capacity if self.job.config.adapter_kind.unequal_ranks else {}
@@ -120,17 +126,6 @@ class Coordinator:
         self.log.joined(self.state.round, hello.name, hello.ledger, not hello.num_samples, hello.seeded)
         self.seals.note(hello.name, hello.ledger)
         self.observer({"event": "site", "site": hello.name, "num_samples": hello.num_samples})
-
-    def _check_checkpoint(self, hello: Hello) -> None:
-        """Raise RefusedError unless the site's base is the one that the job names, or else the first admitted site's."""
-        named = self.job.config.model.checkpoint_sha256
-        wanted = named or self.checkpoint
-        if wanted is not None and hello.checkpoint != wanted:
-            whose = "model.checkpoint_sha256 is" if named else "the sites admitted before, or the adapter it starts from, have"
-            raise RefusedError(
-                f"{hello.name}: its base checkpoint has sha256 {hello.checkpoint or '(none)'}, {whose} {wanted or '(none)'}; "
-                "give every site the same file, and name its sha256 in model.checkpoint_sha256 of the job"
-            )
 
     def start(self, names: Collection[str] = ()) -> dict[str, Payload]:
         """Begin a phase, of the sites `names` if given: return everybody's payload. Raises ConsiliumError under the quorum."""
@@ -232,31 +227,31 @@ class Coordinator:
 
     def conclude(self, seen: Mapping[str, float] | None = None) -> None:
         """End the phase: move the state, checkpoint it, log what was `seen` inside. Raises ConsiliumError under the quorum."""
+        config = self.job.config
         with self._lock:
             if not self.has_quorum:
                 few = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
                 raise ConsiliumError(f"round {self.state.round}: {few}; {next_step(self.reasons, self.asked, self.quorum)}")
-            mean = self._noised_mean(self._central) if self._central else self.aggregate.take()
+            if plan := self._central:  # sigma S of noise over the number of sites that answered
+                noised = in_reals(noised_sum(plan, self.aggregate.sums(), Randomness.secret()))
+                means = {name: tensor / len(self.accepted) for name, tensor in noised.items()}
+                mean: RoundResults = restored(self._maps(noised), means)
+            else:
+                mean = self.aggregate.take()
             self.log.concluded(self.state, sorted(self.accepted), self._epsilon(), mean)
-            curves = self.job.strategy.diagnostics(self.state, mean) | penalized(self._trained) | self._deviation()
+            curves = self.job.strategy.diagnostics(self.state, mean) | penalized(self._trained)
+            if config.diagnostics.deviation:
+                curves |= deviation(self.job.strategy, self.state, self._results, config.adapter.product_scaling)
             self.log.diagnostics(self.state, curves | dict(seen or {}))
             after = merged(self.job, self.state, mean)
-            self._validate()
+            place = config, self.job.strategy, self.state
+            self.validations = validated(*place, self.validations, self._trained)
+            if warning := unheard(*place, self.validations):
+                self.observer({"event": "warning", "text": warning})
             self.state = after
             self.log.figures(self.state, self.state.matrices if self.job.strategy.traits.site_matrices else {})
             self._save()
             self.asked, self.sent, self._results = {}, {}, {}
-
-    def _validate(self) -> None:
-        """Count the phase's validation, where it is one that may end the run."""
-        place = self.job.config, self.job.strategy, self.state
-        self.validations = validated(*place, self.validations, self._trained)
-        if warning := unheard(*place, self.validations):
-            self.observer({"event": "warning", "text": warning})
-
-    def _deviation(self) -> dict[str, float]:
-        wanted, scale = self.job.config.diagnostics.deviation, self.job.config.adapter.product_scaling
-        return deviation(self.job.strategy, self.state, self._results, scale) if wanted else {}
 
     def _epsilon(self) -> float | None:
         """Return what a site that answered every time has spent after this phase, by the plan; None without one."""
@@ -285,11 +280,6 @@ class Coordinator:
         """Return the whitening of what this phase sums."""
         public = self.state.shared | self.state.initial
         return geometries(self.job.strategy, self.job.config, tensors, public, self.state.round, self.state.phase)
-
-    def _noised_mean(self, plan: Plan) -> Tensors:
-        """Return the mean update with the server's noise (central trust): sigma S over the number of sites that answered."""
-        noised = in_reals(noised_sum(plan, self.aggregate.sums(), Randomness.secret()))
-        return restored(self._maps(noised), {name: tensor / len(self.accepted) for name, tensor in noised.items()})
 
     def final(self) -> dict[str, Payload]:
         """Return the payloads for the last evaluation, one per registered site; an early end of the rounds is told first."""

@@ -17,9 +17,8 @@ from consilium.federation.job import Job
 from consilium.privacy.guard.release_checks import geometries, sent_as_sums, upload_shapes
 from consilium.privacy.mechanism import Geometry, restored
 from consilium.privacy.secagg.arithmetic import Layout, layout, unflat
-from consilium.privacy.secagg.collector import Collector
 from consilium.privacy.secagg.messages import cancellations
-from consilium.privacy.secagg.server import Attempt
+from consilium.privacy.secagg.server import Attempt, Collector
 from consilium.privacy.secagg.terms import Message
 from consilium.server.aggregation import RoundAggregate
 from consilium.server.checks import next_step

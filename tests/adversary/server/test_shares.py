@@ -17,8 +17,7 @@ from consilium.core.messages import Payload
 from consilium.core.storage import load_state
 from consilium.flare.job import wire
 from consilium.privacy.ledger.audit import read
-from consilium.privacy.secagg.collector import Collector
-from consilium.privacy.secagg.server import Attempt
+from consilium.privacy.secagg.server import Attempt, Collector
 from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identities, simulated_identity
 from consilium.privacy.secagg.terms import Message
 from tests.adversary.server.conftest import Client, Trainer

@@ -73,7 +73,8 @@ class StrategyAggregator(ModelAggregator):
         """Check and add one result. Raises RefusedError."""
         rest = model.meta.get(wire.KEY, {})
         update = Payload(model.current_round or 0, rest.get("phase", 0), dict(model.params or {}), rest.get("scalars", {}))
-        sent = _sent(ready.job, update)
+        state = replace(ready.job.strategy.initialize(ready.job.initial), round=update.round, phase=update.phase)
+        sent = ready.job.strategy.payload(state, SiteInfo("", 1, joined=True))  # FLARE's own workflows send all sites the same
         check_update(ready.job, ready.plan, update, sent)
         count = model.meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND, 1)
         if type(count) is not int or not 1 <= count <= SAMPLES:
@@ -106,9 +107,3 @@ def _check_mean(strategy: Strategy) -> None:
     if strategy.traits.needs == "sites" or own.aggregate is not base.aggregate or own.payload is not base.payload:
         what = "FLARE's own workflows add the mean update to one model that they send to all, and its server does more"
         raise ConfigError(f"strategy.name: {strategy.name!r}: {what}; use RoundController, or fedit")
-
-
-def _sent(job: Job, update: Payload) -> Payload:
-    """Return the payload that every site was sent, for its names and shapes."""
-    state = replace(job.strategy.initialize(job.initial), round=update.round, phase=update.phase)
-    return job.strategy.payload(state, SiteInfo("", 1, joined=True))

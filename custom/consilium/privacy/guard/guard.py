@@ -31,7 +31,6 @@ from consilium.privacy.ledger.ledger import Ledger
 from consilium.privacy.plan import Plan, check_policy, make_plan
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.sum_ledger import SumLedger
-from consilium.privacy.secagg.terms import Message
 from consilium.strategies.strategy import Strategy
 
 CAPACITY = frozenset({"download", "time", "memory"})
@@ -161,8 +160,9 @@ class Guard:
 
     def answer(self, task: AuthorizedTask, result: Any) -> Any:
         """Return what may leave of a task's result, of any kind: plain values, or a Payload. Raises RefusedError."""
-        if task.kind is Kind.MASKS:
-            return self.answer_masks(task)
+        if task.kind is Kind.MASKS and self.masking:
+            self._take(task, Kind.MASKS)
+            return self.masking.answer(task)
         leave: dict[Kind, Callable[[AuthorizedTask, Any], Any]] = {
             Kind.HELLO: self.greet,
             Kind.STATISTICS: self.release_statistics,
@@ -251,12 +251,6 @@ class Guard:
         released = replace(result, round=-1, phase=-1, ledger=self.ledger.seal())
         self.trail.note("model", released)
         return released
-
-    def answer_masks(self, task: AuthorizedTask) -> Message:
-        """Return the answer to a question of secure aggregation. Raises RefusedError, and then nothing may be sent."""
-        self._take(task, Kind.MASKS)
-        assert self.masking is not None  # or the job has no such task
-        return self.masking.answer(task)
 
     def refuse(self, reason: Reason) -> Reason | tuple[AuthorizedTask, Payload]:
         """Put a refusal on record before it leaves, each one; return the reason that leaves, or the answer in its place.

@@ -18,8 +18,17 @@ from consilium.privacy.randomness import secret_bytes
 from consilium.privacy.secagg import arithmetic, sealing, shamir
 from consilium.privacy.secagg.arithmetic import Layout, Words
 from consilium.privacy.secagg.certificates import Identity
-from consilium.privacy.secagg.former_attempts import TRAINED, check_past, is_open, note_proved, note_trained
-from consilium.privacy.secagg.messages import check_cancelled, check_confirmed, check_prepared, check_survivors, read_cohort
+from consilium.privacy.secagg.messages import (
+    TRAINED,
+    check_cancelled,
+    check_confirmed,
+    check_past,
+    check_prepared,
+    check_survivors,
+    is_open,
+    note_trained,
+    read_cohort,
+)
 from consilium.privacy.secagg.record import SiteRecord
 from consilium.privacy.secagg.roster import check_roster, entry, public_key
 from consilium.privacy.secagg.signing import canonical, sign
@@ -273,7 +282,7 @@ class Party:
         told, survivors = _answered(attempt, "train"), attempt["survivors"]
         terms, context = terms_of(self.config, len(attempt["cohort"])), bytes.fromhex(told["masks"])
         check_confirmed(question, context, survivors, terms, self._public_keys(values, attempt))
-        note_proved(values)
+        values[TRAINED]["proved"] = True
 
         def make() -> Message:
             shares = {name: self._share(values, attempt, told, name, name in survivors) for name in told["parties"]}
