@@ -41,8 +41,8 @@ def simulate(
 ) -> Coordinator:
     """Run `job` over `sites` and return the finished coordinator; see RunLog for what `workspace` then holds.
 
-    `workers`: processes that the sites are dealt out over, 0 for none but this one. A site that fails is refused for that round
-    and the job goes on while the quorum holds. Raises ConsiliumError otherwise.
+    `workers`: the number of worker processes for the sites, 0 for this process alone. A site that fails is refused for that
+    round, and the job goes on while the quorum holds. Raises ConsiliumError otherwise.
     """
     folder, former = workspace / "sites", former_run(job.config, workspace)
     if resume:
@@ -52,7 +52,7 @@ def simulate(
     if job.config.secure_aggregation:
         simulated_identities(workspace / IDENTITIES, list(sites))
     with WorkerPool(job, sites, folder, workers, observer, former) if workers else nullcontext() as pool:
-        members: Members = pool.members() if pool else simulated_sites(job, sites, folder, observer, former)
+        members: Members = pool.sites() if pool else simulated_sites(job, sites, folder, observer, former)
         trainers, pooled, probe = members, list[str](), None
         here = {name: member for name, member in members.items() if isinstance(member, SimulatedSite)}
         if job.strategy.traits.pools_data:
@@ -85,7 +85,7 @@ def simulate(
 
 
 def _check_goes_on(job: Job, workspace: Path) -> None:
-    """Raise ConsiliumError, before anything is written, where the run in a workspace cannot go on with this job."""
+    """Raise ConsiliumError, before anything is written, where this job cannot resume the run in a workspace."""
     rounds = checkpoint.resumed(workspace, job).state.round
     if job.config.secure_aggregation and rounds < job.config.training.rounds and not (workspace / IDENTITIES).is_dir():
         what = f"--resume: the run in {workspace} ended after {number_of(rounds, 'round')}, and its sites' keys are gone"
@@ -93,7 +93,7 @@ def _check_goes_on(job: Job, workspace: Path) -> None:
 
 
 def _check_apart(job: Job, sites: Mapping[str, SiteConfig]) -> None:
-    """Raise ConfigError for a job whose sites cannot be in other processes, or sites that need more of their own."""
+    """Raise ConfigError for a job whose sites must be in this process, or sites that need several processes."""
     if wide := next((name for name, site in sites.items() if site.device_count > 1), None):
         raise ConfigError(f"--workers: {wide} has several devices, each with a process of its own; leave it out")
     if job.strategy.traits.pools_data:

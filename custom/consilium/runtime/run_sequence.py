@@ -103,8 +103,8 @@ class RunSequence:
 
         score(crossing.shared())
         for owner in crossing.owners:
-            ask(Kind.MODEL, {owner: None}, crossing.take, lambda: False)
-            score(crossing.lent())
+            ask(Kind.MODEL, {owner: None}, crossing.take_model, lambda: False)
+            score(crossing.model_payloads())
         crossing.finish()
 
     def finish(self) -> None:

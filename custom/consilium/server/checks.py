@@ -117,7 +117,7 @@ def check_evaluation(job: Job, result: Payload, round: int, phase: int) -> None:
     _check_metrics(job, result.metrics)
 
 
-def check_lent(job: Job, result: Payload) -> None:
+def check_shared_model(job: Job, result: Payload) -> None:
     """Raise RefusedError unless `result` is a site's whole model, for other sites to score: known names, finite numbers."""
     if extra := [name for name in result.tensors if not isinstance(name, str) or not is_adapter_tensor(name, job.initial)]:
         raise RefusedError(f"tensor {_first(extra)!r} is none of the adapter's")

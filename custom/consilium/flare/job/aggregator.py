@@ -85,7 +85,10 @@ class StrategyAggregator(ModelAggregator):
     def aggregate_model(self) -> FLModel:
         """Return the mean difference in the tensors' own type. Raises ConfigError for jobs whose server does more than that."""
         ready = self._running()
-        _check_mean(ready.job.strategy)
+        strategy, own, base = ready.job.strategy, type(ready.job.strategy), Strategy
+        if strategy.traits.needs == "sites" or own.aggregate is not base.aggregate or own.payload is not base.payload:
+            what = "FLARE's own workflows add the mean update to one model that they send to all, and its server does more"
+            raise ConfigError(f"strategy.name: {strategy.name!r}: {what}; use RoundController, or fedit")
         if ready.job.config.secure_aggregation is not None:
             raise ConfigError("secure_aggregation: only RoundController opens masked sums; use it, or remove the section")
         if ready.plan is not None and ready.plan.config.trust == "central":
@@ -99,11 +102,3 @@ class StrategyAggregator(ModelAggregator):
         """Forget the round's results."""
         if self._ready is not None:
             self._ready.aggregate.reset()
-
-
-def _check_mean(strategy: Strategy) -> None:
-    """Raise ConfigError for a strategy whose server does more than add a mean and broadcast the result."""
-    own, base = type(strategy), Strategy
-    if strategy.traits.needs == "sites" or own.aggregate is not base.aggregate or own.payload is not base.payload:
-        what = "FLARE's own workflows add the mean update to one model that they send to all, and its server does more"
-        raise ConfigError(f"strategy.name: {strategy.name!r}: {what}; use RoundController, or fedit")

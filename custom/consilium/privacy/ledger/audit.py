@@ -1,9 +1,9 @@
-"""What left a site, message by message: the guard writes it before it leaves, and the hospital reads it.
+"""The record of what left a site: the guard writes each message's line before the message leaves, and the hospital reads it.
 
 One JSON line per message in audit.jsonl of the run's private folder: tensors by name with shape, type, bytes and norm (as sent,
 after clipping and noise), scalars, scores, what it cost in privacy. Every line holds the SHA-256 of the line before it, so a
-line changed, added or taken out later shows, and the last line's own is the seal of all: who keeps it elsewhere can tell
-whether the file is whole. The same message sent again tells nothing new and has one line.
+line changed, added or removed later shows. The hash of the last line is the seal of all: kept elsewhere, it shows whether the
+file is whole. A message sent again has one line.
 """
 
 import errno

@@ -225,22 +225,19 @@ def _check(rows: list[Entry], planned: list[Entry], budgets: Budgets) -> bool:
     """Return whether any of `planned` is new. Raises RefusedError for known ones on other terms, and over a budget."""
     known = {row.key: row for row in rows}
     for entry in planned:
-        _check_terms(known.get(entry.key, entry), entry)
+        row = known.get(entry.key, entry)
+        if not row.pays_for(entry):
+            raise RefusedError(
+                f"{entry.name} is in the ledger with other noise, clip or data (noise multiplier {row.noise_multiplier:.6g}, "
+                f"now {entry.noise_multiplier:.6g}); nothing was sent; give the new job a run of its own",
+                Reason.LEDGER,
+            )
+        if row.digest and entry.digest and row.digest != entry.digest:
+            raise RefusedError(f"{entry.name} was released with other bytes; nothing was sent", Reason.LEDGER)
     new = [entry for entry in planned if entry.key not in known]
     for unit, budget in budgets.items() if any(entry.count for entry in new) else ():
         _check_budget(unit, budget, rows, new)
     return bool(new)
-
-
-def _check_terms(known: Entry, entry: Entry) -> None:
-    if not known.pays_for(entry):
-        raise RefusedError(
-            f"{entry.name} is in the ledger with other noise, clip or data (noise multiplier {known.noise_multiplier:.6g}, now "
-            f"{entry.noise_multiplier:.6g}); nothing was sent; give the new job a run of its own",
-            Reason.LEDGER,
-        )
-    if known.digest and entry.digest and known.digest != entry.digest:
-        raise RefusedError(f"{entry.name} was released with other bytes; nothing was sent", Reason.LEDGER)
 
 
 def _check_budget(unit: str, budget: BudgetConfig, rows: list[Entry], planned: list[Entry]) -> None:

@@ -1,4 +1,4 @@
-"""What a site checks of the server's questions: sites, signatures, numbers. Each raises RefusedError, and nothing is sent."""
+"""A site's checks of the server's questions: sites, signatures, numbers. Each raises RefusedError, and nothing is sent."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -38,8 +38,14 @@ def check_prepared(question: Message, attempt: Mapping[str, Any], name: str, key
     parties = _sorted_names(sorted(prepared), attempt["cohort"], "the list of parties")
     if len(parties) < terms.least:
         raise refused(f"{len(parties)} sites have prepared, under the {terms.least} that a sum needs")
+    fields, context = ("key", "seed", "signature"), bytes.fromhex(attempt["context"])
     for party in parties:
-        _check_one_prepared(prepared[party], party, bytes.fromhex(attempt["context"]), keys[party])
+        found = prepared[party]
+        if not isinstance(found, dict) or found.keys() != set(fields) or not all(is_field(found[f]) for f in fields):
+            raise refused(f"the prepared keys of {party!r} are none")
+        signed_fields = context, party.encode(), found["key"].encode(), found["seed"].encode()
+        if not signed(keys[party], found["signature"], "prepare", *signed_fields):
+            raise refused(f"the prepared keys of {party!r} are not signed by it for this attempt, its sites and its terms")
     answer = attempt["prepare"]["answer"]
     if any(prepared[name][field] != answer[field] for field in ("key", "seed")):
         raise refused("this site's mask key is not the one that it prepared")
@@ -50,17 +56,8 @@ def check_prepared(question: Message, attempt: Mapping[str, Any], name: str, key
     return prepared
 
 
-def _check_one_prepared(found: Any, party: str, context: bytes, key: rsa.RSAPublicKey) -> None:
-    fields = ("key", "seed", "signature")
-    if not isinstance(found, dict) or found.keys() != set(fields) or not all(is_field(found[f]) for f in fields):
-        raise refused(f"the prepared keys of {party!r} are none")
-    told = context, party.encode(), found["key"].encode(), found["seed"].encode()
-    if not signed(key, found["signature"], "prepare", *told):
-        raise refused(f"the prepared keys of {party!r} are not signed by it for this attempt, its sites and its terms")
-
-
 def check_survivors(question: Message, name: str | None, parties: Iterable[str], terms: Terms) -> list[str]:
-    """Return U, whose updates are in the sum: of the parties, the site `name` (if any) among them, and enough."""
+    """Return the survivors U: parties, enough of them, with the site `name` (if any) among them."""
     survivors = _sorted_names(question.get("survivors"), parties, "the list of survivors")
     if name is not None and name not in survivors:
         raise refused("this site's update is not in the sum that it is to confirm")
@@ -70,7 +67,7 @@ def check_survivors(question: Message, name: str | None, parties: Iterable[str],
 
 
 def check_confirmed(question: Message, context: bytes, survivors: list[str], terms: Terms, keys: Keys) -> None:
-    """Raise RefusedError unless enough of the survivors have signed the very sum that this site has."""
+    """Raise RefusedError unless enough survivors have signed exactly this site's sum."""
     found = question.get("confirmed")
     valid = _valid(found, survivors, keys, "confirm", context, canonical(survivors))
     if valid < terms.threshold:
@@ -78,7 +75,7 @@ def check_confirmed(question: Message, context: bytes, survivors: list[str], ter
 
 
 def check_cancelled(found: Any, context: bytes, cohort: list[str], terms: Terms, keys: Keys) -> None:
-    """Raise RefusedError unless so many sites have cancelled the last attempt that nobody can open it any more."""
+    """Raise RefusedError unless enough sites have cancelled the last attempt, so that it can no longer be opened."""
     valid, wanted = _valid(found, cohort, keys, "cancel", context), cancellations(terms)
     if valid < wanted:
         raise refused(f"{valid} sites have cancelled the last attempt, under the {wanted} without whom it could be opened")
@@ -106,7 +103,7 @@ TRAINED = "trained"
 
 
 def note_trained(values: dict[str, Any], place: Place, order: Layout, sent: Message, rounds: int) -> None:
-    """Note what a site is sent to train, in a job of so many rounds.
+    """Note the model that a site is sent to train, in a job of so many rounds.
 
     Raises RefusedError where a new attempt at a phase sends another model: the update stays the one from the first.
     """
@@ -119,7 +116,7 @@ def note_trained(values: dict[str, Any], place: Place, order: Layout, sent: Mess
 
 
 def is_open(values: Mapping[str, Any], place: Place) -> bool:
-    """Tell whether this site was sent a model in an earlier phase, and does not know that others were sent the same."""
+    """Tell whether this site was sent a model in an earlier phase, without proof that others were sent the same."""
     last = values.get(TRAINED)
     return last is not None and not last["proved"] and last["phase"] != [place.round, place.phase]
 

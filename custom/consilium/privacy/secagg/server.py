@@ -1,7 +1,7 @@
 """The server's side of secure aggregation: attempts at a phase, from the first question to the opened sum, and a run of them.
 
-All that sites say is on disk before it counts, so a server that was killed goes on with the same attempt: same keys, same
-parties, same survivors. What it asks again is the same question, to which a site has the same answer.
+Every answer is on disk before it counts, so a server that was killed goes on with the same attempt: same keys, parties and
+survivors. It asks the same questions again, and a site gives the same answers.
 """
 
 import hashlib
@@ -43,14 +43,14 @@ NAMED = 5
 
 
 class Answers:
-    """Answers of sites on disk, by step and site; `names` in an order that stays, for a name may be no file's."""
+    """Answers of sites on disk, by step and site. Files are numbered by the order of `names`: a name may be no file name."""
 
     def __init__(self, folder: Path, names: list[str]) -> None:
         self.folder, self.names = folder, names
         self._read: dict[str, dict[str, Message]] = {}
 
     def of(self, step: str) -> dict[str, Message]:
-        """Return what has been answered to a step, by site."""
+        """Return the answers to a step, by site."""
         if step not in self._read:
             paths = {name: self._path(step, name) for name in self.names}
             found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
@@ -58,7 +58,7 @@ class Answers:
         return self._read[step]
 
     def put(self, step: str, name: str, answer: Message) -> None:
-        """Keep an answer."""
+        """Store an answer."""
         write_atomic(self._path(step, name), json.dumps(answer).encode())
         self.of(step)[name] = answer
 
@@ -69,7 +69,7 @@ class Answers:
 class Attempt:
     """One attempt at a phase. Each step has its question, what takes an answer, and what ends it; see server/masked_round.py.
 
-    take_* raise RefusedError for an answer that is none, which costs its site its part in what follows, never the phase.
+    take_* raise RefusedError for an invalid answer. Then its site takes no part in what follows, and the phase goes on.
     """
 
     def __init__(self, folder: Path, config: JobConfig, run: str, about: Message) -> None:
@@ -92,12 +92,12 @@ class Attempt:
     # prepare -----------------------------------------------------------------------------------------------------------
 
     def prepare_question(self, past: Message | None = None) -> Message:
-        """Return what all are asked first; `past`: a site's proof of an earlier phase, see messages.check_past."""
+        """Return the first question; `past`: a site's proof of an earlier phase, see messages.check_past."""
         asks = {"roster": self.roster, "cohort": self.cohort, "cancelled": self.cancelled}
         return self._question("prepare", past=past or {}, **asks)
 
     def take_prepared(self, name: str, answer: Message) -> None:
-        """Keep a site's prepared keys and sealed shares."""
+        """Store a site's prepared keys and sealed shares."""
         fields = {field: _text(answer, field) for field in ("key", "seed", "signature")}
         told = self.context, name.encode(), fields["key"].encode(), fields["seed"].encode()
         shares = answer.get("shares")
@@ -113,7 +113,7 @@ class Attempt:
         self.answers.put("prepare", name, {**fields, "shares": shares})
 
     def close_prepared(self) -> list[str]:
-        """Return P, which stays from now on. Raises ConsiliumError where it is too few."""
+        """Return the parties P, fixed from now on. Raises ConsiliumError for too few."""
         parties = self._fixed("parties", lambda: sorted(self.answers.of("prepare")))
         if len(parties) < self.terms.least:
             raise self._too_few(len(parties))
@@ -153,32 +153,32 @@ class Attempt:
         return Payload(self.place.round, self.place.phase, tensors, metrics=meta["metrics"], ledger=meta["ledger"])
 
     def take_masked(self, name: str, result: Payload) -> None:
-        """Keep a site's masked update, whose form has been checked."""
+        """Store a site's masked update, whose form has been checked."""
         save_state(self._masked(name), result.tensors, {"metrics": result.metrics, "ledger": result.ledger})
 
     def _masked(self, name: str) -> Path:
         return self.folder / f"masked-{self.cohort.index(name)}.safetensors"
 
     def close_masked(self, parties: list[str]) -> list[str]:
-        """Return U, which stays from now on where it is enough; [] where it is not."""
+        """Return the survivors U, fixed from now on; [] for too few."""
         there = [name for name in parties if self._masked(name).is_file()]
         return self._fixed("survivors", lambda: there) if len(there) >= self.terms.least else []
 
     # confirm and reveal ------------------------------------------------------------------------------------------------
 
     def confirm_question(self, survivors: list[str]) -> Message:
-        """Return what the survivors are asked to sign."""
+        """Return the survivors' question: they are to sign the sum."""
         return self._question("confirm", survivors=survivors)
 
     def take_confirmed(self, name: str, answer: Message, survivors: list[str], masks: bytes) -> None:
-        """Keep a site's signature on the sum."""
+        """Store a site's signature on the sum."""
         signature = _text(answer, "signature")
         if not signed(self.keys[name], signature, "confirm", masks, canonical(survivors)):
             raise RefusedError("its confirmation is not of this sum, or it was sent another model than others")
         self.answers.put("confirm", name, {"signature": signature})
 
     def reveal_question(self) -> Message:
-        """Return what the survivors are asked for their shares with."""
+        """Return the question for the shares of those who signed."""
         path = self.folder / "reveal.json"
         if not path.is_file():
             found = {name: one["signature"] for name, one in sorted(self.answers.of("confirm").items())}
@@ -186,7 +186,7 @@ class Attempt:
         return self._question("reveal", confirmed=json.loads(path.read_text(encoding="utf-8")))
 
     def take_revealed(self, name: str, answer: Message, parties: list[str], masks: bytes) -> None:
-        """Keep a site's shares."""
+        """Store a site's shares."""
         signature, shares = _text(answer, "signature"), answer.get("shares")
         if not isinstance(shares, dict) or shares.keys() != set(parties) or not all(map(_is_share, shares.values())):
             raise RefusedError("its shares are not one of every party")
@@ -195,11 +195,11 @@ class Attempt:
         self.answers.put("reveal", name, {"shares": shares})
 
     def has(self, step: str) -> bool:
-        """Tell whether so many have answered a step that the sum can be opened."""
+        """Tell whether enough sites have answered a step to open the sum."""
         return len(self.answers.of(step)) >= self.terms.threshold
 
     def proof(self, parties: list[str], survivors: list[str]) -> Message:
-        """Return what shows every site that was sent the same model that others were: signatures on the sum."""
+        """Return the proof for every site that others were sent the same model: signatures on the sum."""
         keys = {name: self.answers.of("prepare")[name]["key"] for name in parties}
         confirmed = self.reveal_question()["confirmed"]
         return {"attempt": self.place.attempt, "keys": keys, "survivors": survivors, "confirmed": confirmed}
@@ -207,11 +207,11 @@ class Attempt:
     # cancel ------------------------------------------------------------------------------------------------------------
 
     def cancel_question(self) -> Message:
-        """Return what all that prepared are asked where too few are left."""
+        """Return the question for a cancellation, where too few sites are left."""
         return self._question("cancel")
 
     def take_cancelled(self, name: str, answer: Message) -> None:
-        """Keep a site's cancellation."""
+        """Store a site's cancellation."""
         signature = _text(answer, "signature")
         if not signed(self.keys[name], signature, "cancel", self.context):
             raise RefusedError("its cancellation is not of this attempt")
@@ -219,7 +219,7 @@ class Attempt:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether nobody can open this attempt any more."""
+        """Whether this attempt can no longer be opened."""
         return len(self.answers.of("cancel")) >= cancellations(self.terms)
 
     # the sum -----------------------------------------------------------------------------------------------------------
@@ -285,11 +285,11 @@ class Collector:
         self.roster: dict[str, Message] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
     def hello_question(self) -> Message:
-        """Return what a site is asked once."""
+        """Return the first question of a run, asked once."""
         return {"step": "hello"}
 
     def admit(self, name: str, found: Message) -> None:
-        """Take a site into the roster. Raises RefusedError for an entry that breaks a rule, or is not the one before."""
+        """Add a site to the roster. Raises RefusedError for an invalid entry, and for another one than before."""
         admit(self.root, self.server, found, self.config.digest, self.run, name)
         if self.roster.get(name, found) != found:
             raise RefusedError("it has another key than before in this run; is its state lost?", Reason.TASK)
@@ -300,11 +300,11 @@ class Collector:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a phase has been begun: then the roster is one that sites have been shown."""
+        """Whether a phase has begun: then sites have seen the roster."""
         return (self.folder / "past.json").is_file() or any(self.folder.glob("*-*-*/about.json"))
 
     def stored(self, round: int, phase: int) -> Attempt | None:
-        """Return the last attempt at a phase that this run has begun, None without one; those of other phases go."""
+        """Return the last attempt at a phase, None without one; delete those of other phases."""
         wanted = f"{round}-{phase}-"
         for path in self.folder.glob("*-*-*/") if self.folder.is_dir() else ():
             if not path.name.startswith(wanted):
@@ -342,7 +342,7 @@ class Collector:
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"proofs": {}, "of": {}}
 
     def prove(self, last: Attempt, proof: Message) -> None:
-        """Keep the proof of a phase, for all that were sent a model in any attempt at it."""
+        """Store the proof of a phase, for all sites that were sent a model in any attempt at it."""
         kept, phase = self._past(), f"{last.place.round}-{last.place.phase}"
         for path in self.folder.glob(f"{phase}-*/parties.json"):
             kept["of"] |= dict.fromkeys(json.loads(path.read_text(encoding="utf-8")), phase)
@@ -351,7 +351,7 @@ class Collector:
         write_atomic(self.folder / "past.json", json.dumps(kept).encode())
 
     def forget(self, last: Attempt) -> None:
-        """Remove a phase that has ended: what it summed is in the server's state."""
+        """Delete a phase that has ended: its sum is in the server's state."""
         for path in self.folder.glob(f"{last.place.round}-{last.place.phase}-*"):
             shutil.rmtree(path)
 

@@ -100,11 +100,8 @@ class SumLedger:
 
     def _covers(self, line: Mapping[str, Any], sites: frozenset[str], least: int) -> bool:
         """Tell whether a line says of a sum over these hospitals all that a new one would."""
-        if line["kind"] != SUM or frozenset(line["sites"]) != sites or line["least"] < least:
-            return False
-        if line["weights"] != self.weights:
-            return False
-        return self.data <= set(line["data"])
+        same = line["kind"] == SUM and frozenset(line["sites"]) == sites and line["weights"] == self.weights
+        return same and line["least"] >= least and self.data <= set(line["data"])
 
     def _check(self, new: frozenset[str], least: int, lines: list[dict[str, Any]]) -> None:
         if any(line["kind"] == ALLOWED and frozenset(line["sites"]) == new for line in lines):
