@@ -18,7 +18,7 @@ MEAN_UNIT = UNIT
 """Grid of the exact mean: updates are rounded to multiples of this before they are summed."""
 
 PARTIES = 1024
-"""How many updates a mean has room for, unless it is told."""
+"""How many updates a mean has room for by default."""
 
 
 Piece = tuple[tuple[str, tuple[int, ...]], ...]
@@ -41,7 +41,7 @@ class ExactMean:
 
         Tensors of int64 are in units already.
 
-        Each of the `parties` has its share of the 62 bits, so that no update can crowd out another, whoever comes first.
+        Each of the `parties` has its share of the 62 bits, so that no update can crowd out another, in any order of arrival.
         """
         pieces = {tuple((n, tuple(update[n].shape)) for n in names): numbers for names, numbers in together(update)}
         units = {piece: MEAN_UNIT if t.dtype is torch.int64 else 1.0 for piece, t in pieces.items()}
@@ -103,7 +103,7 @@ class RoundAggregate:
         return uploads
 
     def sums(self) -> Tensors:
-        """Return the sums of what was added, int64 in units of `MEAN_UNIT`, and forget it."""
+        """Return the sums of the updates, int64 in units of `MEAN_UNIT`, and forget them."""
         sums = self._mean.sums()
         self.reset()
         return sums
@@ -117,7 +117,7 @@ class RoundAggregate:
 
 
 def penalized(trained: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the loss with and without what the strategy adds to it, means over the sites that say both; {} where none does."""
+    """Return the loss with and without the strategy's penalty, means over the sites that send both; {} where none does."""
     told = [one for one in trained if TRAIN_PENALTY in one and TRAIN_LOSS in one]
     if not told:
         return {}

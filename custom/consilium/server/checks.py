@@ -1,6 +1,6 @@
-"""What the server accepts of a site: its hello, its results, its scores. A refusal costs the message, never the round.
+"""The server's checks of a site's messages: hello, results, scores. A refused message never ends the round.
 
-All of it comes from somebody else: kinds are checked before values are touched, and no text of a site is quoted whole.
+The messages come from another machine: types are checked before values are touched, and no text of a site is quoted whole.
 """
 
 import math
@@ -29,7 +29,7 @@ from consilium.strategies.strategy import Role, ServerState, Strategy
 SMALLEST = 1e-3
 """The fewest ranks a layer that a site may offer on average."""
 SAMPLES = 10**9
-"""The most training samples a site may say it has."""
+"""The most training samples that a site may report."""
 CAPACITY = frozenset({"download", "time", "memory"})
 _NAME = re.compile(r"[\w@+-][\w @+.-]{0,127}")
 """A site's name, which becomes a folder's in TensorBoard and a part of tensors' names in the checkpoint."""
@@ -49,7 +49,7 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
         raise RefusedError(f"{shown(hello.name, 40)!r} cannot be a site's name; give it one of letters, digits and _-")
     check_versions(hello)
     name = hello.name
-    # kinds first: what a site sends may compare as it likes
+    # types first: an object of a site could claim to be equal
     texts = type(hello.plugins) is dict and all(type(word) is str for pair in hello.plugins.items() for word in pair)
     if not texts or hello.plugins != packages:
         wanted = ", ".join(f"{package} {version}" for package, version in packages.items()) or "none"
@@ -163,7 +163,7 @@ def _check_finite(tensors: Tensors) -> None:
 
 
 def _check_norm(job: Job, plan: Plan | None, result: Payload) -> None:
-    """Raise RefusedError for an update far larger than what it updates, which one site's fault would ruin for all.
+    """Raise RefusedError for an update far larger than the adapter: one site's fault would ruin the mean for all.
 
     The measure is the whole adapter as all sites started from it: one that grew with what was accepted would let a site push
     further every round. For one that starts at 0 throughout, 1 stands in its place. Site-level noise is large by design: what
@@ -221,7 +221,7 @@ def check_next(strategy: Strategy, state: ServerState, merged: ServerState | Non
 
 
 def next_step(reasons: Mapping[str, str], asked: Sized, quorum: int) -> str:
-    """Return what to do about a round that too few of the sites `asked` answered, by the others' `reasons`, each one's last.
+    """Return the remedy for a round that too few of the `asked` sites answered, by the last refusal `reasons` of the others.
 
     A site that is ahead of this checkpoint, or has lost what it must know of the run, stays so, whoever of the others comes
     back.

@@ -76,10 +76,10 @@ class Coordinator:
                 observer({"event": "warning", "text": text})
         else:
             self.log.trains(job.strategy, job.initial)
-            self._save()  # a run that breaks in its first round goes on under its own name, so that no site pays twice
+            self._save()  # a run interrupted in its first round resumes under its own name, so that no site pays twice
 
     def _fresh(self, own: SiteConfig) -> Saved:
-        """Return what is known of a new run."""
+        """Return the state of a new run."""
         start = server_start(self.job, own)
         if start.adapter:
             self.log.began_from(start.adapter)
@@ -160,7 +160,7 @@ class Coordinator:
         return {n: replace(self.job.strategy.final(self.state, self.sites[n]), phase=HELD_OUT) for n in sorted(drawn)}
 
     def accept_held_out(self, name: str, result: Payload) -> str | None:
-        """Keep the metrics of a site that was held out of this round. Returns None, or why they were refused."""
+        """Store the metrics of a site that was held out of this round. Returns None, or why they were refused."""
         try:
             check_evaluation(self.job, result, self.state.round, HELD_OUT)
         except RefusedError as refusal:
@@ -170,7 +170,7 @@ class Coordinator:
         return None
 
     def _announce(self) -> None:
-        """Tell, before any training, what the strategy warns of, what privacy promises and does to the result."""
+        """Report, before any training, the strategy's warnings, the privacy claim, and the effect of its noise."""
         for warning in (*self.job.warnings, *self.job.strategy.traits.warnings):
             self.observer({"event": "warning", "text": warning})
         if self.plan is not None:
@@ -204,7 +204,7 @@ class Coordinator:
         return None
 
     def refuse(self, name: str, reason: str, joining: bool = False, word: Reason | None = None) -> str:
-        """Note why a site gives nothing usable now, or may not join, by `word` where it is its own text; return it, bounded."""
+        """Note why a site has no usable answer, or may not join; return it, bounded. `word`: the kind of a site's own text."""
         reason = shown(reason, 1000)
         self.reasons |= {} if joining else {name: word.text if word else reason}
         refusal = {"event": "refused", "site": name, "round": self.state.round, "reason": reason, "joining": joining}
@@ -214,7 +214,7 @@ class Coordinator:
         return reason
 
     def check(self, name: str, result: Payload) -> Payload:
-        """Return what the site was sent in this phase. Raises RefusedError unless the result answers that."""
+        """Return the payload that the site was sent in this phase. Raises RefusedError unless the result answers it."""
         if name not in self.asked or name in self.accepted:
             raise RefusedError(f"{name} was not asked in this phase, or has answered already")
         if (result.round, result.phase) != (self.state.round, self.state.phase):
@@ -226,7 +226,7 @@ class Coordinator:
         return sent
 
     def conclude(self, seen: Mapping[str, float] | None = None) -> None:
-        """End the phase: move the state, checkpoint it, log what was `seen` inside. Raises ConsiliumError under the quorum."""
+        """End the phase: merge, write the checkpoint, log the measurements `seen`. Raises ConsiliumError under the quorum."""
         config = self.job.config
         with self._lock:
             if not self.has_quorum:
@@ -254,7 +254,7 @@ class Coordinator:
             self.asked, self.sent, self._results = {}, {}, {}
 
     def _epsilon(self) -> float | None:
-        """Return what a site that answered every time has spent after this phase, by the plan; None without one."""
+        """Return the epsilon that a site which answered every phase has spent after this one; None without a plan."""
         if self.plan is None:
             return None
         before = sum(self.job.strategy.traits.phases_of(round) for round in range(self.state.round))
@@ -268,7 +268,7 @@ class Coordinator:
     def _clipped(self, result: Payload) -> Payload:
         """Return a result as it is summed. Where the server adds the noise, single updates are coordinates on the grid.
 
-        They are clipped here once more, in integers: a site's are, but left it as float32. Raises RefusedError.
+        They are clipped again, in integers: sites clip, but send float32. Raises RefusedError.
         """
         plan = self._central
         if plan is None or sent_as_sums(self.job.config):

@@ -34,7 +34,7 @@ from consilium.privacy.secagg.sum_ledger import SumLedger
 from consilium.strategies.strategy import Strategy
 
 CAPACITY = frozenset({"download", "time", "memory"})
-"""What a site may say of its machine, see strategies/heterogeneous_ranks/ranks.py."""
+"""The measurements of a site's machine that may leave, see strategies/heterogeneous_ranks/ranks.py."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Guard:
 
     @property
     def shown_samples(self) -> int:
-        """How many samples or patients the server is told: 1 where the claim hides it or nothing trains, 0 for `test_only`."""
+        """The number of samples or patients that leaves: 1 where the claim hides it or nothing trains, 0 for `test_only`."""
         hidden = (self.replay is not None and (self.masking or not self.replay.charges.in_steps)) or not self.config.trains
         return 0 if self.test_only else 1 if hidden else self.num_samples
 
@@ -273,7 +273,7 @@ class Guard:
         return reason
 
     def _prepare(self, task: AuthorizedTask, result: Payload) -> Payload:
-        """Return a new release of `result`, checked whole, clipped and with noise as the plan says."""
+        """Return a new release of `result`: checked, clipped, and with noise by the plan."""
         plan, checked = self.plan, self._checked(result)
         assert plan is not None
         assert self.replay is not None

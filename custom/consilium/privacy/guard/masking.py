@@ -25,7 +25,7 @@ from consilium.privacy.secagg.terms import Message, Terms, read_place
 from consilium.strategies.strategy import Strategy
 
 FOLDER = "masks"
-"""Where a run's private folder keeps what secure aggregation must not forget."""
+"""The folder of the record of secure aggregation, in a run's private folder."""
 DEVIATIONS = 40
 """Standard deviations of noise that a bound has room for: noise never exceeds it."""
 STATE = ("state.safetensors", "released.safetensors")
@@ -83,7 +83,7 @@ class Masking:
         return reply
 
     def open(self, task: AuthorizedTask) -> None:
-        """Check what came for masks with a training task, before any training. Raises RefusedError, on record."""
+        """Check the keys and shares that came with a training task, before any training. Raises RefusedError, on record."""
         try:
             party = self._party(task.run)
             self._terms = party.open(task.payload, layout(upload_shapes(self.strategy, task.payload)))

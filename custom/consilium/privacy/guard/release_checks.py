@@ -1,4 +1,4 @@
-"""What a release may hold: declared names, shared tensors in the shapes they came in, finite values; and its geometry."""
+"""Checks of a release: declared names, shared tensors in the shapes that were sent, finite values; its clipping and noise."""
 
 from collections.abc import Set
 from typing import Literal
@@ -83,7 +83,7 @@ def privatized(
     bits: Bits = secret_bytes,
     as_sums: bool = False,
 ) -> tuple[Tensors, mechanism.Outcome]:
-    """Return an update clipped and noised as the plan says. Raises RefusedError for one that the plan did not count.
+    """Return an update clipped, with noise by the plan. Raises RefusedError for one with another count than the plan's.
 
     `as_sums`: these are whole units of the grid (int64), of whitened coordinates where a tensor has a peer, and
     `mechanism.restored` is what the server makes of their mean. Else they are an update, in the type in which it came.

@@ -24,7 +24,7 @@ NONE = (-1, -1)
 """Before any training."""
 REMEDY_PAID = "to remove it gives up the answer of its round alone"
 REMEDY_PENDING = "to remove it lets its round be trained anew, until a newer one has begun"
-"""What else can be done where the last paid release, or a pending one, cannot be read."""
+"""The other remedy where the last paid release, or a pending one, cannot be read."""
 PENDING = re.compile(r"unpaid-(\d+)-(\d+)\.safetensors")
 """The file name of a pending release, by round and phase."""
 
@@ -85,7 +85,7 @@ def mark_started(folder: Path, place: tuple[int, int]) -> None:
 def reject_stale(folder: Path, place: tuple[int, int]) -> None:
     """Raise RefusedError where training has begun at a newer place: there unpaid answers of older ones are no longer given.
 
-    Otherwise an older place would show how training went at the newer one, and what that left behind.
+    Otherwise an answer for an older place would depend on how training went at the newer one.
     """
     if (newest := _begun(folder)) > place:
         what = "round {} phase {} is stale, the site has begun round {} phase {}".format(*place, *newest)

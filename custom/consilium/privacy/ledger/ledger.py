@@ -73,9 +73,9 @@ class Ledger:
         return any(row.key in keys and row.digest for row in self.entries(entry.dataset))
 
     def check(self, planned: list[Entry], budgets: Budgets) -> None:
-        """Raise RefusedError, with the numbers, where `planned` exceeds a budget; rows that are here already count once.
+        """Raise RefusedError, with the numbers, where `planned` exceeds a budget; known rows count once.
 
-        Also where one is here on other terms. Writes nothing.
+        Also for a known row on other terms. Writes nothing.
         """
         if planned:
             _check(self.entries(planned[0].dataset), planned, budgets)

@@ -172,7 +172,7 @@ class Party:
     # training ----------------------------------------------------------------------------------------------------------
 
     def open(self, payload: Payload, order: Layout) -> Terms:
-        """Check what came with a training task, before anything is trained; return the terms its sum will be on.
+        """Check the question of a training task before anything is trained. Return the terms of its sum.
 
         `order`: the layout of the update that answers it. Raises RefusedError, and then nothing may be trained or sent.
         """

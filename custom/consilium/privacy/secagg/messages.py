@@ -31,7 +31,7 @@ def read_cohort(question: Message, name: str, roster: Iterable[str], whole: bool
 
 
 def check_prepared(question: Message, attempt: Mapping[str, Any], name: str, keys: Keys, terms: Terms) -> dict[str, Message]:
-    """Return what every party has prepared, signed by it for this very attempt; this site's as it was."""
+    """Return each party's prepared keys, signed for exactly this attempt; this site's own must be unchanged."""
     prepared, shares = question.get("prepared"), question.get("shares")
     if not isinstance(prepared, dict) or not isinstance(shares, dict) or name not in prepared:
         raise refused("a training task without this site's prepared keys")

@@ -67,7 +67,7 @@ class Answers:
 
 
 class Attempt:
-    """One attempt at a phase. Each step has its question, what takes an answer, and what ends it; see server/masked_round.py.
+    """One attempt at a phase. Each step has a question, a method that takes an answer, and an end; see server/masked_round.py.
 
     take_* raise RefusedError for an invalid answer. Then its site takes no part in what follows, and the phase goes on.
     """
@@ -138,7 +138,7 @@ class Attempt:
     # train -------------------------------------------------------------------------------------------------------------
 
     def train_question(self, name: str, parties: list[str]) -> Message:
-        """Return what goes with a site's training task."""
+        """Return the question that goes with a site's training task."""
         prepared = self.answers.of("prepare")
         public = {party: {f: prepared[party][f] for f in ("key", "seed", "signature")} for party in parties}
         shares = {party: prepared[party]["shares"][name] for party in parties if party != name}
@@ -232,7 +232,7 @@ class Attempt:
     def unmask(self, parties: list[str], survivors: list[str], masks: bytes, order: Layout) -> Words:
         """Return the sum of the survivors' vectors (d + 1,) without masks.
 
-        Raises ConsiliumError where shares do not give back what was signed: then nothing of the sum can be believed.
+        Raises ConsiliumError where shares do not reconstruct the signed secrets: then the sum may be wrong.
         """
         prepared, count = self.answers.of("prepare"), size_of(order)
         total = torch.zeros(count, dtype=torch.int64)
@@ -316,7 +316,7 @@ class Collector:
         return Attempt(folder, self.config, self.run, json.loads((folder / "about.json").read_text(encoding="utf-8")))
 
     def begin(self, round: int, phase: int, cohort: Iterable[str]) -> Attempt:
-        """Begin a phase's first attempt. Raises RefusedError where its terms would protect nobody."""
+        """Begin a phase's first attempt. Raises RefusedError where its terms would protect no site."""
         return self._begin(Place(round, phase), sorted(cohort), self.roster, {})
 
     def _begin(self, place: Place, cohort: list[str], roster: Mapping[str, Message], cancelled: Mapping[str, str]) -> Attempt:
