@@ -38,9 +38,8 @@ from consilium.privacy.distributed_noise import add_share, share_deviation
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.privacy.secagg.arithmetic import Layout, quantize
 from consilium.privacy.secagg.client import Party
-from consilium.privacy.secagg.collector import Collector
 from consilium.privacy.secagg.record import SiteRecord
-from consilium.privacy.secagg.server import MASKED, Attempt
+from consilium.privacy.secagg.server import MASKED, Attempt, Collector
 from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identities, simulated_identity
 from tests.conftest import small_cells, small_config, training_only
 from tests.deployment.federation import Federation

@@ -13,11 +13,11 @@ import torch
 from consilium import __version__
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, Reason, RefusedError
-from consilium.core.messages import HELD_OUT, Hello, Payload
+from consilium.core.messages import HELD_OUT, Hello, Kind, Payload
 from consilium.federation.job import Job, assemble_job
 from consilium.report.metrics_file import read_lines
 from consilium.report.run_record import read_run
-from consilium.runtime.engine import _exchange
+from consilium.runtime.engine import LocalTransport
 from consilium.server.checks import check_next
 from consilium.server.coordinator import Coordinator
 from consilium.strategies.fedit import FedIT
@@ -176,7 +176,9 @@ def test_a_job_that_no_site_can_run_is_to_be_changed(small_job: MakeJob, tmp_pat
         server = coordinator(small_job("fedit"), tmp_path / other.__name__)
         server.start()
         server.refuse("site-0", Reason.JOB.text)
-        _exchange(server, "site-1", Mock(side_effect=other("model.dtype: this model casts numbers")), Mock())
+        broken = Mock(side_effect=other("model.dtype: this model casts numbers"))
+        transport = LocalTransport(server, {"site-1": Mock(begin=Mock(return_value=broken))})
+        transport.ask(Kind.TRAIN, {"site-1": server.sent["site-1"]}, Mock())
         with pytest.raises(ConsiliumError, match=match):
             server.conclude()
 
@@ -198,7 +200,7 @@ def test_who_only_tests_is_never_asked_to_train_and_makes_no_quorum(small_job: M
         server.start()
     server.welcome(Hello("late", 5, False, __version__))
     assert server.start().keys() == {"site-0", "late"}
-    assert server.held_out() == {}
+    assert server.evaluation_payloads() == {}
     assert server.final().keys() == {"site-0", "late", "aside"}
 
 
@@ -230,13 +232,13 @@ def test_sites_that_do_not_train_are_held_out_by_the_share_of_the_job(tmp_path: 
     drawn = []
     for round in range(8):
         server.state = replace(server.state, round=round, phase=0)
-        asked, found = server.start().keys(), server.held_out()
+        asked, found = server.start().keys(), server.evaluation_payloads()
         assert (len(asked), len(found)) == (2, 2)
         assert found.keys() < server.trainers.keys() - asked
         assert {(payload.round, payload.phase) for payload in found.values()} == {(round, HELD_OUT)}
         drawn.append((*sorted(asked), *found))
         server.state = replace(server.state, phase=1)
-        assert server.held_out() == {}  # once a round
+        assert server.evaluation_payloads() == {}  # once a round
     assert len(set(drawn)) > 1
 
 

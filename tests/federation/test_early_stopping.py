@@ -24,9 +24,9 @@ from consilium.core.errors import RefusedError
 from consilium.core.messages import HELD_OUT, Hello, Kind, Observer, Payload
 from consilium.core.storage import load_state
 from consilium.federation.job import Job
-from consilium.privacy.guard.task import Task
+from consilium.privacy.guard.masking import FILE, FOLDER, Masking
+from consilium.privacy.guard.task import AuthorizedTask
 from consilium.privacy.guard.task_schedule import check_place
-from consilium.privacy.masking import FILE, FOLDER, Masking
 from consilium.report.compare.comparability import grouped
 from consilium.report.compare.tables import cost_table
 from consilium.report.live_view import LiveView
@@ -224,7 +224,7 @@ def test_a_job_without_it_has_the_digest_that_it_had() -> None:
 
 def test_a_site_lets_its_closing_scores_out_earlier_in_such_a_job_alone() -> None:
     def ask(job: Job, *at: int) -> None:
-        check_place("a", job.config, job.strategy, Task(Kind.EVALUATE, "run", Payload(*at, {})), False)
+        check_place("a", job.config, job.strategy, AuthorizedTask(Kind.EVALUATE, "run", Payload(*at, {})), False)
 
     ask(job_of(), 4, 0)
     ask(job_of(), 10, 0)
@@ -285,12 +285,12 @@ def test_a_run_that_ended_early_can_be_scored_across(ended: tuple[Path, str], tm
 
 def test_a_site_forgets_its_masks_keys_at_an_early_end_too(tmp_path: Path) -> None:
     config = small_config("fedit", rounds=6, validate={"patience": 1})
-    guard: Any = SimpleNamespace(masks=True, config=config, folder=tmp_path)
+    guard: Any = SimpleNamespace(config=config, folder=tmp_path)
     record = tmp_path / "run" / FOLDER / FILE
     record.parent.mkdir(parents=True)
     record.write_text("{}")
     for at, there in (((2, HELD_OUT), "{}"), ((2, 0), '{"ended": true}')):
-        Masking._end_masks(guard, Task(Kind.EVALUATE, "run", Payload(*at, {})))
+        Masking.end(guard, AuthorizedTask(Kind.EVALUATE, "run", Payload(*at, {})))
         assert record.read_text() == there
 
 

@@ -5,7 +5,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from consilium.federation.job import Job
 from consilium.privacy.guard.release_checks import upload_shapes
 from consilium.privacy.secagg.server import MASKED
 from consilium.privacy.secagg.simulated import read_root, simulated_identities, simulated_identity
-from consilium.runtime.engine import Member, _ask, _welcome, run_phase, simulate
+from consilium.runtime.engine import LocalTransport, SimulatedSite, simulate
+from consilium.runtime.run_sequence import RunSequence
 from consilium.server.coordinator import Coordinator
 from consilium.server.masked_round import MaskedRounds, aggregate_for
 from consilium.strategies.registry import STRATEGIES
@@ -81,7 +82,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Lossy(Member):
+class Lossy(SimulatedSite):
     """A site whose answers to some steps never come: (round, step), of training "train"."""
 
     lost: frozenset[tuple[int, str]] = frozenset()
@@ -91,13 +92,12 @@ class Lossy(Member):
         if (round, step) in self.lost:
             raise ConsiliumError(f"{self.site.name} is lost at {step}")
 
-    def masks(self, run: str, question: dict) -> dict:
-        self._lose(question.get("round", 0), question["step"])
-        return super().masks(run, question)
-
-    def train(self, run: str, payload: Payload) -> Payload:
-        self._lose(payload.round, "train")
-        return super().train(run, payload)
+    def ask(self, kind: Kind, run: str, message: Any = None) -> Any:
+        if kind is Kind.MASKS:
+            self._lose(message.get("round", 0), message["step"])
+        if kind is Kind.TRAIN:
+            self._lose(message.round, "train")
+        return super().ask(kind, run, message)
 
 
 Lost = dict[str, set[tuple[int, str]]]
@@ -124,15 +124,15 @@ class Federation:
 
     def member(self, name: str, samples: int) -> Lossy:
         home = self.folder / "sites" / name
-        guard = build_guard(self.job, name, self.site, home, home, self.events.append, simulated=True)
+        identity = simulated_identity(self.identities, name, self.site.secure_aggregation)
+        guard = build_guard(self.job, name, self.site, home, home, self.events.append, simulated=True, identity=identity)
         guard.num_samples = samples
-        guard.identity = simulated_identity(self.identities, name, self.site.secure_aggregation)
         site: Any = Numbers(name, self.job, self.joined)
         return Lossy(site, guard, frozenset(self.lost.get(name, ())))
 
     def server(self, resume: bool = False) -> tuple[Coordinator, MaskedRounds | None]:
         made = Coordinator(self.job, self.folder, self.events.append, resume, aggregate_for(self.job))
-        _welcome(made, self.members)
+        LocalTransport(made, self.members).register(first=True)
         secure = self.job.config.secure_aggregation
         return made, MaskedRounds(made, read_root(self.identities / "rootCA.pem"), "server") if secure else None
 
@@ -140,7 +140,7 @@ class Federation:
         coordinator, rounds = self.server(resume)
         try:
             while not coordinator.done:
-                run_phase(coordinator, self.members, None, rounds)
+                RunSequence(coordinator, LocalTransport(coordinator, self.members), rounds).phase()
         finally:
             coordinator.close()
         return coordinator
@@ -245,10 +245,10 @@ def test_without_noise_who_comes_after_the_first_round_takes_no_part(tmp_path: P
     late = Federation(job_of(secure={}), tmp_path / "late", identities)
     newcomer = late.members.pop("site-1")
     coordinator, rounds = late.server()
-    run_phase(coordinator, late.members, None, rounds)
-    coordinator.welcome(newcomer.hello(coordinator.run))
+    RunSequence(coordinator, LocalTransport(coordinator, late.members), rounds).phase()
+    coordinator.welcome(newcomer.ask(Kind.HELLO, coordinator.run))
     late.members["site-1"] = newcomer
-    run_phase(coordinator, late.members, None, rounds)
+    RunSequence(coordinator, LocalTransport(coordinator, late.members), rounds).phase()
     three = Federation(job_of(), tmp_path / "three", identities)
     del three.members["site-1"]
     assert same_state(coordinator, three.run())
@@ -276,7 +276,7 @@ def test_where_all_sites_are_ahead_of_the_server_nobody_is_told_to_resume(
         steps = [] if kind is Kind.TRAIN else [one["step"] for one in messages.values()]
         if coordinator.state.round == 0 and (kind is Kind.TRAIN if prepared else "prepare" in steps):
             shutil.copytree(home / "server", kept)
-        _ask(coordinator, federation.members, kind, messages, take, enough)
+        LocalTransport(coordinator, federation.members).ask(kind, messages, take, enough)
 
     assert rounds is not None
     while not coordinator.done:
@@ -295,7 +295,7 @@ def test_where_a_site_has_lost_its_state_and_a_sum_needs_it_a_new_run_is_to_be_b
     job, home = job_of(secure={"threshold": 4}), tmp_path / "run"
     first = Federation(job, home, identities)
     coordinator, rounds = first.server()
-    run_phase(coordinator, first.members, None, rounds)
+    RunSequence(coordinator, LocalTransport(coordinator, first.members), rounds).phase()
     coordinator.close()
     (lost,) = (path for path in (home / "sites" / NAMES[0]).rglob("masks") if "phantoms" not in path.parts)
     shutil.rmtree(lost.parent)
@@ -315,7 +315,7 @@ def test_an_attempt_that_fails_is_cancelled_and_tried_again_once(tmp_path: Path,
         steps = {m.get("step") for m in messages.values() if isinstance(m, dict)}
         if "confirm" in steps and next(refusals, False):
             messages = {n: m for n, m in messages.items() if n != "site-1"}
-        _ask(coordinator, federation.members, kind, messages, take, enough)
+        LocalTransport(coordinator, federation.members).ask(kind, messages, take, enough)
 
     assert rounds is not None
     while not coordinator.done:
@@ -344,7 +344,7 @@ def test_a_server_killed_amid_any_step_goes_on_to_the_same_end(
                 raise Killed
             take(name, answer)
 
-        _ask(coordinator, federation.members, kind, messages, killed, enough)
+        LocalTransport(coordinator, federation.members).ask(kind, messages, killed, enough)
 
     assert rounds is not None
     if step != "hello":
@@ -363,7 +363,7 @@ def test_a_resumed_server_takes_the_update_of_a_site_that_is_gone(tmp_path: Path
     def ask(kind: Kind, messages: dict, take: Callable, enough: Callable) -> None:
         if any(isinstance(m, dict) and m["step"] == "confirm" for m in messages.values()):
             raise Killed
-        _ask(coordinator, federation.members, kind, messages, take, enough)
+        LocalTransport(coordinator, federation.members).ask(kind, messages, take, enough)
 
     assert rounds is not None
     with pytest.raises(Killed):
@@ -373,10 +373,10 @@ def test_a_resumed_server_takes_the_update_of_a_site_that_is_gone(tmp_path: Path
     del again.members["site-2"]
     resumed, rounds = again.server(resume=True)
     assert rounds is not None
-    rounds.phase(partial(_ask, resumed, again.members), lambda: None)
+    rounds.phase(LocalTransport(resumed, again.members).ask, lambda: None)
     bare = Federation(job_of(), tmp_path / "plain", identities)
     first, _ = bare.server()
-    run_phase(first, bare.members)
+    RunSequence(first, LocalTransport(first, bare.members)).phase()
     assert same_state(resumed, first)
     assert "site-2" not in resumed.sites
 
@@ -393,7 +393,7 @@ def test_the_server_sees_masks_and_in_private_jobs_no_number_of_a_site(tmp_path:
             seen.extend([answer] * isinstance(answer, Payload))
             take(name, answer)
 
-        _ask(coordinator, federation.members, kind, messages, look, enough)
+        LocalTransport(coordinator, federation.members).ask(kind, messages, look, enough)
 
     assert rounds is not None
     rounds.phase(ask, lambda: None)
@@ -408,7 +408,7 @@ def test_the_record_says_that_updates_left_masked_and_keeps_refusals(tmp_path: P
     coordinator = federation.run()
     member = federation.members["site-1"]
     with pytest.raises(RefusedError, match="is none that this site"):
-        member.masks(coordinator.run, {"step": "confirm", "round": 0, "phase": 0, "attempt": 0, "survivors": NAMES})
+        member.ask(Kind.MASKS, coordinator.run, {"step": "confirm", "round": 0, "phase": 0, "attempt": 0, "survivors": NAMES})
     lines = [json.loads(x) for x in next((tmp_path / "sites/site-1").glob("*/audit.jsonl")).read_text().splitlines()]
     updates = [line for line in lines if line["kind"] == "update"]
     terms = {"asked": 4, "threshold": 3, "least": 4, "colluders": 1}
@@ -421,16 +421,18 @@ def test_the_record_says_that_updates_left_masked_and_keeps_refusals(tmp_path: P
 def test_a_site_whose_record_is_lost_takes_no_further_part(tmp_path: Path, identities: Path) -> None:
     federation = Federation(job_of(secure={}), tmp_path, identities)
     coordinator, rounds = federation.server()
-    run_phase(coordinator, federation.members, None, rounds)
+    RunSequence(coordinator, LocalTransport(coordinator, federation.members), rounds).phase()
     home = next((tmp_path / "sites/site-1").glob("*/masks/masks.json")).parent
     (home.parent / "state.safetensors").write_bytes(b"what a real site keeps")
     home.rename(tmp_path / "lost")
     with pytest.raises(RefusedError, match="record of masks is lost"):
-        federation.members["site-1"].masks(coordinator.run, {"step": "hello"})
+        federation.members["site-1"].ask(Kind.MASKS, coordinator.run, {"step": "hello"})
     (home.parent / "state.safetensors").unlink()
-    assert federation.members["site-1"].masks(coordinator.run, {"step": "hello"})  # a new key, which is not in the roster
+    assert federation.members["site-1"].ask(
+        Kind.MASKS, coordinator.run, {"step": "hello"}
+    )  # a new key, which is not in the roster
     with pytest.raises(ConsiliumError, match="3 of 4 sites have prepared, a sum needs 4"):
-        run_phase(coordinator, federation.members, None, rounds)
+        RunSequence(coordinator, LocalTransport(coordinator, federation.members), rounds).phase()
     refusals = [e["reason"] for e in federation.events if e["event"] == "refused" and e["site"] == "site-1"]
     assert "the roster's entry of 'site-1' is not this site's own" in refusals[0]
 
@@ -456,12 +458,13 @@ def test_a_budget_needs_partners_and_a_job_needs_a_kits_key(tmp_path: Path, iden
     policy = HospitalPrivacyPolicy.model_validate({"dataset": "w", "budgets": {"site": {"epsilon": 100}}})
     federation = Federation(job_of(secure={}, privacy=privacy), tmp_path, identities, site=SiteConfig(privacy=policy))
     guard = federation.members["site-1"].guard
-    assert guard.identity is not None
+    assert guard.masking is not None
+    assert guard.masking.identity is not None
     for identity, why in (
         (None, "secure_aggregation needs a kit's key"),
-        (replace(guard.identity, simulated=False), "has a budget and names no"),
+        (replace(guard.masking.identity, simulated=False), "has a budget and names no"),
     ):
-        guard.identity = identity
+        guard.masking.identity = identity
         with pytest.raises(RefusedError, match=why):
             guard.authorize(Kind.HELLO, "r")
 

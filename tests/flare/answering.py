@@ -14,9 +14,11 @@ from consilium import __version__
 from consilium.core.messages import Hello, Payload
 from consilium.federation.job import assemble_job
 from consilium.flare.job import wire
-from consilium.flare.job.controller import RoundController, evaluate_finally, train_round
+from consilium.flare.job.controller import RoundController
 from consilium.flare.job.registration import Registration
 from consilium.flare.job.tasks import TaskSender
+from consilium.flare.job.transport import FlareTransport
+from consilium.runtime.run_sequence import RunSequence
 from consilium.server.coordinator import Coordinator
 from tests.conftest import small_config
 
@@ -54,14 +56,18 @@ class Federation(RoundController):
         """Send the sites a hello."""
         Registration(self.tasks(fl_ctx)).send()
 
+    def sequence(self, fl_ctx: FLContext) -> RunSequence:
+        tasks = self.tasks(fl_ctx)
+        return RunSequence(self.coordinator, FlareTransport(tasks, Registration(tasks)))
+
     def play_round(self, fl_ctx: FLContext) -> None:
-        """Do the next round, as `control_flow` does."""
-        train_round(self.tasks(fl_ctx))
+        """Do the next round."""
+        self.sequence(fl_ctx).phase()
         self.register(fl_ctx)
 
     def play_final(self, fl_ctx: FLContext) -> None:
         """Do the final evaluation."""
-        evaluate_finally(self.tasks(fl_ctx))
+        self.sequence(fl_ctx).finish()
 
     def get_client_disconnect_time(self, client_name: str) -> float | None:
         return self.dead.get(client_name)

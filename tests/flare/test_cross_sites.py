@@ -23,7 +23,7 @@ from consilium.federation.run_folders import known_run, run_folder
 from consilium.privacy.guard import model_sharing
 from consilium.runtime.engine import simulate
 from consilium.server.checkpoint import Saved
-from consilium.server.checks import check_lent
+from consilium.server.checks import check_shared_model
 from consilium.server.coordinator import Coordinator
 from consilium.server.cross_site import CrossSites
 from consilium.use.evaluate import cross_sites
@@ -135,8 +135,8 @@ def test_matrix_of_the_jobs_split_and_model(tmp_path: Path) -> None:
     scores = {f"{split}/{stage}/dice": 0.9 for split in ("test", "validation") for stage in Stage}
     sent = matrix.shared()["gives"]
     assert matrix.accept("gives", replace(sent, tensors={}, metrics=scores | {"test/global/dice": 0.5})) is None
-    matrix.take("gives", Payload(-1, -1, job.initial, {"scaling": 1.0, "share": 0.0}))
-    sent = matrix.lent()["gives"]
+    matrix.take_model("gives", Payload(-1, -1, job.initial, {"scaling": 1.0, "share": 0.0}))
+    sent = matrix.model_payloads()["gives"]
     told = replace(sent, tensors={}, scalars={}, metrics=scores | {"test/personalized/dice": 0.25})
     assert matrix.accept("gives", told) is None
     matrix.finish()
@@ -233,7 +233,7 @@ def test_server_forwards_adapters_only() -> None:
     """A site's answer is relayed to all others: its names, shapes, types and numbers are those of the job's adapter."""
     job, numbers = assemble_job(crossing()), {"scaling": 1.0, "share": 0.0}
     good = Payload(-1, -1, {name: tensor.clone() for name, tensor in job.initial.items()}, numbers)
-    check_lent(job, good)
+    check_shared_model(job, good)
     name = next(iter(good.tensors))
     for bad, said in (
         ({name: torch.zeros(2**20)}, "has shape"),
@@ -243,10 +243,10 @@ def test_server_forwards_adapters_only() -> None:
         ({7: torch.zeros(1)}, "none of the adapter's"),
     ):
         with pytest.raises(RefusedError, match=said):
-            check_lent(job, replace(good, tensors=good.tensors | bad))
+            check_shared_model(job, replace(good, tensors=good.tensors | bad))
     for wrong in ({"scaling": 1.0}, numbers | {"age": 1.0}, numbers | {"share": math.nan}, numbers | {"share": "x"}):
         with pytest.raises(RefusedError):
-            check_lent(job, replace(good, scalars=wrong))
+            check_shared_model(job, replace(good, scalars=wrong))
 
 
 def test_masked_jobs_share_no_model(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_masked_jobs_share_no_model(tmp_path: Path) -> None:
     masked = JobConfig.model_validate(raw | {"cross_site": {"run": "first"}})
     asks = masked.model_copy(update={"cross_site": masked.cross_site.model_copy(update={"personalized": True})})  # type: ignore[union-attr]
     with pytest.raises(RefusedError, match="privacy or masks"):
-        model_sharing.check_lends("a", asks, shares=True, protects=False)
+        model_sharing.check_shares_model("a", asks, shares=True, protects=False)
     job = assemble_job(masked.model_copy(update={"secure_aggregation": None}))
     guard = build_guard(job, "a", SiteConfig(), tmp_path, tmp_path, lambda event: None, simulated=True)
     rounds = job.config.training.rounds

@@ -172,9 +172,9 @@ def test_a_plan_of_steps_is_one_for_all_sites_and_counts_a_step_a_round() -> Non
 def test_shares_of_all_sites_are_the_noise_of_one_run_on_all_data() -> None:
     """Of K honest sites each adds sigma^2 C^2 / K; a rounded gradient moves a sum of d numbers by C + sqrt(d) units."""
     found = plan(job(STEPS | {"noise_multiplier": 1.5}))
-    whole = 2 * found.share(10_000) ** 2 * UNIT**2
+    whole = 2 * found.share_deviation(10_000) ** 2 * UNIT**2
     assert math.sqrt(whole) == pytest.approx(1.5 * (0.05 + 100 * UNIT), rel=1e-8)
-    assert 2 * found.share(10_000) ** 2 - 4 >= (1.5 * (0.05 + 100 * UNIT) / UNIT) ** 2 * (1 - 1e-15)
+    assert 2 * found.share_deviation(10_000) ** 2 - 4 >= (1.5 * (0.05 + 100 * UNIT) / UNIT) ** 2 * (1 - 1e-15)
     assert found.site_noise == pytest.approx(1.5 * 0.05 / math.sqrt(2))
     assert noise_to_signal(plan(job(SITE)), 100, 3) == pytest.approx(2.0 * 10 / math.sqrt(2 * 3))
 

@@ -18,8 +18,9 @@ from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import Kind, Payload, SiteInfo, Tensors, allowed_metrics
 from consilium.federation.job import Job
 from consilium.privacy.accounting.composition import epsilon_for
-from consilium.privacy.guard.guard import Guard, Task
+from consilium.privacy.guard.guard import Guard
 from consilium.privacy.guard.release_checks import check_upload, upload_shapes
+from consilium.privacy.guard.task import AuthorizedTask
 from consilium.privacy.ledger import audit
 from consilium.strategies.fediat import FedIAT
 from tests.conftest import assembled, small_config
@@ -81,7 +82,7 @@ def result(job: Job, round: int = 0, phase: int = 0, value: float = 1.0) -> Payl
     return Payload(round, phase, {n: torch.full(shape, value) for n, shape in shapes.items()}, {}, {"train/loss": 0.5})
 
 
-def ask(guard: Guard, job: Job, round: int = 0, phase: int = 0, run: str = "r") -> Task:
+def ask(guard: Guard, job: Job, round: int = 0, phase: int = 0, run: str = "r") -> AuthorizedTask:
     return guard.authorize(Kind.TRAIN, run, broadcast(job, round, phase))
 
 
@@ -130,7 +131,7 @@ def test_a_task_is_answered_once_and_only_as_it_was_authorized(make: Make) -> No
     job = private_job()
     guard = make(job)
     first, second = ask(guard, job), ask(guard, job)  # the newer one ends the older
-    stranger = Task(Kind.TRAIN, second.run, second.payload)
+    stranger = AuthorizedTask(Kind.TRAIN, second.run, second.payload)
     for task in (first, stranger):
         with pytest.raises(RefusedError, match="not authorized"):
             guard.release(task, result(job))
@@ -292,7 +293,7 @@ def test_a_word_of_a_former_version_is_a_word(make: Make) -> None:
     job = private_job()
     guard = make(job)
     task = ask(guard, job)
-    guard.ledger.spend(guard._entry(task.run, 0, 0), {})
+    guard.ledger.spend(guard.replay.charges.row(task.run, (0, 0)), {})
     train(make(job), "r", broadcast(job), result(job))
     assert [row.count for row in guard.ledger.entries()] == [1, 1]
 

@@ -20,6 +20,7 @@ from consilium.federation.job import Job, build_model, build_task, checkpoint_of
 from consilium.privacy.guard.guard import Guard
 from consilium.privacy.ledger.ledger import Ledger
 from consilium.privacy.plan import make_plan
+from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.sum_ledger import GENERATED, SumLedger
 from consilium.privacy.statistics import Terms
 from consilium.tasks.base import Task
@@ -70,11 +71,12 @@ def build_guard(
     simulated: bool = False,
     job_id: str = "",
     data: DataList | None = None,
+    identity: Identity | None = None,
 ) -> Guard:
     """Return the gate of one site for this job. `root` holds the site's records of all runs and its ledger.
 
     In a simulation metrics are shared unless the site forbids it; elsewhere a private job shares none unless it allows it.
-    `data`: what the site trains on, which the plan must count; by default it is read here.
+    `data`: what the site trains on, which the plan must count; by default it is read here. `identity`: for secure aggregation.
     """
     data = data or site_data(job.config, name, site, folder, root)
     patients, own = patients_of(job.config, name, site, data), site.dataset(job.config.data.dataset, name)[1]
@@ -104,6 +106,7 @@ def build_guard(
         tuple(job.initial),
         site.test_only,
         site.share_personalized,
+        identity=identity,
     )
 
 

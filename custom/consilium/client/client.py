@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from consilium import __version__
 from consilium.adapters import layers
@@ -26,6 +26,7 @@ from consilium.core.messages import (
     TRAIN_SECONDS,
     TRAIN_STEPS,
     Hello,
+    Kind,
     Payload,
     Stage,
     Tensors,
@@ -35,6 +36,7 @@ from consilium.data.counts import Tally, tally
 from consilium.federation import diagnostics
 from consilium.federation.compatibility import libraries
 from consilium.federation.saved_model import SavedModel
+from consilium.privacy.guard.task import AuthorizedTask
 from consilium.report.best_worst_cases import Closing
 
 REPORTED = {"loss": TRAIN_LOSS, "steps": TRAIN_STEPS, "penalty": TRAIN_PENALTY, "peak_bytes": TRAIN_MEMORY}
@@ -281,3 +283,23 @@ class Client:
             groups[group][own] = tensor
         reply = Payload(meta["round"], meta["phase"], groups["reply"], meta["scalars"], meta["metrics"])
         return SiteState(groups["params"], (meta["round"], meta["phase"]), reply, groups["kept"], groups["optimizer"])
+
+
+def perform(task: AuthorizedTask, ready: Callable[[], Client]) -> Any:
+    """Run a task that the guard has authorized, on the site that `ready` returns. Only the guard may send the result.
+
+    A task that the guard has answered before needs no site: neither do the questions of secure aggregation.
+    """
+    if task.answered:
+        return Payload(*task.place, {})
+    if task.kind is Kind.MASKS:
+        return None
+    site = ready()
+    match task.kind:
+        case Kind.HELLO:
+            return site.hello(task.run).to_dict()
+        case Kind.STATISTICS:
+            return site.statistics()
+        case Kind.MODEL:
+            return site.personalized_model()
+    return (site.train if task.kind is Kind.TRAIN else site.evaluate)(task.run, task.payload)

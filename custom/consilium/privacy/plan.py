@@ -110,7 +110,7 @@ class Plan:
         """Whether a round is one step of DP-SGD over all sites."""
         return self.config.unit != "site" and self.config.trust == "distributed"
 
-    def share(self, numbers: int) -> int:
+    def share_deviation(self, numbers: int) -> int:
         """Return the deviation of the noise that one adds to a release of so many numbers, in units of the grid.
 
         That is a site, the server (trust central), or a site's share (distributed). A sum of clipped gradients may move by
@@ -196,7 +196,7 @@ def make_plan(config: JobConfig, strategy: Strategy, num_units: int | None = Non
     if config.secure_aggregation is not None and by_epsilon and found.noise_multiplier < SMALLEST_NOISE:
         what = f"its noise is {found.noise_multiplier:.3g} of the clip, and under {SMALLEST_NOISE:g} masked sums have none"
         raise ConfigError(f"privacy.epsilon: {privacy.epsilon:g}: {what}; lower epsilon, or leave privacy out")
-    found.share(0)  # before training, where the grid is too coarse for the noise, or has no room for it
+    found.share_deviation(0)  # before training, where the grid is too coarse for the noise, or has no room for it
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a job's `diagnostics:` sees inside its sites. Only the engine in one process has the sites at hand."""
+"""Measurements inside the sites for a job's `diagnostics:`. Only the engine in one process can make them."""
 
 import copy
 import random
@@ -28,11 +28,11 @@ from consilium.strategies.leakage import Move, leakage
 from consilium.strategies.strategy import Role, ServerState, SiteResult
 
 ORACLE = "oracle"
-"""The run under which a site keeps what the oracle trained."""
+"""The run under which a site stores what the oracle trained."""
 
 
-class Inside:
-    """Looks at the sites of a simulation, phase by phase. Raises ConfigError where the job has nothing to look at."""
+class SiteProbe:
+    """Measures the sites of a simulation, phase by phase. Raises ConfigError where the job has nothing to measure."""
 
     def __init__(self, job: Job, sites: Mapping[str, Client]) -> None:
         self.job, self.sites, self.config = job, sites, job.config.diagnostics
@@ -50,18 +50,22 @@ class Inside:
             site.on_train = partial(self._before, name)
 
     def _before(self, name: str, run: str, payload: Payload) -> None:
-        """Keep what a site starts from: the first time, for its answer may be asked for again after an interruption."""
+        """Store the tensors that a site starts from, the first time: after an interruption the site may be asked again."""
         site, self._runs[name] = self.sites[name], run
         own = _kept_once(site.context.folder / run / "before.safetensors", payload, site.kept(run))
         self._starts[name] = self.job.strategy.receive(own, payload)
 
     def after(self, info: SiteInfo, payload: Payload, result: Payload) -> None:
-        """Keep an accepted result."""
+        """Note an accepted result."""
         self._results[info.name] = SiteResult(result, self.job.config.weight(info.num_samples), payload, info)
 
     def conclude(self, state: ServerState) -> dict[str, float]:
-        """Return the phase's numbers, of the state before its results are merged, and forget them."""
-        found = self._leakage(state) if self.config.leakage and self._results else {}
+        """Return the phase's measurements, against the state before its results are merged, and forget them."""
+        found = {}
+        if self.config.leakage and self._results:
+            ends = {name: self.sites[name].kept(self._runs[name]) for name in self._results}
+            seen = {n: Move(self._starts[n], ends[n], one.weight) for n, one in sorted(self._results.items())}
+            found = leakage(seen, self._shared(state.round, state.phase))
         oracle = self.config.oracle
         if oracle and self._results and (state.round + 1) % oracle.every == 0:
             found |= self._drift(oracle, state)
@@ -78,11 +82,6 @@ class Inside:
             if role is Role.SHARED and roles[f"{layer}.lora_{other[which]}"] is Role.LOCAL:
                 found[layer] = which
         return found
-
-    def _leakage(self, state: ServerState) -> dict[str, float]:
-        ends = {name: self.sites[name].kept(self._runs[name]) for name in self._results}
-        seen = {n: Move(self._starts[n], ends[n], one.weight) for n, one in sorted(self._results.items())}
-        return leakage(seen, self._shared(state.round, state.phase))
 
     def _drift(self, config: OracleConfig, state: ServerState) -> dict[str, float]:
         """Return absolute and relative drift from the oracle, means over some of the round's sites."""
@@ -121,7 +120,7 @@ def _kept_once(path: Path, payload: Payload, own: Tensors) -> Tensors:
 
 
 def _unseen(site: Client) -> Client:
-    """Return the same site, training without a word to the view and without validation."""
+    """Return the same site, training without events and without validation."""
     training = site.context.config.training.model_copy(update={"validation": ValidateConfig(stages=())})
     unseen = copy.copy(site.context)
     unseen.config = site.context.config.model_copy(update={"training": training})

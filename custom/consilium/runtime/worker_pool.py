@@ -1,7 +1,7 @@
-"""A simulation's sites dealt out over worker processes, and over the GPUs where there are several.
+"""A pool of worker processes for a simulation's sites, over the GPUs where there are several.
 
-A worker answers one question at a time; the server asks all and takes the answers in the sites' order, so that nothing depends
-on how many workers there are. Each computes in one thread (or OMP_NUM_THREADS), whatever their number: the bits are the same.
+A worker answers one question at a time. The server asks all sites and takes the answers in the sites' order, so nothing depends
+on the number of workers. Each computes in one thread (or OMP_NUM_THREADS), whatever their number: the bits are the same.
 """
 
 import traceback
@@ -16,15 +16,15 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.child_process import ChildProcess, exit_with_parent, receive, send
 from consilium.core.errors import ConsiliumError, Reason
-from consilium.core.messages import Observer, Payload, Tensors
+from consilium.core.messages import Kind, Observer, Payload, Tensors
 from consilium.core.schema import validate
 from consilium.federation.job import Job
 from consilium.privacy.secagg.terms import Message
-from consilium.runtime.simulated_site import Member, members_of
+from consilium.runtime.simulated_site import SimulatedSite, simulated_sites
 
 
 class WorkerSetup(NamedTuple):
-    """What a worker needs to make its sites, see members_of: settings, first tensors, and the sites dealt to it."""
+    """What a worker needs to make its sites, see simulated_sites: settings, initial tensors, and its sites."""
 
     number: int
     settings: dict[str, Any]
@@ -35,46 +35,47 @@ class WorkerSetup(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What a site is asked: the name of one of Member's methods, and its arguments."""
+    """A question to a site: the arguments of SimulatedSite.ask."""
 
     site: str
-    what: str
-    words: tuple[Any, ...]
+    kind: Kind
+    run: str
+    message: Payload | Message | None
 
 
 class Failed(NamedTuple):
-    """Why a site gave no answer: in a line of ours, or, for what nobody foresaw, as a traceback."""
+    """Why a site gave no answer: one line for an expected error, a traceback (and no reason) for any other."""
 
     text: str
     reason: Reason | None
 
 
 class _Gone(Exception):
-    """A worker has ended: no site's fault, so it ends the simulation."""
+    """A worker process has ended. That is no site's fault, so it ends the simulation."""
 
 
 class Worker(ChildProcess):
-    """A process with its sites, and what it is to be asked next."""
+    """A process with its sites, and the questions that wait for it."""
 
     def __init__(self) -> None:
         super().__init__(work, threads=1)
         self.waiting, self.busy = deque[Question](), False
 
     def ask(self, question: Question) -> None:
-        """Hand a question over as soon as the one before is answered: a worker that talks does not listen."""
+        """Send a question once the one before is answered: a worker that sends does not receive."""
         self.waiting.append(question)
         self.next()
 
     def next(self) -> None:
-        """Hand over the next question, if none is open."""
+        """Send the next question, unless one is open."""
         if self.waiting and not self.busy:
             self.busy = True
-            with suppress(OSError):  # it is gone, as who waits for the answer will find
+            with suppress(OSError):  # the worker has ended, which `_take` reports
                 send(self.pipe, self.waiting.popleft())
 
 
-class Crew:
-    """The workers of one simulation. As a context manager it leaves no process, however the block ends.
+class WorkerPool:
+    """The workers of one simulation. As a context manager it leaves no process behind, however the block ends.
 
     Raises ConsiliumError where a worker has ended by itself.
     """
@@ -114,56 +115,56 @@ class Crew:
         if isinstance(error[1], _Gone):
             raise ConsiliumError(str(error[1])) from None
 
-    def members(self) -> dict[str, "Remote"]:
-        """Return the sites once all have been made. Raises ConsiliumError where one cannot be."""
+    def sites(self) -> dict[str, "RemoteSite"]:
+        """Return the sites once all are ready. Raises ConsiliumError where one cannot be made."""
         for number, _ in enumerate(self.workers):
             self._take(number)
-        return {name: Remote(name, self) for name in self.of}
+        return {name: RemoteSite(name, self) for name in self.of}
 
-    def ask(self, site: str, what: str, *words: Any) -> Callable[[], Any]:
-        """Ask a site, and return what waits for its answer, and raises ConsiliumError as the site would."""
-        self.of[site].ask(Question(site, what, words))
-        return lambda: self._take(site)
+    def ask(self, question: Question) -> Callable[[], Any]:
+        """Ask a site. Return a function that waits for the answer, and raises ConsiliumError as the site would."""
+        self.of[question.site].ask(question)
+        return lambda: self._take(question.site)
 
     def _take(self, who: str | int) -> Any:
         while who not in self.answers:
             pipes = {worker.pipe: worker for worker in self.workers}
             for pipe in connection.wait(list(pipes)):
-                self._hear(pipes[pipe])  # type: ignore[index]
+                self._receive(pipes[pipe])  # type: ignore[index]
         found = self.answers.pop(who)
         if isinstance(found, Failed):
             raise ConsiliumError(found.text, found.reason) if found.reason else RuntimeError(found.text)
         return found
 
-    def _hear(self, worker: Worker) -> None:
+    def _receive(self, worker: Worker) -> None:
         try:
-            who, said = receive(worker.pipe)
+            who, answer = receive(worker.pipe)
         except (EOFError, OSError):
             raise _Gone(f"--workers: {worker.end()} `--resume` goes on from the last finished round") from None
         if who is None:
-            self.observer(said)
+            self.observer(answer)
             return
-        self.answers[who] = said
+        self.answers[who] = answer
         worker.busy = False
         worker.next()
 
 
-class Remote(NamedTuple):
-    """A site in a worker; see Member."""
+class RemoteSite(NamedTuple):
+    """A site in a worker, see SimulatedSite."""
 
     name: str
-    crew: Crew
+    pool: WorkerPool
 
-    def begin(self, what: str, run: str, *payload: Payload | Message) -> Callable[[], Any]:
-        """Ask at once; return what waits for the answer."""
-        return self.crew.ask(self.name, what, run, *payload)
+    def begin(self, kind: Kind, run: str, message: Payload | Message | None = None) -> Callable[[], Any]:
+        """Ask at once; return a function that waits for the answer."""
+        return self.pool.ask(Question(self.name, kind, run, message))
 
     def close(self) -> None:
         """Do nothing: the worker closes its sites' files."""
 
 
 def _placed(site: SiteConfig, number: int) -> SiteConfig:
-    """Return the site on a GPU of its worker's, where there are several and it leaves the choice."""
+    """Return the site, placed on its worker's GPU where there are several and the site names no device."""
     from torch.cuda import device_count
 
     if site.main_device != "auto" or (gpus := device_count()) < 2:
@@ -175,26 +176,26 @@ def _placed(site: SiteConfig, number: int) -> SiteConfig:
 
 
 def work(pipe: connection.Connection) -> None:
-    """Make the sites that come first, then answer questions until there are no more."""
+    """Make the sites, then answer questions until there are no more."""
     exit_with_parent()
     setup: WorkerSetup = receive(pipe)
 
     def tell(event: Mapping[str, Any]) -> None:
         send(pipe, (None, dict(event)))
 
-    members: dict[str, Member] = {}
+    members: dict[str, SimulatedSite] = {}
     with suppress(EOFError, OSError):
         send(pipe, (setup.number, _tried(lambda: members.update(_made(setup, tell)))))
         while (question := receive(pipe)) is not None:
-            site, what, words = question
-            send(pipe, (site, _tried(lambda: members[site].begin(what, *words)())))  # noqa: B023 - called at once
+            site, *words = question
+            send(pipe, (site, _tried(lambda: members[site].ask(*words))))  # noqa: B023 - called at once
     for member in members.values():
         member.close()
 
 
-def _made(setup: WorkerSetup, tell: Observer) -> dict[str, Member]:
+def _made(setup: WorkerSetup, tell: Observer) -> dict[str, SimulatedSite]:
     config = validate(JobConfig, setup.settings, Path("job.yaml"), None)  # plug-ins too: it is the researcher's machine
-    return members_of(Job(config, setup.initial), setup.sites, setup.folder, tell, setup.former)
+    return simulated_sites(Job(config, setup.initial), setup.sites, setup.folder, tell, setup.former)
 
 
 def _tried(do: Callable[[], Any]) -> Any:

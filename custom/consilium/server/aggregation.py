@@ -18,7 +18,7 @@ MEAN_UNIT = UNIT
 """Grid of the exact mean: updates are rounded to multiples of this before they are summed."""
 
 PARTIES = 1024
-"""How many updates a mean has room for, unless it is told."""
+"""How many updates a mean has room for by default."""
 
 
 Piece = tuple[tuple[str, tuple[int, ...]], ...]
@@ -41,9 +41,9 @@ class ExactMean:
 
         Tensors of int64 are in units already.
 
-        Each of the `parties` has its share of the 62 bits, so that no update can crowd out another, whoever comes first.
+        Each of the `parties` has its share of the 62 bits, so that no update can crowd out another, in any order of arrival.
         """
-        pieces = _pieces(update)
+        pieces = {tuple((n, tuple(update[n].shape)) for n in names): numbers for names, numbers in together(update)}
         units = {piece: MEAN_UNIT if t.dtype is torch.int64 else 1.0 for piece, t in pieces.items()}
         tops = [float(t.abs().max()) * units[piece] for piece, t in pieces.items() if t.numel()]
         if not all(top / MEAN_UNIT * weight < 2.0**62 / self._parties for top in tops):  # so is NaN refused
@@ -75,11 +75,6 @@ class ExactMean:
         return {name: sums[name] for name in self._names}
 
 
-def _pieces(update: Tensors) -> dict[Piece, Tensor]:
-    """Return an update's numbers (n,) by piece."""
-    return {tuple((n, tuple(update[n].shape)) for n in names): numbers for names, numbers in together(update)}
-
-
 class RoundAggregate:
     """One phase's results as they come in: a running mean, or all of them where the strategy or a robust mean needs that."""
 
@@ -108,7 +103,7 @@ class RoundAggregate:
         return uploads
 
     def sums(self) -> Tensors:
-        """Return the sums of what was added, int64 in units of `MEAN_UNIT`, and forget it."""
+        """Return the sums of the updates, int64 in units of `MEAN_UNIT`, and forget them."""
         sums = self._mean.sums()
         self.reset()
         return sums
@@ -122,7 +117,7 @@ class RoundAggregate:
 
 
 def penalized(trained: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the loss with and without what the strategy adds to it, means over the sites that say both; {} where none does."""
+    """Return the loss with and without the strategy's penalty, means over the sites that send both; {} where none does."""
     told = [one for one in trained if TRAIN_PENALTY in one and TRAIN_LOSS in one]
     if not told:
         return {}

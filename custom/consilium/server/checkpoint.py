@@ -54,7 +54,7 @@ def read(folder: Path, job: Job) -> Saved:
 
 
 def resumed(folder: Path, job: Job) -> Saved:
-    """Return the checkpoint that a job goes on from. Raises CheckpointError as `read`, and if it has more rounds."""
+    """Return the checkpoint that a job resumes from. Raises CheckpointError as `read`, and if it has more rounds."""
     saved, wanted = read(folder, job), job.config.training.rounds
     if (done := saved.state.round) > wanted:
         raise CheckpointError(f"training.rounds: {wanted}: the run in {folder} has done {done}; give as many or more")
@@ -66,5 +66,5 @@ def _group(tensors: Tensors, group: str) -> Tensors:
 
 
 def _fingerprint(job: Job) -> str:
-    """Return what a checkpoint must share with the job that resumes it: all settings but the number of rounds."""
+    """Return the digest that a checkpoint must share with the job that resumes it: of all settings but the number of rounds."""
     return job.config.digest

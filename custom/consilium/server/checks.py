@@ -1,6 +1,6 @@
-"""What the server accepts of a site: its hello, its results, its scores. A refusal costs the message, never the round.
+"""The server's checks of a site's messages: hello, results, scores. A refused message never ends the round.
 
-All of it comes from somebody else: kinds are checked before values are touched, and no text of a site is quoted whole.
+The messages come from another machine: types are checked before values are touched, and no text of a site is quoted whole.
 """
 
 import math
@@ -18,7 +18,7 @@ from consilium.core.messages import Hello, Payload, Tensors, allowed_metrics, is
 from consilium.core.sanitize import shown
 from consilium.federation.compatibility import check_versions
 from consilium.federation.job import Job, metric_names
-from consilium.privacy.guard.model_sharing import NUMBERS, belongs
+from consilium.privacy.guard.model_sharing import NUMBERS, is_adapter_tensor
 from consilium.privacy.guard.release_checks import upload_shapes
 from consilium.privacy.plan import Plan
 from consilium.privacy.secagg.arithmetic import layout, size_of
@@ -29,7 +29,7 @@ from consilium.strategies.strategy import Role, ServerState, Strategy
 SMALLEST = 1e-3
 """The fewest ranks a layer that a site may offer on average."""
 SAMPLES = 10**9
-"""The most training samples a site may say it has."""
+"""The most training samples that a site may report."""
 CAPACITY = frozenset({"download", "time", "memory"})
 _NAME = re.compile(r"[\w@+-][\w @+.-]{0,127}")
 """A site's name, which becomes a folder's in TensorBoard and a part of tensors' names in the checkpoint."""
@@ -49,7 +49,9 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
         raise RefusedError(f"{shown(hello.name, 40)!r} cannot be a site's name; give it one of letters, digits and _-")
     check_versions(hello)
     name = hello.name
-    if type(hello.plugins) is not dict or not _same(hello.plugins, packages):
+    # types first: an object of a site could claim to be equal
+    texts = type(hello.plugins) is dict and all(type(word) is str for pair in hello.plugins.items() for word in pair)
+    if not texts or hello.plugins != packages:
         wanted = ", ".join(f"{package} {version}" for package, version in packages.items()) or "none"
         raise RefusedError(
             f"{name}: its packages with kinds of this job are others than the server's ({wanted}); install the same"
@@ -59,9 +61,8 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
     if hello.num_samples < 0 or (hello.num_samples == 0 and hello.test_only is not True):
         remedy = "add entries under `training` to its data list, or set `test_only: true` in its site.yaml"
         raise RefusedError(f"{name}: no training samples; {remedy}")
-    if type(hello.joined) is not bool or not is_hash(hello.checkpoint) or not is_hash(hello.ledger):
-        raise RefusedError(f"{name}: hello holds a value of another kind than declared; see that site")
-    if type(hello.seeded) is not bool:
+    flags = type(hello.joined) is bool and type(hello.seeded) is bool
+    if not flags or not is_hash(hello.checkpoint) or not is_hash(hello.ledger):
         raise RefusedError(f"{name}: hello holds a value of another kind than declared; see that site")
     if type(hello.test_only) is not bool or (hello.test_only and hello.num_samples):
         raise RefusedError(f"{name}: test_only is none, or it says that it has training samples too; see that site")
@@ -71,26 +72,19 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
         raise RefusedError(f"{name}: capacity is no number of at least {SMALLEST:g}; see that site")
 
 
-def _same(told: Mapping[Any, Any], packages: Mapping[str, str]) -> bool:
-    """Tell whether a site's packages are the server's, kinds first: what a site sends may compare as it likes."""
-    return all(type(word) is str for pair in told.items() for word in pair) and told == packages
-
-
 def check_update(job: Job, plan: Plan | None, result: Payload, sent: Payload) -> None:
     """Raise RefusedError unless `result` is an update in answer to `sent`, and of a likely size."""
     check_result(job, result)
-    if job.config.secure_aggregation is not None:
-        _check_length(job, result, sent)
-    else:
-        _check_shapes(job, result, sent)
-        _check_norm(job, plan, result)
-
-
-def _check_length(job: Job, result: Payload, sent: Payload) -> None:
-    """Raise RefusedError unless a masked update is as long as this phase's sum; more nobody can see of it."""
-    length, expected = result.tensors[MASKED].shape, size_of(layout(upload_shapes(job.strategy, sent)))
-    if tuple(length) != (expected,):
-        raise RefusedError(f"masked update has shape {tuple(length)}, not {(expected,)}")
+    expected = upload_shapes(job.strategy, sent)
+    if job.config.secure_aggregation is not None:  # of a masked update only its length can be seen
+        length, size = tuple(result.tensors[MASKED].shape), size_of(layout(expected))
+        if length != (size,):
+            raise RefusedError(f"masked update has shape {length}, not {(size,)}")
+        return
+    for name, tensor in result.tensors.items():
+        if tuple(tensor.shape) != expected.get(name):
+            raise RefusedError(f"tensor {name!r} has shape {tuple(tensor.shape)}, not {expected.get(name)}")
+    _check_norm(job, plan, result)
 
 
 def check_result(job: Job, result: Payload) -> None:
@@ -123,9 +117,9 @@ def check_evaluation(job: Job, result: Payload, round: int, phase: int) -> None:
     _check_metrics(job, result.metrics)
 
 
-def check_lent(job: Job, result: Payload) -> None:
+def check_shared_model(job: Job, result: Payload) -> None:
     """Raise RefusedError unless `result` is a site's whole model, for other sites to score: known names, finite numbers."""
-    if extra := [name for name in result.tensors if not isinstance(name, str) or not belongs(name, job.initial)]:
+    if extra := [name for name in result.tensors if not isinstance(name, str) or not is_adapter_tensor(name, job.initial)]:
         raise RefusedError(f"tensor {_first(extra)!r} is none of the adapter's")
     for name, tensor in result.tensors.items():
         own = job.initial.get(name)
@@ -168,16 +162,8 @@ def _check_finite(tensors: Tensors) -> None:
         raise RefusedError(f"tensor {_first(wrong)!r} has NaN or Inf")
 
 
-def _check_shapes(job: Job, result: Payload, sent: Payload) -> None:
-    """Raise RefusedError unless every tensor has the shape in which the site was sent it."""
-    expected = upload_shapes(job.strategy, sent)
-    for name, tensor in result.tensors.items():
-        if tuple(tensor.shape) != expected.get(name):
-            raise RefusedError(f"tensor {name!r} has shape {tuple(tensor.shape)}, not {expected.get(name)}")
-
-
 def _check_norm(job: Job, plan: Plan | None, result: Payload) -> None:
-    """Raise RefusedError for an update far larger than what it updates, which one site's fault would ruin for all.
+    """Raise RefusedError for an update far larger than the adapter: one site's fault would ruin the mean for all.
 
     The measure is the whole adapter as all sites started from it: one that grew with what was accepted would let a site push
     further every round. For one that starts at 0 throughout, 1 stands in its place. Site-level noise is large by design: what
@@ -226,20 +212,16 @@ def check_next(strategy: Strategy, state: ServerState, merged: ServerState | Non
     if wrong := [n for n, t in merged.optimizer.items() if not isinstance(t, Tensor)]:
         raise ConsiliumError(f"{who} put {wrong[0]!r} into optimizer, which is no tensor; write torch.tensor(...)")
     if strategy.traits.needs == "sums":  # one that sees single sites may send each another set of tensors
-        _keep_shapes(who, state.shared, merged.shared)
-
-
-def _keep_shapes(who: str, before: Tensors, after: Tensors) -> None:
-    if lost := before.keys() - after.keys():
-        raise ConsiliumError(f"{who} lost tensor {min(lost)!r}; return all of state.shared")
-    if wrong := [name for name, tensor in before.items() if after[name].shape != tensor.shape]:
-        name = wrong[0]
-        shapes = f"shape {tuple(after[name].shape)}, expected {tuple(before[name].shape)}"
-        raise ConsiliumError(f"{who} returned {name!r} with {shapes}; keep the shape of every tensor")
+        if lost := state.shared.keys() - merged.shared.keys():
+            raise ConsiliumError(f"{who} lost tensor {min(lost)!r}; return all of state.shared")
+        for name, tensor in state.shared.items():
+            if merged.shared[name].shape != tensor.shape:
+                shapes = f"shape {tuple(merged.shared[name].shape)}, expected {tuple(tensor.shape)}"
+                raise ConsiliumError(f"{who} returned {name!r} with {shapes}; keep the shape of every tensor")
 
 
 def next_step(reasons: Mapping[str, str], asked: Sized, quorum: int) -> str:
-    """Return what to do about a round that too few of the sites `asked` answered, by the others' `reasons`, each one's last.
+    """Return the remedy for a round that too few of the `asked` sites answered, by the last refusal `reasons` of the others.
 
     A site that is ahead of this checkpoint, or has lost what it must know of the run, stays so, whoever of the others comes
     back.

@@ -33,8 +33,8 @@ from consilium.server.early_stopping import ending, unheard, validated
 from consilium.server.initialization import server_start
 from consilium.server.ledger_seals import Seals
 from consilium.server.server_optimizer import merged
-from consilium.server.statistics_round import Survey
-from consilium.strategies.strategy import SiteResult, scaling_of
+from consilium.server.statistics_round import StatisticsRound
+from consilium.strategies.strategy import RoundResults, SiteResult, scaling_of
 
 
 class Coordinator:
@@ -65,7 +65,7 @@ class Coordinator:
         self._results: dict[str, SiteResult] = {}
         self.accepted, self._trained, self.reasons = set[str](), list[dict[str, float]](), dict[str, str]()
         self._lock = threading.Lock()
-        self.survey = Survey(job.config, folder, observer)
+        self.survey = StatisticsRound(job.config, folder, observer)
         self.aggregate = aggregate or RoundAggregate(job.strategy, job.config.server)
         self.plan = make_plan(job.config, job.strategy, names=job.initial)
         saved = checkpoint.resumed(folder, job) if resume else self._fresh(own)
@@ -76,10 +76,10 @@ class Coordinator:
                 observer({"event": "warning", "text": text})
         else:
             self.log.trains(job.strategy, job.initial)
-            self._save()  # a run that breaks in its first round goes on under its own name, so that no site pays twice
+            self._save()  # a run interrupted in its first round resumes under its own name, so that no site pays twice
 
     def _fresh(self, own: SiteConfig) -> Saved:
-        """Return what is known of a new run."""
+        """Return the state of a new run."""
         start = server_start(self.job, own)
         if start.adapter:
             self.log.began_from(start.adapter)
@@ -109,7 +109,13 @@ class Coordinator:
     def welcome(self, hello: Hello) -> None:
         """Register a site. Raises RefusedError, with the reason for its log, if it cannot take part."""
         check_hello(hello, self.job.config.packages)
-        self._check_checkpoint(hello)
+        named = self.job.config.model.checkpoint_sha256
+        if (wanted := named or self.checkpoint) is not None and hello.checkpoint != wanted:
+            whose = "model.checkpoint_sha256 is" if named else "the sites admitted before, or the adapter it starts from, have"
+            raise RefusedError(
+                f"{hello.name}: its base checkpoint has sha256 {hello.checkpoint or '(none)'}, {whose} {wanted or '(none)'}; "
+                "give every site the same file, and name its sha256 in model.checkpoint_sha256 of the job"
+            )
         with self._lock:
             self.checkpoint = hello.checkpoint
             carries = hello.capacity if self.job.config.adapter_kind.unequal_ranks else {}
@@ -120,17 +126,6 @@ class Coordinator:
         self.log.joined(self.state.round, hello.name, hello.ledger, not hello.num_samples, hello.seeded)
         self.seals.note(hello.name, hello.ledger)
         self.observer({"event": "site", "site": hello.name, "num_samples": hello.num_samples})
-
-    def _check_checkpoint(self, hello: Hello) -> None:
-        """Raise RefusedError unless the site's base is the one that the job names, or else the first admitted site's."""
-        named = self.job.config.model.checkpoint_sha256
-        wanted = named or self.checkpoint
-        if wanted is not None and hello.checkpoint != wanted:
-            whose = "model.checkpoint_sha256 is" if named else "the sites admitted before, or the adapter it starts from, have"
-            raise RefusedError(
-                f"{hello.name}: its base checkpoint has sha256 {hello.checkpoint or '(none)'}, {whose} {wanted or '(none)'}; "
-                "give every site the same file, and name its sha256 in model.checkpoint_sha256 of the job"
-            )
 
     def start(self, names: Collection[str] = ()) -> dict[str, Payload]:
         """Begin a phase, of the sites `names` if given: return everybody's payload. Raises ConsiliumError under the quorum."""
@@ -155,7 +150,7 @@ class Coordinator:
             self.log.sent(name, payload)
         return dict(self.sent)
 
-    def held_out(self) -> dict[str, Payload]:
+    def evaluation_payloads(self) -> dict[str, Payload]:
         """Return, by site, the payload of each that does not train in this round and is to evaluate (`fraction_evaluate`)."""
         if self.state.phase:
             return {}
@@ -165,7 +160,7 @@ class Coordinator:
         return {n: replace(self.job.strategy.final(self.state, self.sites[n]), phase=HELD_OUT) for n in sorted(drawn)}
 
     def accept_held_out(self, name: str, result: Payload) -> str | None:
-        """Keep the metrics of a site that was held out of this round. Returns None, or why they were refused."""
+        """Store the metrics of a site that was held out of this round. Returns None, or why they were refused."""
         try:
             check_evaluation(self.job, result, self.state.round, HELD_OUT)
         except RefusedError as refusal:
@@ -175,7 +170,7 @@ class Coordinator:
         return None
 
     def _announce(self) -> None:
-        """Tell, before any training, what the strategy warns of, what privacy promises and does to the result."""
+        """Report, before any training, the strategy's warnings, the privacy claim, and the effect of its noise."""
         for warning in (*self.job.warnings, *self.job.strategy.traits.warnings):
             self.observer({"event": "warning", "text": warning})
         if self.plan is not None:
@@ -209,17 +204,17 @@ class Coordinator:
         return None
 
     def refuse(self, name: str, reason: str, joining: bool = False, word: Reason | None = None) -> str:
-        """Note why a site gives nothing usable now, or may not join, by `word` where it is its own text; return it, bounded."""
+        """Note why a site has no usable answer, or may not join; return it, bounded. `word`: the kind of a site's own text."""
         reason = shown(reason, 1000)
         self.reasons |= {} if joining else {name: word.text if word else reason}
         refusal = {"event": "refused", "site": name, "round": self.state.round, "reason": reason, "joining": joining}
         self.observer(refusal)
         self.log.refused(refusal)
-        self.survey.decline(name, reason)
+        self.survey.decline(name, word.text if word else reason)  # a site's own text does not leave it
         return reason
 
     def check(self, name: str, result: Payload) -> Payload:
-        """Return what the site was sent in this phase. Raises RefusedError unless the result answers that."""
+        """Return the payload that the site was sent in this phase. Raises RefusedError unless the result answers it."""
         if name not in self.asked or name in self.accepted:
             raise RefusedError(f"{name} was not asked in this phase, or has answered already")
         if (result.round, result.phase) != (self.state.round, self.state.phase):
@@ -231,35 +226,35 @@ class Coordinator:
         return sent
 
     def conclude(self, seen: Mapping[str, float] | None = None) -> None:
-        """End the phase: move the state, checkpoint it, log what was `seen` inside. Raises ConsiliumError under the quorum."""
+        """End the phase: merge, write the checkpoint, log the measurements `seen`. Raises ConsiliumError under the quorum."""
+        config = self.job.config
         with self._lock:
             if not self.has_quorum:
                 few = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
                 raise ConsiliumError(f"round {self.state.round}: {few}; {next_step(self.reasons, self.asked, self.quorum)}")
-            mean = self._noised_mean(self._central) if self._central else self.aggregate.take()
+            if plan := self._central:  # sigma S of noise over the number of sites that answered
+                noised = in_reals(noised_sum(plan, self.aggregate.sums(), Randomness.secret()))
+                means = {name: tensor / len(self.accepted) for name, tensor in noised.items()}
+                mean: RoundResults = restored(self._maps(noised), means)
+            else:
+                mean = self.aggregate.take()
             self.log.concluded(self.state, sorted(self.accepted), self._epsilon(), mean)
-            curves = self.job.strategy.diagnostics(self.state, mean) | penalized(self._trained) | self._deviation()
+            curves = self.job.strategy.diagnostics(self.state, mean) | penalized(self._trained)
+            if config.diagnostics.deviation:
+                curves |= deviation(self.job.strategy, self.state, self._results, config.adapter.product_scaling)
             self.log.diagnostics(self.state, curves | dict(seen or {}))
             after = merged(self.job, self.state, mean)
-            self._validate()
+            place = config, self.job.strategy, self.state
+            self.validations = validated(*place, self.validations, self._trained)
+            if warning := unheard(*place, self.validations):
+                self.observer({"event": "warning", "text": warning})
             self.state = after
             self.log.figures(self.state, self.state.matrices if self.job.strategy.traits.site_matrices else {})
             self._save()
             self.asked, self.sent, self._results = {}, {}, {}
 
-    def _validate(self) -> None:
-        """Count the phase's validation, where it is one that may end the run."""
-        place = self.job.config, self.job.strategy, self.state
-        self.validations = validated(*place, self.validations, self._trained)
-        if warning := unheard(*place, self.validations):
-            self.observer({"event": "warning", "text": warning})
-
-    def _deviation(self) -> dict[str, float]:
-        wanted, scale = self.job.config.diagnostics.deviation, self.job.config.adapter.product_scaling
-        return deviation(self.job.strategy, self.state, self._results, scale) if wanted else {}
-
     def _epsilon(self) -> float | None:
-        """Return what a site that answered every time has spent after this phase, by the plan; None without one."""
+        """Return the epsilon that a site which answered every phase has spent after this one; None without a plan."""
         if self.plan is None:
             return None
         before = sum(self.job.strategy.traits.phases_of(round) for round in range(self.state.round))
@@ -273,7 +268,7 @@ class Coordinator:
     def _clipped(self, result: Payload) -> Payload:
         """Return a result as it is summed. Where the server adds the noise, single updates are coordinates on the grid.
 
-        They are clipped here once more, in integers: a site's are, but left it as float32. Raises RefusedError.
+        They are clipped again, in integers: sites clip, but send float32. Raises RefusedError.
         """
         plan = self._central
         if plan is None or sent_as_sums(self.job.config):
@@ -285,11 +280,6 @@ class Coordinator:
         """Return the whitening of what this phase sums."""
         public = self.state.shared | self.state.initial
         return geometries(self.job.strategy, self.job.config, tensors, public, self.state.round, self.state.phase)
-
-    def _noised_mean(self, plan: Plan) -> Tensors:
-        """Return the mean update with the server's noise (central trust): sigma S over the number of sites that answered."""
-        noised = in_reals(noised_sum(plan, self.aggregate.sums(), Randomness.secret()))
-        return restored(self._maps(noised), {name: tensor / len(self.accepted) for name, tensor in noised.items()})
 
     def final(self) -> dict[str, Payload]:
         """Return the payloads for the last evaluation, one per registered site; an early end of the rounds is told first."""

@@ -1,4 +1,4 @@
-"""A cross-site job at the server: models of a run that has ended, each scored at every site. Only scores come back."""
+"""A cross-site job at the server: every site scores the models of a finished run. Only scores come back."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +14,7 @@ from consilium.privacy.guard.model_sharing import MODELS
 from consilium.report.matrices import SHARED, cross_site_matrix
 from consilium.server import checkpoint
 from consilium.server.checkpoint import Saved
-from consilium.server.checks import check_evaluation, check_lent
+from consilium.server.checks import check_evaluation, check_shared_model
 from consilium.server.coordinator import Coordinator
 from consilium.server.early_stopping import ending
 from consilium.tasks.registry import TASKS
@@ -53,7 +53,7 @@ def former_state(job: Job, former: Path | None) -> Saved | None:
 class CrossSites:
     """Drives a cross-site job; both engines call the same methods in the same order.
 
-    shared -> accept*, and for each of `owners`: take -> lent -> accept*; then finish. `saved`: what `former_state` has found.
+    shared -> accept*; take_model -> model_payloads -> accept* for each of `owners`; finish. `saved`: of `former_state`.
     """
 
     def __init__(self, coordinator: Coordinator, section: CrossSiteConfig, saved: Saved) -> None:
@@ -65,25 +65,25 @@ class CrossSites:
 
     @property
     def owners(self) -> list[str]:
-        """The sites that are asked for their personalized models: those that took part in the run, where the job wants them."""
+        """The sites whose personalized models are asked for: those that took part in the run, if the job wants them."""
         joined = sorted(name for name, site in self.coordinator.sites.items() if site.joined)
         return joined[:MODELS] if self.section.personalized else []
 
     def shared(self) -> dict[str, Payload]:
-        """Return what every site is to score first: what all share, for each to run with its own local factors."""
+        """Return the shared model for every site, which it scores with its own local factors."""
         strategy, sites = self.job.strategy, self.coordinator.sites
         self._begin(SHARED, Stage.GLOBAL)
         return {name: replace(strategy.final(self.state, site), phase=0) for name, site in sorted(sites.items())}
 
-    def take(self, owner: str, result: Payload) -> None:
-        """Keep a site's own model until it is scored. Raises RefusedError for what is none."""
-        check_lent(self.job, result)
+    def take_model(self, owner: str, result: Payload) -> None:
+        """Store a site's own model until it is scored. Raises RefusedError for an invalid one."""
+        check_shared_model(self.job, result)
         place = self.state.round, len(self._rows)
         self._model = Payload(*place, result.tensors, result.scalars)
         self._begin(owner, Stage.PERSONALIZED)
 
-    def lent(self) -> dict[str, Payload]:
-        """Return the model that was taken, for every site; {} where none was."""
+    def model_payloads(self) -> dict[str, Payload]:
+        """Return the stored model for every site; {} without one."""
         model, self._model = self._model, None
         return {name: model for name in sorted(self.coordinator.sites)} if model else {}
 
@@ -92,7 +92,7 @@ class CrossSites:
         self._asked = set(self.coordinator.sites)
 
     def accept(self, name: str, result: Payload) -> str | None:
-        """Keep a site's scores of the model that is scored now. Returns None, or why they were refused."""
+        """Store a site's scores of the current model. Returns None, or why they were refused."""
         place = self.state.round, len(self._rows) - 1
         try:
             if name not in self._asked:
@@ -115,7 +115,7 @@ class CrossSites:
 
     @property
     def answered(self) -> int:
-        """How many sites have scored the model that is scored now."""
+        """How many sites have scored the current model."""
         return len(self._rows[-1][2]) if self._rows else 0
 
     def finish(self) -> None:

@@ -40,8 +40,8 @@ def validated(
     """Return what is known after a phase, given the metrics of the sites that trained in it, and the state before it."""
     if not _counts(config, strategy, state):
         return before
-    means = mean_metrics(told)
-    found = {key.metric: means[name] for name in means if (key := MetricKey.parse(name)) and _is_meant(key)}
+    means, meant = mean_metrics(told), ("validation", Stage.GLOBAL)
+    found = {key.metric: means[name] for name in means if (key := MetricKey.parse(name)) and (key.split, key.stage) == meant}
     if not found:  # no site told one: that is no validation
         return before
     metric = before.metric or leading(config, found)
@@ -52,10 +52,6 @@ def _counts(config: JobConfig, strategy: Strategy, state: ServerState) -> bool:
     """Tell whether sites score, in this phase, the model that a whole round has left."""
     due = config.training.validates(state.round, Stage.GLOBAL) and state.phase == 0
     return due and config.training.validation.patience > 0 and state.round >= strategy.traits.warm_up
-
-
-def _is_meant(key: MetricKey) -> bool:
-    return key.split == "validation" and key.stage is Stage.GLOBAL
 
 
 def unheard(config: JobConfig, strategy: Strategy, state: ServerState, known: Validations) -> str | None:

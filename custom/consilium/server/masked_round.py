@@ -1,8 +1,8 @@
 """A phase whose updates are masked: prepare, train, confirm, reveal, and the sum in the place of sites' updates.
 
-The engine lends its way to ask sites; what is asked, in which order, and what an answer counts for is decided here. A phase
-that too few sites bring to its end is cancelled and tried once more. If that fails the run stops, and a resumed run goes on
-with what was answered.
+The engine's transport asks the sites. This module decides the questions, their order, and what an answer counts for. A phase
+that too few sites complete is cancelled and tried once more. If that fails too, the run stops, and a resumed run goes on with
+the stored answers.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,9 +17,8 @@ from consilium.federation.job import Job
 from consilium.privacy.guard.release_checks import geometries, sent_as_sums, upload_shapes
 from consilium.privacy.mechanism import Geometry, restored
 from consilium.privacy.secagg.arithmetic import Layout, layout, unflat
-from consilium.privacy.secagg.collector import Collector
 from consilium.privacy.secagg.messages import cancellations
-from consilium.privacy.secagg.server import Attempt
+from consilium.privacy.secagg.server import Attempt, Collector
 from consilium.privacy.secagg.terms import Message
 from consilium.server.aggregation import RoundAggregate
 from consilium.server.checks import next_step
@@ -29,23 +28,23 @@ from consilium.strategies.strategy import ServerState
 FOLDER = "masks"
 Asked = Payload | Message
 Ask = Callable[[Kind, Mapping[str, Asked], Callable[[str, Any], None], Callable[[], bool]], None]
-"""Sends each named site its message and hands answers to the third argument as they come; a RefusedError of that costs the
-answer. Returns when all have answered, failed or come to be waited for no longer, once the fourth says that it is enough."""
+"""Sends each named site its message and hands the answers to the third argument as they come; a RefusedError of it refuses an
+answer. Returns when all sites have answered or failed, or some time after the fourth argument returns True."""
 
 
 class MaskedAggregate(RoundAggregate):
-    """The sum that was opened, in the place of a running mean of single updates."""
+    """The opened sum, instead of a running mean of single updates."""
 
     def add(self, site: SiteInfo, update: Payload, weight: int, sent: Payload) -> None:
         """Do nothing: the update is in the sum already."""
 
     def fill(self, sums: Tensors, divisor: float, maps: Mapping[str, Geometry]) -> None:
-        """Take the opened sums (int64, units), what makes a mean of them, and how whitened coordinates become updates again."""
+        """Take the opened sums (int64, units), their divisor, and the maps that turn whitened coordinates into updates."""
         self._mean.put(sums, divisor)
         self._maps = dict(maps)
 
     def mean(self) -> Tensors:
-        """Return the mean update, float64, and forget it."""
+        """Return the mean update, float64, and forget the sum."""
         return restored(self._maps, super().mean())
 
 
@@ -70,7 +69,7 @@ def aggregate_for(job: Job) -> RoundAggregate:
 
 @dataclass(frozen=True)
 class Sum:
-    """What is fixed of a phase: the attempt, its parties, what they were sent, and the form of the answers."""
+    """The fixed parts of a phase: the attempt, its parties, the layout of their updates, and the context of their masks."""
 
     attempt: Attempt
     parties: list[str]
@@ -79,7 +78,7 @@ class Sum:
 
 
 class MaskedRounds:
-    """Drives the masked phases of one run. `root`: the federation's, `server`: the name that no site may have."""
+    """Drives the masked phases of one run. `root`: the federation's certificate; `server`: the name that no site may have."""
 
     def __init__(self, coordinator: Coordinator, root: x509.Certificate, server: str) -> None:
         self.coordinator, config = coordinator, coordinator.job.config
@@ -89,7 +88,7 @@ class MaskedRounds:
         self.collector = Collector(coordinator.folder / "server" / FOLDER, config, run, root, server)
 
     def phase(self, ask: Ask, begun: Callable[[], None]) -> None:
-        """Run one phase to its conclusion; `begun` is called once sites have been chosen. Raises ConsiliumError."""
+        """Run one phase to its conclusion. `begun` is called after the sites are chosen. Raises ConsiliumError."""
         self._meet(ask)
         attempt, payloads = self._begin()
         begun()
@@ -100,10 +99,12 @@ class MaskedRounds:
                 raise ConsiliumError(f"{what}; {self._next_step(attempt)}")
             self._conclude(opened)
         finally:
-            self._part()
+            for name in self._away:
+                self.coordinator.sites.pop(name, None)
+            self._away = set()
 
     def _meet(self, ask: Ask) -> None:
-        """Ask sites that are new for their keys; without one a site takes no part, and is invited again later.
+        """Ask new sites for their keys. A site without one takes no part, and is asked again later.
 
         Without noise no site joins once masks were asked for: the sum over a larger set would show its update.
         """
@@ -122,7 +123,7 @@ class MaskedRounds:
                 del c.sites[name]
 
     def _begin(self) -> tuple[Attempt, dict[str, Payload]]:
-        """Choose sites, or go on with those of an interrupted phase; return the attempt and everybody's payload."""
+        """Choose sites, or go on with those of an interrupted phase. Return the attempt and the payloads by site."""
         c = self.coordinator
         attempt = self.collector.stored(c.state.round, c.state.phase)
         if attempt is None:
@@ -135,13 +136,8 @@ class MaskedRounds:
         c.start([name for name in attempt.cohort if name in c.sites])
         return attempt, c.sent
 
-    def _part(self) -> None:
-        for name in self._away:
-            self.coordinator.sites.pop(name, None)
-        self._away = set()
-
     def _attempted(self, ask: Ask, attempt: Attempt, payloads: Mapping[str, Payload]) -> tuple[Sum, list[str]] | None:
-        """Bring an attempt to where its sum can be opened; None where too few are left for that."""
+        """Run an attempt until its sum can be opened. Return None where too few sites are left."""
         if attempt.answers.of("cancel"):
             return None  # its end has begun
         present = [name for name in attempt.cohort if name in payloads and name not in self._away]
@@ -160,7 +156,7 @@ class MaskedRounds:
         return (summed, survivors) if attempt.has("reveal") else None
 
     def _confirm(self, ask: Ask, summed: Sum, survivors: list[str], there: list[str]) -> None:
-        """Ask the survivors that are there to sign the sum."""
+        """Ask the present survivors to sign the sum."""
         attempt, silent = summed.attempt, summed.attempt.silent("confirm", there)
 
         def take(name: str, answer: Any) -> None:
@@ -170,7 +166,7 @@ class MaskedRounds:
         ask(Kind.MASKS, questions, take, lambda: attempt.has("confirm"))
 
     def _reveal(self, ask: Ask, summed: Sum, there: list[str]) -> None:
-        """Ask those who have signed the sum for their shares."""
+        """Ask the sites that signed the sum for their shares."""
         attempt = summed.attempt
         silent = attempt.silent("reveal", [name for name in there if name in attempt.answers.of("confirm")])
 
@@ -180,7 +176,7 @@ class MaskedRounds:
         ask(Kind.MASKS, {name: attempt.reveal_question() for name in silent}, take, lambda: attempt.has("reveal"))
 
     def _fixed(self, attempt: Attempt) -> Sum:
-        """Fix who is masked with whom. Raises ConsiliumError where too few have prepared."""
+        """Fix the parties of the sum. Raises ConsiliumError where too few have prepared."""
         c = self.coordinator
         try:
             parties = attempt.close_prepared()
@@ -205,9 +201,9 @@ class MaskedRounds:
         ask(Kind.TRAIN, tasks, take, lambda: count >= attempt.terms.least)
 
     def _again(self, ask: Ask, attempt: Attempt) -> Attempt:
-        """Return a new attempt, once so many have cancelled the last that it cannot be opened. Raises ConsiliumError.
+        """Return a new attempt, once enough sites have cancelled the last that it cannot be opened. Raises ConsiliumError.
 
-        Nobody is asked to cancel unless enough were there a moment ago: who has cancelled cannot help to open the sum either.
+        No site is asked to cancel unless enough were there a moment ago: a site that has cancelled cannot help to open the sum.
         """
         able = [name for name in self._there(attempt) if name not in attempt.answers.of("reveal")]
         asked = attempt.silent("cancel", able)
@@ -220,16 +216,16 @@ class MaskedRounds:
         return self.collector.again(attempt)
 
     def _next_step(self, attempt: Attempt) -> str:
-        """Return what to do about a phase that too few sites brought to its end."""
+        """Return the remedy for a phase that too few sites completed."""
         return next_step(self.coordinator.reasons, self.coordinator.asked, attempt.terms.least)
 
     def _there(self, attempt: Attempt) -> list[str]:
-        """Return the sites that answered what was asked last, or have cancelled."""
+        """Return the sites that answered the last question, or have cancelled."""
         last = attempt.answers.of("confirm") or [name for name in attempt.cohort if attempt.masked(name)]
         return sorted({*last, *attempt.answers.of("cancel")} & self.coordinator.sites.keys())
 
     def _conclude(self, opened: tuple[Sum, list[str]]) -> None:
-        """Open the sum, and let the coordinator go on with it as with single updates."""
+        """Open the sum, and conclude the phase with it as with single updates."""
         (summed, survivors), c = opened, self.coordinator
         words = summed.attempt.unmask(summed.parties, survivors, summed.masks, summed.order)
         for name in survivors:

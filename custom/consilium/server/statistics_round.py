@@ -1,4 +1,4 @@
-"""The sites' statistics at the server: asked for once, before the first round, and shown side by side."""
+"""The sites' statistics at the server: collected once, before the first round, and shown side by side."""
 
 import json
 from collections.abc import Iterable
@@ -16,10 +16,10 @@ from consilium.report import shift
 
 FILE = "statistics.json"
 SLACK = 0.02
-"""By how much rounded shares may be over 1 together."""
+"""By how much the sum of rounded shares may exceed 1."""
 
 
-class Survey:
+class StatisticsRound:
     """One run's statistics. begin -> (accept or decline)* -> finish, which writes statistics.json, .txt and .png."""
 
     def __init__(self, config: JobConfig, folder: Path, observer: Observer) -> None:
@@ -35,11 +35,11 @@ class Survey:
         return asks and not (self.folder / FILE).is_file()
 
     def begin(self, names: Iterable[str]) -> None:
-        """Note who is asked."""
+        """Note the names of the sites that are asked."""
         self._asked = set(names)
 
     def accept(self, name: str, values: Any) -> None:
-        """Keep what a site tells. Raises RefusedError where it cannot be: it was not asked, or tells nonsense."""
+        """Store a site's statistics. Raises RefusedError for a site that was not asked, and for invalid values."""
         if name not in self._asked or name in self.found:
             raise RefusedError(f"{name}: statistics that nobody asked for")
         found = SiteStatistics.read(values)
@@ -48,12 +48,12 @@ class Survey:
         self.observer({"event": "statistics", "site": name})
 
     def decline(self, name: str, reason: str) -> None:
-        """Note why a site tells nothing, or does not even take part; after the statistics nothing."""
+        """Note why a site has no statistics, or takes no part. Does nothing once the statistics are written."""
         if self.wanted and name not in self.found:
             self.refused[name] = reason
 
     def finish(self) -> None:
-        """Write what came."""
+        """Write the statistics."""
         refused = {name: why for name, why in self.refused.items() if name not in self.found}  # a resumed run asks again
         silent = {name: "no answer" for name in self._asked - self.found.keys() - refused.keys()}
         said = {name: {"refused": why} for name, why in (refused | silent).items()}
@@ -66,7 +66,7 @@ class Survey:
 
 
 def check(config: JobConfig, found: SiteStatistics) -> None:
-    """Raise RefusedError unless a site's statistics are of this job: its classes and bins, each once, and no small count."""
+    """Raise RefusedError unless a site's statistics fit this job: its classes and bins, each once, and no small count."""
     section = config.statistics
     if section is None or found.minimum < section.minimum:
         raise RefusedError("statistics with a smaller minimum than the job's")

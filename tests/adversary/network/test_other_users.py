@@ -16,12 +16,14 @@ from nvflare.apis.workspace import Workspace
 from consilium.client.build import build_guard, build_site
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
+from consilium.core.messages import Kind
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.job import assemble_job
 from consilium.federation.run_folders import STATE
 from consilium.flare.job import job_context
-from consilium.runtime.engine import run_phase
-from consilium.runtime.simulated_site import Member
+from consilium.runtime.engine import LocalTransport
+from consilium.runtime.run_sequence import RunSequence
+from consilium.runtime.simulated_site import SimulatedSite
 from consilium.server.coordinator import Coordinator
 from tests.adversary.network.modes import open_to_others
 from tests.conftest import small_config
@@ -57,10 +59,10 @@ def test_nothing_a_server_or_a_site_keeps_is_open_to_other_users(tmp_path: Path)
     server = Coordinator(job, job_context.server_folder(fl_ctx, job), lambda event: None)
     folder, root = job_context.site_folder(fl_ctx, job, "a", site), job_context.site_root(fl_ctx, job, "a", site)
     guard = build_guard(job, "a", site, folder, root, lambda event: None)
-    member = Member(build_site(job, "a", site, folder, lambda event: None), guard)
-    server.welcome(member.hello(server.run))
-    run_phase(server, {"a": member})
-    server.accept_final("a", member.evaluate(server.run, server.final()["a"]))
+    member = SimulatedSite(build_site(job, "a", site, folder, lambda event: None), guard)
+    server.welcome(member.ask(Kind.HELLO, server.run))
+    RunSequence(server, LocalTransport(server, {"a": member})).phase()
+    server.accept_final("a", member.ask(Kind.EVALUATE, server.run, server.final()["a"]))
     server.finish()
     server.close()
     names = {p.name for root in (tmp_path / STATE, site.state) for p in root.rglob("*") if p.is_file()}

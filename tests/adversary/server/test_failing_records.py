@@ -20,9 +20,9 @@ from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError
-from consilium.core.messages import Payload, SiteInfo
+from consilium.core.messages import Kind, Payload, SiteInfo
 from consilium.privacy.dpsgd import ClippedSum, DpSgd, rehearse
-from consilium.runtime.simulated_site import Member
+from consilium.runtime.simulated_site import SimulatedSite
 from tests.conftest import assembled, small_cells, training_only
 
 TARGET = 5
@@ -42,14 +42,14 @@ def config(privacy: dict) -> JobConfig:
     return JobConfig.model_validate(raw | masks | {"privacy": privacy | {"clip": 1.0}})
 
 
-def built(privacy: dict, folder: Path) -> tuple[Client, Member, Payload]:
+def built(privacy: dict, folder: Path) -> tuple[Client, SimulatedSite, Payload]:
     job = assembled(config(privacy))
     site = SiteConfig(workers=0, privacy=HospitalPrivacyPolicy(noise_seed=1))
     data = site_data(job.config, "site-1", site, folder, folder)
     made = build_site(job, "site-1", site, folder, lambda event: None, root=folder, data=data)
     guard = build_guard(job, "site-1", site, folder, folder, lambda event: None, data=data)
     guard.ready = made.begin
-    return made, Member(made, guard), job.strategy.payload(job.strategy.initialize(job.initial), SiteInfo("site-1", 1))
+    return made, SimulatedSite(made, guard), job.strategy.payload(job.strategy.initialize(job.initial), SiteInfo("site-1", 1))
 
 
 def meets(made: Client, loss_of_target: Loss) -> None:
@@ -74,7 +74,7 @@ def out_of_memory(own: Callable[[], Tensor]) -> Tensor:
 def update(privacy: dict, folder: Path, loss_of_target: Loss) -> tuple[dict[str, Tensor], list]:
     made, member, start = built(privacy, folder)
     meets(made, loss_of_target)
-    trained = made.train("study", start) if privacy.get("trust") == "distributed" else member.train("study", start)
+    trained = made.train("study", start) if privacy.get("trust") == "distributed" else member.ask(Kind.TRAIN, "study", start)
     return dict(trained.tensors), member.guard.ledger.entries()
 
 
@@ -116,7 +116,7 @@ def test_a_step_too_large_for_the_machine_is_refused_before_it_is_paid(
 
     monkeypatch.setattr(made.context.model, "forward", too_large)
     with pytest.raises(ConsiliumError, match=r"one record of full size fails here .*out of memory.*lower model.image_size"):
-        made.begin() if unit == "by the step" else member.train("study", start)
+        made.begin() if unit == "by the step" else member.ask(Kind.TRAIN, "study", start)
     assert member.guard.ledger.entries() == []
 
 

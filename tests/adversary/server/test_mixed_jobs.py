@@ -17,7 +17,8 @@ from consilium.core.errors import CheckpointError, ConsiliumError, Reason, Refus
 from consilium.core.messages import Kind, Payload, SiteInfo
 from consilium.federation.job import Job
 from consilium.flare.job import wire
-from consilium.privacy.guard.guard import Guard, Task
+from consilium.privacy.guard.guard import Guard
+from consilium.privacy.guard.task import AuthorizedTask
 from consilium.server.coordinator import Coordinator
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, MakeClient
 from tests.conftest import assembled, small_config
@@ -34,7 +35,7 @@ def start(privacy: dict, folder: Path) -> tuple[Job, Guard, Client]:
     return job, guard, build_site(job, "site-1", site, folder, lambda event: None)
 
 
-def ask(job: Job, guard: Guard, site: Client) -> tuple[Task, Payload]:
+def ask(job: Job, guard: Guard, site: Client) -> tuple[AuthorizedTask, Payload]:
     sent = job.strategy.payload(job.strategy.initialize(job.initial), SiteInfo("site-1", 1))
     task = guard.authorize(Kind.TRAIN, "run-1", sent)
     return task, site.train(task.run, task.payload)

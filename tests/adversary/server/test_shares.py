@@ -17,8 +17,7 @@ from consilium.core.messages import Payload
 from consilium.core.storage import load_state
 from consilium.flare.job import wire
 from consilium.privacy.ledger.audit import read
-from consilium.privacy.secagg.collector import Collector
-from consilium.privacy.secagg.server import Attempt
+from consilium.privacy.secagg.server import Attempt, Collector
 from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identities, simulated_identity
 from consilium.privacy.secagg.terms import Message
 from tests.adversary.server.conftest import Client, Trainer
@@ -48,8 +47,8 @@ class Fleet:
             policy = HospitalPrivacyPolicy.model_validate({"dataset": "w", "budgets": {"record": {"epsilon": 3.2}}})
             own = policy.model_copy(update={"trust": ("distributed",)})
             root = folder / name
-            guard = build_guard(job, name, SiteConfig(privacy=own), root, root, lambda event: None, job_id="flare-1")
-            guard.identity = simulated_identity(folder / "identities", name, SitePartnersConfig())
+            identity, site = simulated_identity(folder / "identities", name, SitePartnersConfig()), SiteConfig(privacy=own)
+            guard = build_guard(job, name, site, root, root, lambda event: None, job_id="flare-1", identity=identity)
             self.clients[name] = Client(job, guard, Zeros(job))
         root, config = read_root(folder / "identities/rootCA.pem"), configs["site-1"]
         self.collector = Collector(folder / "server", config, f"{RUN}.{config.digest[:16]}", root, SERVER)
@@ -138,7 +137,7 @@ def test_what_the_server_says_of_terms_and_noise_is_not_read(tmp_path: Path) -> 
     assert (guard.plan.shares, list(answer.tensors)) == (2, ["masked"])
     (kept,) = tmp_path.joinpath("site-1").rglob("released.safetensors")
     drawn = torch.cat([t.flatten() for t in load_state(kept)[0].values()]).double()
-    assert float(drawn.std()) == pytest.approx(guard.plan.share(drawn.numel()), rel=0.05)
+    assert float(drawn.std()) == pytest.approx(guard.plan.share_deviation(drawn.numel()), rel=0.05)
 
 
 def test_a_site_whose_job_has_less_noise_is_in_nobodys_roster(tmp_path: Path) -> None:

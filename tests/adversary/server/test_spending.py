@@ -110,7 +110,7 @@ def test_more_data_in_the_middle_of_a_run_is_no_old_release(client: MakeClient) 
     site = client(RECORD_LEVEL)
     site.ask("train", site.task())
     site.guard.num_samples = 400
-    site.guard.__post_init__()
+    site.guard.__post_init__(None)
     assert wire.reason_of(site.ask("train", site.task())) is Reason.LEDGER
 
 

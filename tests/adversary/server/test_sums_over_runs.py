@@ -4,7 +4,6 @@ import json
 import shlex
 import threading
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from consilium.privacy.ledger import audit
 from consilium.privacy.secagg import differencing, sum_ledger
 from consilium.privacy.secagg.simulated import read_root, simulated_identities, simulated_identity
 from consilium.privacy.secagg.sum_ledger import SumLedger
-from consilium.runtime.engine import Member, _ask, _welcome, simulate
+from consilium.runtime.engine import LocalTransport, SimulatedSite, simulate
 from consilium.server.coordinator import Coordinator
 from consilium.server.masked_round import MaskedRounds, aggregate_for
 from tests.conftest import JOBS, assembled, small_config, training_only
@@ -85,13 +84,13 @@ class Hospitals:
     def site(self, name: str) -> SiteConfig:
         return load_site(self.kit(name) / "local" / "site.yaml")
 
-    def member(self, job: Job, name: str, run: str) -> Member:
+    def member(self, job: Job, name: str, run: str) -> SimulatedSite:
         root, site = self.records(name), self.site(name)
-        guard = build_guard(job, name, site, root / "runs" / run, root, self.events.append)
+        identity = simulated_identity(self.identities, name, site.secure_aggregation)
+        guard = build_guard(job, name, site, root / "runs" / run, root, self.events.append, identity=identity)
         guard.num_samples = SAMPLES[name]
-        guard.identity = simulated_identity(self.identities, name, site.secure_aggregation)
         trainer: Any = Repeats(name, job)
-        return Member(trainer, guard)
+        return SimulatedSite(trainer, guard)
 
     def begin(self, names: Collection[str], job: Job, run: str = "", resume: bool = False) -> Any:
         """Return (coordinator, rounds, members) of a run, by default a new one."""
@@ -99,7 +98,7 @@ class Hospitals:
         run = run or f"run-{self.runs}"
         members = {name: self.member(job, name, run) for name in names}
         coordinator = Coordinator(job, self.folder / "server" / run, self.events.append, resume, aggregate_for(job))
-        _welcome(coordinator, members)
+        LocalTransport(coordinator, members).register(first=True)
         root = read_root(self.identities / "rootCA.pem")
         return coordinator, MaskedRounds(coordinator, root, "server"), members
 
@@ -108,7 +107,7 @@ class Hospitals:
         job = job or job_of()
         coordinator, rounds, members = self.begin(names, job, run, resume)
         try:
-            rounds.phase(partial(_ask, coordinator, members), lambda: None)
+            rounds.phase(LocalTransport(coordinator, members).ask, lambda: None)
         finally:
             coordinator.close()
         weight = sum(SAMPLES[name] for name in names)
@@ -244,7 +243,7 @@ def test_a_masked_update_that_left_counts_whether_its_sum_was_opened_or_not(hosp
     def killed(kind: Kind, messages: dict, take: Callable, enough: Callable) -> None:
         if any(isinstance(one, dict) and one["step"] == "confirm" for one in messages.values()):
             raise KeyboardInterrupt
-        _ask(coordinator, members, kind, messages, take, enough)
+        LocalTransport(coordinator, members).ask(kind, messages, take, enough)
 
     with pytest.raises(KeyboardInterrupt):
         rounds.phase(killed, lambda: None)
@@ -261,7 +260,7 @@ def test_a_run_that_nobody_was_masked_in_does_not_count(hospitals: Hospitals) ->
 
     def ask(kind: Kind, messages: dict, take: Callable, enough: Callable) -> None:
         there = {n: m for n, m in messages.items() if n != "site-4" or m["step"] == "hello"}
-        _ask(coordinator, members, kind, there, take, enough)
+        LocalTransport(coordinator, members).ask(kind, there, take, enough)
 
     with pytest.raises(ConsiliumError, match="site-4 not yet"):
         rounds.phase(ask, lambda: None)
@@ -276,7 +275,7 @@ def test_of_two_runs_at_once_the_second_is_stopped_before_it_trains(hospitals: H
     def ask(kind: Kind, messages: dict, take: Callable, enough: Callable) -> None:
         if kind is Kind.TRAIN:
             hospitals.sum(THREE)
-        _ask(later, members, kind, messages, take, enough)
+        LocalTransport(later, members).ask(kind, messages, take, enough)
 
     with pytest.raises(ConsiliumError, match="say `sums`"):
         rounds.phase(ask, lambda: None)

@@ -25,7 +25,7 @@ from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
 from consilium.privacy.accounting.composition import Entry
 from consilium.privacy.guard import release_store
 from consilium.privacy.guard.release_store import FILE
-from consilium.runtime.simulated_site import Member
+from consilium.runtime.simulated_site import SimulatedSite
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 from tests.adversary.server.test_words import Failing, admitted, answered, failing
 from tests.conftest import small_config
@@ -209,22 +209,22 @@ def test_an_older_release_never_comes_over_a_newer_one(tmp_path: Path) -> None:
     """Killed as the newer one takes its place: the older was left beside it, and put over it when it was asked for."""
     terms = Entry("d", "site", "replace-one", "local", "job", "run", 0, 0, 1.0, 1.0, 1, 1.0)
     for round in (0, 1):
-        release_store.keep(tmp_path, Payload(round, 0, {}), terms)
+        release_store.save_pending(tmp_path, Payload(round, 0, {}), terms)
     for stray in ("unpaid-0-0-1.safetensors", "unpaid-0-x.safetensors", "unpaid-0-0.safetensors.bak"):
         (tmp_path / stray).touch()  # nobody's, and no reason to stop
     with patch("consilium.privacy.guard.release_store.os.replace", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
-        release_store.paid(tmp_path, (1, 0))
+        release_store.mark_paid(tmp_path, (1, 0))
     assert not (tmp_path / "unpaid-0-0.safetensors").exists()
-    assert release_store.at(tmp_path, (1, 0), paid=True) == release_store.Kept(Payload(1, 0, {}), terms)
+    assert release_store.load(tmp_path, (1, 0), paid=True) == release_store.StoredRelease(Payload(1, 0, {}), terms)
 
 
 def test_a_paid_round_is_repeated_in_one_process_too(client: MakeClient, tmp_path: Path) -> None:
     site = training(client(SITE_LEVEL), tmp_path)
-    member = Member(site.trainer, site.guard)
-    first = digest(member.train("run-1", site.broadcast(0)).tensors)
+    member = SimulatedSite(site.trainer, site.guard)
+    first = digest(member.ask(Kind.TRAIN, "run-1", site.broadcast(0)).tensors)
     with patch(SPEND, side_effect=OVER), suppress(RefusedError):
-        member.train("run-1", site.broadcast(1))
-    assert digest(member.train("run-1", site.broadcast(0)).tensors) == first
+        member.ask(Kind.TRAIN, "run-1", site.broadcast(1))
+    assert digest(member.ask(Kind.TRAIN, "run-1", site.broadcast(0)).tensors) == first
 
 
 @pytest.mark.parametrize("paid", [True, False], ids=["paid", "waiting"])

@@ -150,7 +150,7 @@ def test_a_process_from_before_a_word_that_was_removed_has_no_answer(
 @pytest.mark.parametrize("privacy", [SITE_LEVEL, RECORD_LEVEL])
 def test_what_fails_behind_a_paid_release_costs_nothing_more_and_loses_no_round(privacy: dict, client: MakeClient) -> None:
     site = client(privacy)
-    with patch.object(site.guard, "_note", side_effect=OSError(errno.ENOSPC, "full")):
+    with patch.object(site.guard.trail, "note", side_effect=OSError(errno.ENOSPC, "full")):
         assert wire.reason_of(answered(site, admitted(site))) is Reason.LEDGER
     rows = site.guard.ledger.entries()
     assert wire.reason_of(answered(site, admitted(site))) is None  # the bytes that were kept

@@ -72,7 +72,7 @@ def test_a_metric_that_is_none_is_refused_and_the_result_not_counted(kind: str, 
     assert bad not in server.accepted
     assert server.accept(good, update(server.job)) is None
     assert [x["site"] for x in lines(server, "result")] == [good]
-    held_out = sorted(server.held_out())[0]
+    held_out = sorted(server.evaluation_payloads())[0]
     assert server.accept_held_out(held_out, Payload(0, HELD_OUT, {}, metrics={name: value})).startswith("metric ")
     assert server.accept_final(bad, Payload(0, 0, {}, metrics={name: value})).startswith("metric ")
     server.finish()

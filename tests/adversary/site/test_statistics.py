@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from consilium.config.job import JobConfig
 from consilium.core.errors import RefusedError
 from consilium.privacy.statistics import disclose
-from consilium.server.statistics_round import FILE, Survey
+from consilium.server.statistics_round import FILE, StatisticsRound
 from tests.adversary.fuzzing import VALUES, attack, fuzzed
 from tests.conftest import small_cells, small_config
 from tests.privacy.test_statistics import masks
@@ -26,8 +26,8 @@ def honest() -> dict[str, Any]:
     return disclose(counted, config(), 10).model_dump(mode="json")
 
 
-def survey(folder: Path) -> Survey:
-    made = Survey(config(), folder, lambda event: None)
+def survey(folder: Path) -> StatisticsRound:
+    made = StatisticsRound(config(), folder, lambda event: None)
     made.begin(["a", "b"])
     return made
 
@@ -80,7 +80,7 @@ def test_forged_statistics_are_refused(path: str, value: Any, tmp_path: Path) ->
 
 def test_classes_that_exclude_one_another_add_up(tmp_path: Path) -> None:
     names = ["round", "elongated", "target", "teardrop", "spiky"]
-    made = Survey(config(cells=True), tmp_path, lambda event: None)
+    made = StatisticsRound(config(cells=True), tmp_path, lambda event: None)
     made.begin(["a"])
     empty: dict[str, Any] = {"areas": [], "sizes": [], "spacing": [], "lengths": [], "greys": []}
 

@@ -22,11 +22,11 @@ from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError, DataError
-from consilium.core.messages import Payload, SiteInfo
+from consilium.core.messages import Kind, Payload, SiteInfo
 from consilium.core.schema import Section
 from consilium.federation.job import build_task
 from consilium.models.causal_lm.network import load_tokenizer
-from consilium.runtime.simulated_site import members_of
+from consilium.runtime.simulated_site import simulated_sites
 from consilium.tasks.registry import TASKS
 from tests.conftest import assembled, small_cells, small_config, small_text
 from tests.models.classes import SIDE, SPEAKING, make
@@ -331,15 +331,15 @@ def told(config: JobConfig, own: SiteConfig, folder: Path) -> list[object]:
     """Return what a site says to a hello, and the word, or None for an update, or statistics, that it gives first."""
     made, found = assembled(config), list[object]()
     try:
-        (member,) = members_of(made, {"site-1": own}, folder, lambda event: None).values()
-        hello = member.hello("run-1")
+        (member,) = simulated_sites(made, {"site-1": own}, folder, lambda event: None).values()
+        hello = member.ask(Kind.HELLO, "run-1")
         found += [hello.num_samples, hello.joined, hello.capacity]
         if config.trains:
             sent = made.strategy.payload(made.strategy.initialize(made.initial), SiteInfo("site-1", 1))
             for round in (0, 1):
-                member.train("run-1", Payload(round, 0, sent.tensors))
+                member.ask(Kind.TRAIN, "run-1", Payload(round, 0, sent.tensors))
         else:
-            member.statistics("run-1")
+            member.ask(Kind.STATISTICS, "run-1")
     except ConsiliumError as error:
         found.append(error.reason)
     return found

@@ -253,7 +253,7 @@ def test_a_private_job_does_not_stop_where_a_record_makes_the_tokenizer_fail(qui
 
 def test_no_failure_at_a_site_passes_the_executor_and_the_filters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Claim: what is no Exception is a refusal too, of which a word leaves; what ends a process ends it."""
-    task = object.__new__(executor.Task)
+    task = object.__new__(executor.AuthorizedTask)
     object.__setattr__(task, "kind", Kind.TRAIN)
     object.__setattr__(task, "answered", False)
     monkeypatch.setattr(executor, "log_failure", lambda *_: None)

@@ -73,7 +73,8 @@ class StrategyAggregator(ModelAggregator):
         """Check and add one result. Raises RefusedError."""
         rest = model.meta.get(wire.KEY, {})
         update = Payload(model.current_round or 0, rest.get("phase", 0), dict(model.params or {}), rest.get("scalars", {}))
-        sent = _sent(ready.job, update)
+        state = replace(ready.job.strategy.initialize(ready.job.initial), round=update.round, phase=update.phase)
+        sent = ready.job.strategy.payload(state, SiteInfo("", 1, joined=True))  # FLARE's own workflows send all sites the same
         check_update(ready.job, ready.plan, update, sent)
         count = model.meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND, 1)
         if type(count) is not int or not 1 <= count <= SAMPLES:
@@ -84,7 +85,10 @@ class StrategyAggregator(ModelAggregator):
     def aggregate_model(self) -> FLModel:
         """Return the mean difference in the tensors' own type. Raises ConfigError for jobs whose server does more than that."""
         ready = self._running()
-        _check_mean(ready.job.strategy)
+        strategy, own, base = ready.job.strategy, type(ready.job.strategy), Strategy
+        if strategy.traits.needs == "sites" or own.aggregate is not base.aggregate or own.payload is not base.payload:
+            what = "FLARE's own workflows add the mean update to one model that they send to all, and its server does more"
+            raise ConfigError(f"strategy.name: {strategy.name!r}: {what}; use RoundController, or fedit")
         if ready.job.config.secure_aggregation is not None:
             raise ConfigError("secure_aggregation: only RoundController opens masked sums; use it, or remove the section")
         if ready.plan is not None and ready.plan.config.trust == "central":
@@ -98,17 +102,3 @@ class StrategyAggregator(ModelAggregator):
         """Forget the round's results."""
         if self._ready is not None:
             self._ready.aggregate.reset()
-
-
-def _check_mean(strategy: Strategy) -> None:
-    """Raise ConfigError for a strategy whose server does more than add a mean and broadcast the result."""
-    own, base = type(strategy), Strategy
-    if strategy.traits.needs == "sites" or own.aggregate is not base.aggregate or own.payload is not base.payload:
-        what = "FLARE's own workflows add the mean update to one model that they send to all, and its server does more"
-        raise ConfigError(f"strategy.name: {strategy.name!r}: {what}; use RoundController, or fedit")
-
-
-def _sent(job: Job, update: Payload) -> Payload:
-    """Return the payload that every site was sent, for its names and shapes."""
-    state = replace(job.strategy.initialize(job.initial), round=update.round, phase=update.phase)
-    return job.strategy.payload(state, SiteInfo("", 1, joined=True))

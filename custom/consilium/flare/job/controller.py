@@ -18,12 +18,12 @@ from consilium.core.errors import ConsiliumError
 from consilium.core.schema import Section, validate
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.aggregator import StrategyAggregator
-from consilium.flare.job.cross_site_tasks import cross_sites
 from consilium.flare.job.registration import Registration
-from consilium.flare.job.secagg_tasks import MaskedTasks
 from consilium.flare.job.tasks import TaskSender
+from consilium.flare.job.transport import Aborted, FlareTransport
 from consilium.flare.patches import share_timers
 from consilium.report.progress import progress
+from consilium.runtime.run_sequence import RunSequence
 from consilium.server.coordinator import Coordinator
 from consilium.server.cross_site import CrossSites, former_state
 from consilium.server.initialization import keep_inside
@@ -48,7 +48,7 @@ class RoundController(Controller):
         self.aggregator_id, self.resume, self.task_check_period = aggregator_id, resume, task_check_period
         self.coordinator: Coordinator | None = None
         self.crossing: CrossSites | None = None
-        self.masked: MaskedTasks | None = None
+        self.masked: MaskedRounds | None = None
         self.registration: Registration | None = None
         self._revoked: Callable[[], set[str]] = set
 
@@ -71,7 +71,7 @@ class RoundController(Controller):
             if job.config.cross_site and saved:
                 self.crossing = CrossSites(self.coordinator, job.config.cross_site, saved)
             if job.config.secure_aggregation:
-                self.masked = MaskedTasks(MaskedRounds(self.coordinator, *job_context.federation_root(fl_ctx)))
+                self.masked = MaskedRounds(self.coordinator, *job_context.federation_root(fl_ctx))
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
 
@@ -104,20 +104,8 @@ class RoundController(Controller):
         tasks = TaskSender(self, c, abort_signal, fl_ctx, self._revoked, self.task_check_period)
         self.registration = Registration(tasks)
         try:
-            tasks.wait_for(self.registration.send(), lambda: len(c.trainers) >= c.quorum)
-            if c.survey.wanted and not tasks.aborted:
-                collect_statistics(tasks)
-            if self.crossing and not tasks.aborted:
-                cross_sites(tasks, self.crossing)
-            while not c.done and not tasks.aborted:
-                if self.masked:
-                    self.masked.round(tasks)
-                else:
-                    train_round(tasks)
-                if not tasks.aborted:
-                    self.registration.send()  # a site that came late takes part as soon as it has replied
-            if not tasks.aborted:
-                evaluate_finally(tasks)
+            with suppress(Aborted):
+                RunSequence(c, FlareTransport(tasks, self.registration), self.masked, self.crossing).run()
             if tasks.aborted:
                 job_context.publish_reason(fl_ctx, self._abort_reason(tasks, self.registration))
         except ConsiliumError as error:
@@ -141,47 +129,3 @@ class RoundController(Controller):
     ) -> None:
         """Drop a result that comes after its phase has ended."""
         self.log_warning(fl_ctx, f"{client.name}: late result of task {task_name} dropped; its phase has ended")
-
-
-def collect_statistics(tasks: TaskSender) -> None:
-    """Ask every site for its statistics; the job goes on without those that give none."""
-    c, survey = tasks.coordinator, tasks.coordinator.survey
-    messages = {name: wire.encode_dict(wire.STATISTICS, {"run": c.run}) for name in sorted(c.sites)}
-    survey.begin(messages)
-
-    def record(name: str, result: Shareable) -> None:
-        survey.accept(name, result.get(wire.STATISTICS))
-
-    tasks.exchange(wire.STATISTICS, messages, record, lambda: len(survey.found) >= c.quorum)
-    if not tasks.aborted:
-        survey.finish()
-
-
-def train_round(tasks: TaskSender) -> None:
-    """Run one phase of a round without masks."""
-    c = tasks.coordinator
-    payloads = wire.encode_each(c.start(), c.run)
-    held_out = tasks.send_held_out()
-
-    def accept(name: str, result: Shareable) -> None:
-        if reason := c.accept(name, wire.decode(result)[0]):
-            tasks.controller.log_warning(tasks.fl_ctx, f"{name}: result refused: {reason}")
-
-    tasks.exchange(wire.TRAIN, payloads, accept, lambda: c.has_quorum)
-    tasks.end_held_out(held_out)
-    if not tasks.aborted:
-        c.conclude()
-
-
-def evaluate_finally(tasks: TaskSender) -> None:
-    """Run the final evaluation and close the run."""
-    c, recorded = tasks.coordinator, set[str]()
-
-    def record(name: str, result: Shareable) -> None:
-        if c.accept_final(name, wire.decode(result)[0]) is None:
-            recorded.add(name)
-
-    payloads = wire.encode_each(c.final() if c.job.config.trains else {}, c.run)
-    tasks.exchange(wire.EVALUATE, payloads, record, lambda: len(recorded) >= c.quorum)
-    if not tasks.aborted:
-        c.finish()

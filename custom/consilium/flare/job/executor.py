@@ -1,7 +1,6 @@
 """The site's FLARE executor: it runs the tasks that the guard has authorized, and keeps the results for the guard."""
 
 from functools import partial
-from typing import Any
 
 from nvflare.apis.event_type import EventType
 from nvflare.apis.executor import Executor
@@ -9,14 +8,13 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
-from consilium.client.client import Client
+from consilium.client.client import Client, perform
 from consilium.core.errors import STOPS, ConsiliumError, Reason, RefusedError
-from consilium.core.messages import Kind, Payload
 from consilium.flare.job import job_context, site_registry, wire
 from consilium.flare.job.gc import collect_garbage
 from consilium.flare.job.private_log import keep_apart, log_failure
 from consilium.flare.patches import share_timers
-from consilium.privacy.guard.task import Task
+from consilium.privacy.guard.task import AuthorizedTask
 from consilium.training.loop import Stopped
 
 
@@ -40,11 +38,9 @@ class SiteExecutor(Executor):
         collect_garbage()
         try:
             task = wire.pop(shareable)
-            if not isinstance(task, Task) or task.kind != task_name:
+            if not isinstance(task, AuthorizedTask) or task.kind != task_name:
                 raise RefusedError(f"task {task_name}: not as the guard has authorized it; nothing was done", Reason.TASK)
-            if task.answered:  # the guard repeats its reply, whatever the site's state is by now
-                return wire.put(wire.Answer(task, Payload(*task.place, {})))
-            return wire.put(wire.Answer(task, self._do(task, self._ready(fl_ctx, abort_signal))))
+            return wire.put(wire.Answer(task, perform(task, partial(self._ready, fl_ctx, abort_signal))))
         except STOPS:
             raise
         except BaseException as error:  # of any kind: the round goes on without this site
@@ -55,18 +51,6 @@ class SiteExecutor(Executor):
         site = site_registry.ready(self, fl_ctx)
         site.context.should_stop = partial(_stop_if, abort_signal)
         return site
-
-    @staticmethod
-    def _do(task: Task, site: Client) -> Any:
-        if task.kind is Kind.HELLO:
-            return site.hello(task.run).to_dict()
-        if task.kind is Kind.MASKS:
-            return None  # the guard replies
-        if task.kind is Kind.STATISTICS:
-            return site.statistics()
-        if task.kind is Kind.MODEL:
-            return site.personalized_model()
-        return (site.train if task.kind is Kind.TRAIN else site.evaluate)(task.run, task.payload)
 
 
 def _stop_if(abort: Signal) -> None:

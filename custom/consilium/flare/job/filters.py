@@ -17,7 +17,7 @@ from consilium.federation.job import Job
 from consilium.flare.job import job_context, site_registry, wire
 from consilium.flare.job.private_log import log_failure
 from consilium.privacy.guard.guard import Guard
-from consilium.privacy.guard.task import Task
+from consilium.privacy.guard.task import AuthorizedTask
 from consilium.server.checks import check_result
 
 
@@ -49,7 +49,7 @@ class GuardTaskFilter(ClosedFilter):
 
     def handle(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return a shareable that only names the authorized task; the message itself is not passed on."""
-        if isinstance(wire.peek(shareable), Task) or site_registry.of(fl_ctx).refused is shareable:
+        if isinstance(wire.peek(shareable), AuthorizedTask) or site_registry.of(fl_ctx).refused is shareable:
             return shareable  # the first pair's
         site_registry.reload_data(fl_ctx)
         guard = site_registry.guard(self, fl_ctx)
@@ -125,7 +125,7 @@ class ResultCheckFilter(ClosedFilter):
         return shareable
 
 
-def _authorize(guard: Guard, shareable: Shareable, name: str) -> Task:
+def _authorize(guard: Guard, shareable: Shareable, name: str) -> AuthorizedTask:
     """Return the guard's authorized task of a message, which must be of the kind that its name says."""
     if wire.reason_of(shareable) is not None:
         raise RefusedError(f"{guard.name}: a refusal in the place of a task; nothing was sent", Reason.TASK)
@@ -139,23 +139,16 @@ def _message(guard: Guard, answer: wire.Answer) -> Shareable:
     """Return the message of the data that the guard releases of an answer."""
     if not isinstance(answer, wire.Answer):
         raise RefusedError(f"{guard.name}: no answer to a task; nothing was sent", Reason.TASK)
-    if answer.task.kind is Kind.HELLO:
-        return wire.encode_dict(wire.HELLO, guard.greet(answer.task, answer.result))
-    if answer.task.kind is Kind.STATISTICS:
-        return wire.encode_dict(wire.STATISTICS, guard.release_statistics(answer.task, answer.result))
-    if answer.task.kind is Kind.MODEL:
-        return wire.encode(guard.release_model(answer.task, answer.result), "", update=False)
-    if answer.task.kind is Kind.MASKS:
-        return wire.encode_dict(wire.MASKS, guard.answer_masks(answer.task))
-    if answer.task.kind is Kind.EVALUATE:
-        return _encoded(guard, answer.task, guard.release_scores(answer.task, answer.result))
-    return _encoded(guard, answer.task, guard.release(answer.task, answer.result))
+    released = guard.answer(answer.task, answer.result)
+    if not isinstance(released, Payload):
+        return wire.encode_dict(answer.task.kind.value, released)
+    return _encoded(guard, answer.task, released)
 
 
-def _encoded(guard: Guard, task: Task, released: Payload) -> Shareable:
-    """Return the message of scores or of an update; a refusal may have the same form."""
-    if task.kind is Kind.EVALUATE:
-        return wire.encode(released, "", update=True)
+def _encoded(guard: Guard, task: AuthorizedTask, released: Payload) -> Shareable:
+    """Return the message of a model, of scores or of an update; a refusal may have the same form."""
+    if task.kind is not Kind.TRAIN:
+        return wire.encode(released, "", update=task.kind is Kind.EVALUATE)
     ours = not task.run.startswith(f"job-{guard.job_id}.")  # FLARE's own controllers name no run
     return wire.encode(released, "", True, guard.shown_samples, packed=ours)
 

@@ -7,8 +7,10 @@ from nvflare.apis.controller_spec import Task
 from nvflare.apis.shareable import Shareable
 
 from consilium.core.errors import RefusedError
-from consilium.federation.compatibility import warnings
-from consilium.flare.job import job_context, replies, wire
+from consilium.core.messages import PROTOCOL, Hello
+from consilium.core.sanitize import shown
+from consilium.federation.compatibility import check_versions, warnings
+from consilium.flare.job import job_context, wire
 from consilium.flare.job.tasks import TaskSender
 
 
@@ -32,7 +34,7 @@ class Registration:
 
         def register(name: str, result: Shareable) -> None:
             try:
-                hello = replies.hello(name, result)
+                hello = read_hello(name, result)
                 coordinator.welcome(hello)
             except RefusedError as error:
                 raise RefusedError(f"not admitted: {error}") from None
@@ -52,3 +54,17 @@ class Registration:
         coordinator.sites = {n: one for n, one in list(coordinator.sites.items()) if n not in names}  # read by other threads
         with self._tasks.fl_ctx.get_engine().new_context() as fl_ctx:
             self.send(replace(self._tasks, fl_ctx=fl_ctx))
+
+
+def read_hello(name: str, result: Shareable) -> Hello:
+    """Return a site's hello. Raises RefusedError unless it has the name of the site's certificate."""
+    try:
+        raw = result[wire.HELLO]
+        if type(raw) is dict and raw.get("protocol", 1) != PROTOCOL:  # another protocol's other fields are not known
+            check_versions(Hello(name, 0, False, raw.get("version", ""), protocol=raw.get("protocol", 1)))
+        found = Hello(**raw)
+    except (TypeError, KeyError):
+        raise RefusedError("its hello is none of this version; install the same at all sites") from None
+    if found.name != name:
+        raise RefusedError(f"it says it is {shown(found.name, 40)!r}, its certificate says {name!r}")
+    return found

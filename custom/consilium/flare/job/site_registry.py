@@ -100,8 +100,8 @@ def guard(component: FLComponent, fl_ctx: FLContext) -> Guard:
         folder, root = job_context.site_folder(fl_ctx, job, name, site), job_context.site_root(fl_ctx, job, name, site)
         observe = job_context.observer(component, fl_ctx, f"{name}-guard", job.config.privacy is not None)
         job_id, samples = fl_ctx.get_job_id() or "", data(fl_ctx)
-        made = build_guard(job, name, site, folder, root, observe, job_context.simulated(), job_id, samples)
-        made.identity = job_context.identity(fl_ctx, name, site) if made.masks else None
+        identity = job_context.identity(fl_ctx, name, site) if job.config.secure_aggregation else None
+        made = build_guard(job, name, site, folder, root, observe, job_context.simulated(), job_id, samples, identity)
         made.ready = lambda: ready(component, fl_ctx).begin()
         state.guard = made
     return state.guard

@@ -5,17 +5,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
+from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
-from consilium.core.errors import RefusedError
-from consilium.flare.job import replies, wire
+from consilium.core.errors import Reason, RefusedError
+from consilium.flare.job import wire
 from consilium.flare.job.gc import collect_garbage
 from consilium.flare.kit.revocation import REFUSED
 from consilium.server.coordinator import Coordinator
 
+CODES = frozenset(value for key, value in vars(ReturnCode).items() if not key.startswith("_"))
 OnResult = Callable[[str, Shareable], None]
 """Takes a site's name and its result. A RefusedError of it costs that result."""
 
@@ -79,7 +81,7 @@ class TaskSender:
                 if names is not None:
                     names.add(name)
             try:
-                reason = REFUSED if name in self.revoked() else replies.failure_reason(result, fl_ctx)
+                reason = REFUSED if name in self.revoked() else failure_reason(result, fl_ctx)
                 if reason is None:
                     on_result(name, result)
             except RefusedError as error:
@@ -112,20 +114,23 @@ class TaskSender:
         """End a task; a result that still comes is dropped."""
         self.controller.cancel_task(task, TaskCompletionStatus.CANCELLED, self.fl_ctx)
 
-    def send_held_out(self) -> dict[str, Task]:
-        """Have the sites that do not train in this round evaluate while the others train; return their tasks."""
-        c = self.coordinator
-
-        def record(name: str, result: Shareable) -> None:
-            c.accept_held_out(name, wire.decode(result)[0])
-
-        return self.send(wire.EVALUATE, wire.encode_each(c.held_out(), c.run), record)
-
-    def end_held_out(self, tasks: Mapping[str, Task]) -> None:
-        """Wait for the tasks of `send_held_out`, for at most the job's grace, and cancel those that are left."""
-        self.wait_for(tasks, lambda: True)
-        for task in tasks.values():
-            self.cancel(task)
-
     def _refuse(self, name: str, reason: str, joining: bool = False) -> None:
         self.controller.log_warning(self.fl_ctx, f"{name}: {self.coordinator.refuse(name, reason, joining)}")
+
+
+def failure_reason(result: Shareable, fl_ctx: FLContext) -> str | None:
+    """Return why a reply has no result, None if it has one: one of our own texts, never a site's.
+
+    The reason of the server's own check comes in FLARE's context, to which no site can write.
+    """
+    code = result.get_return_code()
+    if code == ReturnCode.OK:
+        return None
+    if found := fl_ctx.get_prop(wire.REASON):
+        return found
+    if (reason := result.get_header(wire.REASON)) is None and code in CODES:
+        return f"FLARE return code {code}; see the site's log"
+    try:
+        return Reason(reason).text
+    except ValueError:
+        return "no reason that this version knows; see the site's log"

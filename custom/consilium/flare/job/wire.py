@@ -20,7 +20,7 @@ from nvflare.fuel.utils import fobs
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import Kind, Payload, Tensors, is_hash
 from consilium.flare.job import tensor_packing
-from consilium.privacy.guard.task import Task
+from consilium.privacy.guard.task import AuthorizedTask
 
 HELLO, TRAIN, EVALUATE = Kind.HELLO.value, Kind.TRAIN.value, Kind.EVALUATE.value
 STATISTICS, MODEL, MASKS = Kind.STATISTICS.value, Kind.MODEL.value, Kind.MASKS.value
@@ -39,7 +39,7 @@ _held: dict[str, Any] = {}
 class Answer:
     """A result and the task it answers. It becomes a message by the guard's result filter only."""
 
-    task: Task
+    task: AuthorizedTask
     result: Any
 
 

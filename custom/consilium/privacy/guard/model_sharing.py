@@ -1,4 +1,4 @@
-"""What a cross-site job may have of a site: scores of each model once, and the site's own model where its site.yaml says so."""
+"""What a site shares in a cross-site job: scores of each model once, and its own model where its site.yaml allows that."""
 
 import json
 import math
@@ -14,16 +14,16 @@ from consilium.core.messages import Payload
 from consilium.core.storage import digest, note
 
 MODELS = 256
-"""The most models that one job has scored at a site."""
+"""The most models that one job scores at a site."""
 NUMBERS = frozenset({"scaling", "share"})
-"""What a model's forward pass takes beside its tensors."""
+"""Numbers that a model's forward pass needs besides its tensors."""
 FILE = "scored.json"
 
 
-def check_lends(name: str, config: JobConfig, shares: bool, protects: bool) -> None:
-    """Raise RefusedError unless the job asks for this site's own model and the site lends it.
+def check_shares_model(name: str, config: JobConfig, shares: bool, protects: bool) -> None:
+    """Raise RefusedError unless the job asks for this site's own model and the site shares it.
 
-    `shares`: the word of its site.yaml; `protects`: it has a privacy policy, under which no model leaves.
+    `shares`: share_personalized of its site.yaml; `protects`: it has a privacy policy, under which no model leaves.
     """
     if config.cross_site is None or not config.cross_site.personalized:
         raise RefusedError(f"{name}: the job asks for no personalized model; nothing was sent", Reason.TASK)
@@ -48,7 +48,7 @@ def check_once(folder: Path, place: tuple[int, int], sent: Payload) -> None:
         note(path, key, {"model": found})
 
 
-def belongs(name: str, names: Collection[str]) -> bool:
+def is_adapter_tensor(name: str, names: Collection[str]) -> bool:
     """Tell whether a tensor is an adapter's: one of its `names`, or a frozen part of one of its layers."""
     layer = name.rpartition(".")[0]
     return name in names or (is_frozen_part(name) and any(one.rpartition(".")[0] == layer for one in names))
@@ -56,7 +56,7 @@ def belongs(name: str, names: Collection[str]) -> bool:
 
 def check_model(name: str, result: Payload, names: Collection[str]) -> None:
     """Raise RefusedError unless `result` is an adapter and nothing else: known names, finite floats."""
-    if extra := sorted(name for name in result.tensors if not belongs(name, names)):
+    if extra := sorted(name for name in result.tensors if not is_adapter_tensor(name, names)):
         raise RefusedError(f"{name}: tensor {extra[0]!r} is none of the adapter's; nothing was sent")
     if bad := sorted(n for n, t in result.tensors.items() if not t.is_floating_point() or not torch.isfinite(t).all()):
         raise RefusedError(f"{name}: tensor {bad[0]!r} is no finite float; nothing was sent")

@@ -1,4 +1,4 @@
-"""What a release may hold: declared names, shared tensors in the shapes they came in, finite values; and its geometry."""
+"""Checks of a release: declared names, shared tensors in the shapes that were sent, finite values; its clipping and noise."""
 
 from collections.abc import Set
 from typing import Literal
@@ -83,7 +83,7 @@ def privatized(
     bits: Bits = secret_bytes,
     as_sums: bool = False,
 ) -> tuple[Tensors, mechanism.Outcome]:
-    """Return an update clipped and noised as the plan says. Raises RefusedError for one that the plan did not count.
+    """Return an update clipped, with noise by the plan. Raises RefusedError for one with another count than the plan's.
 
     `as_sums`: these are whole units of the grid (int64), of whitened coordinates where a tensor has a peer, and
     `mechanism.restored` is what the server makes of their mean. Else they are an update, in the type in which it came.
@@ -91,7 +91,7 @@ def privatized(
     plan.check_count(update)
     if plan.by_step:
         return _step_with_share(plan, update, bits)
-    deviation = 0 if plan.config.trust == "central" else plan.share(_count(update))
+    deviation = 0 if plan.config.trust == "central" else plan.share_deviation(_count(update))
     released, outcome = mechanism.privatize(update, maps, plan.config.clip, deviation, bits, plan.by_tensor)
     if as_sums:
         return released, outcome
@@ -102,7 +102,7 @@ def _step_with_share(plan: Plan, clean: Tensors, bits: Bits) -> tuple[Tensors, m
     """Return a step's sum with a share of noise. It comes as integers: training has clipped and rounded every unit's part."""
     if any(tensor.dtype is not torch.int64 for tensor in clean.values()):
         raise RefusedError("release: a step's sum is not in whole units of the grid; nothing was sent")
-    released = add_share(clean, plan.share(_count(clean)), bits)
+    released = add_share(clean, plan.share_deviation(_count(clean)), bits)
     told, sent = mechanism.in_reals(clean), mechanism.in_reals(released)
     return released, mechanism.outcome_of(told, told, sent, plan.site_noise)
 
@@ -113,7 +113,7 @@ def _count(tensors: Tensors) -> int:
 
 def noised_sum(plan: Plan, sums: Tensors, bits: Bits = secret_bytes) -> Tensors:
     """Return a sum of sites' clipped coordinates (int64, units) with the server's noise, which is all of it (trust central)."""
-    return add_share(sums, plan.share(_count(sums)), bits)
+    return add_share(sums, plan.share_deviation(_count(sums)), bits)
 
 
 def geometries(

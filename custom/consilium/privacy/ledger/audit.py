@@ -1,9 +1,9 @@
-"""What left a site, message by message: the guard writes it before it leaves, and the hospital reads it.
+"""The record of what left a site: the guard writes each message's line before the message leaves, and the hospital reads it.
 
 One JSON line per message in audit.jsonl of the run's private folder: tensors by name with shape, type, bytes and norm (as sent,
 after clipping and noise), scalars, scores, what it cost in privacy. Every line holds the SHA-256 of the line before it, so a
-line changed, added or taken out later shows, and the last line's own is the seal of all: who keeps it elsewhere can tell
-whether the file is whole. The same message sent again tells nothing new and has one line.
+line changed, added or removed later shows. The hash of the last line is the seal of all: kept elsewhere, it shows whether the
+file is whole. A message sent again has one line.
 """
 
 import errno
@@ -62,7 +62,7 @@ class Record:
         self._seal, self._size = _seal([line]), os.fstat(file.fileno()).st_size
 
     def _catch_up(self, file: TextIO) -> None:
-        """Read what was written since the last time; all of it where the file is no longer what it was."""
+        """Read the lines written since the last time; all of them where the file has become shorter."""
         if os.fstat(file.fileno()).st_size < self._size:
             self._size, self._seal, self._known = 0, "", set()
         file.seek(self._size)
@@ -76,7 +76,7 @@ class Record:
 
 
 def is_void(private: Mapping[str, Any]) -> bool:
-    """Return whether what a line says of privacy is void, as such a row of the ledger is."""
+    """Return whether the privacy of a line is void, as such a row of the ledger is."""
     return private["unit"] != "site" and private["trust"] != "distributed" and not private.get("mechanism")
 
 
@@ -130,7 +130,7 @@ def read(path: Path) -> Line:
 
 
 def _line(text: str) -> Line:
-    """Return a line of the record. Raises ValueError for what is none, or has a cost that nobody could count."""
+    """Return a line of the record. Raises ValueError for an invalid line, or one with an invalid cost."""
     try:
         found = json.loads(text)
         if private := found.get("privacy"):
@@ -150,7 +150,7 @@ def _counts(noise_multiplier: object, sample_rate: object = 1.0, count: object =
 
 
 def _content(line: Mapping[str, Any]) -> str:
-    """Return what a line says as a hash; without its time, its place in the chain, the ledger's state and FLARE's job."""
+    """Return the hash of a line's content, without its time, its place in the chain, the ledger's state and FLARE's job."""
     said = {key: value for key, value in line.items() if key not in ("time", "previous", "ledger", "flare_job")}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 

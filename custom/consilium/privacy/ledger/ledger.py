@@ -73,9 +73,9 @@ class Ledger:
         return any(row.key in keys and row.digest for row in self.entries(entry.dataset))
 
     def check(self, planned: list[Entry], budgets: Budgets) -> None:
-        """Raise RefusedError, with the numbers, where `planned` exceeds a budget; rows that are here already count once.
+        """Raise RefusedError, with the numbers, where `planned` exceeds a budget; known rows count once.
 
-        Also where one is here on other terms. Writes nothing.
+        Also for a known row on other terms. Writes nothing.
         """
         if planned:
             _check(self.entries(planned[0].dataset), planned, budgets)
@@ -225,22 +225,19 @@ def _check(rows: list[Entry], planned: list[Entry], budgets: Budgets) -> bool:
     """Return whether any of `planned` is new. Raises RefusedError for known ones on other terms, and over a budget."""
     known = {row.key: row for row in rows}
     for entry in planned:
-        _check_terms(known.get(entry.key, entry), entry)
+        row = known.get(entry.key, entry)
+        if not row.pays_for(entry):
+            raise RefusedError(
+                f"{entry.name} is in the ledger with other noise, clip or data (noise multiplier {row.noise_multiplier:.6g}, "
+                f"now {entry.noise_multiplier:.6g}); nothing was sent; give the new job a run of its own",
+                Reason.LEDGER,
+            )
+        if row.digest and entry.digest and row.digest != entry.digest:
+            raise RefusedError(f"{entry.name} was released with other bytes; nothing was sent", Reason.LEDGER)
     new = [entry for entry in planned if entry.key not in known]
     for unit, budget in budgets.items() if any(entry.count for entry in new) else ():
         _check_budget(unit, budget, rows, new)
     return bool(new)
-
-
-def _check_terms(known: Entry, entry: Entry) -> None:
-    if not known.pays_for(entry):
-        raise RefusedError(
-            f"{entry.name} is in the ledger with other noise, clip or data (noise multiplier {known.noise_multiplier:.6g}, now "
-            f"{entry.noise_multiplier:.6g}); nothing was sent; give the new job a run of its own",
-            Reason.LEDGER,
-        )
-    if known.digest and entry.digest and known.digest != entry.digest:
-        raise RefusedError(f"{entry.name} was released with other bytes; nothing was sent", Reason.LEDGER)
 
 
 def _check_budget(unit: str, budget: BudgetConfig, rows: list[Entry], planned: list[Entry]) -> None:

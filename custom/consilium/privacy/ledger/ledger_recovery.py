@@ -1,4 +1,4 @@
-"""A lost or altered ledger, of privacy or of sums: it stops jobs, until the administrator has looked and said so on record.
+"""Recovery of a lost or altered ledger, of privacy or of sums. It stops all jobs until the administrator accepts it on record.
 
 The records of what left (audit.jsonl) hold the ledger's last seal at every message. A seal that the ledger does not know means
 that rows are gone. A site cannot detect that ledger and records were restored together from an older state. The server keeps
@@ -23,7 +23,7 @@ ACCEPTANCE = "acceptance"
 
 
 def check(records: Path, ledger: Ledger) -> None:
-    """Raise RefusedError if a record under `records` names a seal that the ledger has lost, and nobody has accepted that."""
+    """Raise RefusedError if a record under `records` names a seal that the ledger lacks and that is not accepted as lost."""
     for path, seal in _lost(records, ledger):
         what = "is gone" if not ledger.path.is_file() else "lacks rows"
         raise RefusedError(
@@ -34,7 +34,7 @@ def check(records: Path, ledger: Ledger) -> None:
 
 
 def check_seal(records: Path, ledger: Ledger, seal: str) -> None:
-    """Raise RefusedError if the ledger lacks the `seal` that the server has had of it, and nobody has accepted that."""
+    """Raise RefusedError if the ledger lacks the `seal` that the server has received, unless it is accepted as lost."""
     if seal and seal not in {*ledger.seals(), *accepted(records)}:
         raise RefusedError(
             f"{ledger.path}: the privacy ledger lacks rows: the server has received its seal {seal}; ledger and records are "

@@ -19,7 +19,7 @@ from consilium.core.messages import Tensors
 UNIT = 2.0**-36
 """The grid: updates are rounded to multiples of this (1.5e-11) before they are summed."""
 ROOM = 2**62
-"""What a sum of all sites' integers stays under."""
+"""The bound of a sum of all sites' integers."""
 Words = NDArray[np.uint64]
 Layout = list[tuple[str, tuple[int, ...]]]
 """Names and shapes of the tensors, in the order in which their numbers stand in a masked vector."""
@@ -77,5 +77,5 @@ def unflat(words: Words, order: Layout) -> tuple[Tensors, int]:
 
 
 def size_of(order: Layout) -> int:
-    """Return how many words a vector of this layout has."""
+    """Return the number of words of a vector of this layout."""
     return sum(int(np.prod(shape, dtype=np.int64)) for _, shape in order) + 1

@@ -22,14 +22,14 @@ from consilium.privacy.secagg.terms import refused
 
 LEAST_BITS = 2048
 ROLE = "client"
-"""What a site's certificate has for a role, if any: kits of `nvflare package` say so, of `consilium provision` none."""
+"""The role in a site's certificate, if any: kits of `nvflare package` have it, those of `consilium provision` have none."""
 
 
 @dataclass(frozen=True)
 class Identity:
     """A site's own key and certificate (PEM), the root that its kit trusts, the server's name, and what the hospital asks.
 
-    `simulated`: made for one run on one machine; its keys are nobody's, so no partners are compared.
+    `simulated`: made for one run on one machine. Its keys belong to no hospital, so no partners are compared.
     """
 
     name: str

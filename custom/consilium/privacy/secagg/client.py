@@ -1,7 +1,7 @@
 """The site's side of secure aggregation in one run: hello, prepare, mask, confirm, reveal, or cancel; each of them once.
 
-The server is believed in nothing: every question is checked against what this site knows itself. What a step is for, and in
-which order steps come, is the protocol's (see __init__); why a refusal protects the site stands at each.
+The site trusts the server in nothing: it checks every question against its own record. The protocol (see __init__) says what
+each step is for, and in which order they come. A comment at each refusal says how it protects the site.
 """
 
 import hashlib
@@ -18,8 +18,17 @@ from consilium.privacy.randomness import secret_bytes
 from consilium.privacy.secagg import arithmetic, sealing, shamir
 from consilium.privacy.secagg.arithmetic import Layout, Words
 from consilium.privacy.secagg.certificates import Identity
-from consilium.privacy.secagg.former_attempts import TRAINED, check_past, is_open, note_proved, note_trained
-from consilium.privacy.secagg.messages import check_cancelled, check_confirmed, check_prepared, check_survivors, read_cohort
+from consilium.privacy.secagg.messages import (
+    TRAINED,
+    check_cancelled,
+    check_confirmed,
+    check_past,
+    check_prepared,
+    check_survivors,
+    is_open,
+    note_trained,
+    read_cohort,
+)
 from consilium.privacy.secagg.record import SiteRecord
 from consilium.privacy.secagg.roster import check_roster, entry, public_key
 from consilium.privacy.secagg.signing import canonical, sign
@@ -90,7 +99,7 @@ class Party:
         return self.record.once(attempt, "prepare", question, lambda: self._shares(values, attempt, context, terms))
 
     def _check_past(self, values: dict[str, Any], place: Place, past: Any) -> None:
-        """Raise RefusedError where this site was sent a model in the last phase and nobody has proved that others were too."""
+        """Raise RefusedError where this site was sent a model in the last phase, without proof that others were sent it too."""
         if not is_open(values, place):
             return
         cohort, before = values["attempt"]["cohort"], {"roster": values["roster"]}
@@ -141,7 +150,7 @@ class Party:
             check_cancelled(question.get("cancelled"), before, cohort, terms, keys)
 
     def _shares(self, values: Mapping[str, Any], attempt: dict[str, Any], context: bytes, terms: Terms) -> Message:
-        """Draw this attempt's two secrets, share them, and return what all get of them."""
+        """Draw this attempt's two secrets, share them, and return the public keys and sealed shares."""
         private, seed, cohort = sealing.new_key(), secret_bytes(32), attempt["cohort"]
         pairs = [shamir.share(int.from_bytes(secret, "big"), terms.threshold, terms.asked) for secret in (seed, private)]
         plain = {name: b"".join(shares[i].to_bytes(shamir.WIDTH, "big") for shares in pairs) for i, name in enumerate(cohort)}
@@ -163,7 +172,7 @@ class Party:
     # training ----------------------------------------------------------------------------------------------------------
 
     def open(self, payload: Payload, order: Layout) -> Terms:
-        """Check what came with a training task, before anything is trained; return the terms its sum will be on.
+        """Check the question of a training task before anything is trained. Return the terms of its sum.
 
         `order`: the layout of the update that answers it. Raises RefusedError, and then nothing may be trained or sent.
         """
@@ -189,7 +198,7 @@ class Party:
             return terms
 
     def _attempt(self, values: Mapping[str, Any], question: Message) -> dict[str, Any]:
-        """Return what this site knows of the attempt a question is about; it must be the last one, and not cancelled."""
+        """Return this site's record of the attempt in a question, which must be the last one, and not cancelled."""
         if (place := read_place(question)) != _last(values):
             raise refused(f"attempt {place} is none that this site is in")
         attempt: dict[str, Any] = values["attempt"]
@@ -202,7 +211,7 @@ class Party:
         return {name: public_key(values["roster"][name]["certificate"]) for name in attempt["cohort"]}
 
     def _opened(self, values: Mapping[str, Any], attempt: Mapping[str, Any], sealed: Mapping[str, str], name: str) -> bytes:
-        """Return the two shares that another site sealed for this one."""
+        """Return the two shares that another site has sealed for this one."""
         context = bytes.fromhex(attempt["context"])
         plain = sealing.unseal(self._pair(values, context, name), sealed[name], context, name, self.name)
         if len(plain) != 2 * shamir.WIDTH:
@@ -218,7 +227,10 @@ class Party:
             attempt = self._attempt(values, place.to_dict())
             told = _answered(attempt, "train")
             words = arithmetic.flat(integers, weight, self._largest(values, weight))
-            self._add_sum(attempt)
+            if self.sums is not None:  # for all runs, before the update is masked
+                cohort = list(attempt["cohort"])
+                seal = self.sums.add(cohort, self._least_shown(terms_of(self.config, len(cohort))), self.run)
+                self.summed = {"sites": cohort, SEAL: seal}  # for the record of what leaves
             numbers = {**integers, "": torch.tensor([weight])}
             self.record.once(attempt, "masked", {"numbers": same_numbers(numbers)}, dict)
             words += sealing.mask(bytes.fromhex(attempt["seed"]), len(words))
@@ -227,13 +239,6 @@ class Party:
                     stream = self._stream(attempt, told, name, public, len(words))
                     words = words + stream if name > self.name else words - stream
             return words
-
-    def _add_sum(self, attempt: dict[str, Any]) -> None:
-        """Note for all runs, before the update is masked, whom it is summed with; `summed` is for the record of what leaves."""
-        if self.sums is not None:
-            cohort = list(attempt["cohort"])
-            seal = self.sums.add(cohort, self._least_shown(terms_of(self.config, len(cohort))), self.run)
-            self.summed = {"sites": cohort, SEAL: seal}
 
     def _stream(self, attempt: Mapping[str, Any], told: Mapping[str, Any], name: str, public: str, count: int) -> Words:
         private, context = bytes.fromhex(attempt["mask_key"]), bytes.fromhex(told["masks"])
@@ -273,7 +278,7 @@ class Party:
         told, survivors = _answered(attempt, "train"), attempt["survivors"]
         terms, context = terms_of(self.config, len(attempt["cohort"])), bytes.fromhex(told["masks"])
         check_confirmed(question, context, survivors, terms, self._public_keys(values, attempt))
-        note_proved(values)
+        values[TRAINED]["proved"] = True
 
         def make() -> Message:
             shares = {name: self._share(values, attempt, told, name, name in survivors) for name in told["parties"]}

@@ -1,12 +1,13 @@
-"""What a site checks of the server's questions: sites, signatures, numbers. Each raises RefusedError, and nothing is sent."""
+"""A site's checks of the server's questions: sites, signatures, numbers. Each raises RefusedError, and nothing is sent."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import rsa
 
+from consilium.privacy.secagg.arithmetic import Layout
 from consilium.privacy.secagg.signing import canonical, signed
-from consilium.privacy.secagg.terms import Message, Terms, is_field, refused
+from consilium.privacy.secagg.terms import Message, Place, Terms, is_field, mask_context, refused
 
 Keys = Mapping[str, rsa.RSAPublicKey]
 
@@ -30,15 +31,21 @@ def read_cohort(question: Message, name: str, roster: Iterable[str], whole: bool
 
 
 def check_prepared(question: Message, attempt: Mapping[str, Any], name: str, keys: Keys, terms: Terms) -> dict[str, Message]:
-    """Return what every party has prepared, signed by it for this very attempt; this site's as it was."""
+    """Return each party's prepared keys, signed for exactly this attempt; this site's own must be unchanged."""
     prepared, shares = question.get("prepared"), question.get("shares")
     if not isinstance(prepared, dict) or not isinstance(shares, dict) or name not in prepared:
         raise refused("a training task without this site's prepared keys")
     parties = _sorted_names(sorted(prepared), attempt["cohort"], "the list of parties")
     if len(parties) < terms.least:
         raise refused(f"{len(parties)} sites have prepared, under the {terms.least} that a sum needs")
+    fields, context = ("key", "seed", "signature"), bytes.fromhex(attempt["context"])
     for party in parties:
-        _check_one_prepared(prepared[party], party, bytes.fromhex(attempt["context"]), keys[party])
+        found = prepared[party]
+        if not isinstance(found, dict) or found.keys() != set(fields) or not all(is_field(found[f]) for f in fields):
+            raise refused(f"the prepared keys of {party!r} are none")
+        signed_fields = context, party.encode(), found["key"].encode(), found["seed"].encode()
+        if not signed(keys[party], found["signature"], "prepare", *signed_fields):
+            raise refused(f"the prepared keys of {party!r} are not signed by it for this attempt, its sites and its terms")
     answer = attempt["prepare"]["answer"]
     if any(prepared[name][field] != answer[field] for field in ("key", "seed")):
         raise refused("this site's mask key is not the one that it prepared")
@@ -49,17 +56,8 @@ def check_prepared(question: Message, attempt: Mapping[str, Any], name: str, key
     return prepared
 
 
-def _check_one_prepared(found: Any, party: str, context: bytes, key: rsa.RSAPublicKey) -> None:
-    fields = ("key", "seed", "signature")
-    if not isinstance(found, dict) or found.keys() != set(fields) or not all(is_field(found[f]) for f in fields):
-        raise refused(f"the prepared keys of {party!r} are none")
-    told = context, party.encode(), found["key"].encode(), found["seed"].encode()
-    if not signed(key, found["signature"], "prepare", *told):
-        raise refused(f"the prepared keys of {party!r} are not signed by it for this attempt, its sites and its terms")
-
-
 def check_survivors(question: Message, name: str | None, parties: Iterable[str], terms: Terms) -> list[str]:
-    """Return U, whose updates are in the sum: of the parties, the site `name` (if any) among them, and enough."""
+    """Return the survivors U: parties, enough of them, with the site `name` (if any) among them."""
     survivors = _sorted_names(question.get("survivors"), parties, "the list of survivors")
     if name is not None and name not in survivors:
         raise refused("this site's update is not in the sum that it is to confirm")
@@ -69,7 +67,7 @@ def check_survivors(question: Message, name: str | None, parties: Iterable[str],
 
 
 def check_confirmed(question: Message, context: bytes, survivors: list[str], terms: Terms, keys: Keys) -> None:
-    """Raise RefusedError unless enough of the survivors have signed the very sum that this site has."""
+    """Raise RefusedError unless enough survivors have signed exactly this site's sum."""
     found = question.get("confirmed")
     valid = _valid(found, survivors, keys, "confirm", context, canonical(survivors))
     if valid < terms.threshold:
@@ -77,7 +75,7 @@ def check_confirmed(question: Message, context: bytes, survivors: list[str], ter
 
 
 def check_cancelled(found: Any, context: bytes, cohort: list[str], terms: Terms, keys: Keys) -> None:
-    """Raise RefusedError unless so many sites have cancelled the last attempt that nobody can open it any more."""
+    """Raise RefusedError unless enough sites have cancelled the last attempt, so that it can no longer be opened."""
     valid, wanted = _valid(found, cohort, keys, "cancel", context), cancellations(terms)
     if valid < wanted:
         raise refused(f"{valid} sites have cancelled the last attempt, under the {wanted} without whom it could be opened")
@@ -92,3 +90,53 @@ def _valid(found: Any, names: Iterable[str], keys: Keys, kind: str, *fields: byt
     if not isinstance(found, dict) or not all(map(is_field, found.values())):
         return 0
     return sum(name in found and signed(keys[name], found[name], kind, *fields) for name in names)
+
+
+# the phase before -----------------------------------------------------------------------------------------------------
+#
+# A site's update, its local tensors and its optimizer's state depend on what it was sent. If a phase were never opened, a
+# server could send one site a model of its own there, and read its effect from a later sum in which all have one model. So a
+# site goes on only with proof that others were sent the same.
+
+TRAINED = "trained"
+"""Where a site's record has the phase that it was sent a model in last, the model's hashes, and whether that is proved."""
+
+
+def note_trained(values: dict[str, Any], place: Place, order: Layout, sent: Message, rounds: int) -> None:
+    """Note the model that a site is sent to train, in a job of so many rounds.
+
+    Raises RefusedError where a new attempt at a phase sends another model: the update stays the one from the first.
+    """
+    phase, told = [place.round, place.phase], {"order": [[name, list(shape)] for name, shape in order], "sent": sent}
+    before = values.get(TRAINED)
+    if not before or before["phase"] != phase:
+        values[TRAINED] = {"phase": phase, "attempt": place.attempt, "told": told, "proved": False, "rounds": rounds}
+    elif place.attempt != before["attempt"] and before["told"] != told:
+        raise refused("a new attempt sends another model than the last, from which this site's update is")
+
+
+def is_open(values: Mapping[str, Any], place: Place) -> bool:
+    """Tell whether this site was sent a model in an earlier phase, without proof that others were sent the same."""
+    last = values.get(TRAINED)
+    return last is not None and not last["proved"] and last["phase"] != [place.round, place.phase]
+
+
+def check_past(values: dict[str, Any], past: Any, terms: Terms, keys: Keys, context: Callable[[Place], bytes]) -> None:
+    """Raise RefusedError unless enough sites have confirmed a sum of the last phase on what this site was sent.
+
+    `past`: the attempt that was opened, its mask keys, survivors and confirmations; `context`: of an attempt at that phase.
+    """
+    last = values[TRAINED]
+    said = past if isinstance(past, dict) else {}
+    attempt, prepared = said.get("attempt"), said.get("keys")
+    if type(attempt) is not int or not isinstance(prepared, dict):
+        raise refused("the last phase has no proof that other sites were sent the same model; it is to be opened first")
+    if not all(map(is_field, prepared.values())) or not prepared.keys() <= set(keys):
+        raise refused("the proof of the last phase has mask keys of other sites")
+    order: Layout = [(one, tuple(shape)) for one, shape in last["told"]["order"]]
+    round, phase = map(int, last["phase"])
+    place = Place(round, phase, attempt)
+    masks = mask_context(context(place), prepared, order, last["told"]["sent"])
+    survivors = check_survivors(said, None, prepared, terms)
+    check_confirmed(said, masks, survivors, terms, keys)
+    last["proved"] = True

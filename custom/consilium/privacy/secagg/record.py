@@ -1,7 +1,7 @@
-"""What a site must never forget while a run lasts: its keys, what it was asked, and what it answered, before it answers.
+"""A site's record of a run with masks: its keys, the questions, and its answers, written before an answer leaves.
 
-A replayed question gets the same bytes. Another question in the same attempt is refused: two answers to it are how a server
-would take a mask off. The files are the user's alone, and all secrets in them go when the run has ended.
+A repeated question gets the same bytes. Another question in the same attempt is refused: with two answers a server could remove
+a mask. Only the user can read the files, and all their secrets are deleted when the run has ended.
 """
 
 import json
@@ -49,11 +49,11 @@ class SiteRecord:
             raise RefusedError(f"{path}: {what}; nothing was sent", Reason.LEDGER) from None
 
     def save(self) -> None:
-        """Write the values, before anything of them leaves."""
+        """Write the values. Call it before anything of them leaves."""
         write_atomic(self.folder / FILE, json.dumps(self.values).encode())
 
     def once(self, attempt: dict[str, Any], step: str, question: Message, make: Callable[[], Message]) -> Message:
-        """Return the answer of a step: made and kept at its first question, the same at every other.
+        """Return the answer of a step: made and stored at its first question, the same at every repetition.
 
         Raises RefusedError for another question.
         """
@@ -67,7 +67,7 @@ class SiteRecord:
         return dict(kept["answer"])
 
     def end(self) -> None:
-        """Forget all secrets; what stays is that the run has ended here."""
+        """Delete all secrets; only the end of the run stays noted."""
         if not self.folder.is_dir():
             return
         with locked(self.folder):

@@ -1,4 +1,4 @@
-"""The roster: every site's key of the run, signed, with its certificate. It only grows, and is checked again every time."""
+"""The roster: each site's key for the run, signed, with its certificate. It only grows, and sites check it every time."""
 
 from collections.abc import Mapping
 from typing import Any

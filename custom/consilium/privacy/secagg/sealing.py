@@ -1,4 +1,4 @@
-"""Keys between two sites, and what they make of them: sealed pairs of shares, and masks. All primitives are `cryptography`'s.
+"""Keys between two sites, and their uses: sealed pairs of shares, and masks. All primitives are `cryptography`'s.
 
 X25519 gives two sites a secret, HKDF with SHA-256 makes a key of it for one purpose and context. Shares are sealed by
 ChaCha20-Poly1305 under a random nonce; a mask is the key stream of AES-256 in counter mode, as 64-bit words.
@@ -32,7 +32,7 @@ def public_of(private: bytes) -> str:
 
 
 def pair_key(private: bytes, public: str, purpose: str, context: bytes, names: tuple[str, str]) -> bytes:
-    """Return the 32 bytes that the two named sites, and nobody else, have for a purpose in a context.
+    """Return the 32 bytes that only the two named sites share, for one purpose in one context.
 
     Raises RefusedError for a public key that is none, or one whose secret all would know (all zero).
     """
@@ -52,13 +52,13 @@ def check_public(public: str) -> None:
 
 
 def seal(key: bytes, plain: bytes, context: bytes, sender: str, receiver: str) -> str:
-    """Return what only the receiver can open, and only in this context, hex digits."""
+    """Return `plain` sealed for the receiver in this context, hex digits."""
     nonce = secret_bytes(NONCE)
     return (nonce + ChaCha20Poly1305(key).encrypt(nonce, plain, _about(context, sender, receiver))).hex()
 
 
 def unseal(key: bytes, sealed: str, context: bytes, sender: str, receiver: str) -> bytes:
-    """Return what was sealed. Raises RefusedError where anything of it is not as it was."""
+    """Return the sealed bytes. Raises RefusedError where they, or their context, have changed."""
     try:
         raw = bytes.fromhex(sealed)
         return ChaCha20Poly1305(key).decrypt(raw[:NONCE], raw[NONCE:], _about(context, sender, receiver))

@@ -1,25 +1,27 @@
-"""The server's side of secure aggregation: one attempt at a phase, from the first question to the opened sum.
+"""The server's side of secure aggregation: attempts at a phase, from the first question to the opened sum, and a run of them.
 
-All that sites say is on disk before it counts, so a server that was killed goes on with the same attempt: same keys, same
-parties, same survivors. What it asks again is the same question, to which a site has the same answer.
+Every answer is on disk before it counts, so a server that was killed goes on with the same attempt: same keys, parties and
+survivors. It asks the same questions again, and a site gives the same answers.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from cryptography import x509
 
 from consilium.config.job import JobConfig
-from consilium.core.errors import ConsiliumError, RefusedError
+from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Payload
 from consilium.core.storage import load_state, save_state, write_atomic
 from consilium.privacy.secagg import sealing, shamir
 from consilium.privacy.secagg.arithmetic import Layout, Words, size_of
 from consilium.privacy.secagg.messages import Keys, cancellations
-from consilium.privacy.secagg.roster import public_key
+from consilium.privacy.secagg.roster import admit, public_key
 from consilium.privacy.secagg.signing import canonical, signed
 from consilium.privacy.secagg.terms import (
     Message,
@@ -41,14 +43,14 @@ NAMED = 5
 
 
 class Answers:
-    """Answers of sites on disk, by step and site; `names` in an order that stays, for a name may be no file's."""
+    """Answers of sites on disk, by step and site. Files are numbered by the order of `names`: a name may be no file name."""
 
     def __init__(self, folder: Path, names: list[str]) -> None:
         self.folder, self.names = folder, names
         self._read: dict[str, dict[str, Message]] = {}
 
     def of(self, step: str) -> dict[str, Message]:
-        """Return what has been answered to a step, by site."""
+        """Return the answers to a step, by site."""
         if step not in self._read:
             paths = {name: self._path(step, name) for name in self.names}
             found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
@@ -56,7 +58,7 @@ class Answers:
         return self._read[step]
 
     def put(self, step: str, name: str, answer: Message) -> None:
-        """Keep an answer."""
+        """Store an answer."""
         write_atomic(self._path(step, name), json.dumps(answer).encode())
         self.of(step)[name] = answer
 
@@ -65,9 +67,9 @@ class Answers:
 
 
 class Attempt:
-    """One attempt at a phase. Each step has its question, what takes an answer, and what ends it; see server/masked_round.py.
+    """One attempt at a phase. Each step has a question, a method that takes an answer, and an end; see server/masked_round.py.
 
-    take_* raise RefusedError for an answer that is none, which costs its site its part in what follows, never the phase.
+    take_* raise RefusedError for an invalid answer. Then its site takes no part in what follows, and the phase goes on.
     """
 
     def __init__(self, folder: Path, config: JobConfig, run: str, about: Message) -> None:
@@ -90,12 +92,12 @@ class Attempt:
     # prepare -----------------------------------------------------------------------------------------------------------
 
     def prepare_question(self, past: Message | None = None) -> Message:
-        """Return what all are asked first; `past`: a site's proof of an earlier phase, see former_attempts.py."""
+        """Return the first question; `past`: a site's proof of an earlier phase, see messages.check_past."""
         asks = {"roster": self.roster, "cohort": self.cohort, "cancelled": self.cancelled}
         return self._question("prepare", past=past or {}, **asks)
 
     def take_prepared(self, name: str, answer: Message) -> None:
-        """Keep a site's prepared keys and sealed shares."""
+        """Store a site's prepared keys and sealed shares."""
         fields = {field: _text(answer, field) for field in ("key", "seed", "signature")}
         told = self.context, name.encode(), fields["key"].encode(), fields["seed"].encode()
         shares = answer.get("shares")
@@ -111,7 +113,7 @@ class Attempt:
         self.answers.put("prepare", name, {**fields, "shares": shares})
 
     def close_prepared(self) -> list[str]:
-        """Return P, which stays from now on. Raises ConsiliumError where it is too few."""
+        """Return the parties P, fixed from now on. Raises ConsiliumError for too few."""
         parties = self._fixed("parties", lambda: sorted(self.answers.of("prepare")))
         if len(parties) < self.terms.least:
             raise self._too_few(len(parties))
@@ -136,7 +138,7 @@ class Attempt:
     # train -------------------------------------------------------------------------------------------------------------
 
     def train_question(self, name: str, parties: list[str]) -> Message:
-        """Return what goes with a site's training task."""
+        """Return the question that goes with a site's training task."""
         prepared = self.answers.of("prepare")
         public = {party: {f: prepared[party][f] for f in ("key", "seed", "signature")} for party in parties}
         shares = {party: prepared[party]["shares"][name] for party in parties if party != name}
@@ -151,32 +153,32 @@ class Attempt:
         return Payload(self.place.round, self.place.phase, tensors, metrics=meta["metrics"], ledger=meta["ledger"])
 
     def take_masked(self, name: str, result: Payload) -> None:
-        """Keep a site's masked update, whose form has been checked."""
+        """Store a site's masked update, whose form has been checked."""
         save_state(self._masked(name), result.tensors, {"metrics": result.metrics, "ledger": result.ledger})
 
     def _masked(self, name: str) -> Path:
         return self.folder / f"masked-{self.cohort.index(name)}.safetensors"
 
     def close_masked(self, parties: list[str]) -> list[str]:
-        """Return U, which stays from now on where it is enough; [] where it is not."""
+        """Return the survivors U, fixed from now on; [] for too few."""
         there = [name for name in parties if self._masked(name).is_file()]
         return self._fixed("survivors", lambda: there) if len(there) >= self.terms.least else []
 
     # confirm and reveal ------------------------------------------------------------------------------------------------
 
     def confirm_question(self, survivors: list[str]) -> Message:
-        """Return what the survivors are asked to sign."""
+        """Return the survivors' question: they are to sign the sum."""
         return self._question("confirm", survivors=survivors)
 
     def take_confirmed(self, name: str, answer: Message, survivors: list[str], masks: bytes) -> None:
-        """Keep a site's signature on the sum."""
+        """Store a site's signature on the sum."""
         signature = _text(answer, "signature")
         if not signed(self.keys[name], signature, "confirm", masks, canonical(survivors)):
             raise RefusedError("its confirmation is not of this sum, or it was sent another model than others")
         self.answers.put("confirm", name, {"signature": signature})
 
     def reveal_question(self) -> Message:
-        """Return what the survivors are asked for their shares with."""
+        """Return the question for the shares of those who signed."""
         path = self.folder / "reveal.json"
         if not path.is_file():
             found = {name: one["signature"] for name, one in sorted(self.answers.of("confirm").items())}
@@ -184,7 +186,7 @@ class Attempt:
         return self._question("reveal", confirmed=json.loads(path.read_text(encoding="utf-8")))
 
     def take_revealed(self, name: str, answer: Message, parties: list[str], masks: bytes) -> None:
-        """Keep a site's shares."""
+        """Store a site's shares."""
         signature, shares = _text(answer, "signature"), answer.get("shares")
         if not isinstance(shares, dict) or shares.keys() != set(parties) or not all(map(_is_share, shares.values())):
             raise RefusedError("its shares are not one of every party")
@@ -193,11 +195,11 @@ class Attempt:
         self.answers.put("reveal", name, {"shares": shares})
 
     def has(self, step: str) -> bool:
-        """Tell whether so many have answered a step that the sum can be opened."""
+        """Tell whether enough sites have answered a step to open the sum."""
         return len(self.answers.of(step)) >= self.terms.threshold
 
     def proof(self, parties: list[str], survivors: list[str]) -> Message:
-        """Return what shows every site that was sent the same model that others were: signatures on the sum."""
+        """Return the proof for every site that others were sent the same model: signatures on the sum."""
         keys = {name: self.answers.of("prepare")[name]["key"] for name in parties}
         confirmed = self.reveal_question()["confirmed"]
         return {"attempt": self.place.attempt, "keys": keys, "survivors": survivors, "confirmed": confirmed}
@@ -205,11 +207,11 @@ class Attempt:
     # cancel ------------------------------------------------------------------------------------------------------------
 
     def cancel_question(self) -> Message:
-        """Return what all that prepared are asked where too few are left."""
+        """Return the question for a cancellation, where too few sites are left."""
         return self._question("cancel")
 
     def take_cancelled(self, name: str, answer: Message) -> None:
-        """Keep a site's cancellation."""
+        """Store a site's cancellation."""
         signature = _text(answer, "signature")
         if not signed(self.keys[name], signature, "cancel", self.context):
             raise RefusedError("its cancellation is not of this attempt")
@@ -217,7 +219,7 @@ class Attempt:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether nobody can open this attempt any more."""
+        """Whether this attempt can no longer be opened."""
         return len(self.answers.of("cancel")) >= cancellations(self.terms)
 
     # the sum -----------------------------------------------------------------------------------------------------------
@@ -230,7 +232,7 @@ class Attempt:
     def unmask(self, parties: list[str], survivors: list[str], masks: bytes, order: Layout) -> Words:
         """Return the sum of the survivors' vectors (d + 1,) without masks.
 
-        Raises ConsiliumError where shares do not give back what was signed: then nothing of the sum can be believed.
+        Raises ConsiliumError where shares do not reconstruct the signed secrets: then the sum may be wrong.
         """
         prepared, count = self.answers.of("prepare"), size_of(order)
         total = torch.zeros(count, dtype=torch.int64)
@@ -272,6 +274,86 @@ class Attempt:
     def _broken(self, name: str) -> ConsiliumError:
         what = f"the shares of {name!r} do not give back what it signed, so the sum cannot be opened"
         return ConsiliumError(f"secure aggregation: {what}; a site or its state is broken, start a new run")
+
+
+class Collector:
+    """All attempts of one run, in a folder of its own. `root`: of the server's kit; `server`: its name, which no site has."""
+
+    def __init__(self, folder: Path, config: JobConfig, run: str, root: x509.Certificate, server: str) -> None:
+        self.folder, self.config, self.run, self.root, self.server = folder, config, run, root, server
+        path = folder / "roster.json"
+        self.roster: dict[str, Message] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    def hello_question(self) -> Message:
+        """Return the first question of a run, asked once."""
+        return {"step": "hello"}
+
+    def admit(self, name: str, found: Message) -> None:
+        """Add a site to the roster. Raises RefusedError for an invalid entry, and for another one than before."""
+        admit(self.root, self.server, found, self.config.digest, self.run, name)
+        if self.roster.get(name, found) != found:
+            raise RefusedError("it has another key than before in this run; is its state lost?", Reason.TASK)
+        if any(found["key"] == other["key"] for who, other in self.roster.items() if who != name):
+            raise RefusedError("it has another site's key", Reason.TASK)
+        self.roster[name] = found
+        write_atomic(self.folder / "roster.json", json.dumps(self.roster).encode())
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a phase has begun: then sites have seen the roster."""
+        return (self.folder / "past.json").is_file() or any(self.folder.glob("*-*-*/about.json"))
+
+    def stored(self, round: int, phase: int) -> Attempt | None:
+        """Return the last attempt at a phase, None without one; delete those of other phases."""
+        wanted = f"{round}-{phase}-"
+        for path in self.folder.glob("*-*-*/") if self.folder.is_dir() else ():
+            if not path.name.startswith(wanted):
+                shutil.rmtree(path)
+        found = sorted(self.folder.glob(f"{wanted}*/about.json"), key=lambda p: int(p.parent.name.rsplit("-", 1)[1]))
+        return self._open(found[-1].parent) if found else None
+
+    def _open(self, folder: Path) -> Attempt:
+        return Attempt(folder, self.config, self.run, json.loads((folder / "about.json").read_text(encoding="utf-8")))
+
+    def begin(self, round: int, phase: int, cohort: Iterable[str]) -> Attempt:
+        """Begin a phase's first attempt. Raises RefusedError where its terms would protect no site."""
+        return self._begin(Place(round, phase), sorted(cohort), self.roster, {})
+
+    def _begin(self, place: Place, cohort: list[str], roster: Mapping[str, Message], cancelled: Mapping[str, str]) -> Attempt:
+        terms_of(self.config, len(cohort))
+        about = {"place": [place.round, place.phase, place.attempt], "cohort": cohort, "cancelled": dict(cancelled)}
+        folder = self.folder / str(place)
+        write_atomic(folder / "about.json", json.dumps(about | {"roster": dict(roster)}).encode())
+        return self._open(folder)
+
+    def again(self, last: Attempt) -> Attempt:
+        """Begin a new attempt after one that is cancelled, of the same sites and roster."""
+        place = Place(last.place.round, last.place.phase, last.place.attempt + 1)
+        cancelled = {name: one["signature"] for name, one in sorted(last.answers.of("cancel").items())}
+        return self._begin(place, last.cohort, last.roster, cancelled)
+
+    def past(self, name: str) -> Message:
+        """Return the proof of the last phase that a site was sent a model in, {} without one."""
+        kept = self._past()
+        return dict(kept["proofs"].get(kept["of"].get(name), {}))
+
+    def _past(self) -> Message:
+        path = self.folder / "past.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"proofs": {}, "of": {}}
+
+    def prove(self, last: Attempt, proof: Message) -> None:
+        """Store the proof of a phase, for all sites that were sent a model in any attempt at it."""
+        kept, phase = self._past(), f"{last.place.round}-{last.place.phase}"
+        for path in self.folder.glob(f"{phase}-*/parties.json"):
+            kept["of"] |= dict.fromkeys(json.loads(path.read_text(encoding="utf-8")), phase)
+        proofs = kept["proofs"] | {phase: proof}
+        kept["proofs"] = {one: proofs[one] for one in set(kept["of"].values()) if one in proofs}
+        write_atomic(self.folder / "past.json", json.dumps(kept).encode())
+
+    def forget(self, last: Attempt) -> None:
+        """Delete a phase that has ended: its sum is in the server's state."""
+        for path in self.folder.glob(f"{last.place.round}-{last.place.phase}-*"):
+            shutil.rmtree(path)
 
 
 def _text(answer: Any, field: str) -> str:

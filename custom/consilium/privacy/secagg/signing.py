@@ -1,4 +1,4 @@
-"""What is signed and hashed: one unambiguous row of bytes for every message, under one domain.
+"""Signatures and hashes of messages: one unambiguous row of bytes for each, under one domain.
 
 A signature is RSA-PSS with SHA-256, by the key of the site's kit, over byte 0xFF, the protocol's name, the message's type, and
 its fields with their lengths before them. No UTF-8 text begins with 0xFF: FLARE has the same key sign names and nonces of the

@@ -42,7 +42,7 @@ FILE = "sums.jsonl"
 SUM, ALLOWED, ACCEPTED = "sum", "allowed", "accepted"
 """Kinds of lines: a set of hospitals that was summed, one that an administrator allows, lost lines that one has accepted."""
 SEAL = "sums"
-"""In a line of audit.jsonl: the seal of the line here that stands for the update's sum."""
+"""Field of audit.jsonl: the seal of the line in sums.jsonl for the update's sum."""
 GENERATED = "generated data"
 SHOWN = 5
 """Hospitals that a message names."""
@@ -100,11 +100,8 @@ class SumLedger:
 
     def _covers(self, line: Mapping[str, Any], sites: frozenset[str], least: int) -> bool:
         """Tell whether a line says of a sum over these hospitals all that a new one would."""
-        if line["kind"] != SUM or frozenset(line["sites"]) != sites or line["least"] < least:
-            return False
-        if line["weights"] != self.weights:
-            return False
-        return self.data <= set(line["data"])
+        same = line["kind"] == SUM and frozenset(line["sites"]) == sites and line["weights"] == self.weights
+        return same and line["least"] >= least and self.data <= set(line["data"])
 
     def _check(self, new: frozenset[str], least: int, lines: list[dict[str, Any]]) -> None:
         if any(line["kind"] == ALLOWED and frozenset(line["sites"]) == new for line in lines):
@@ -161,7 +158,7 @@ def _is_texts(value: Any) -> TypeGuard[list[str]]:
 def check_whole(records: Path) -> int:
     """Return how many lines the ledger of sums has.
 
-    Raises RefusedError if it is damaged, or if a record of what left names a line that it lacks, and nobody accepted that.
+    Raises RefusedError if it is damaged, or if a record of what left names a line that is neither there nor accepted as lost.
     """
     lines = read(records / FILE)
     for path, seal in lost(records, lines):
@@ -177,7 +174,7 @@ def lost(records: Path, lines: list[dict[str, Any]]) -> Iterator[tuple[Path, str
 
 
 def unlisted(records: Path) -> list[PastSum]:
-    """Return the sums that records of what left know of and the ledger does not: of a former version, or of lost lines."""
+    """Return the sums in records of what left that the ledger lacks: of a former version, or of lost lines."""
     known = {line["seal"] for line in read(records / FILE)}
     return [one for path in sorted(records.rglob(audit.FILE)) for one in _unlisted(audit.lines(path), known)]
 
@@ -283,7 +280,7 @@ def _named(sites: frozenset[str]) -> str:
 
 
 def _refused(what: str, sites: frozenset[str], first: str = "ask the hospitals of an earlier sum") -> RefusedError:
-    """Return the refusal of a sum, with the ways out; `first`: the one that needs nobody's word."""
+    """Return the refusal of a sum, with its remedies; `first`: the one that needs no administrator."""
     names = shlex.quote(",".join(sorted(sites)))
     remedy = f"{first}, or add noise (privacy.unit: site), or let the administrator run: "
     remedy += f"consilium privacy sums KIT --allow {names} --reason TEXT"

@@ -1,4 +1,4 @@
-"""What all sites of a phase agree on before anything is masked: who, how many must stay, and the contexts that bind it."""
+"""The terms of a phase, fixed before anything is masked: its sites, how many must stay, and the hashes that bind both."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -40,12 +40,12 @@ class Terms:
 
     @property
     def honest(self) -> int:
-        """How many sites in every sum are neither the server's nor each other's: what a share of noise may count on."""
+        """The fewest honest sites in a sum: a share of noise is sized for them."""
         return self.least - self.colluders
 
     @property
     def problem(self) -> str:
-        """Why sums on these terms would protect nobody, or never come; "" where they hold."""
+        """Why sums on these terms would protect no site, or never complete; "" for valid terms."""
         if 2 * self.threshold <= self.asked + self.colluders:
             return "two sums could both be opened; raise secure_aggregation.threshold"
         if self.threshold - self.colluders < 2:
@@ -56,12 +56,12 @@ class Terms:
 
 
 def default_threshold(asked: int) -> int:
-    """Return how many of so many sites must stay to the end of a phase, where the job does not say: two thirds and one."""
+    """Return the default threshold: how many of the `asked` sites must stay to the end of a phase, two thirds and one."""
     return 2 * asked // 3 + 1
 
 
 def terms_of(config: JobConfig, asked: int) -> Terms:
-    """Return the terms of a phase that asks so many sites. Raises RefusedError where they would protect nobody.
+    """Return the terms of a phase that asks so many sites. Raises RefusedError where they would protect no site.
 
     Without noise a sum is of all that are asked, or of nobody: so each knows before it masks anything whom its update is summed
     with, and no server can choose.
@@ -130,7 +130,7 @@ def prepare_context(
 
 
 def mask_context(context: bytes, keys: Mapping[str, str], order: Layout, sent: Mapping[str, Any]) -> bytes:
-    """Return the hash of all that a phase's masks are for: P with its mask keys, the layout, and what the server sent."""
+    """Return the hash that binds a phase's masks: to the parties' mask keys, the layout, and the payload sent."""
     return hashed("mask-context", context, canonical([dict(keys), [[n, list(s)] for n, s in order], dict(sent)]))
 
 
@@ -145,5 +145,5 @@ def what_was_sent(payload: Payload, names: Mapping[str, str]) -> Message:
 
 
 def same_numbers(tensors: Tensors) -> str:
-    """Return the hash by which a site tells its own numbers from others."""
+    """Return the hash by which a site recognizes its own numbers."""
     return digest(tensors)

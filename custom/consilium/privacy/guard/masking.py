@@ -1,0 +1,150 @@
+"""The guard's part in secure aggregation: which questions about masks are answered, and how an update is masked."""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from consilium.config.job import JobConfig
+from consilium.config.privacy import HospitalPrivacyPolicy
+from consilium.core.errors import Reason, RefusedError
+from consilium.core.messages import Kind, Payload, Tensors
+from consilium.privacy.guard import task_schedule
+from consilium.privacy.guard.audit_trail import AuditTrail
+from consilium.privacy.guard.release_checks import upload_shapes
+from consilium.privacy.guard.task import AuthorizedTask
+from consilium.privacy.plan import Plan
+from consilium.privacy.secagg.arithmetic import UNIT, layout, quantize
+from consilium.privacy.secagg.certificates import Identity
+from consilium.privacy.secagg.client import Party
+from consilium.privacy.secagg.record import FILE, SiteRecord
+from consilium.privacy.secagg.server import MASKED
+from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger, check_whole
+from consilium.privacy.secagg.terms import Message, Terms, read_place
+from consilium.strategies.strategy import Strategy
+
+FOLDER = "masks"
+"""The folder of the record of secure aggregation, in a run's private folder."""
+DEVIATIONS = 40
+"""Standard deviations of noise that a bound has room for: noise never exceeds it."""
+STATE = ("state.safetensors", "released.safetensors")
+"""Files of a site that has trained in a run."""
+
+
+@dataclass
+class Masking:
+    """A site's part in the secure aggregation of one job. `identity`: of the site's kit, with what its site.yaml asks."""
+
+    site: str
+    config: JobConfig
+    strategy: Strategy
+    plan: Plan | None
+    policy: HospitalPrivacyPolicy
+    folder: Path
+    records: Path
+    sums: SumLedger
+    trail: AuditTrail
+    identity: Identity | None
+    _terms: Terms | None = None
+
+    def check_admission(self) -> None:
+        """Raise RefusedError where this site does not take part in the job's secure aggregation at all."""
+        section = self.config.secure_aggregation
+        assert section is not None  # or the guard has no masking
+        if self.config.sums_without_noise:
+            check_whole(self.records)
+        if self.identity is None:
+            raise RefusedError(f"{self.site}: secure_aggregation needs a kit's key; nothing was sent", Reason.POLICY)
+        if section.colluders < self.identity.asks.min_colluders:
+            what = f"secure_aggregation.colluders {section.colluders} is under min_colluders of site.yaml"
+            raise RefusedError(f"{self.site}: {what} ({self.identity.asks.min_colluders}); nothing was sent", Reason.POLICY)
+        if section.bound is not None and section.bound < self._need:
+            what = f"secure_aggregation.bound {section.bound:g} is under the {self._need:.4g} that clip and noise may come to"
+            raise RefusedError(f"{self.site}: {what}; nothing was sent; raise it or leave it out", Reason.JOB)
+        if self.policy.budgets and not (self.identity.simulated or self.identity.asks.partners):
+            what = "site.yaml has a budget and names no secure_aggregation.partners; compare fingerprints and name them"
+            raise RefusedError(f"{self.site}: {what}; nothing was sent", Reason.POLICY)
+
+    def answer(self, task: AuthorizedTask) -> Message:
+        """Return the answer to a question: keys, sealed shares, signatures, or shares of an open sum.
+
+        Raises RefusedError, on record, and then nothing may be sent.
+        """
+        question = task.payload.masking
+        step = str(question.get("step"))[:40]
+        try:
+            reply = self._party(task.run).answer(question)
+        except RefusedError as refusal:
+            self.trail.note("refusal", again=True, step=step, what=str(refusal))
+            raise
+        at = {key: question[key] for key in ("round", "phase", "attempt")} if step != "hello" else {}
+        self.trail.note("masks", step=step, **at, **({"survivors": question["survivors"]} if step == "confirm" else {}))
+        return reply
+
+    def open(self, task: AuthorizedTask) -> None:
+        """Check the keys and shares that came with a training task, before any training. Raises RefusedError, on record."""
+        try:
+            party = self._party(task.run)
+            self._terms = party.open(task.payload, layout(upload_shapes(self.strategy, task.payload)))
+            if self.plan is not None:
+                self.plan.check_shares(self._terms.honest)
+                self.check_room(party.room())
+        except RefusedError as refusal:
+            self.trail.note("refusal", again=True, step="train", what=str(refusal))
+            raise
+
+    @property
+    def _need(self) -> float:
+        """The most that clip and noise may come to; 0 without privacy, because numbers over the bound are cut off."""
+        return self.plan.clip + DEVIATIONS * self.plan.site_noise if self.plan else 0.0
+
+    def check_room(self, room: float) -> None:
+        """Raise RefusedError where noise could exceed the room of sums: whether it does would depend on the data."""
+        if room < self._need:
+            what = f"sums have room for {room:.4g} a number, under the {self._need:.4g} that clip and noise may come to"
+            raise RefusedError(f"{self.site}: {what}; nothing was sent; lower privacy.clip", Reason.JOB)
+
+    def within_room(self, run: str, sums: Tensors, plan: Plan) -> Tensors:
+        """Return a step's sums, in units, with each number cut off at the room of sums less the noise.
+
+        The sum of many units' gradients may be larger than one clip, and a refusal would show that. Cut off number by number
+        before the noise, sums of data that differ in a unit lie no further apart than before.
+        """
+        most = int((self._party(run).room() - DEVIATIONS * plan.site_noise) / UNIT)
+        return {name: tensor.clamp(-most, most) for name, tensor in sums.items()}
+
+    def mask(self, task: AuthorizedTask, released: Payload, weight: int) -> tuple[Payload, dict[str, Any]]:
+        """Return an update under masks, its one tensor, and what the record says of the masks.
+
+        Integers on the grid, as discrete noise makes them, stay as they are. Under privacy the update has no metrics. Raises
+        RefusedError for another shape than the phase has.
+        """
+        found = {name: tuple(tensor.shape) for name, tensor in released.tensors.items()}
+        if found != upload_shapes(self.strategy, task.payload) or released.scalars:
+            raise RefusedError(f"{self.site}: not the tensors of this phase, or numbers beside them; nothing was sent")
+        party = self._party(task.run)
+        words = party.mask(read_place(task.payload.masking), quantize(released.tensors), weight)
+        metrics = {} if self.plan else released.metrics
+        masked = replace(released, tensors={MASKED: torch.from_numpy(words.view("int64").copy())}, metrics=metrics)
+        assert self._terms is not None  # `open` came before
+        about: dict[str, Any] = {"masked": asdict(self._terms)}
+        if party.summed:  # without noise, also with whom the update is summed
+            about = {"masked": about["masked"] | {"sites": party.summed["sites"]}, SEAL: party.summed[SEAL]}
+        return masked, about
+
+    def end(self, task: AuthorizedTask) -> None:
+        """Delete the run's keys at its last evaluation: from then on no sum of the run can be asked for."""
+        round, phase = task.place
+        if task.kind is Kind.EVALUATE and phase == 0 and task_schedule.is_final_round(self.config, round):
+            SiteRecord(self.folder / task.run / FOLDER).end()
+
+    def _party(self, run: str) -> Party:
+        """Return this site in the protocol. Raises RefusedError where it has trained in this run and its record is lost."""
+        assert self.identity is not None  # as check_admission makes sure
+        home = self.folder / run
+        if not (home / FOLDER / FILE).is_file() and any((home / name).exists() for name in STATE):
+            what = "this site has trained in this run, and its record of masks is lost"
+            raise RefusedError(f"{home / FOLDER}: {what}; it cannot take part in it again; nothing was sent", Reason.LEDGER)
+        sums = self.sums if self.config.sums_without_noise else None
+        return Party(self.identity, self.config, run, SiteRecord(home / FOLDER), sums)

@@ -1,0 +1,111 @@
+"""The sequence of a run over transports: what is asked in which order, and what counts of a phase that ends early."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from nvflare.apis.shareable import Shareable
+from nvflare.apis.signal import Signal
+
+from consilium import __version__
+from consilium.core.errors import Reason, RefusedError
+from consilium.core.messages import Hello, Kind, Payload
+from consilium.federation.job import Job
+from consilium.flare.job import wire
+from consilium.flare.job.registration import Registration
+from consilium.flare.job.tasks import TaskSender
+from consilium.flare.job.transport import Aborted, FlareTransport
+from consilium.runtime.engine import LocalTransport
+from consilium.runtime.run_sequence import RunSequence
+from consilium.server.coordinator import Coordinator
+from tests.conftest import assembled, small_config
+from tests.federation.test_coordinator import coordinator, update
+from tests.flare.answering import Federation, context, trained
+
+SITES = ("site-1", "site-2", "site-3")
+
+
+class Recorded(LocalTransport):
+    """Sites that answer with what the coordinator accepts; keeps what was asked, in order."""
+
+    def __init__(self, server: Coordinator, job: Job) -> None:
+        self.asked: list[tuple[Kind, int, list[str]]] = []
+
+        def site(name: str) -> Any:
+            answers: dict[Kind, Callable[[Payload], Any]] = {
+                Kind.HELLO: lambda message: Hello(name, 4, False, __version__),
+                Kind.TRAIN: lambda message: update(job, 0.1, message.round),
+                Kind.EVALUATE: lambda message: Payload(message.round, message.phase, {}),
+            }
+            return SimpleNamespace(begin=lambda kind, run, message: lambda: answers[kind](message))
+
+        super().__init__(server, {name: site(name) for name in SITES})
+
+    def begin(self, kind: Kind, messages: Mapping[str, Any], take: Any) -> Callable[[], None]:
+        if messages:
+            self.asked.append((kind, getattr(next(iter(messages.values())), "round", -1), sorted(messages)))
+        return super().begin(kind, messages, take)
+
+
+def test_every_step_of_a_run_is_asked_once_and_in_order(tmp_path: Path) -> None:
+    config = small_config("fedit", rounds=2)
+    federation = config.federation.model_copy(update={"fraction_train": 0.6, "fraction_evaluate": 1.0, "min_sites": 2})
+    job = assembled(config.model_copy(update={"federation": federation}))
+    server = Coordinator(job, tmp_path, lambda event: None)
+    transport = Recorded(server, job)
+    RunSequence(server, transport).run()
+    server.close()
+    assert [(kind, round) for kind, round, _ in transport.asked] == [
+        (Kind.HELLO, -1), (Kind.EVALUATE, 0), (Kind.TRAIN, 0), (Kind.EVALUATE, 1), (Kind.TRAIN, 1), (Kind.EVALUATE, 2),
+    ]  # fmt: skip
+    whom = [set(names) for *_, names in transport.asked]
+    assert whom[0] == whom[5] == set(SITES)
+    for held_out, trainers in (whom[1:3], whom[3:5]):
+        assert (len(held_out), len(trainers), held_out & trainers) == (1, 2, set())
+    assert server.done
+    assert (tmp_path / "results.json").is_file()
+
+
+def test_a_site_that_fails_or_answers_nonsense_is_refused_and_the_others_are_asked(
+    small_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    events: list[Any] = []
+    job = small_job("fedit")
+    server = coordinator(job, tmp_path, 3)
+    server.observer = events.append
+
+    def fails() -> Any:
+        raise RefusedError("site-0: its disk is full", Reason.LEDGER)
+
+    answers = {"site-0": fails, "site-1": lambda: update(job, float("nan")), "site-2": lambda: update(job, 0.1)}
+    members: Any = {name: SimpleNamespace(begin=lambda *words, answer=answer: answer) for name, answer in answers.items()}
+    payloads = server.start()
+    LocalTransport(server, members).ask(Kind.TRAIN, payloads, server.accept)
+    refused = {event["site"]: event["reason"] for event in events if event["event"] == "refused"}
+    assert refused.keys() == {"site-0", "site-1"}
+    assert refused["site-0"] == "site-0: its disk is full"
+    assert server.reasons["site-0"] == Reason.LEDGER.text  # a site's own text decides nothing
+    assert server.accepted == {"site-2"}
+    server.close()
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["amid a phase", "with its last reply"])
+def test_nothing_of_a_phase_counts_once_flare_ends_the_job(last: bool, tmp_path: Path) -> None:
+    names, signal, replies = ["a", "b", "c"], Signal(), list[str]()
+
+    def ends(message: Shareable) -> Shareable | None:
+        if wire.HELLO not in message:
+            replies.append("")
+            if len(replies) == (3 if last else 2):
+                signal.trigger(True)
+        return trained(1.0)(message)
+
+    federation, fl_ctx = Federation(tmp_path, dict.fromkeys(names, ends)), context(names)
+    tasks = TaskSender(federation, federation.coordinator, signal, fl_ctx, set, 0.01)
+    sequence = RunSequence(federation.coordinator, FlareTransport(tasks, Registration(tasks)))
+    with pytest.raises(Aborted):
+        sequence.run()
+    assert (federation.coordinator.state.round, (tmp_path / "results.json").exists()) == (0, False)
+    federation.coordinator.close()
