@@ -4,11 +4,14 @@ A plane is shown in radiological orientation, however the file stores it: rows r
 downwards, columns from the patient's right to the left or from the front backwards.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
+from consilium.core.errors import DataError
 from consilium.data.settings import Axis
 
 CANONICAL: dict[Axis, int] = {"sagittal": 0, "coronal": 1, "axial": 2}
@@ -101,6 +104,16 @@ class Grid:
         from nibabel.orientations import io_orientation  # a server, which knows grids by name only, does without
 
         return [(int(axis), int(sign)) for axis, sign in io_orientation(self.affine)]  # half a millisecond: once is enough
+
+
+def check_spacing(path: Path, field: str, values: Sequence[float], remedy: str) -> None:
+    """Raise DataError for millimetres between voxels, as a header's `field` has them, that are not finite or not over 0.
+
+    Every reader calls it: libraries replace such a number by 1 silently, and all distances would be wrong.
+    """
+    if not all(np.isfinite(value) and value > 0 for value in values):
+        found = " x ".join(f"{value:g}" for value in values)
+        raise DataError(f"{path}: {field} is {found}, and a voxel's sides are over 0 mm; {remedy}", "broken geometry")
 
 
 def disagreement(one: Grid, other: Grid) -> str:
