@@ -111,7 +111,8 @@ def _check(own: DatasetConfig, config: Any, checkpoints: Path | None) -> Finding
     more: dict[str, Any] = {}
     if own.labels is not None or own.annotated is not None:
         more["change"] = lambda data: relabelled(data, own.labels, own.annotated, classes)
-    return kind.check(path, config.task, tokenizer, getattr(config.model, "max_length", 0), **more)
+    room = getattr(config.model, "max_length", 0) or config.model.image_side
+    return kind.check(path, config.task, tokenizer, room, **more)
 
 
 def _read_only(path: Path, kind: TaskKind) -> Findings:

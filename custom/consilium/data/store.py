@@ -34,7 +34,7 @@ CachedSample = dict[str, np.ndarray]
 """A sample's arrays of 8 bits."""
 FOLDER = "consilium-samples"
 """Name of the subfolder that holds the cache, in the folder of site.yaml's `cache`."""
-VERSION = 1
+VERSION = 2
 """Of the code that reads samples: raise it when the same file becomes another sample."""
 SPARE = 2**30
 """Bytes of the disk that are left free."""

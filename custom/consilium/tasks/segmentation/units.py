@@ -129,8 +129,7 @@ def spacing_of(item: Item, shape: tuple[int, int]) -> tuple[float, float, float]
     if grid is None or grid.voxel is None or (pixel := grid.pixel(item.axis)) is None:
         return None
     rows, columns = (step * old / new for step, old, new in zip(pixel, cropped_shape(item), shape, strict=True))
-    found = grid.voxel[grid.across(item.axis)], rows, columns
-    return found if all(math.isfinite(step) and step > 0 for step in found) else None
+    return grid.voxel[grid.across(item.axis)], rows, columns
 
 
 def summary(items: Sequence[Item], table: Row) -> dict[str, float]:
