@@ -14,6 +14,8 @@ from pydicom import config
 from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.check import check_datalist
+from consilium.data.datalist import Item
+from consilium.tasks.segmentation.units import spacing_of
 from tests.data.dicoms import image, placed, save, stack
 
 WRONG = [0.0, -2.0, float("nan"), float("inf")]
@@ -93,6 +95,14 @@ def test_a_dicom_s_spacing_that_is_no_size_is_refused(where: Any, more: dict[str
             setattr(made, keyword, value)
     with pytest.raises(DataError, match=said):
         volumes.header(save(made, tmp_path / "a.dcm"))
+
+
+def test_a_dicom_picture_without_a_place_has_its_pixels_size(tmp_path: Path) -> None:
+    """A radiograph: 0.2 mm between rows and 0.3 mm between columns, and no position. Distances of its masks are in mm."""
+    made = image(np.zeros((4, 6), np.int16), PixelSpacing=[0.2, 0.3])
+    grid = volumes.header(save(made, tmp_path / "a.dcm")).grid
+    assert (grid.voxel, grid.pixel("stored")) == (None, (0.2, 0.3))
+    assert spacing_of(Item(tmp_path / "a.dcm", None), (8, 3)) == pytest.approx((1, 0.1, 0.6))
 
 
 def test_one_wrong_file_of_a_series_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from consilium.cli.main import app
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.data.datalist import Item
+from consilium.data.datalist import SCORED, Item, drawn
 from consilium.data.images import read_sample, resize_labels
 from consilium.data.sample_check import check_sample
 from consilium.data.settings import PictureSettings
@@ -148,6 +148,17 @@ def test_data_check_counts_them_by_split_and_class_and_its_remedies_end_it(tmp_p
     assert found == {f"training: {what}": 2, f"test: {what}": 1}
     assert said(folder, job(tmp_path, image_size=1024)) == {}
     assert said(folder, job(tmp_path, task={"tiles": {"size": 128}})) == {}
+
+
+@pytest.mark.parametrize(("side", "seen"), [(128, 0), (450, 1)])
+def test_data_check_looks_at_the_part_that_a_crop_leaves(side: int, seen: int, tmp_path: Path) -> None:
+    """A pixel at row and column 2 of the crop. 128 pixels of 128 are all kept; of 450, rows 1, 5, 8 ... are sampled."""
+    folder, rows = tmp_path / "site", np.broadcast_to(np.arange(SIDE)[:, None], (SIDE, SIDE))
+    folder.mkdir()
+    crop = drawn(side, SCORED, "p.png")
+    entry = pair(folder, "p", {(int(crop.cut(rows)[2, 0]), int(crop.cut(rows.T)[0, 2]), 1, 1): 1})
+    (folder / "datalist.json").write_text(json.dumps({"training": [entry]}))
+    assert sum(said(folder, job(tmp_path, task={"crop": side})).values()) == seen
 
 
 def test_data_check_counts_planes_and_tiles(tmp_path: Path) -> None:

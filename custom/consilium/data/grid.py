@@ -23,11 +23,13 @@ TOLERANCE = 0.1
 class Grid:
     """A volume's voxels (i, j, k), `shape` of each axis. `affine` (4, 4) takes indices to millimetres (right, front, up).
 
-    Without an affine the position of the voxels is unknown: frames of a video, or a plain picture.
+    Without an affine the position of the voxels is unknown: frames of a video, or a plain picture, of which `plane` may still
+    say the millimetres between rows and between columns.
     """
 
     shape: tuple[int, int, int]
     affine: np.ndarray | None = None
+    plane: tuple[float, float] | None = None
 
     @property
     def voxel(self) -> tuple[float, float, float] | None:
@@ -74,7 +76,7 @@ class Grid:
     def pixel(self, axis: Axis) -> tuple[float, float] | None:
         """Return millimetres between rows and between columns of a plane."""
         if self.voxel is None:
-            return None
+            return self.plane
         first, second = self._rest(axis)
         rows, columns = (second, first) if self._upright(axis) else (first, second)
         return self.voxel[rows], self.voxel[columns]

@@ -15,7 +15,7 @@ from PIL import Image
 from consilium.core.errors import DataError, UnfitError
 from consilium.data import images, pictures, slides, volumes
 from consilium.data.check_report import PATIENT
-from consilium.data.datalist import DataList, Item, Lost, files_of
+from consilium.data.datalist import SCORED, DataList, Item, Lost, cropped_item, files_of
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import check_annotated, check_pair, check_values, classes_of, level_of, read_image, read_labels
 from consilium.data.labels import Labels
@@ -103,6 +103,7 @@ def _report(
                 _add_label(found, item, image, read_labels(item, settings) if is_mask else None, classes)
         if size and found.classes and isinstance(classes, Mapping):
             for part in _parts(item, found.planes, settings):
+                part = part if settings.crop is None else cropped_item(part, settings.crop, SCORED)
                 found.small.update(too_small(part, read_labels(part, settings), classes, size, settings))
     except DataError as error:
         found.stop = error
