@@ -208,8 +208,8 @@ def stack(path: Path) -> Stack:
     ordered, count, affine = (on_lattice if kind in SEGMENTATIONS else in_order)(path, frames)
     rows, columns = ordered[0].shape
     middle = ordered[len(ordered) // 2]
-    sides = np.atleast_1d(middle.own.get("PixelSpacing") or ()) if affine is None and count == 1 else ()
-    grid = Grid((columns, rows, count), affine, (float(sides[0]), float(sides[1])) if len(sides) == 2 else None)
+    sides = [float(side) for side in np.atleast_1d(middle.own.get("PixelSpacing") or ())] if affine is None else []
+    grid = Grid((columns, rows, count), affine, (sides[0], sides[1]) if len(sides) == 2 and count == 1 else None)
     study, space = (str(first.get(key) or "").strip() for key in ("StudyInstanceUID", "FrameOfReferenceUID"))
     colours = int(first.get("SamplesPerPixel") or 1) > 1 or first.get("PhotometricInterpretation") == "PALETTE COLOR"
     found = Header(grid, None if colours else shown(middle.scale), whose(first), study, space)
