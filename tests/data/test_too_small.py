@@ -90,9 +90,9 @@ def test_scores_are_of_the_file_s_pixels_by_default(tmp_path: Path) -> None:
     each = [2 * area / (area + SIDE**2) for area in (90 * 90, 2 * 2)]
     assert found["n"] == 4
     assert found["dice"] == pytest.approx(np.mean(each), rel=1e-4)
-    assert found["too_small/spot"] == 2
+    assert found["too_small/test/spot"] == 2
     assert task.notes == [
-        "nothing of spot is left of 2 of 4 test pictures at the model's 128 pixels; single pixels are marked instead: "
+        "nothing of spot is left in 2 of 4 test pictures at the model's 128 pixels; single pixels are marked instead: "
         "raise model.image_size, or set task.tiles"
     ]
     kept = task.evaluate(Bright(), "test", 3)  # masks come from memory in later rounds
@@ -184,16 +184,15 @@ def test_a_run_says_it_before_training_and_in_its_table(tmp_path: Path) -> None:
     warned = [number for number, one in enumerate(events) if one["event"] == "warning" and "nothing of lesion" in one["text"]]
     texts = [events[number]["text"] for number in warned]
     assert [text.partition(" pictures")[0] for text in texts] == [
-        "ward: nothing of lesion is left of 1 of 3 test",
-        "ward: nothing of lesion is left of 2 of 4 training",
+        "ward: nothing of lesion is left in 1 of 3 test",
+        "ward: nothing of lesion is left in 2 of 4 training",
     ]
     assert max(warned) < kinds.index("metrics")
     record = read_run(tmp_path / "run")
     table = results_table(record.closing, record.scores, "small")
     assert "per image, original grid" in table.title
-    assert any(
-        "nothing of a class is left at the model's size" in one and "ward 1 picture of lesion" in one for one in table.notes
-    )
+    (note,) = (one for one in table.notes if "nothing of a class is left at the model's size" in one)
+    assert note.endswith(": ward 1 test of lesion, ward 2 training of lesion")
 
 
 def test_a_run_s_folder_that_names_no_grid_was_scored_at_the_model_s(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_the_original_grid_has_the_file_s_pixels(tmp_path: Path) -> None:
     entry = picture(tmp_path, "p", np.ones((16, 16), bool), block((16, 16), (4, 5), (4, 5)))
     assert evaluated(task_of(tmp_path, [entry], scores={"grid": "original"}))["dice"] == pytest.approx(2 / 257)
     small = evaluated(task_of(tmp_path, [entry], scores={"grid": "resized"}))  # there one pixel of 8 x 8 stands for it
-    assert (small["dice"], small["too_small/spot"]) == (pytest.approx(2 / 65), 1)
+    assert (small["dice"], small["too_small/test/spot"]) == (pytest.approx(2 / 65), 1)
 
 
 @pytest.mark.parametrize(("grid", "dice"), [("resized", 2 * 16 / (16 + 32)), ("original", 2 * 64 / (64 + 128))])

@@ -186,7 +186,8 @@ def resize_masks(
     """
     small = labels.map(lambda values: resize_labels(values, size, settings))
     masks, lost = np.stack([small.where(wanted) for wanted in classes.values()]), []
-    empty = [number for number, mask in enumerate(masks) if not mask.any()]
+    shrinks = max(labels.shape, default=0) > size  # else every pixel of the file is seen
+    empty = [number for number, mask in enumerate(masks) if not mask.any()] if shrinks else []
     present = labels.present() if empty else set()
     for mask, (name, wanted) in ((masks[number], list(classes.items())[number]) for number in empty):
         if present.isdisjoint(wanted):

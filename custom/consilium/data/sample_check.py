@@ -295,6 +295,8 @@ def too_small(
 ) -> tuple[str, ...]:
     """Return the classes that labels (H, W) of an item show and that resizing them to `size` alone leaves nothing of."""
     cut = labels.map(lambda values: images.crop(item, values))
+    if max(cut.shape, default=0) <= size:  # nothing is made smaller
+        return ()
     return images.resize_masks(cut, classes_of(item, classes), size, settings)[1]
 
 

@@ -6,7 +6,6 @@ from math import fsum
 from types import MappingProxyType
 
 from consilium.core.messages import SKIPPED, MetricKey, Stage
-from consilium.core.sanitize import number_of
 from consilium.report.run_record import Results, known, split_of
 from consilium.report.tables import Column, Table, columns, few, number
 from consilium.tasks.registry import COUNT, HIGH, LOW, Scores
@@ -70,15 +69,14 @@ def _notes(results: Results, split: str, scores: Scores) -> list[str]:
 
 
 def _too_small(results: Results, split: str, scores: Scores) -> list[str]:
-    """Return a line of how many pictures show a structure too small for the model's size, by site and class; none without."""
-    start = str(MetricKey(split, Stage.GLOBAL, f"{scores.too_small}/"))
-    found = [
-        f"{site} {number_of(int(value), 'picture')} of {name.removeprefix(start)}"
-        for site, one in sorted(results.items())
-        for name, value in sorted(one.items())
-        if scores.too_small and name.startswith(start) and known(value)
-    ]
-    what = f"{split} pictures in which nothing of a class is left at the model's size, so that single pixels stand for it"
+    """Return a line of how many pictures show a structure too small for the model's size, by site, split and class."""
+    start, found = str(MetricKey(split, Stage.GLOBAL, f"{scores.too_small}/")), []
+    for site, one in sorted(results.items()):
+        told = [
+            (*name.removeprefix(start).partition("/"), known(value)) for name, value in one.items() if name.startswith(start)
+        ]
+        found += [f"{site} {value:.0f} {where} of {of}" for where, _, of, value in sorted(told) if scores.too_small and value]
+    what = "pictures in which nothing of a class is left at the model's size, so that single pixels stand for it"
     return [f"{what}: {', '.join(found)}"] if found else []
 
 

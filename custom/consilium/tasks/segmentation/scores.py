@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from consilium.core.schema import Section
+from consilium.data.datalist import SPLITS
 from consilium.tasks.registry import Scores, interval_names
 
 
@@ -43,7 +44,7 @@ HEADINGS = {
 
 
 TOO_SMALL = "too_small"
-"""Counts, by class, the pictures in which resizing to the model's size alone leaves nothing of a class."""
+"""Counts, by split and class, the pictures in which resizing to the model's size alone leaves nothing of a class."""
 GRIDS = {"original": "original grid", "resized": "model grid"}
 FORMER = {"scores": {"grid": "resized"}}
 """What runs were scored on whose job.yaml names no grid."""
@@ -51,9 +52,8 @@ FORMER = {"scores": {"grid": "resized"}}
 
 def metric_names(classes: Iterable[str]) -> frozenset[str]:
     """Return every metric a segmentation task can report."""
-    return frozenset(
-        {"loss", *NAMES, *interval_names(NAMES), *(f"{name}/{c}" for c in classes for name in (*NAMES, TOO_SMALL))}
-    )
+    each = (*NAMES, *(f"{TOO_SMALL}/{split}" for split in SPLITS))
+    return frozenset({"loss", *NAMES, *interval_names(NAMES), *(f"{name}/{c}" for c in classes for name in each)})
 
 
 def scores(config: SegmentationScoresConfig) -> Scores:

@@ -86,7 +86,7 @@ class SegmentationTask:
         """Return a sentence for each split and class with structures too small for the model's size."""
         what = f"at the model's {self.size} pixels; single pixels are marked instead: raise model.image_size, or set task.tiles"
         return [
-            f"nothing of {name} is left of {count} of {len(self.data.splits[split])} {split} pictures {what}"
+            f"nothing of {name} is left in {count} of {len(self.data.splits[split])} {split} pictures {what}"
             for (split, name), count in sorted(self._samples.small.items())
         ]
 
@@ -151,7 +151,9 @@ class SegmentationTask:
         return {"loss": losses / count} | self._average(table) | closing
 
     def _too_small(self, split: str) -> dict[str, float]:
-        return {f"{TOO_SMALL}/{name}": float(n) for (where, name), n in self._samples.small.items() if where == split}
+        """Return the counts of all splits; of a quiet list this split's alone: training pictures are what its job protects."""
+        told = {split} if self.data.loading.ignore_unfit else set(SPLITS)
+        return {f"{TOO_SMALL}/{where}/{name}": float(n) for (where, name), n in self._samples.small.items() if where in told}
 
     def _scored(self, items: Sequence[Item], units: Sequence[Item], shown: Sequence[Item], dice: Tensor) -> Scored:
         """Return each unit's mean Dice over its classes, of dice (U, C)."""
