@@ -30,7 +30,7 @@ from consilium.tasks.segmentation.prompts import TAKEN
 from consilium.tasks.segmentation.scores import GRIDS, TOO_SMALL, SegmentationScoresConfig
 from consilium.tasks.segmentation.units import Plane, Row, Units, order, summary
 
-MASK_BYTES = 2**28
+MASK_BYTES = 2**27
 """Masks at the files' size are kept in memory up to here, a bit a pixel and class: validation needs them in every round."""
 STRIP = 2**22
 EXAMPLES = 3
