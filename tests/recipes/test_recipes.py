@@ -218,7 +218,7 @@ def test_the_command_line_shows_its_scores(install: Install, tmp_path: Path, cap
 def test_the_figures_of_a_task_that_is_not_installed_here_are_its_loss(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("name: other\ntask: {name: elsewhere}\ntraining: {rounds: 1}\n")
     (tmp_path / "metrics.jsonl").write_text("")
-    assert progress(tmp_path)["scores"] == {"leading": ["loss"], "headings": {}}
+    assert progress(tmp_path)["scores"] == {"leading": ["loss"], "headings": {}, "grid": ""}
 
 
 # an adapter -----------------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def add(folder: Path, *lines: object) -> None:
 def test_a_page_has_every_part_of_the_run(page: Page) -> None:
     ids = [one["id"] for one in page.of("h2")]
     assert ids == ["result", "curves", "sites", "travelled", "time", "absences", "privacy", "versions"]
-    assert "Dice, mean of 2 sites: 0.550 pretrained, 0.650 global, 0.750 personalized." in page.text
+    assert "Dice, original grid, mean of 2 sites: 0.550 pretrained, 0.650 global, 0.750 personalized." in page.text
     for told in ("0.500", "0.600", "0.700", "0.650–0.750", "mean by n", "Best: a.png", "Worst: c.png", "4.0 s"):
         assert told in page.text, told
     assert "no differential privacy" in page.text

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from consilium.config.site import Given
 from consilium.core.errors import ConfigError
@@ -231,8 +232,17 @@ def test_a_date_is_no_value_of_a_job(study_file: MakeStudy) -> None:
         cells_of(study_file(axes={"seed": {"x": {"name": date(2024, 1, 1)}}}))
 
 
-@pytest.mark.parametrize(("study", "first"), [("quickstart_cells", "0b73b1c93a4df583"), ("iat_table2", "8e34790da03320bf")])
-def test_an_upgrade_runs_no_finished_cell_again(study: str, first: str) -> None:
+@pytest.mark.parametrize(
+    ("study", "more", "first"),
+    [
+        ("quickstart_cells", {"task.scores.f1": "present"}, "0b73b1c93a4df583"),  # the defaults when their cells were run
+        ("iat_table2", {"task.scores.grid": "resized"}, "8e34790da03320bf"),
+    ],
+)
+def test_an_upgrade_runs_no_finished_cell_again(study: str, more: dict[str, str], first: str, tmp_path: Path) -> None:
     """A cell is known by its whole job: a new field leaves its default out of it (`exclude_if`), or days of a GPU run anew."""
-    jobs = Path(__file__).parents[2] / "jobs"
-    assert load(jobs / "studies" / f"{study}.yaml").cells()[0].id == first
+    source = Path(__file__).parents[2] / "jobs/studies" / f"{study}.yaml"
+    said = yaml.safe_load(source.read_text())
+    said |= {"base": str((source.parent / said["base"]).resolve()), "set": said.get("set", {}) | more}
+    (tmp_path / source.name).write_text(yaml.safe_dump(said, sort_keys=False))
+    assert load(tmp_path / source.name).cells()[0].id == first

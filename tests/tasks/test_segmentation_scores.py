@@ -120,7 +120,8 @@ def test_the_original_grid_has_the_file_s_pixels(tmp_path: Path) -> None:
     """One true pixel of 16 x 16, all predicted: Dice 2 / 257. On the grid of 8 x 8 the pixel's cell is not even sampled."""
     entry = picture(tmp_path, "p", np.ones((16, 16), bool), block((16, 16), (4, 5), (4, 5)))
     assert evaluated(task_of(tmp_path, [entry], scores={"grid": "original"}))["dice"] == pytest.approx(2 / 257)
-    assert "dice" not in evaluated(task_of(tmp_path, [entry], scores={"grid": "resized"}))
+    small = evaluated(task_of(tmp_path, [entry], scores={"grid": "resized"}))  # there one pixel of 8 x 8 stands for it
+    assert (small["dice"], small["too_small/test/spot"]) == (pytest.approx(2 / 65), 1)
 
 
 @pytest.mark.parametrize(("grid", "dice"), [("resized", 2 * 16 / (16 + 32)), ("original", 2 * 64 / (64 + 128))])
@@ -138,7 +139,8 @@ def test_padding_is_not_scored(grid: str, dice: float, tmp_path: Path) -> None:
 def test_resized_millimetres_follow_the_shrinking(tmp_path: Path) -> None:
     """Planes of 32 x 16 voxels of 1 x 2 mm as 8 x 8 pixels: 4 mm each. Blocks apart by 2 pixels of rows lie 8 mm apart."""
     guess, reference = block((32, 16, 2), (8, 12), (8, 10), (0, 1)), block((32, 16, 2), (16, 20), (8, 10), (0, 1))
-    found = evaluated(task_of(tmp_path, [volume(tmp_path, "v", guess, reference, np.diag([1, 2, 9, 1]))], **PER_VOLUME))
+    resized = {"scores": {"per": "volume", "grid": "resized"}}
+    found = evaluated(task_of(tmp_path, [volume(tmp_path, "v", guess, reference, np.diag([1, 2, 9, 1]))], **resized))
     assert found["hd95_mm"] == pytest.approx(8)
 
 

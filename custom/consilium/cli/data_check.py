@@ -147,7 +147,8 @@ def _check(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
     more: dict[str, Any] = {}
     if (own.labels, own.annotated, own.nifti_affine) != (None, None, None):
         more["change"] = lambda data: relabelled(with_affine(data, own.nifti_affine), own.labels, own.annotated, classes)
-    return kind.check(path, config.task, tokenizer, getattr(config.model, "max_length", 0), **more)
+    room = getattr(config.model, "max_length", 0) or config.model.image_side
+    return kind.check(path, config.task, tokenizer, room, **more)
 
 
 def _read_only(path: Path, kind: TaskKind) -> Findings:

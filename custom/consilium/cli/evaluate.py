@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from consilium.cli.model_options import BestOption, DeviceOption, ModelArgument, SiteOption, site_of
-from consilium.cli.options import CheckpointsOption, Format, FormatOption, page, progress_bar, table
+from consilium.cli.options import LONGEST_LINE, CheckpointsOption, Format, FormatOption, page, progress_bar, table
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Stage
@@ -80,6 +80,11 @@ def _print(found: Mapping[str, float], opened: TrainedModel, split: Split, data:
         rows.add_row("n", f"{found[COUNT]:.0f}", "")
     typer.echo(shown(title))
     page().print(rows)
+    for name in sorted(found):
+        metric, _, part = name.partition(f"/{split}/")
+        if part and metric == scores.too_small:
+            what = f"nothing of {part} is left at the model's size, so that single pixels stand for it"
+            typer.echo(shown(f"note: in {found[name]:.0f} {split} pictures {what}", LONGEST_LINE))
 
 
 def shown_scores(found: Mapping[str, float], scores: Scores) -> list[str]:

@@ -113,13 +113,15 @@ def _table(progress: dict[str, Any], width: int) -> Table:
     """Return a row per site: its weight in the mean (federation.max_weight bounds it), its loss and leading score as far as
     it shares them, and what it has sent and received, in at most `width` cells where that can be."""
     told, sites = progress["scores"], progress["sites"]
-    scores = Scores((*map(str, told["leading"]), "loss"), (), told["headings"])  # a server wrote them
+    scores = Scores((*map(str, told["leading"]), "loss"), (), told["headings"], grid=str(told.get("grid") or ""))  # a server's
     score = scores.lead({metric for one in sites.values() for metric in reported(one["metrics"])})
     headings = {stage: shown(scores.heading(score)) for stage in (Stage.GLOBAL, Stage.PERSONALIZED)}
     layouts = [
         partial(_sites, progress, score, headings, joint, sizes) for joint, sizes in ((" ", True), ("\n", True), ("\n", False))
     ]
-    return fit(layouts, [shown(name) for name in sites], width)
+    found = fit(layouts, [shown(name) for name in sites], width)
+    found.caption = shown(scores.label(score)) if scores.grid_of(score) else None
+    return found
 
 
 def _sites(

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from consilium.cli.options import Format, page
 from consilium.cli.privacy import claim_of
-from consilium.config.job import JobConfig, load_job
+from consilium.config.job import JobConfig, load_run_job
 from consilium.core.sanitize import line, shown
 from consilium.report.matrices import VALUES, read_matrix
 from consilium.report.plain_files import read_json
@@ -28,7 +28,7 @@ def finish(folder: Path, losses: dict[str, float], sites: list[str], format: For
         join_predictions({name: folder / "sites" / name / PREDICTIONS for name in sites}, folder / PREDICTIONS)
     except OSError as error:  # a damaged picture or a full disk costs no score
         Console(stderr=True, soft_wrap=True).print(line(f"no {PREDICTIONS}: {error}", "yellow"))
-    config = load_job(folder / "job.yaml", plugins=None)  # as it ran, even if the given file has changed since
+    config = load_run_job(folder, None)  # as it ran, even if the given file has changed since
     print_results(json.loads((folder / "results.json").read_text()), losses, config, folder, format)
 
 

@@ -134,6 +134,8 @@ def _site(
     units = units_of(job.config, data) if data else task.num_samples
     plan, seed = make_plan(job.config, job.strategy, units, job.initial), site.privacy.noise_seed
     plan = plan.with_seeded([name]) if plan is not None and seed is not None else plan
+    for note in getattr(task, "notes", ()):
+        observer({"event": "warning", "text": f"{name}: {note}"})
     context = ClientContext(
         name, job.config, job.strategy, model, task, folder, observer, plan, seed, site.capacity, checkpoint, data,
         ranks=ranks_of(job.config, site, data, folder),

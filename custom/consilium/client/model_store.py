@@ -8,7 +8,7 @@ from pathlib import Path
 from consilium.adapters import layers
 from consilium.adapters.names import is_local
 from consilium.client.context import ClientContext
-from consilium.config.job import JobConfig, load_job
+from consilium.config.job import JobConfig, load_run_job
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import MetricKey, Payload, SiteInfo, Stage, Tensors
 from consilium.core.storage import checkpoint_hash
@@ -117,7 +117,7 @@ class ModelStore:
         if not folder.is_dir():
             raise RefusedError(f"{context.name}: {folder}: there is no personalized model of the run", Reason.MODEL)
         kept, _ = read_kept(folder)
-        digest = load_job(folder / "job.yaml", plugins=frozenset(context.config.packages)).digest
+        digest = load_run_job(folder, frozenset(context.config.packages)).digest
         if digest not in {one.digest for one in former_jobs(context.config)}:
             raise RefusedError(f"{context.name}: {folder}: is of another job than the run that is scored", Reason.MODEL)
         return Payload(-1, -1, kept.values, {"scaling": kept.scaling, "share": kept.share})

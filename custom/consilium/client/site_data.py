@@ -15,7 +15,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.seeding import seed_for
-from consilium.data.datalist import SPLITS, DataList, Item, Lost, drawn, with_affine
+from consilium.data.datalist import SCORED, SPLITS, DataList, Item, Lost, cropped_item, with_affine
 from consilium.data.label_map import relabelled
 from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.data.patients import by_patient, item_patient, most_of_one
@@ -26,8 +26,6 @@ from consilium.privacy.plan import per_patient
 from consilium.tasks.registry import TASKS
 
 _log = logging.getLogger(__name__)
-SCORED = -1
-"""In the place of a seed, for what every seed is scored on."""
 
 
 def site_data(
@@ -72,12 +70,8 @@ def cropped(data: DataList, side: int | None, seed: int) -> DataList:
     if side is None:
         return data
     seeds = {split: seed if split == "training" else SCORED for split in SPLITS}
-    splits = {split: tuple(_part(item, side, seeds[split]) for item in items) for split, items in data.splits.items()}
+    splits = {split: tuple(cropped_item(item, side, seeds[split]) for item in items) for split, items in data.splits.items()}
     return replace(data, splits=splits)
-
-
-def _part(item: Item, side: int, seed: int) -> Item:
-    return replace(item, crop=drawn(side, seed, item.image.name if item.slice is not None else item.name))
 
 
 def _samples(config: JobConfig, data: DataList) -> DataList:

@@ -40,7 +40,8 @@ def _named(raw: Any) -> str:
 
 
 def _read(path: Path, named: str, job: Path) -> dict[str, Any]:
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():  # of a folder that holds an adapter alone, its settings, which the section then refuses
+        path = next((path / name for name in ("config.json", "adapter_config.json") if (path / name).is_file()), path)
     found: Any = None
     try:
         if not path.is_file():

@@ -80,6 +80,9 @@ class JobConfig(Section):
         """
         settings = self.model_dump(mode="json")
         del settings["training"]["rounds"]
+        for section, fields in TASKS[self.task.name].undigested.items():
+            for name in [name for name, value in fields.items() if settings["task"][section][name] == value]:
+                del settings["task"][section][name]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
     @property
@@ -241,6 +244,16 @@ def load_job(
     """
     path = job_file(path)
     return make_job(read_yaml(path), path, overrides, plugins, author)
+
+
+def load_run_job(folder: Path, plugins: Plugins = NO_PLUGINS) -> JobConfig:
+    """Read the job.yaml that a run wrote into its folder. A field with another default by now has the one it was made with."""
+    path = job_file(folder / "job.yaml")
+    raw = read_yaml(path)
+    task = raw.get("task") if isinstance(raw, dict) else None
+    if isinstance(task, dict) and (name := task.get("name")) in list(TASKS):
+        raw["task"] = TASKS[name].completed(task)
+    return make_job(raw, path, None, plugins)
 
 
 def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins: Plugins, author: bool = False) -> JobConfig:

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -46,6 +47,7 @@ class SampleCache:
         self.store: Store | None = open_store(data.loading.folder, data.loading.most) if settings else None
         self._kept: dict[Place, CachedSample] = {}
         self._lost, self._unfit = set[Place](), set[Place]()
+        self._small: list[tuple[str, str]] = []
         self._lock = threading.RLock()
         self._pool = ThreadPoolExecutor(data.loading.workers, "consilium-read") if data.loading.workers else None
         planes: dict[Path, list[Place]] = {}
@@ -55,14 +57,15 @@ class SampleCache:
                     planes.setdefault(item.image, []).append((split, index))
         self._planes = {path: places for path, places in planes.items() if len(places) > 1}
         self._locks = {path: threading.Lock() for path in self._planes}
-        if data.loading.decode_all or not (data.loading.skip or data.loading.prechecked):
+        if data.loading.decode_all or not data.loading.prechecked:
             self._check_all(check)
 
     def _check_all(self, check: Check | None) -> None:
-        if check is not None and not self._data.loading.skip:
-            for _, error in find_errors(self._data, check, self._settings, self.store):
+        loading = self._data.loading
+        for _, error in find_errors(self._data, check, self._settings, self.store, self._small) if check else ():
+            if not loading.skip:
                 raise error
-        if check is not None and not self._data.loading.decode_all:
+        if not loading.decode_all and (loading.skip or check is not None):
             return
         for split, items in self._data.splits.items():
             self.map(split, range(len(items)), lambda index, raw: None)
@@ -71,6 +74,11 @@ class SampleCache:
         if self._unfit:
             what = f"{len(self._unfit):,} samples do not fit the job, which learns and scores nothing of them"
             _log.warning(f"{self._data.path}: {what}; `consilium data check --job` names them")
+
+    @property
+    def small(self) -> Counter[tuple[str, str]]:
+        """In how many samples of a split resizing alone leaves nothing of a class, by (split, class)."""
+        return Counter(self._small)
 
     @property
     def skipped(self) -> int:

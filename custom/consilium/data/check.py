@@ -29,8 +29,11 @@ def check_datalist(
     classes: Classes = None,
     settings: PictureSettings = DEFAULTS,
     change: Callable[[DataList], DataList] | None = None,
+    size: int = 0,
 ) -> Findings:
     """Open each image and mask once and report; with `classes`, labels that belong to none are problems.
+
+    With a model's `size` in pixels, structures that it is too small for are warnings.
 
     Labels are masks or classes as `classes` says; without it, as each label looks. Raises DataError where the list itself
     cannot be read.
@@ -49,10 +52,14 @@ def check_datalist(
         report.warn(kind, line)
     entries = [(split, item) for split in SPLITS for item in data.splits[split]]
     folder = path if path.is_dir() else path.parent
-    reports = by_file([item for _, item in entries], lambda items: check_samples(items, settings, classes))
+    reports = by_file([item for _, item in entries], lambda items: check_samples(items, settings, classes, size))
     for (split, item), found in zip(entries, reports, strict=True):
         image = item.image.relative_to(folder) if item.image.is_relative_to(folder) else item.image
         _add(report, split, item, f"{image}{item.part}", found, classes)
+        for one, count in found.small.items():
+            what = f"{split}: nothing of {one} is left at the model's {size} pixels; raise model.image_size, or set task.tiles"
+            parts = f": {count} of {found.planes} planes or tiles" if found.planes > 1 else ""
+            report.warn(what, f"{image}{item.part}{parts}", item)
     for number, name in enumerate(classes or ()):
         counts = report.images_of_class.get(name, Counter())
         if not isinstance(classes, dict):

@@ -51,6 +51,8 @@ def drawn(side: int, seed: int, name: str) -> Crop:
     return Crop(side, down, across)
 
 
+SCORED = -1
+"""In the place of a seed, for crops that every seed is scored on."""
 SPLITS = ("training", "validation", "test")
 MISTAKEN = {"train": "training", "val": "validation", "valid": "validation", "testing": "test", "tests": "test"}
 """Keys of other tools' lists: left unread they would lose samples in silence."""
@@ -106,6 +108,11 @@ class Item:
     def across(self, axis: Axis) -> Axis:
         """Return which way a volume's planes are cut: the entry's own way comes before the job's `axis`."""
         return self.axis if self.axis != "stored" or self.slice is not None else axis
+
+
+def cropped_item(item: Item, side: int, seed: int) -> Item:
+    """Return an item with the crop that a seed fixes: by its file's name, so that planes of a volume are cut alike."""
+    return replace(item, crop=drawn(side, seed, item.image.name if item.slice is not None else item.name))
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,14 @@ A plane is shown in radiological orientation, however the file stores it: rows r
 downwards, columns from the patient's right to the left or from the front backwards.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
+from consilium.core.errors import DataError
 from consilium.data.settings import Axis
 
 CANONICAL: dict[Axis, int] = {"sagittal": 0, "coronal": 1, "axial": 2}
@@ -20,11 +23,13 @@ TOLERANCE = 0.1
 class Grid:
     """A volume's voxels (i, j, k), `shape` of each axis. `affine` (4, 4) takes indices to millimetres (right, front, up).
 
-    Without an affine the position of the voxels is unknown: frames of a video, or a plain picture.
+    Without an affine the position of the voxels is unknown: frames of a video, or a plain picture, of which `plane` may still
+    say the millimetres between rows and between columns.
     """
 
     shape: tuple[int, int, int]
     affine: np.ndarray | None = None
+    plane: tuple[float, float] | None = None
 
     @property
     def voxel(self) -> tuple[float, float, float] | None:
@@ -71,7 +76,7 @@ class Grid:
     def pixel(self, axis: Axis) -> tuple[float, float] | None:
         """Return millimetres between rows and between columns of a plane."""
         if self.voxel is None:
-            return None
+            return self.plane
         first, second = self._rest(axis)
         rows, columns = (second, first) if self._upright(axis) else (first, second)
         return self.voxel[rows], self.voxel[columns]
@@ -101,6 +106,16 @@ class Grid:
         from nibabel.orientations import io_orientation  # a server, which knows grids by name only, does without
 
         return [(int(axis), int(sign)) for axis, sign in io_orientation(self.affine)]  # half a millisecond: once is enough
+
+
+def check_spacing(path: Path, field: str, values: Sequence[float], remedy: str) -> None:
+    """Raise DataError for millimetres between voxels, as a header's `field` has them, that are not finite or not over 0.
+
+    Every reader calls it: libraries replace such a number by 1 silently, and all distances would be wrong.
+    """
+    if not all(np.isfinite(value) and value > 0 for value in values):
+        found = " x ".join(f"{value:g}" for value in values)
+        raise DataError(f"{path}: {field} is {found}, and a voxel's sides are over 0 mm; {remedy}", "broken geometry")
 
 
 def disagreement(one: Grid, other: Grid) -> str:

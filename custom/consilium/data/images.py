@@ -38,8 +38,7 @@ def read_sample(
     check_pair(item, image.shape[:2], labels)
     check_values(item, labels, classes)
     image, labels = crop(item, image), labels.map(lambda values: crop(item, values))
-    small = labels.map(lambda values: resize_labels(values, size, settings))
-    masks = np.stack([small.where(wanted) for wanted in classes.values()])
+    masks = resize_masks(labels, classes, size, settings)[0]
     return {"image": _tensor(resize(image, size, settings, padding)), "label": torch.from_numpy(masks.view(np.uint8))}
 
 
@@ -183,6 +182,29 @@ def resize_labels(values: np.ndarray, size: int, settings: PictureSettings = DEF
     wanted = valid_size(values.shape, size, settings)
     rows, columns = ((np.arange(n) * 2 + 1) * old // (2 * n) for n, old in zip(wanted, values.shape, strict=True))
     return _padded(values[rows[:, None], columns], size)
+
+
+def resize_masks(
+    labels: Labels, classes: Classes, size: int, settings: PictureSettings = DEFAULTS
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return masks (C, size, size) bool of labels (H, W), and the classes that the resize alone leaves nothing of.
+
+    Of these the new pixels that hold any of theirs are marked: a lesion of 2 x 2 pixels in 900 is then one pixel of 128. It is
+    too large by area, but an empty mask would teach that there is none, and would leave the picture out of scores and prompts.
+    """
+    small = labels.map(lambda values: resize_labels(values, size, settings))
+    masks, lost = np.stack([small.where(wanted) for wanted in classes.values()]), []
+    shrinks = max(labels.shape, default=0) > size  # else every pixel of the file is seen
+    empty = [number for number, mask in enumerate(masks) if not mask.any()] if shrinks else []
+    present = labels.present() if empty else set()
+    for mask, (name, wanted) in ((masks[number], list(classes.items())[number]) for number in empty):
+        if present.isdisjoint(wanted):
+            continue
+        rows, columns = valid_size(labels.shape, size, settings)
+        i, j = np.nonzero(labels.where(wanted))
+        mask[i * rows // labels.shape[0], j * columns // labels.shape[1]] = True
+        lost.append(name)
+    return masks, tuple(lost)
 
 
 def _padded(array: np.ndarray, size: int, fill: Colour | int = 0) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 from nibabel.volumeutils import apply_read_scaling
 
 from consilium.core.errors import DataError
-from consilium.data.grid import Grid, disagreement
+from consilium.data.grid import Grid, check_spacing, disagreement
 from consilium.data.labels import Labels
 from consilium.data.pixel_values import whole_numbers
 from consilium.data.safe_open import MOST_VOLUME_FILE, most_unpacked, reading
@@ -68,16 +68,19 @@ def labels(path: Path, image: Header) -> Labels:
 def load(path: Path) -> Any:
     """Return a NIfTI volume of nibabel's, whose voxels are not yet read. Use within `reading`.
 
-    Raises DataError for one without voxels, or whose header asks for more memory than a file of its size may.
+    Raises DataError for one without voxels, whose voxels have no size, or that asks for more memory than its size allows.
     """
     with gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb") as file:
         head = file.read(max(_HEADERS))
     order = next((order for order in "<>" if len(head) > 4 and struct.unpack_from(f"{order}i", head)[0] in _HEADERS), None)
     if order is None:
         raise ValueError("no header of NIfTI")
-    kind, at, form = _HEADERS[struct.unpack_from(f"{order}i", head)[0]]
+    kind, at, form = _HEADERS[size := struct.unpack_from(f"{order}i", head)[0]]
     if (before := int(struct.unpack_from(order + form, head, at)[0])) > MOST_EXTENSIONS:
         raise DataError(f"{path}: has {before:,} bytes before its voxels, at most {MOST_EXTENSIONS:,} are read; write it anew")
+    stored = kind.header_class(head[:size], check=False)  # nibabel's checked header has 1 for a zero, 2 for -2
+    sides = [float(side) for side, count in zip(stored["pixdim"][1:4], stored["dim"][1:4], strict=True) if count > 1]
+    check_spacing(path, "pixdim", sides, "write it anew: nibabel.Nifti1Image(image.dataobj, AFFINE).to_filename(NEW)")
     volume = kind.from_filename(path)
     _check_size(path, volume)
     return volume

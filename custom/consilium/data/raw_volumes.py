@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from consilium.core.errors import DataError
-from consilium.data.grid import Grid
+from consilium.data.grid import Grid, check_spacing
 from consilium.data.labels import Labels
 from consilium.data.pixel_values import whole_numbers
 from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, most_unpacked, reading
@@ -70,6 +70,7 @@ def voxels(path: Path) -> np.ndarray:
 
 
 _UNREADABLE = "cannot be read as MetaImage or NRRD"
+_SPACED = "write the right numbers into its header, which is text"
 _ANY_HEADER = 47
 """zlib's bits of a window of any size, of a stream of zlib or gzip."""
 
@@ -144,6 +145,7 @@ def _metaimage(path: Path, head: bytes) -> _Layout:
 
     turn = numbers(("TransformMatrix", "Rotation", "Orientation"), np.eye(count))
     spacing = numbers(("ElementSpacing", "ElementSize"), np.ones(count))
+    check_spacing(path, "ElementSpacing", spacing.tolist(), _SPACED)
     origin = numbers(("Offset", "Position", "Origin"), np.zeros(count))
     return _Layout(np.dtype(order + kind), Grid(shape, _affine(turn * spacing[:, None], origin)), start, says("CompressedData"))
 
@@ -173,11 +175,15 @@ def _nrrd_affine(path: Path, fields: dict[str, str], count: int) -> np.ndarray |
     """Return the affine (4, 4) of a NRRD's axes, None where it does not say it."""
     if "space directions" not in fields:
         spacing = np.array(fields["spacings"].split(), np.float64) if "spacings" in fields else None
-        return None if spacing is None else _affine(np.diag(spacing), np.zeros(count))
+        if spacing is None:
+            return None
+        check_spacing(path, "spacings", spacing.tolist(), _SPACED)
+        return _affine(np.diag(spacing), np.zeros(count))
     space = fields.get("space", "lps" if "space dimension" in fields else "").lower()  # as ITK reads it
     if (signs := _SPACES.get(space)) is None:
         raise _refused(path, "lies in a space that is not the patient's")
     steps = np.array([_vector(one) for one in re.findall(r"\([^)]*\)", fields["space directions"])])
+    check_spacing(path, "the length of its space directions", np.linalg.norm(steps, axis=1).tolist(), _SPACED)
     origin = _vector(fields["space origin"]) if "space origin" in fields else np.zeros(steps.shape[1])
     if steps.shape == (2, 3):  # a plane in space: its third step is across, of 1 mm
         steps = np.vstack([steps, np.cross(*steps) / np.linalg.norm(np.cross(*steps))])

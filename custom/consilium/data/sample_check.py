@@ -2,7 +2,8 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from PIL import Image
 from consilium.core.errors import DataError, UnfitError
 from consilium.data import images, pictures, slides, volumes
 from consilium.data.check_report import PATIENT
-from consilium.data.datalist import DataList, Item, Lost, files_of
+from consilium.data.datalist import SCORED, DataList, Item, Lost, cropped_item, files_of
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import check_annotated, check_pair, check_values, classes_of, level_of, read_image, read_labels
 from consilium.data.labels import Labels, named
@@ -26,8 +27,8 @@ from consilium.data.store import Store
 
 Classes = Mapping[str, Sequence[int]] | Sequence[str] | None
 """A segmentation job's classes with their label values, a classification job's class names, or None without a job."""
-Check = Callable[[Item], None]
-"""Raises DataError for a sample that training could not use."""
+Check = Callable[[Item], Iterable[str] | None]
+"""Raises DataError for a sample that training could not use; returns the classes that resizing alone leaves nothing of."""
 Place = tuple[str, int]
 """A split and an index in it."""
 NAMED = 10
@@ -47,7 +48,8 @@ _log = logging.getLogger(__name__)
 class SampleReport:
     """Findings of the check about one entry of a list.
 
-    `stop`: why training cannot read it; `classes`: the job's classes that it shows; `marks` and `hash`: see Trace.
+    `stop`: why training cannot read it; `classes`: the job's classes that it shows; `small`: in how many of its planes or
+    tiles nothing of a class is left at the model's size; `marks` and `hash`: see Trace.
     """
 
     stop: DataError | None = None
@@ -57,14 +59,18 @@ class SampleReport:
     planes: int = 1
     values: set[Value] = field(default_factory=set)
     classes: tuple[str, ...] = ()
+    small: Counter[str] = field(default_factory=Counter)
     marks: tuple[tuple[str, str], ...] = ()
     hash: bytes | None = None
 
 
-def check_samples(items: Sequence[Item], settings: PictureSettings, classes: Classes) -> list[SampleReport]:
-    """Return a report of each entry; all entries share one image file, and a volume is read once for all of them."""
+def check_samples(items: Sequence[Item], settings: PictureSettings, classes: Classes, size: int = 0) -> list[SampleReport]:
+    """Return a report of each entry; all entries share one image file, and a volume is read once for all of them.
+
+    `size`: pixels of the model's side, 0 without a model.
+    """
     if not volumes.is_volume(items[0].image):
-        return [_report(item, None, settings, classes) for item in items]
+        return [_report(item, None, settings, classes, size) for item in items]
     with _one_volume:
         try:
             header, values = volumes.header(items[0].image, items[0].affine), volumes.voxels(items[0].image)
@@ -73,12 +79,14 @@ def check_samples(items: Sequence[Item], settings: PictureSettings, classes: Cla
         digest = hashlib.blake2b(repr(values.shape).encode(), digest_size=16)  # equal voxels have equal digests in any type
         for plane in np.moveaxis(values, 2, 0):
             digest.update(np.ascontiguousarray(plane, np.float32).tobytes())
-        found = [_report(item, (header, digest.hexdigest()), settings, classes) for item in items]
+        found = [_report(item, (header, digest.hexdigest()), settings, classes, size) for item in items]
         volumes.forget()
         return found
 
 
-def _report(item: Item, volume: tuple[volumes.Header, str] | None, settings: PictureSettings, classes: Classes) -> SampleReport:
+def _report(
+    item: Item, volume: tuple[volumes.Header, str] | None, settings: PictureSettings, classes: Classes, size: int
+) -> SampleReport:
     found = SampleReport(marks=_marks(item))
     try:
         if volume:
@@ -94,9 +102,27 @@ def _report(item: Item, volume: tuple[volumes.Header, str] | None, settings: Pic
             check_class(item, classes)
             if item.label is not None:
                 _add_label(found, item, image, read_labels(item, settings) if is_mask else None, classes)
+        if size and found.classes and isinstance(classes, Mapping):
+            for part in _parts(item, found.planes, settings):
+                part = part if settings.crop is None else cropped_item(part, settings.crop, SCORED)
+                found.small.update(too_small(part, read_labels(part, settings), classes, size, settings))
     except DataError as error:
         found.stop = error
     return found
+
+
+def _parts(item: Item, count: int, settings: PictureSettings) -> Iterator[Item]:
+    """Yield a volume's planes and a large picture's tiles, any other picture itself."""
+    axis = item.across(settings.slices.axis)
+    if count == 1:
+        yield replace(item, axis=axis)
+    elif volumes.is_volume(item.image):
+        yield from (replace(item, axis=axis, slice=number) for number in range(count))
+    else:
+        wanted = settings.tiles or TilesConfig()
+        rows, columns = slides.shape(item.image, wanted.level)
+        for tile in slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size):
+            yield replace(item, tile=tile)
 
 
 def _check_slide(found: SampleReport, item: Item, settings: PictureSettings, classes: Classes) -> None:
@@ -266,21 +292,38 @@ def cropped_shape(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[int
     return shape if item.crop is None else item.crop.shape(*shape)
 
 
-def check_sample(item: Item, classes: images.Classes, settings: PictureSettings = DEFAULTS) -> None:
-    """Raise DataError where images.read_sample would, except for damaged pixels: the labels are decoded, the image is not."""
+def check_sample(item: Item, classes: images.Classes, settings: PictureSettings = DEFAULTS, size: int = 0) -> tuple[str, ...]:
+    """Return the classes that resizing to `size` alone leaves nothing of, see images.resize_masks; none for a size of 0.
+
+    Raises DataError where images.read_sample would, except for damaged pixels: the labels are decoded, the image is not.
+    """
     check_annotated(item, classes)
     shape, labels = image_shape(item, settings), read_labels(item, settings)
     if labels.shape == shape[::-1] != shape:  # a PNG may hold its orientation behind its pixels
         shape = read_image(item, settings).shape[:2]
     check_pair(item, shape, labels)
     check_values(item, labels, classes_of(item, classes))
+    return too_small(item, labels, classes, size, settings) if size else ()
 
 
-def find_errors(data: DataList, check: Check, settings: str, store: Store | None) -> Iterator[tuple[Place, DataError]]:
+def too_small(
+    item: Item, labels: Labels, classes: images.Classes, size: int, settings: PictureSettings = DEFAULTS
+) -> tuple[str, ...]:
+    """Return the classes that labels (H, W) of an item show and that resizing them to `size` alone leaves nothing of."""
+    cut = labels.map(lambda values: images.crop(item, values))
+    if max(cut.shape, default=0) <= size:  # nothing is made smaller
+        return ()
+    return images.resize_masks(cut, classes_of(item, classes), size, settings)[1]
+
+
+def find_errors(
+    data: DataList, check: Check, settings: str, store: Store | None, small: list[tuple[str, str]] | None = None
+) -> Iterator[tuple[Place, DataError]]:
     """Yield where a check fails and why, in the list's order, except that the planes of a volume come together.
 
     A list that ignores unfit samples yields no UnfitError. Samples that the store knows to have passed are not checked again.
-    Threads share the work; a volume is one thread's.
+    `small` receives the split and the class for each class that a check returns. Threads share the work; a volume is one
+    thread's.
     """
     groups: dict[object, list[tuple[Place, Item]]] = {}
     for split, items in data.splits.items():
@@ -298,12 +341,14 @@ def find_errors(data: DataList, check: Check, settings: str, store: Store | None
         found = []
         for place, item in todo:
             try:
-                check(item)
+                noted = [(place[0], name) for name in check(item) or ()]
             except DataError as error:
                 if not (data.loading.ignore_unfit and isinstance(error, UnfitError)):
                     found.append((place, error))
             else:
-                if store:
+                if noted and small is not None:
+                    small.extend(noted)
+                elif store and not noted:
                     store.fingerprints.note_passed(item, settings)
         return found
 

@@ -27,6 +27,7 @@ from consilium.federation.trainable_checks import (
     check_start,
     warnings_of,
 )
+from consilium.models.checkpoint_file import refuse_adapter
 from consilium.models.dtypes import QUANTIZED
 from consilium.models.layout import layout
 from consilium.models.low_precision import require_stored, store
@@ -220,8 +221,15 @@ def bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.
 
 
 def checkpoint_of(config: ModelConfig, site: SiteConfig, whose: str = "the site's") -> Path | None:
-    """Return the checkpoint's path with ${SITE} replaced by the site's checkpoint folder."""
-    return None if config.checkpoint is None else in_checkpoints("model.checkpoint", config.checkpoint, site, whose)
+    """Return the checkpoint's path with ${SITE} replaced by the site's checkpoint folder.
+
+    Raises ConfigError where there is none, CheckpointError for an adapter: of every kind of model, those of plugins too.
+    """
+    if config.checkpoint is None:
+        return None
+    path = in_checkpoints("model.checkpoint", config.checkpoint, site, whose)
+    refuse_adapter(path)
+    return path
 
 
 def in_checkpoints(field: str, path: str, site: SiteConfig, whose: str = "the site's") -> Path:

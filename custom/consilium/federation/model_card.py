@@ -26,7 +26,8 @@ class Card:
 
     `base_sha256`: of the base's checkpoint, "" where the package has the weights; `site`: whose it is, "" for the federation's;
     `sites`: how many took part, `training`: of how many samples, None where that is not told; `scores` on the data set of
-    `split`, {} where they are not shared, and what their interval is; `best`: the validation score it was chosen by.
+    `split`, {} where they are not shared, and what their interval is; `best`: the validation score it was chosen by; `grid`:
+    whose pixels are scored, "" for no masks.
     """
 
     name: str
@@ -49,13 +50,15 @@ class Card:
     best: float | None = None
     privacy: str = ""
     notes: tuple[str, ...] = ()
+    grid: str = ""
 
     @classmethod
     def of(cls, config: JobConfig, name: str, rounds: int, base_sha256: str, **more: Any) -> Self:
         """Return the card of a job's model."""
         return cls(
             name, name.removesuffix(BEST), rounds, config.training.rounds, config.title, label_of(config.strategy),
-            f"{config.model.name}-{config.model.variant}", config.adapter.kind, config.task.name, base_sha256, **more,
+            f"{config.model.name}-{config.model.variant}", config.adapter.kind, config.task.name, base_sha256,
+            grid=TASKS[config.task.name].scores(config.task).grid, **more,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,7 +123,7 @@ def _scores(card: Card) -> list[str]:
     if not card.scores:
         return ["No scores: none were shared, or this model was not tested.", ""]
     head = [
-        f"Scores on the {card.split} split (interval: {card.interval}):",
+        f"Scores on the {card.split} split{f', {card.grid}' if card.grid else ''} (interval: {card.interval}):",
         "",
         "| score | value | interval |",
         "|---|---|---|",

@@ -51,6 +51,8 @@ class FolderConfig(ModelConfig):
     def _bounded(cls, value: Any) -> Any:
         if value is None:
             return None
+        if "peft_type" in value:
+            raise ValueError("the settings of an adapter, not of a model; merge it first, and name the merged folder's")
         return plain({name: value[name] for name in sorted(value)})
 
     @field_validator("checkpoint", "config")

@@ -18,13 +18,14 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from consilium.core.errors import CheckpointError
 from consilium.core.sanitize import shown
+from consilium.models.checkpoint_file import refuse_adapter, refuse_adapter_tensors, tensor_names
 from consilium.models.tokenizer_bounds import check_program
 
 WANTED = "give a transformers folder with config.json, model.safetensors and tokenizer.json"
 CODELESS = (
     "its tokenizer is code of its own, which never runs here; give a folder with tokenizer.json and a class of transformers"
 )
-WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PROGRAM = "tokenizer.json"
 VOCABULARIES = ("vocab.json", "merges.txt", "vocab.txt")
 """What a class of `transformers` makes a tokenizer of where there is no tokenizer.json."""
@@ -39,9 +40,6 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
 _CLASS = re.compile(r"[A-Za-z]\w*(Tokenizer|TokenizerFast|Backend)", re.ASCII)
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
 _VERSION = re.compile(r"[0-9a-z.+]{1,32}", re.ASCII)
-_MERGED = (
-    "merge the adapter into the weights first: PeftModel.from_pretrained(base, FOLDER).merge_and_unload().save_pretrained(NEW)"
-)
 _FLAGS = frozenset(
     {
         "add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces", "do_basic_tokenize",
@@ -65,13 +63,14 @@ def weights_of(folder: Path, remedy: str) -> Iterator[Path]:
 
     Raises CheckpointError, with `remedy` for weights that are pickles.
     """
-    if (folder / ADAPTER).exists() or (folder / ADAPTER).is_symlink():
-        raise CheckpointError(f"model.checkpoint: {folder / ADAPTER}: the folder holds an adapter beside a base; {_MERGED}")
+    refuse_adapter(folder)
     with _view() as view:
         if _present(folder / WEIGHTS):
             _link(view, folder, WEIGHTS)
+            refuse_adapter_tensors(folder / WEIGHTS, tensor_names(view / WEIGHTS))
         elif _present(folder / INDEX):
             parts = _parts(folder)
+            refuse_adapter_tensors(folder / INDEX, parts)
             for name in sorted(set(parts.values())):
                 _link(view, folder, name)
             (view / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": parts}), encoding="utf-8")

@@ -192,9 +192,10 @@ class LiveView(LiveScreen):
         first = sorted(names, key=lambda name: (self.sites[name]["state"] in IDLE, name))  # sites at work where room is short
         room = max(self.console.height - AROUND, 1)
         left = Counter(IDLE.get(self.sites[name]["state"], "at work") for name in first[room:])
-        if left:
-            others = ", ".join(f"{count} {state}" for state, count in left.items())
-            table.caption = f"and {left.total()} more: {others}"
+        others = ", ".join(f"{count} {state}" for state, count in left.items())
+        said = [self.scores.label(self.score)] if self.scores.grid_of(self.score) else []
+        said += [f"and {left.total()} more: {others}"] if left else []
+        table.caption = "; ".join(said) or None
         for name in sorted(first[:room]):
             row = self.sites[name]
             table.add_row(Text(names[name]), Text(row["state"]), *(f"{row[k]:.3f}" if k in row else "" for k in numbers))

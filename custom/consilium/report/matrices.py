@@ -26,7 +26,7 @@ CONFUSION = "confusion/"
 class CrossSiteMatrix:
     """A score of every model on every site's data: `values` (models, sites), NaN where there is none.
 
-    `models` are named by their sites, or SHARED; `stages`: each model's.
+    `models` are named by their sites, or SHARED; `stages`: each model's; `grid`: whose pixels are scored, "" for no masks.
     """
 
     metric: str
@@ -35,12 +35,14 @@ class CrossSiteMatrix:
     stages: tuple[Stage, ...]
     sites: tuple[str, ...]
     values: np.ndarray
+    grid: str = ""
 
     @property
     def title(self) -> str:
         """What is scored, in a line."""
         of = " and ".join(dict.fromkeys(map(str, self.stages)))
-        return f"{self.metric} of the {of} models on every site's {self.split} data"
+        grid = f" ({self.grid})" if self.grid else ""
+        return f"{self.metric}{grid} of the {of} models on every site's {self.split} data"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -58,13 +60,13 @@ class CrossSiteMatrix:
         write_atomic(folder / VALUES, json.dumps(self.to_dict(), indent=1).encode())
 
 
-def cross_site_matrix(metric: str, split: str, rows: Sequence[tuple[str, Stage, Results]]) -> CrossSiteMatrix:
+def cross_site_matrix(metric: str, split: str, rows: Sequence[tuple[str, Stage, Results]], grid: str = "") -> CrossSiteMatrix:
     """Return the matrix of `metric`, of rows (model, stage, metrics by site)."""
     sites = sorted({site for _, _, found in rows for site in found})
     values = [[found.get(site, {}).get(metric, math.nan) for site in sites] for _, _, found in rows]
     models, stages = [model for model, _, _ in rows], [stage for _, stage, _ in rows]
     shaped = np.array(values, float).reshape(len(rows), len(sites))
-    return CrossSiteMatrix(metric, split, tuple(models), tuple(stages), tuple(sites), shaped)
+    return CrossSiteMatrix(metric, split, tuple(models), tuple(stages), tuple(sites), shaped, grid)
 
 
 def read_matrix(raw: Any) -> CrossSiteMatrix | None:
@@ -73,8 +75,9 @@ def read_matrix(raw: Any) -> CrossSiteMatrix | None:
         models, stages, sites = (tuple(map(str, raw[key])) for key in ("models", "stages", "sites"))
         cells = [[math.nan if value is None else float(value) for value in row] for row in raw["values"]]
         values = np.array(cells, float).reshape(len(models), len(sites))
-        found = CrossSiteMatrix(str(raw["metric"]), str(raw["split"]), models, tuple(map(Stage, stages)), sites, values)
-    except (TypeError, ValueError, KeyError, OverflowError):
+        metric, split, grid = (str(one) for one in (raw["metric"], raw["split"], raw.get("grid", "")))
+        found = CrossSiteMatrix(metric, split, models, tuple(map(Stage, stages)), sites, values, grid)
+    except (TypeError, ValueError, KeyError, OverflowError, AttributeError):
         return None
     return found if models and len(stages) == len(models) else None
 

@@ -113,12 +113,12 @@ def _masks(first: Segmented, stages: Mapping[Stage, Segmented]) -> Page:
             score = words("Dice –" if math.isnan(dice) else f"Dice {dice:.2f}", (PANEL, LINE), POINTS)
             parts += [(x, y, overlay(image, masks, PANEL)), (x, y + PANEL, score)]
             boxes[str(stage)].append((x, y, x + PANEL, y + PANEL + LINE))
-    parts.append((0, rows[-1], _key(first.classes, len(titles) * step - GAP)))
+    parts.append((0, rows[-1], _key(first.classes, len(titles) * step - GAP, first.grid)))
     return arrange(parts), Layout(rows, PANEL, boxes)
 
 
-def _key(classes: tuple[str, ...], width: int) -> Image.Image:
-    """Return the classes' names behind their colours, in as many lines as they need."""
+def _key(classes: tuple[str, ...], width: int, grid: str) -> Image.Image:
+    """Return the classes' names behind their colours and the grid of the scores, in as many lines as they need."""
     face, side = font(POINTS), 22
     entries = []
     for name, colour in zip(classes[:KEYS], colours(KEYS), strict=False):
@@ -130,6 +130,7 @@ def _key(classes: tuple[str, ...], width: int) -> Image.Image:
         entries.append(entry)
     if (more := len(classes) - KEYS) > 0:
         entries.append(words(f"and {more} more", (PANEL, LINE), POINTS, GREY))
+    entries += [words(f"Dice: {grid}", (PANEL, LINE), POINTS, GREY)] * bool(grid)
     lines: list[list[Image.Image]] = [[]]
     for entry in entries:
         if sum(part.width + 3 * GAP for part in [*lines[-1], entry]) > width + 3 * GAP:

@@ -51,13 +51,13 @@ def progress(folder: Path) -> dict[str, Any]:
 
 
 def _scores(task: dict[str, Any]) -> Line:
-    """Return which scores lead and their headings, see tasks.registry.Scores; the loss of a task that is not known here."""
+    """Return leading scores, headings and grid, see tasks.registry.Scores; the loss of a task that is not known here."""
     try:
         kind = TASKS[task["name"]]
     except KeyError:
-        return {"leading": ["loss"], "headings": {}}
-    found = kind.scores(kind.config.model_validate(task))
-    return {"leading": list(found.leading), "headings": dict(found.headings)}
+        return {"leading": ["loss"], "headings": {}, "grid": ""}
+    found = kind.scores(kind.config.model_validate(kind.completed(task)))
+    return {"leading": list(found.leading), "headings": dict(found.headings), "grid": found.grid}
 
 
 def ending(line: Mapping[str, Any]) -> str:

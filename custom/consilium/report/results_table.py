@@ -44,13 +44,13 @@ def results_table(
     if not there:
         why = "nothing was scored" if refused or split else "no test or validation split: nothing was scored"
         rows = [[site, number(losses.get(site))] for site in sorted(results)]
-        return Table(f"{title}: {why}{missing}", columns("site", "training loss"), rows, _notes(results, split))
+        return Table(f"{title}: {why}{missing}", columns("site", "training loss"), rows, _notes(results, split, scores))
     inside, below = ({site: results[site] for site in sorted(results) if (site in test_only) is only} for only in (False, True))
     means = [MEAN, BY_N] if there[0][1] == COUNT else [MEAN]
     rows = [[site, *(_cell(one, key) for key, *_ in there)] for site, one in inside.items()]
     rows += [[which, *(_mean_cell(inside, key, which == BY_N) for key, *_ in there)] for which in means]
     rows += [[site, *(_cell(one, key) for key, *_ in there)] for site, one in below.items()]
-    notes = _notes(results, split)
+    notes = _notes(results, split, scores)
     notes += ["n: how many a site scored, and its weight in the mean by n"] if BY_N in means else []
     notes += [f"{INTERVAL}: bootstrap over a site's patients (volumes, images, records)"] if LOW in "".join(names) else []
     notes += [f"test only, in no mean: {', '.join(below)}"] if below else []
@@ -60,11 +60,24 @@ def results_table(
     return Table(f"{title}: {split} split{scores.remark}{missing}", heads, rows, notes, sums=sums)
 
 
-def _notes(results: Results, split: str) -> list[str]:
+def _notes(results: Results, split: str, scores: Scores) -> list[str]:
     without = [site for site in sorted(results) if split and not any(name.startswith(f"{split}/") for name in results[site])]
     skipped = [f"{site} {one[SKIPPED]:.0f}" for site, one in sorted(results.items()) if one.get(SKIPPED)]
     notes = [f"no {split} split, so not scored here: {', '.join(without)}"] if without else []
+    notes += _too_small(results, split, scores)
     return notes + ([f"samples left out because they cannot be read: {', '.join(skipped)}"] if skipped else [])
+
+
+def _too_small(results: Results, split: str, scores: Scores) -> list[str]:
+    """Return a line of how many pictures show a structure too small for the model's size, by site, split and class."""
+    start, found = str(MetricKey(split, Stage.GLOBAL, f"{scores.too_small}/")), []
+    for site, one in sorted(results.items()):
+        told = [
+            (*name.removeprefix(start).partition("/"), known(value)) for name, value in one.items() if name.startswith(start)
+        ]
+        found += [f"{site} {value:.0f} {where} of {of}" for where, _, of, value in sorted(told) if scores.too_small and value]
+    what = "pictures in which nothing of a class is left at the model's size, so that single pixels stand for it"
+    return [f"{what}: {', '.join(found)}"] if found else []
 
 
 def _cell(metrics: Mapping[str, float], key: MetricKey) -> str:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from consilium.config.job import JobConfig, load_job
+from consilium.config.job import JobConfig, load_run_job
 from consilium.config.site import SIMULATION
 from consilium.core.errors import ConfigError
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, MetricKey, Stage
@@ -251,7 +251,7 @@ def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = No
         raise ConfigError(f"{folder}: no such folder; give the folder of `simulate --workspace`, or of a study's runs")
     if not (folder / "job.yaml").is_file() or (folder / "job.yaml").is_symlink():
         raise ConfigError(f"{folder}: holds no run (no job.yaml); give the folder of `simulate --workspace`")
-    config = load_job(folder / "job.yaml", plugins=None)
+    config = load_run_job(folder, None)
     damaged: set[str] = set()
     files: dict[str, Any] = {}
     for file, kind in _FILES.items():

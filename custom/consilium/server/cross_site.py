@@ -121,5 +121,5 @@ class CrossSites:
     def finish(self) -> None:
         """Write the matrix, as a picture and as JSON."""
         reported = {metric for _, _, row in self._rows for found in row.values() for metric in found}
-        lead = TASKS[self.job.config.task.name].scores(self.job.config.task).lead(reported)
-        cross_site_matrix(lead, self.section.split, self._rows).write(self.coordinator.folder)
+        scores = TASKS[self.job.config.task.name].scores(self.job.config.task)
+        cross_site_matrix(scores.lead(reported), self.section.split, self._rows, scores.grid).write(self.coordinator.folder)

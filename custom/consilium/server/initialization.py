@@ -6,7 +6,7 @@ from typing import NamedTuple, cast
 from torch import Tensor
 
 from consilium.adapters.names import is_part
-from consilium.config.job import JobConfig, load_job
+from consilium.config.job import JobConfig, load_run_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Tensors
@@ -91,7 +91,7 @@ def _check_alike(config: JobConfig, kept: SavedModel, card: Card, folder: Path) 
     for what, theirs, ours in (("kind", card.adapter, config.adapter.kind), ("base", card.model, base)):
         if theirs != ours:
             raise ConfigError(f"adapter.start: {folder} is of {what} {theirs!r}, this job's is {ours!r}; use that")
-    made_by = load_job(folder / "job.yaml", plugins=frozenset(config.packages))
+    made_by = load_run_job(folder, frozenset(config.packages))
     scaling = made_by.adapter.product_scaling * kept.scaling
     if scaling != config.adapter.product_scaling:
         what = f"multiplies its products by {scaling:g}, this job by {config.adapter.product_scaling:g}"

@@ -15,7 +15,7 @@ Batch: TypeAlias = "dict[str, Tensor]"
 class Segmented:
     """Pictures beside their masks: `images` (N, 3, S, S) uint8, `references` and `predictions` (N, C, S, S) bool of `classes`.
 
-    `dice` (N,) is the mean over the classes that a picture's reference has, NaN if it has none.
+    `dice` (N,) is the mean over the classes that a picture's reference has, NaN if it has none; `grid`: whose pixels it is of.
     """
 
     images: "Tensor"
@@ -23,6 +23,7 @@ class Segmented:
     predictions: "Tensor"
     dice: "Tensor"
     classes: tuple[str, ...]
+    grid: str = ""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,6 @@ def prepare(config: Any, data: DataList) -> DataList:
 
 
 def check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None) -> Findings:
-    """Return what the check finds in a list and its files, for a job's task where one is given."""
-    found: Findings = _check_datalist(path, *((config.classes, config) if config else ()), change=change)
+    """Return what the check finds in a list and its files, for a job's task where one is given, see Check."""
+    found: Findings = _check_datalist(path, *((config.classes, config) if config else ()), change=change, size=max_length)
     return found

@@ -1,7 +1,7 @@
 """The kinds of tasks. A new one: a folder (or a file) with a TaskKind, and its line in TASKS."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,13 +40,17 @@ class TaskConfig(Section):
 class Scores:
     """How a task's scores are shown. `leading`: its main score, the first of these that is reported.
 
-    `beside`: further columns of the closing table; `headings` by score; `remark` belongs to the table's title.
+    `beside`: further columns of the closing table; `headings` by score; `remark` belongs to the table's title. `grid`: whose
+    pixels are scored, where they are masks. `too_small`: the metric that counts, by class, pictures with a structure too small
+    for the model's size, "" for none.
     """
 
     leading: tuple[str, ...]
     beside: tuple[str, ...]
     headings: Mapping[str, str]
     remark: str = ""
+    grid: str = ""
+    too_small: str = ""
 
     def lead(self, reported: Iterable[str]) -> str:
         """Return the leading score among the names of reported ones; the first choice where none is."""
@@ -57,12 +61,23 @@ class Scores:
         """Return how a score is called in a table."""
         return self.headings.get(name, name)
 
+    def label(self, name: str) -> str:
+        """Return how a score is called where no title names the grid: in figures, captions and sentences."""
+        return ", ".join(part for part in (self.heading(name), self.grid_of(name)) if part)
+
+    def grid_of(self, name: str) -> str:
+        """Return whose pixels a score is of, "" for one that is of no masks."""
+        return "" if name == "loss" else self.grid
+
 
 Change = Callable[[DataList], DataList]
 
 
 class Check(Protocol):
-    """Checks a data list before training. `config`, `tokenizer`, `max_length`: the job's, if there is one."""
+    """Checks a data list before training. `config`, `tokenizer`, `max_length`: the job's, if there is one.
+
+    `max_length`: what its model takes, tokens of a text or pixels of a picture's side.
+    """
 
     def __call__(
         self, path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None
@@ -81,7 +96,8 @@ class TaskKind:
     `lost`; `file`: the name of such a list; `models`: names of models made for another
     task that do this one too, their head having the task's `outputs`; `rehearse(config, model config, model, n)`: the training
     loss of n samples of full size that hold nothing, on which a step's memory is counted, and what a site can carry measured
-    in a private job.
+    in a private job; `former`: what a run was made with whose job.yaml lacks a field that has another default by now;
+    `undigested`: values of younger fields with which a job has the digest that it had without them.
     """
 
     config: type[TaskConfig]
@@ -96,6 +112,13 @@ class TaskKind:
     look: Callable[[Any, Any], None] | None = None
     usable: Callable[[Path, list[Lost]], DataList] | None = None
     rehearse: Callable[[Any, Any, Any, int], Any] | None = None
+    former: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    undigested: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def completed(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the `task:` section of a run's own files with what it was made with, where it lacks a field of `former`."""
+        given = {name: task.get(name) or {} for name in self.former}
+        return {**task, **{n: {**self.former[n], **own} if isinstance(own, dict) else own for n, own in given.items()}}
 
 
 TASKS: Registry[TaskKind] = Registry(

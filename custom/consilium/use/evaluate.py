@@ -77,8 +77,9 @@ def cross_sites(
         tasks = {site: task_of(first, find_site(site, given), site, Path(place) / site) for site in sites}
         table = [_row(open_model(run, name, stage, own, best), name, tasks, split, done) for name in models]
     names = {name for row in table for found in row.values() for name in found}
-    metric = TASKS[first.config.task.name].scores(first.config.task).lead(names)
-    return cross_site_matrix(metric, split, [(model, stage, row) for model, row in zip(models, table, strict=True)])
+    scores = TASKS[first.config.task.name].scores(first.config.task)
+    rows = [(model, stage, row) for model, row in zip(models, table, strict=True)]
+    return cross_site_matrix(scores.lead(names), split, rows, scores.grid)
 
 
 def _row(

@@ -7,7 +7,7 @@ from typing import Literal
 
 from consilium import __version__
 from consilium.adapters.names import SHIFT, is_local
-from consilium.config.job import JobConfig, load_job
+from consilium.config.job import JobConfig, load_run_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import cell
@@ -35,7 +35,7 @@ class Exported:
 def check_possible(format: Format, folder: Path) -> None:
     """Look at an adapter folder before its base is loaded. Raises ConfigError for a model that cannot be had in this format."""
     kept, card = read_kept(folder)
-    config = load_job(folder / "job.yaml", plugins=None)
+    config = load_run_job(folder, None)
     _check_blend(kept, format)
     if format != "peft" and (dtype := config.model.dtype) in QUANTIZED:
         what = f"the base is kept as {dtype}, which holds no weights that others read"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import nn
 
-from consilium.config.job import JobConfig, load_job
+from consilium.config.job import JobConfig, load_run_job
 from consilium.config.site import SiteConfig, allowed_plugins
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.messages import Stage
@@ -47,7 +47,7 @@ def open_model(
     """
     folder = adapter_folder(path, site, stage, best)
     kept, card = read_kept(folder)
-    config = load_job(folder / "job.yaml", plugins=allowed_plugins(own, simulated=True))
+    config = load_run_job(folder, allowed_plugins(own, simulated=True))
     _check_base(config, card, own, folder)
     model = build_model(config, own)
     try:

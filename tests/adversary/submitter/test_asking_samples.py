@@ -263,8 +263,8 @@ ALWAYS = ("a mask at all", "levels", "a class", "classes of a patient", "a label
 ASKS_NOTHING = {
     "segmentation": {"prompt", "augment", "loss", "scores", "resize"},
     "classification": {"augment", "slices", "window", "resize", "crop", "resample_masks"},  # as for segmentation
-    "language": {"name", "prompt", "learn", "packed", "bucketed", "max_new_tokens"},
-    "report": {"learn", "packed", "bucketed", "max_new_tokens", "resize"},
+    "language": {"name", "prompt", "learn", "packed", "bucketed", "max_new_tokens", "extraction"},
+    "report": {"learn", "packed", "bucketed", "max_new_tokens", "extraction", "resize"},
 }
 """Fields that change what is computed of a sample, and have nothing that a sample could lack."""
 

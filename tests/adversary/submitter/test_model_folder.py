@@ -54,7 +54,7 @@ def linked(folder: Path) -> None:
 
 
 WEIGHTS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "adapter": (adapter, r"adapter_config\.json: the folder holds an adapter beside a base; merge the adapter"),
+    "adapter": (adapter, r"adapter_config\.json: belongs to an adapter of PEFT's, which is no base; merge it into its base"),
     "index above": (lambda f: index(f, lambda at: f"../{at.name}"), r"index\.json: weight_map\.\S+: '\.\./outside-model"),
     "index anywhere": (lambda f: index(f, str), r"index\.json: weight_map\.\S+: '/.* is no name of a \.safetensors file"),
     "pickle": (pickled, r"'pytorch_model\.bin' may be a pickle, which is not read; convert it once: AutoModelForCausalLM"),

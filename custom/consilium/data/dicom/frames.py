@@ -18,7 +18,7 @@ from pydicom.uid import UID
 from consilium.core.errors import DataError
 from consilium.data.dicom.files import CONTOURS, PARAMETRIC, SEGMENTATIONS, reading, series, whose
 from consilium.data.file_kinds import MOST_FILES
-from consilium.data.grid import Grid
+from consilium.data.grid import Grid, check_spacing
 from consilium.data.safe_open import most_unpacked
 from consilium.data.volumes import Header
 
@@ -143,6 +143,7 @@ SLICE_TOLERANCE = 0.25
 """Share of the slice distance by which a slice may lie off its position."""
 _SAME = 1e-3
 """Tolerance in millimetres between equal positions, and between direction cosines."""
+_MEASURED = "set the scanner's in the file, or take it off the list"
 _OF_FRAME = 32
 """Bytes that a segment's frame, with its position, takes in a deflated file."""
 _TO_RAS = np.diag([-1.0, -1.0, 1.0, 1.0])
@@ -212,7 +213,8 @@ def stack(path: Path) -> Stack:
     ordered, count, affine = (on_lattice if kind in SEGMENTATIONS else in_order)(path, frames)
     rows, columns = ordered[0].shape
     middle = ordered[len(ordered) // 2]
-    grid = Grid((columns, rows, count), affine)
+    sides = [float(side) for side in np.atleast_1d(middle.own.get("PixelSpacing") or ())] if affine is None else []
+    grid = Grid((columns, rows, count), affine, (sides[0], sides[1]) if len(sides) == 2 and count == 1 else None)
     study, space = (str(first.get(key) or "").strip() for key in ("StudyInstanceUID", "FrameOfReferenceUID"))
     colours = int(first.get("SamplesPerPixel") or 1) > 1 or first.get("PhotometricInterpretation") == "PALETTE COLOR"
     found = Header(grid, None if colours else shown(middle.scale), whose(first), study, space)
@@ -227,7 +229,7 @@ def frames_of(file: Path, elements: Dataset) -> Iterator[Frame]:
     common.update({e.tag: e for e in (elements[k] for k in _COMMON if k in elements)})
     for number in range(count):
         own = flat(elements, number, common)
-        yield Frame(file, number, shape, _place(own), scale_of(file, own), own)
+        yield Frame(file, number, shape, _place(file, own), scale_of(file, own), own)
 
 
 def count_of(elements: Dataset) -> int:
@@ -266,19 +268,22 @@ _COMMON = (
 )  # fmt: skip
 
 
-def _place(own: Dataset) -> Place | None:
-    """Return a frame's position; None where the file does not state it."""
+def _place(file: Path, own: Dataset) -> Place | None:
+    """Return a frame's position; None where the file does not state it. Raises DataError for pixels without a size."""
     position, turn, pixel = (own.get(k) for k in ("ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing"))
+    if pixel:
+        check_spacing(file, "PixelSpacing", [float(side) for side in np.atleast_1d(pixel)], _MEASURED)
     if not (position and turn and pixel):
         return None
     origin, turned, spacing = (np.array(values, np.float64) for values in (position, turn, pixel))
     i, j = turned.reshape(2, 3)
-    depth = abs(float(own.get("SpacingBetweenSlices") or own.get("SliceThickness") or 1.0))
+    depth = abs(float(own.get("SpacingBetweenSlices") or own.get("SliceThickness") or 1.0))  # nuclear medicine counts downwards
+    check_spacing(file, "SpacingBetweenSlices or SliceThickness", [depth], _MEASURED)
     if origin.shape != (3,) or spacing.shape != (2,) or not (np.isfinite([*origin, *turned, *spacing, depth]).all()):
         raise ValueError("a place in space is no three numbers")
-    if min(spacing) <= 0 or abs(i @ j) > _SAME or max(abs(np.linalg.norm([i, j], axis=1) - 1)) > _SAME:
+    if abs(i @ j) > _SAME or max(abs(np.linalg.norm([i, j], axis=1) - 1)) > _SAME:
         raise ValueError("directions are not at right angles")
-    return Place(origin, i * spacing[1], j * spacing[0], depth or 1.0)
+    return Place(origin, i * spacing[1], j * spacing[0], depth)
 
 
 Order = tuple[list[Frame], int, np.ndarray | None]

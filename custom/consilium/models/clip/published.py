@@ -1,18 +1,15 @@
 """Reading CLIP checkpoints of three layouts into the names of ClipClassifier; anything else is one clear line."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from consilium.core.errors import CheckpointError
+from consilium.models.checkpoint_file import load_tensors, refuse_adapter
+from consilium.models.model_folder import plain_file, read_json
 
 TRUNK = "visual.trunk."
 _TIMM = (
@@ -48,6 +45,7 @@ def read(variant: str, checkpoint: Path | None) -> Weights:
         raise CheckpointError(f"model.checkpoint: missing; {variant} needs its weights by path: {_WANTED[variant]}")
     if not checkpoint.exists():
         raise CheckpointError(f"model.checkpoint: {checkpoint}: no such file; {_WANTED[variant]}")
+    refuse_adapter(checkpoint)
     if variant == "clip":
         return _transformers(checkpoint)
     state = _load(checkpoint)
@@ -69,11 +67,7 @@ def require_equal_layout(path: Path, want: Mapping[str, Tensor], state: Mapping[
 
 
 def _load(path: Path) -> dict[str, Tensor]:
-    try:
-        state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, UnpicklingError, SafetensorError, ValueError, OSError) as error:
-        reason = str(error).splitlines()[0][:120]
-        raise CheckpointError(f"model.checkpoint: {path}: damaged or no checkpoint ({reason}); fetch it again") from None
+    state = load_tensors(path)
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise CheckpointError(f"model.checkpoint: {path}: holds no tensors by name; fetch it again")
     return state
@@ -103,14 +97,12 @@ def _vit_names(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 def _transformers(folder: Path) -> Weights:
     """Return the vision tower of a `transformers` CLIP folder, whole or vision only; its projection is left out."""
-    file = next((f for f in (folder / "model.safetensors", folder / "pytorch_model.bin") if f.is_file()), None)
+    file = next((name for name in ("model.safetensors", "pytorch_model.bin") if (folder / name).is_file()), None)
     if file is None or not (folder / "config.json").is_file():
         raise CheckpointError(f"model.checkpoint: {folder}: no config.json with weights there; {_WANTED['clip']}")
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise CheckpointError(f"model.checkpoint: {folder}/config.json: not valid JSON ({error}); fetch it again") from None
-    state = {name.removeprefix("vision_model."): tensor for name, tensor in _load(file).items()}
+    plain_file(folder, file)
+    config = read_json(folder, "config.json")
+    state = {name.removeprefix("vision_model."): tensor for name, tensor in _load(folder / file).items()}
     tower = {n: t for n, t in state.items() if n.startswith(("embeddings.", "pre_layrnorm.", "encoder.", "post_layernorm."))}
     if not tower:
         raise CheckpointError(f"model.checkpoint: {folder}: holds no CLIP vision tower; {_WANTED['clip']}")

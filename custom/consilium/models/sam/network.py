@@ -3,18 +3,16 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from segment_anything.modeling import ImageEncoderViT, MaskDecoder, PromptEncoder, Sam, TwoWayTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from consilium.core.errors import CheckpointError, ConfigError
+from consilium.models.checkpoint_file import load_tensors, refuse_adapter
 from consilium.models.sam import med2d
 from consilium.models.sam.attention import use_fused
 from consilium.models.sam.prompts import Prompt, known_boxes, known_points, require
@@ -192,14 +190,10 @@ def _read(variant: str, checkpoint: Path | None) -> dict[str, Tensor]:
         whose = "SAM-Med2D's sam-med2d_b.pth" if SHAPES[variant].adapted else f"Meta's sam_{variant}_*.pth"
         raise CheckpointError(f"model.checkpoint: missing; {variant} needs {whose} by path")
     path = checkpoint or TINY_WEIGHTS
+    refuse_adapter(path)
     if not path.is_file():
         raise CheckpointError(f"model.checkpoint: {path}: no such file; give the path of the {variant} weights")
-    try:
-        state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, UnpicklingError, SafetensorError, ValueError, OSError) as error:
-        reason = str(error).splitlines()[0][:120]
-        raise CheckpointError(f"model.checkpoint: {path}: damaged or no checkpoint ({reason}); fetch it again") from None
-    state = med2d.unwrapped(state)
+    state = med2d.unwrapped(load_tensors(path))
     if not isinstance(state, dict) or "image_encoder.pos_embed" not in state:
         raise CheckpointError(f"model.checkpoint: {path}: holds no SAM (no image_encoder.pos_embed); give Meta's .pth")
     found = next((n for n, s in SHAPES.items() if _fits(s, state)), "an unknown SAM")

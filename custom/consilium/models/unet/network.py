@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from consilium.core.errors import CheckpointError, ConfigError
+from consilium.models.checkpoint_file import refuse_adapter, refuse_adapter_tensors, tensor_names
 from consilium.models.export import page, save_weights
 from consilium.models.unet import MEAN, UnetConfig
 
@@ -68,6 +69,8 @@ def build_unet(
         torch.manual_seed(seed)
         model = PictureUnet(variant, width, classes)
     if checkpoint is not None:
+        refuse_adapter(checkpoint)
+        refuse_adapter_tensors(checkpoint, tensor_names(checkpoint))
         try:
             model.load_state_dict(load_file(checkpoint))
         except (OSError, SafetensorError, RuntimeError) as error:

@@ -79,9 +79,10 @@ class Group:
         return f"{self.name}: {text}" if self.name else text
 
     def heading(self, metric: str) -> str:
-        """Return the heading of a metric in tables of this group's task."""
+        """Return how a metric is called in titles and figures of this group's task."""
         base, _, rest = metric.partition("/")
-        return ", ".join(part for part in (self.first.scores.heading(base), rest) if part)
+        scores = self.first.scores
+        return ", ".join(part for part in (scores.heading(base), rest, scores.grid_of(base)) if part)
 
 
 def differs(one: RunRecord, other: RunRecord) -> str | None:

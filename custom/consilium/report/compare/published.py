@@ -79,5 +79,7 @@ def published_table(scores: GroupScores, numbers: Sequence[Published]) -> list[T
     notes += [f"{', '.join(last)}: ours is the last round's"] if (last := [n for n in DIAGNOSED if n in told]) else []
     outside = any(one.startswith(HELD_OUT) for one in told)
     notes += [f"{HELD_OUT}: sites not asked to train, before the last round"] if outside else []
+    grid = scores.group.first.scores.grid
+    notes += [f"measured here on the {grid}"] if grid else []
     title = scores.group.titled(f"Other published numbers beside ours, {scores.stage} model")
     return [Table(title, columns, rows, notes)] if rows else []

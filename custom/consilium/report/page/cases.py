@@ -67,9 +67,15 @@ class Cases(BaseModel):
         """How the task's scores are shown; None for a task that is not known here."""
         try:
             kind = TASKS[str(self.task.get("name"))]
-            return kind.scores(kind.config.model_validate(self.task))
+            return kind.scores(kind.config.model_validate(kind.completed(self.task)))
         except (ConfigError, KeyError, ValueError):
             return None
+
+    @property
+    def label(self) -> str:
+        """What the values are, with the grid of their masks."""
+        grid = self.scores.grid if self.scores else ""
+        return f"{self.score}, {grid}" if grid else self.score
 
     @property
     def known_values(self) -> dict[Stage, list[float]]:
@@ -108,8 +114,8 @@ def site_section(name: str, site: str, folder: Path, cases: Cases) -> dict[str, 
         "found": cases,
         "cases": shown,
         "key": [(one, "#{:02x}{:02x}{:02x}".format(*colour)) for one, colour in key],
-        "distribution": figures.distribution(name, cases.known_values, cases.score, cases.unit, site),
-        "spread": Table(f"{cases.score} of each {cases.unit}, {site}", heads, rows) if rows else None,
+        "distribution": figures.distribution(name, cases.known_values, cases.label, cases.unit, site),
+        "spread": Table(f"{cases.label}, of each {cases.unit}, {site}", heads, rows) if rows else None,
     }
 
 

@@ -2,6 +2,7 @@
 
 import statistics
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, MetricKey, Stage
@@ -31,7 +32,7 @@ HASHED = ("job.yaml", "results.json", "metrics.jsonl", "privacy.json", "adapters
 
 def run_page(record: RunRecord) -> str:
     """Return the page of a run."""
-    config, label, title = record.config, record.scores.heading(record.metric), shown(record.config.title)
+    config, label, title = record.config, record.scores.label(record.metric), shown(record.config.title)
     simulated = is_simulation(record.folder)  # only then are the sites' folders here, and rightly so
     places = [place for place in subfolders(record.folder / "sites") if simulated and (place / CASES).exists()]
     read = [(place, read_cases(place)) for place in places]
@@ -42,6 +43,7 @@ def run_page(record: RunRecord) -> str:
     }
     trained = {site: one for site, one in record.closing.items() if site not in record.test_only} or record.closing
     crossed = read_matrix(read_json(record.folder / VALUES))
+    crossed = crossed and replace(crossed, grid=record.scores.grid)  # which older files do not name
     confused = confusion_tables(trained, list(getattr(config.task, "classes", ())))
     private, private_facts = statement(record)
     refusals = [
@@ -124,7 +126,7 @@ def _gain(results: Results, metric: str, label: str) -> str:
 
 def curve_figures(record: RunRecord, site: str | None = None) -> list[tuple[Any, str]]:
     """Return the learning curves as (figure, caption), of one site where named."""
-    label, found = record.scores.heading(record.metric), []
+    label, found = record.scores.label(record.metric), []
     wanted = [(str(stage), record.validation(stage), label, f"Validation {label}, {stage} model") for stage in list(Stage)[1:]]
     for name, curves, axis, what in [*wanted, ("loss", record.curves(TRAIN_LOSS, True), "loss", "Training loss")]:
         chosen = {one: curve for one, curve in curves.items() if site in (None, one)}

@@ -94,6 +94,8 @@ def scores(config: ClassificationConfig) -> Scores:
 
 
 SCORES = Scores(("accuracy",), ("f1",), {"accuracy": "Accuracy", "f1": "Macro F1", "loss": "Loss"})
+FORMER = {"scores": {"f1": "present"}}
+"""What macro F1 was of runs whose job.yaml does not say it."""
 _TASK = "consilium.tasks.classification.task"
 CLASSIFICATION = TaskKind(
     ClassificationConfig,
@@ -106,4 +108,6 @@ CLASSIFICATION = TaskKind(
     look=lazy(f"{_TASK}:check_item"),
     usable=pictures.usable(classes=True),
     rehearse=lazy(f"{_TASK}:rehearse"),
+    former=FORMER,
+    undigested=FORMER,
 )

@@ -59,8 +59,9 @@ class LanguageConfig(TaskConfig):
     extraction: Annotated[
         Literal["any", "gsm8k", "metamath"],
         Field(
+            exclude_if=lambda value: value == "any",  # so no other job's digest tells of it
             description="how `evaluate: exact` finds the answer in a text: `any` reads many spellings; `gsm8k` and `metamath` "
-            "are the rules of those papers' published evaluations, for tables held against theirs"
+            "are the rules of those papers' published evaluations, for tables held against theirs",
         ),
     ] = "any"
     packed: Annotated[bool, Field(description="several records in a row instead of padding: equal losses, less work")] = False

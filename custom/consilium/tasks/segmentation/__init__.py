@@ -84,4 +84,5 @@ SEGMENTATION = TaskKind(
     look=lazy(f"{_TASK}:check_item"),
     usable=pictures.usable(classes=False),
     rehearse=lazy(f"{_TASK}:rehearse"),
+    former=scores.FORMER,
 )

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from consilium.core.schema import Section
+from consilium.data.datalist import SPLITS
 from consilium.tasks.registry import Scores, interval_names
 
 
@@ -15,9 +16,9 @@ class SegmentationScoresConfig(Section):
     grid: Annotated[
         Literal["resized", "original"],
         Field(
-            description="the model's pixels without their padding, or the file's: there a prediction is enlarged from logits"
+            description="the file's pixels, to which a prediction is enlarged from logits, or the model's without their padding"
         ),
-    ] = "resized"
+    ] = "original"
     per: Annotated[
         Literal["image", "volume", "patient"],
         Field(description="each picture or plane, all planes of a volume as one, or the mean of a patient's volumes"),
@@ -42,14 +43,22 @@ HEADINGS = {
 }  # fmt: skip
 
 
+TOO_SMALL = "too_small"
+"""Counts, by split and class, the pictures in which resizing to the model's size alone leaves nothing of a class."""
+GRIDS = {"original": "original grid", "resized": "model grid"}
+FORMER = {"scores": {"grid": "resized"}}
+"""What runs were scored on whose job.yaml names no grid."""
+
+
 def metric_names(classes: Iterable[str]) -> frozenset[str]:
     """Return every metric a segmentation task can report."""
-    return frozenset({"loss", *NAMES, *interval_names(NAMES), *(f"{name}/{c}" for c in classes for name in NAMES)})
+    each = (*NAMES, *(f"{TOO_SMALL}/{split}" for split in SPLITS))
+    return frozenset({"loss", *NAMES, *interval_names(NAMES), *(f"{name}/{c}" for c in classes for name in each)})
 
 
 def scores(config: SegmentationScoresConfig) -> Scores:
     """Return how the scores are shown; the closing table's title names their unit and grid."""
-    title = f", per {config.per}, {config.grid} grid"
+    title = f", per {config.per}, {GRIDS[config.grid]}"
     title += "; empty references count" if config.empty_references == "count" else ""
     title += "; IoU of foreground and background" if config.iou == "both" else ""
-    return Scores(("dice",), NAMES[1:], HEADINGS, title)
+    return Scores(("dice",), NAMES[1:], HEADINGS, title, GRIDS[config.grid], TOO_SMALL)

@@ -3,7 +3,9 @@
 Classes may nest (a cup lies in its disc), so every class is a binary problem of its own: sigmoid, not softmax.
 """
 
+import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,9 +27,12 @@ from consilium.tasks.embeddings import Embeddings
 from consilium.tasks.segmentation import SegmentationConfig, prompts_of
 from consilium.tasks.segmentation.measures import counts, dice_loss, overlaps
 from consilium.tasks.segmentation.prompts import TAKEN
-from consilium.tasks.segmentation.scores import SegmentationScoresConfig
+from consilium.tasks.segmentation.scores import GRIDS, TOO_SMALL, SegmentationScoresConfig
 from consilium.tasks.segmentation.units import Plane, Row, Units, order, summary
 
+MASK_BYTES = 2**27
+"""Masks at the files' size are kept in memory up to here, a bit a pixel and class: validation needs them in every round."""
+STRIP = 2**22
 EXAMPLES = 3
 """How many pictures of a split are shown: its first."""
 
@@ -63,10 +68,11 @@ class SegmentationTask:
         self.scored: Scored | None = None
         self.workers = data.loading.workers
         self._embeddings: Embeddings | None = None
+        self._kept, self._room = dict[Item, tuple[tuple[int, ...], np.ndarray]](), MASK_BYTES
         self._samples = SampleCache(
             data,
             lambda item: read_sample(item, classes, image_size, settings, padding),
-            lambda item: check_sample(item, classes, settings),
+            lambda item: check_sample(item, classes, settings, image_size),
             read_as("segmentation", settings, image_size, [classes, padding]),
         )
 
@@ -74,6 +80,15 @@ class SegmentationTask:
     def skipped(self) -> int:
         """How many samples were left out so far because they cannot be read."""
         return self._samples.skipped
+
+    @property
+    def notes(self) -> list[str]:
+        """Return a sentence for each split and class with structures too small for the model's size."""
+        what = f"at the model's {self.size} pixels; single pixels are marked instead: raise model.image_size, or set task.tiles"
+        return [
+            f"nothing of {name} is left in {count} of {len(self.data.splits[split])} {split} pictures {what}"
+            for (split, name), count in sorted(self._samples.small.items())
+        ]
 
     @property
     def quiet(self) -> bool:
@@ -132,7 +147,13 @@ class SegmentationTask:
             return {}
         found, table = units.scores()
         self.scored = self._scored(items, found, units.shown, table["dice"]) if distances else None
-        return {"loss": losses / count} | self._average(table) | (summary(found, table) if distances else {})
+        closing = summary(found, table) | self._too_small(split) if distances else {}
+        return {"loss": losses / count} | self._average(table) | closing
+
+    def _too_small(self, split: str) -> dict[str, float]:
+        """Return the counts of all splits; of a quiet list this split's alone: training pictures are what its job protects."""
+        told = {split} if self.data.loading.ignore_unfit else set(SPLITS)
+        return {f"{TOO_SMALL}/{where}/{name}": float(n) for (where, name), n in self._samples.small.items() if where in told}
 
     def _scored(self, items: Sequence[Item], units: Sequence[Item], shown: Sequence[Item], dice: Tensor) -> Scored:
         """Return each unit's mean Dice over its classes, of dice (U, C)."""
@@ -157,13 +178,15 @@ class SegmentationTask:
         with evaluating(model):
             logits = [self._forward(model, self._collate([self._prompted(sample)]))[0] for sample in samples]
         shown, guess = self._collate(samples), torch.cat(logits).cpu() > 0
+        planes = self._planes(items, torch.cat(logits), shown["label"])
+        each = [overlaps(counts(one.guess, one.reference), False)["dice"].masked_fill(~one.known, math.nan) for one in planes]
         for item, mask in zip(items, guess, strict=True):
             rows, columns = self._inner(item)
             mask[:, rows:], mask[:, :, columns:] = False, False
-        each = [overlaps(counts(*masks), False)["dice"] for masks in zip(guess, shown["label"].bool(), strict=True)]
-        known = torch.stack([self._known(item) for item in items])
-        dice = torch.stack(each).masked_fill(~known, float("nan")).nanmean(1)
-        return Segmented(shown["image"].byte(), shown["label"].bool(), guess, dice, tuple(self.classes))
+        dice = torch.stack(each).nanmean(1)
+        return Segmented(
+            shown["image"].byte(), shown["label"].bool(), guess, dice, tuple(self.classes), GRIDS[self.scores.grid]
+        )
 
     def _average(self, scores: Row) -> dict[str, float]:
         """Return the mean per class over the units where it is defined, and their mean."""
@@ -201,10 +224,22 @@ class SegmentationTask:
         for item, one, mask in zip(items, logits, label, strict=True):
             rows, columns = self._inner(item)
             one, mask = one[:, :rows, :columns], mask[:, :rows, :columns].bool().cpu()
-            if self.scores.grid == "original":
-                mask = torch.from_numpy(read_masks(item, self.classes, self.settings))
-                one = F.interpolate(one[None], tuple(mask.shape[1:]), mode="bilinear", align_corners=False)[0]
-            yield Plane(item, (one > 0).cpu(), mask, self._known(item))
+            if self.scores.grid == "resized" or cropped_shape(item, self.settings) == (rows, columns):  # the file's own size
+                yield Plane(item, (one > 0).cpu(), mask, self._known(item))
+                continue
+            mask = self._masks(item)
+            yield Plane(item, _enlarged(one, tuple(mask.shape[1:])), mask, self._known(item))
+
+    def _masks(self, item: Item) -> Tensor:
+        """Return a picture's masks (C, H, W) at the file's size: kept as bits up to MASK_BYTES, beyond them read again."""
+        if item not in self._kept:
+            masks = read_masks(item, self.classes, self.settings)
+            packed = masks.shape, np.packbits(masks)
+            if packed[1].nbytes > self._room:
+                return torch.from_numpy(masks)
+            self._kept[item], self._room = packed, self._room - packed[1].nbytes
+        shape, bits = self._kept[item]
+        return torch.from_numpy(np.unpackbits(bits, count=math.prod(shape)).view(bool).reshape(shape))
 
     def _inner(self, item: Item) -> tuple[int, int]:
         if self.settings.resize == "stretch":
@@ -233,6 +268,16 @@ class SegmentationTask:
         if known is not None:
             samples = [{"annotated": torch.ones_like(known)} | sample for sample in samples]
         return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]} if samples else {}
+
+
+def _enlarged(logits: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return where logits (C, rows, columns) are over 0 once enlarged to `shape` by bilinear interpolation.
+
+    Rows come first, then columns in strips of STRIP numbers: all of a large picture at once would take gigabytes.
+    """
+    bilinear = partial(F.interpolate, mode="bilinear", align_corners=False)
+    tall, step = bilinear(logits[None], (shape[0], logits.shape[2])), max(1, STRIP // (len(logits) * shape[1]))
+    return torch.cat([(bilinear(part, (part.shape[2], shape[1])) > 0)[0] for part in tall.split(step, 2)], 1).cpu()
 
 
 def build(config: SegmentationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> SegmentationTask:

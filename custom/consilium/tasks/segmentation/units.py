@@ -126,11 +126,10 @@ def volume_of(item: Item) -> object:
 def spacing_of(item: Item, shape: tuple[int, int]) -> tuple[float, float, float] | None:
     """Return millimetres between planes, rows and columns of an item brought to `shape`; None where unknown."""
     grid = volumes.header(item.image, item.affine).grid if volumes.is_volume(item.image) else None
-    if grid is None or grid.voxel is None or (pixel := grid.pixel(item.axis)) is None:
+    if grid is None or (pixel := grid.pixel(item.axis)) is None:
         return None
     rows, columns = (step * old / new for step, old, new in zip(pixel, cropped_shape(item), shape, strict=True))
-    found = grid.voxel[grid.across(item.axis)], rows, columns
-    return found if all(math.isfinite(step) and step > 0 for step in found) else None
+    return grid.voxel[grid.across(item.axis)] if grid.voxel else 1.0, rows, columns  # one plane alone has no depth
 
 
 def summary(items: Sequence[Item], table: Row) -> dict[str, float]:
