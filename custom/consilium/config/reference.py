@@ -158,7 +158,7 @@ def deployment_reference() -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "jobs/README.md": job_reference,
+    "jobs/fields.md": job_reference,
     "provisioning/administrator.md": site_reference,
     "provisioning/engineer.md": deployment_reference,
 }
