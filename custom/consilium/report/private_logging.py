@@ -14,6 +14,7 @@ OF_DATA = (
     "consilium.data",
     "consilium.tasks",
     "consilium.report",
+    "consilium.client.site_data",
     "consilium.privacy.dpsgd",
     "consilium.privacy.secagg.arithmetic",
 )

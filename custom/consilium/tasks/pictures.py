@@ -6,7 +6,7 @@ from typing import Any
 
 from consilium.core.lazy import lazy
 from consilium.data.check_report import Findings
-from consilium.data.datalist import DataList, Lost, arranged, read_datalist
+from consilium.data.datalist import DataList, Lost, read_datalist
 from consilium.tasks.registry import Change
 
 _check_datalist = lazy("consilium.data.check:check_datalist")
@@ -15,12 +15,12 @@ _expand = lazy("consilium.data.slices:expand")
 
 def reader(classes: bool) -> Callable[[Path], DataList]:
     """Return a function that reads a list whose labels are `classes`, or else masks."""
-    return lambda path: arranged(read_datalist(path, classes))
+    return lambda path: read_datalist(path, classes)
 
 
 def usable(classes: bool) -> Callable[[Path, list[Lost]], DataList]:
     """Return a function that reads the usable entries of a list, and adds to another list why the others cannot be used."""
-    return lambda path, lost: arranged(read_datalist(path, classes, lambda split, index, error: lost.append((split, error))))
+    return lambda path, lost: read_datalist(path, classes, lambda split, index, error: lost.append((split, error)))
 
 
 def prepare(config: Any, data: DataList) -> DataList:

@@ -1,5 +1,6 @@
 """A record that joins a DP-SGD batch moves the clipped sum by its own clipped gradient, never by what it does to others."""
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from consilium.privacy.dpsgd import DpSgd, PrivateSteps
 from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.training.loop import train
 from tests.conftest import small_cells, small_config, small_text
+from tests.data.storing import make_site
 
 CLIP = 1e-2  # far under the gradients' norms, so that every record counts in full
 RECORDS = 6
@@ -96,3 +98,23 @@ def test_a_record_moves_the_clipped_sum_by_the_clip_at_most(job: str, tmp_path: 
         moved_by = sums.of(sorted([*batch, joins]), seed) - sums.of(sorted(batch), seed)
         assert torch.equal(moved_by, sums.of([joins], seed))
         assert 0.5 * CLIP < float(moved_by.norm()) <= CLIP + rounding(moved_by.numel())
+
+
+@pytest.mark.parametrize("unit", ["record", "patient"])
+def test_the_fold_of_one_record_takes_no_other_out_of_training(unit: str, tmp_path: Path) -> None:
+    """The lowest fold is the validation split elsewhere: one record of fold 0 more would put those of fold 1 back."""
+    path = make_site(tmp_path, 5)
+    listed = json.loads(path.read_text())
+    entries = [
+        entry | {"fold": 0 if not number else 1 + number % 2, "patient": f"p{number}"}
+        for number, entry in enumerate(listed["training"])
+    ]
+    config = changed(small_config("fedit"))
+    raw = config.model_dump() | {"privacy": {"unit": unit, "epsilon": 3.0}}
+    trained = []
+    for some in (entries, entries[1:]):
+        path.write_text(json.dumps(listed | {"training": some, "validation": []}))
+        data = site_data(JobConfig.model_validate(raw), "site-1", SiteConfig(datalist=path), tmp_path)
+        trained.append({Path(str(item.image)).name for item in data.splits["training"]})
+    assert len(trained[0] ^ trained[1]) == 1
+    assert len(trained[0]) == len(entries)

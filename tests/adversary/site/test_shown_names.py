@@ -141,7 +141,7 @@ def test_the_report_on_a_data_list(capsys: pytest.CaptureFixture[str]) -> None:
     found.images_of_class[HOSTILE] = Counter({"training": 1})
     found.problem(HOSTILE, HOSTILE)
     found.warn(HOSTILE, HOSTILE)
-    data_check._print({HOSTILE: found, "two": found}, {HOSTILE: [HOSTILE]}, Path(HOSTILE))
+    data_check._print({HOSTILE: found, "two": found}, {HOSTILE: [HOSTILE]}, [HOSTILE], Path(HOSTILE))
     check(capsys.readouterr().out)
 
 

@@ -160,8 +160,10 @@ class Guard:
 
     def answer(self, task: AuthorizedTask, result: Any) -> Any:
         """Return what may leave of a task's result, of any kind: plain values, or a Payload. Raises RefusedError."""
-        if task.kind is Kind.MASKS and self.masking:
+        if task.kind is Kind.MASKS:
             self._take(task, Kind.MASKS)
+            if self.masking is None:
+                raise RefusedError(f"{self.name}: an answer about masks in a job without them; nothing was sent", Reason.TASK)
             return self.masking.answer(task)
         leave: dict[Kind, Callable[[AuthorizedTask, Any], Any]] = {
             Kind.HELLO: self.greet,
