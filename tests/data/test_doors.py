@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from consilium.config.site import Given, find_site
-from consilium.core.errors import ConsiliumError
+from consilium.core.errors import ConsiliumError, DataError
 from consilium.data.class_names import doubts
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import import_set
+from consilium.data.pairs import parse
 from consilium.federation.sites import site_names
 from tests.conftest import JOBS, run
 from tests.data.hospitals import command, drawn, hospital, photo, said
@@ -210,3 +211,41 @@ def test_two_spellings_of_a_class_are_noted_wherever_classes_are(tmp_path: Path,
         told_too = said(monkeypatch, capsys, "data", "check", place)
         assert f"1 x {alike}" in told_too
         assert f"1 x {empty}" in told_too
+
+
+def test_masks_beside_pictures_that_are_not_read_are_no_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn(tmp_path / "a" / "masks" / "0.png", 255)
+    (tmp_path / "a" / "images").mkdir()
+    (tmp_path / "a" / "images" / "0.gif").write_bytes(b"GIF89a")
+    for words in (("import", "own", tmp_path / "a", tmp_path / "out"), ("check", tmp_path / "a")):
+        assert run(monkeypatch, "data", *words) == 2
+        assert "masks in masks/, and in images/ .gif, which is not read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("one", "other"), [("Train", "Test"), ("Training", "Testing"), ("trainset", "test_set")])
+def test_folders_of_splits_are_known_in_any_usual_form(one: str, other: str, tmp_path: Path) -> None:
+    """Of pictures in classes and of pictures with masks: a published test set is never trained on."""
+    for folder in (one, other):
+        for name in ("glioma", "none"):
+            photo(tmp_path / "classes" / folder / name / f"{folder}.png")
+        hospital(tmp_path / "masks" / folder, "images/{}.png", "masks/{}.png")
+    for kind in ("classes", "masks"):
+        import_set("own", tmp_path / kind, tmp_path / "out" / kind, Options())
+        (found,) = (tmp_path / "out" / kind).glob("*/datalist.json")
+        listed = json.loads(found.read_text())
+        assert all(f"/{one}/" in entry["image"] for entry in [*listed["training"], *listed["validation"]])
+        assert listed["test"]
+        assert all(f"/{other}/" in entry["image"] for entry in listed["test"])
+
+
+def test_two_folders_of_masks_are_not_chosen_from_silently(tmp_path: Path) -> None:
+    for number in range(3):
+        photo(tmp_path / "a" / "images" / f"{number}.png")
+        for part in ("masks_cup", "masks_disc"):
+            drawn(tmp_path / "a" / part / f"{number}.png", 255)
+    with pytest.raises(DataError, match=r"choose: --mask-pattern 'masks_cup/\{\}' or --mask-pattern 'masks_disc/\{\}'"):
+        import_set("own", tmp_path / "a", tmp_path / "out", Options())
+    import_set("own", tmp_path / "a", tmp_path / "out", Options(mask_patterns=(parse("masks_disc/{}"),)))
+    assert "masks_cup" not in (tmp_path / "out" / "a" / "datalist.json").read_text()

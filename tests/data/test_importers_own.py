@@ -73,7 +73,7 @@ def test_one_line_for_what_is_wrong(tmp_path: Path) -> None:
 def test_two_folders_never_become_one_site(tmp_path: Path) -> None:
     for site in ("site 1", "site-1"):
         put(tmp_path / "raw", site, "a")
-    with pytest.raises(DataError, match="'site 1' and 'site-1' would both be site 'site-1'; rename one"):
+    with pytest.raises(DataError, match="'site 1' and 'site-1' would both be site 'site-1'; give one another name"):
         import_set("own", tmp_path / "raw", tmp_path / "lists")
 
 

@@ -81,7 +81,7 @@ def test_two_masks_a_picture_are_not_chosen_from_by_chance(tmp_path: Path) -> No
     remedy = str(error.value).rpartition("--mask-pattern ")[2].strip("'")
     told = import_set("own", tmp_path, tmp_path / "lists", Options(mask_patterns=(parse(remedy),)))
     assert told["classes"] == {"object": [1]}
-    assert "a: 6 masks of no picture left out, the first 0_disc_mask.png" in told["notes"]
+    assert "a: 6 masks not used, the first 0_disc_mask.png" in told["notes"]
 
 
 def test_pictures_without_a_mask_are_named_and_left_out_when_the_pattern_is_written(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from consilium.config.statistics import MIN_CELL_COUNT
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.registry import NO_PLUGINS, Plugins, normal
 from consilium.core.schema import Section, read_yaml, validate
-from consilium.data.folders import SPLIT_FOLDERS, has_classes
+from consilium.data.folders import has_classes, split_of
 from consilium.data.settings import NiftiAffine
 from consilium.data.site_names import folder_of
 from consilium.data.text import has_texts
@@ -362,7 +362,7 @@ def _find_site(name: str, data: Path | None, kit_local: Path | None) -> SiteConf
 def is_site_folder(folder: Path) -> bool:
     """Tell whether a folder is one site's, see read_site_folder; the split of a picture set (train/CLASS) is none."""
     own = any((folder / name).is_file() for name in ("site.yaml", "datalist.json"))
-    return own or has_texts(folder) or (folder.name not in SPLIT_FOLDERS and has_classes(folder))
+    return own or has_texts(folder) or (split_of(folder.name) is None and has_classes(folder))
 
 
 def read_site_folder(folder: Path) -> SiteConfig | None:

@@ -1,6 +1,7 @@
 """Pictures in a folder per class: `<class>/*.png`, or `{train,val,test}/<class>/*.png`; and what is none, to be imported."""
 
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from itertools import islice
@@ -10,8 +11,15 @@ from consilium.core.errors import DataError
 from consilium.data.file_kinds import MOST_FILES, PICTURES
 from consilium.data.pairs import holds_pairs, kind_of
 
-SPLIT_FOLDERS = {"train": "training", "training": "training", "val": "validation", "validation": "validation", "test": "test"}
-"""Names a split's folder may have."""
+_SPLIT = re.compile(r"(train(?:ings?)?|val(?:id(?:ation)?)?|test(?:ings?)?)[\W_]*(?:sets?|data|daten)?", re.IGNORECASE)
+"""Names that a split's folder may have: train, Training, Testing, valid, test_set, Trainingsdaten."""
+_SPLITS = {"tr": "training", "va": "validation", "te": "test"}
+"""By the first two letters of such a name."""
+
+
+def split_of(name: str) -> str | None:
+    """Return the split that a folder is called after, None for any other name."""
+    return _SPLITS[name[:2].lower()] if _SPLIT.fullmatch(name) else None
 
 
 def has_classes(folder: Path) -> bool:
@@ -24,7 +32,19 @@ def has_classes(folder: Path) -> bool:
 def has_folders(folder: Path) -> bool:
     """Tell whether some subfolder, or a split's, has pictures in it; one folder of images alone is no class."""
     found = [one for _, one in _class_folders(folder) if _pictures(one)] if folder.is_dir() else []
-    return bool(found) and {kind_of(one.name) for one in found} != {"image"}
+    return bool(found) and {kind_of(one.name) for one in found} != {"image"} and not lone_masks(folder)
+
+
+def lone_masks(folder: Path) -> str:
+    """Return what is wrong with masks whose images, in a folder beside theirs, are in no format that is read; else ""."""
+    below = _class_folders(folder) if folder.is_dir() else []
+    masks = [one for _, one in below if kind_of(one.name) == "mask" and _pictures(one)]
+    images = [one for _, one in below if kind_of(one.name) == "image"]
+    if not (masks and images) or any(_pictures(one) for one in images):
+        return ""
+    held = sorted({path.suffix.lower() or path.name for path in images[0].iterdir() if not path.name.startswith(".")})
+    what = f"masks in {masks[0].name}/, and in {images[0].name}/ {', '.join(held[:3]) or 'nothing'}, which is not read"
+    return f"{what}; name DICOM files and their masks in a table for `consilium data import csv`, and save others as PNG"
 
 
 def has_masks(folder: Path) -> bool:
@@ -49,6 +69,8 @@ def unlisted(folder: Path) -> str:
 
 def read_folders(folder: Path) -> Iterator[tuple[str, Path, str]]:
     """Yield (split, picture, class) by sorted class and file; without split folders all is training. Raises DataError."""
+    if what := lone_masks(folder):
+        raise DataError(f"{folder}: holds {what}")
     if what := unlisted(folder):
         raise DataError(f"{folder}: holds {what}, and no folders of classes; {importing(folder)} makes a list of it")
     if not has_folders(folder):
@@ -58,9 +80,9 @@ def read_folders(folder: Path) -> Iterator[tuple[str, Path, str]]:
 
 def _class_folders(folder: Path) -> list[tuple[str, Path]]:
     """Return (split, class folder); beside split folders anything else is no class."""
-    splits = [one for one in _subfolders(folder) if one.name in SPLIT_FOLDERS]
+    splits = [(split, one) for one in _subfolders(folder) if (split := split_of(one.name))]
     if splits:
-        return [(SPLIT_FOLDERS[split.name], one) for split in splits for one in _subfolders(split)]
+        return [(split, one) for split, parent in splits for one in _subfolders(parent)]
     return [("training", one) for one in _subfolders(folder)]
 
 

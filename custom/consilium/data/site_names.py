@@ -34,7 +34,7 @@ def renamed_sites(names: Iterable[str], source: Path, valid: str = r"[A-Za-z0-9]
             continue
         found[name] = new
         if (before := known.setdefault(new.casefold(), name)) != name:
-            raise DataError(f"{source}: {before!r} and {name!r} would both be site {new!r}; rename one")
+            raise DataError(f"{source}: {before!r} and {name!r} would both be site {new!r}; give one another name there")
     free = (new for number in count(1) if (new := f"site-{number}") not in known)
     return found | dict(zip(left, free, strict=False))
 

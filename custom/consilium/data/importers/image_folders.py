@@ -6,7 +6,7 @@ from pathlib import Path
 
 from consilium.core.errors import DataError
 from consilium.data.file_kinds import PICTURES
-from consilium.data.folders import SPLIT_FOLDERS, has_folders, read_folders
+from consilium.data.folders import has_folders, lone_masks, read_folders, split_of
 from consilium.data.importers.base import (
     Importer,
     ImportResult,
@@ -24,7 +24,8 @@ LAYOUT = (
     "a folder per class; or a CSV file as `csv` reads"
 )
 PATIENTS = "; name them as `patient` in the lists and cut again by `data split`"
-_SPLITS = {**SPLIT_FOLDERS, "tr": "training", "ts": "test", "valid": "validation"}
+_SPLITS = {"tr": "training", "ts": "test"}
+"""Words of nnU-Net's and the Decathlon's folders: imagesTr."""
 Site = tuple[list[SourceSample], list[str]]
 """A site's samples, and notes."""
 
@@ -38,7 +39,7 @@ def read_own(source: Path, options: Options) -> ImportResult:
     roles = {kind_of(one.name) for one in below} | {"image" for one in source.iterdir() if one.name.lower().endswith(PICTURES)}
     sites = {} if roles >= {"image", "mask"} else {one.name: site for one in below if (site := _site(one, options))}
     notes: list[str] = []
-    if not sites or {name.lower() for name in sites} <= _SPLITS.keys():
+    if not sites or all(map(_named_split, sites)):
         whole = _site(source, options)
         if whole is None:
             raise wrong_layout(source, LAYOUT)
@@ -66,6 +67,8 @@ def _site(folder: Path, options: Options) -> Site | None:
         return _of_pairs(folder, pairs, options.mask_patterns)
     if table is not None:
         return _of_table(table, folder)
+    if what := lone_masks(folder):
+        raise DataError(f"{folder}: holds {what}")
     return _of_classes(folder) if classes else None
 
 
@@ -94,13 +97,23 @@ def _of_pairs(folder: Path, pairs: Pairs, asked: Iterable[Pattern]) -> Site:
     left_out = pairs.pattern in asked or not any(one.path.parent in with_masks for one in pairs.alone)
     if not pairs.found or (pairs.alone and not left_out):
         raise DataError(unpaired(pairs, folder))
+    if 2 * len(pairs.unused) >= len(pairs.found) and pairs.pattern not in asked:
+        places = sorted({str(mask.parent.relative_to(folder)) for mask in (pairs.found[0][1], pairs.unused[0])})
+        choice = " or ".join(f"--mask-pattern '{place}/{{}}'" for place in places)
+        choice = choice if len(places) == 2 else f"--mask-pattern '{pairs.pattern}' leaves them out"
+        other = pairs.unused[0].relative_to(folder)
+        what = f"'{pairs.pattern}' finds {len(pairs.found)} masks, and not {len(pairs.unused)} others, the first {other}"
+        raise DataError(f"{folder}: {what}; choose: {choice}")
     notes = []
     if pairs.pattern != Pattern():
         image, mask = pairs.found[0]
         notes.append(f"masks by --mask-pattern '{pairs.pattern}', as {mask.name} of {image.path.name}")
-    for what, some in (("pictures without a mask", [one.path for one in pairs.alone]), ("masks of no picture", pairs.unused)):
+    for what, some in (
+        ("pictures without a mask left out", [one.path for one in pairs.alone]),
+        ("masks not used", pairs.unused),
+    ):
         if some:
-            notes.append(f"{len(some)} {what} left out, the first {some[0].relative_to(folder)}")
+            notes.append(f"{len(some)} {what}, the first {some[0].relative_to(folder)}")
     splits = [_split(image) for image, _ in pairs.found]
     published = None not in splits and len(set(splits)) > 1
     return [
@@ -112,7 +125,11 @@ def _of_pairs(folder: Path, pairs: Pairs, asked: Iterable[Pattern]) -> Site:
 def _split(image: Names) -> str | None:
     """Return the split that a folder of the picture is called after."""
     parts = image.full.split("/")[:-1]
-    return next((split for part in parts for word in words(part) if (split := _SPLITS.get(word.lower()))), None)
+    return next((split for part in parts for word in (part, *words(part)) if (split := _named_split(word))), None)
+
+
+def _named_split(name: str) -> str | None:
+    return split_of(name) or _SPLITS.get(name.lower())
 
 
 SETS = {"own": Importer(LAYOUT, read_own, has_patterns=True)}
