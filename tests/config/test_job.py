@@ -12,7 +12,7 @@ from consilium.core.errors import ConfigError
 from consilium.federation.job import assemble_job
 from consilium.strategies.fediat import FedIAT
 from consilium.strategies.registry import STRATEGIES
-from tests.conftest import JOBS, small_config
+from tests.conftest import JOBS, small_cells, small_config
 
 
 def written(folder: Path, **changes: object) -> Path:
@@ -232,3 +232,15 @@ def test_a_site_without_data_or_checkpoints_says_so(tmp_path: Path) -> None:
 
 def test_the_registry_names_every_strategy_by_its_own_name() -> None:
     assert all(cls.name == name for name, cls in STRATEGIES.items())
+
+
+def test_yes_and_no_as_names_are_told_to_be_quoted(tmp_path: Path) -> None:
+    """YAML reads them as true and false; in quotes, as the line says, they are names."""
+    text = yaml.safe_dump(small_cells().model_dump(mode="json"), sort_keys=False)
+    named = re.sub(r"classes:\n(  - .*\n)+", "classes: [{}]\n", text)
+    path = tmp_path / "job.yaml"
+    path.write_text(named.format("yes, no"))
+    with pytest.raises(ConfigError, match=r"task\.classes\.0: True: expected a text; YAML reads yes.* write it in quotes"):
+        load_job(path)
+    path.write_text(named.format("'yes', 'no'"))
+    assert load_job(path).task.classes == ["yes", "no"]

@@ -1,6 +1,7 @@
 """A table of pictures: its columns, whose they are, and one line for everything that is not as it must be."""
 
 import json
+import re
 import unicodedata
 from collections import Counter
 from pathlib import Path
@@ -180,3 +181,18 @@ def test_doubtful_classes_are_told(labels: tuple[str, str], note: str, tmp_path:
     assert [one for one in told["notes"] if note in one]
     clean = imported(tmp_path / "clean", "\n".join(HEAD))
     assert not [one for one in clean["notes"] if "class" in one]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("0.png,a\n1.png,b\n", "line 1 names a picture, '0.png', and no columns; put a line of headings before it"),
+        ("image,label,Label\n0.png,a,b\n", "two columns are called 'label'; rename or delete one"),
+    ],
+)
+def test_no_picture_and_no_column_is_lost_to_the_headings(text: str, why: str, tmp_path: Path) -> None:
+    for number in range(2):
+        picture(tmp_path / f"{number}.png")
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(DataError, match=re.escape(why)):
+        run_import("csv", tmp_path / "t.csv", tmp_path / "out")

@@ -12,6 +12,8 @@ from consilium.tasks.classification import SCORES as ACCURACY
 from consilium.tasks.language import LanguageConfig, scores
 from consilium.tasks.registry import TASKS, Scores
 from consilium.tasks.segmentation import SCORES as DICE
+from consilium.tasks.segmentation.scores import SegmentationScoresConfig
+from consilium.tasks.segmentation.scores import scores as segmentation_scores
 from tests.report.closing import result_table
 
 
@@ -32,6 +34,13 @@ def test_the_table_has_every_site_the_mean_and_says_what_was_evaluated() -> None
     assert mean_of(results, "test/global/dice") == 0.6
     assert "0.600" in text
     assert "-" in text
+
+
+@pytest.mark.parametrize(("metric", "named"), [("hd95", True), ("hd95_mm", True), ("iou", False)])
+def test_a_table_with_hd95_says_which_of_two_usual_ones_it_is(metric: str, named: bool) -> None:
+    results = {"a": {"test/global/dice": 0.5, f"test/global/{metric}": 7.0}}
+    found = results_table(results, segmentation_scores(SegmentationScoresConfig()), "job")
+    assert any("as in MONAI; medpy" in note for note in found.notes) == named
 
 
 def test_validation_is_named_where_no_site_has_a_test_split() -> None:

@@ -113,7 +113,8 @@ def _table(progress: dict[str, Any], width: int) -> Table:
     """Return a row per site: its weight in the mean (federation.max_weight bounds it), its loss and leading score as far as
     it shares them, and what it has sent and received, in at most `width` cells where that can be."""
     told, sites = progress["scores"], progress["sites"]
-    scores = Scores((*map(str, told["leading"]), "loss"), (), told["headings"], grid=str(told.get("grid") or ""))  # a server's
+    leading = (*map(str, told["leading"]), "loss")  # str: what a server says may be of any type
+    scores = Scores(leading, (), told["headings"], grid=str(told.get("grid") or ""))
     score = scores.lead({metric for one in sites.values() for metric in reported(one["metrics"])})
     headings = {stage: shown(scores.heading(score)) for stage in (Stage.GLOBAL, Stage.PERSONALIZED)}
     layouts = [

@@ -111,7 +111,7 @@ def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, lost: li
     _, own = site.dataset(config.data.dataset, name)
     if own is not None:
         data = task.usable(own.datalist, lost) if lost is not None and task.usable else task.read(own.datalist)
-        data = with_affine(arranged(data, folds_count=config.dpsgd is None), own.nifti_affine)
+        data = with_affine(arranged(data, as_listed=config.dpsgd is not None), own.nifti_affine)
         return relabelled(data, own.labels, own.annotated, getattr(config.task, "classes", None), quiet)
     if phantoms is None:
         raise ConfigError(

@@ -66,6 +66,10 @@ class Hello:
         return asdict(self)
 
 
+CAPACITY = frozenset({"download", "time", "memory"})
+"""The measurements of a site's machine that may leave it, see strategies/heterogeneous_ranks/ranks.py."""
+
+
 @dataclass(frozen=True)
 class SiteInfo:
     """What the server knows of a site. `joined`: the site already keeps its own adapter tensors.

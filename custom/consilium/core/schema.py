@@ -213,6 +213,8 @@ def describe(error: ValidationError, path: Path | str, fields: list[str]) -> str
             lines.append(f"{path}: {field}: unknown field; remove it{nearest(str(item['loc'][-1]), fields)}")
         else:
             message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+            if isinstance(item["input"], bool) and "string" in message:
+                message = "a text; YAML reads yes, no, on and off as true and false: write it in quotes"
             lines.append(f"{path}: {_where(item, field, message)}{message}")
     if len(items) > MOST_LINES:
         lines.append(f"{path}: and {len(items) - MOST_LINES} more; fix these first")

@@ -149,19 +149,20 @@ def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = No
     return DataList(path, {split: tuple(_items(path, split, raw.get(split, []), classes, annotated, bad)) for split in SPLITS})
 
 
-def arranged(data: DataList, folds_count: bool = True) -> DataList:
+def arranged(data: DataList, as_listed: bool = False) -> DataList:
     """Return a list of MONAI's or the Decathlon's as they use it, with a note for each change.
 
     Where training samples have several folds and no sample is for validation, the lowest fold is. A test split without any
-    label is left out where training samples have labels: the challenge keeps them. Without `folds_count` all training samples
-    train: under DP-SGD no sample may decide by its fold which others do.
+    label is left out where training samples have labels: the challenge keeps them. `as_listed` changes nothing: under DP-SGD
+    no sample may decide where others go.
     """
     splits, notes = dict(data.splits), []
     training, test = splits["training"], splits["test"]
     folds = sorted({item.fold for item in training if isinstance(item, Item) and item.fold is not None})
-    if folds and not folds_count:
-        notes.append(("folds", "`fold` is not used under record or patient level, where all training samples train"))
-    elif len(folds) > 1 and not splits["validation"]:
+    if as_listed:
+        why = "`fold` is not used under record or patient level, where all training samples train"
+        return replace(data, notes=(*data.notes, *([("folds", why)] if folds else [])))
+    if len(folds) > 1 and not splits["validation"]:
         splits["validation"] = tuple(item for item in training if item.fold == folds[0])
         splits["training"] = tuple(item for item in training if item.fold != folds[0])
         remedy = "move the entries of another fold to `validation` to choose it"

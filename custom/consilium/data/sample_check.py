@@ -223,7 +223,7 @@ def _add_label(found: SampleReport, item: Item, image: np.ndarray | None, labels
 
 
 def _add_regions(found: SampleReport, item: Item, labels: Labels, classes: Classes) -> None:
-    """Add the regions that nobody asks for and that cannot be read, and those that are there where all asked for are not."""
+    """Warn of the regions that cannot be read. Where the file has no region of the job's classes, name those that it has."""
     found.warnings += [("structure that is not read", str(error)) for error in labels.faults.values()]
     if labels.regions is None or not isinstance(classes, Mapping):
         return

@@ -46,7 +46,10 @@ class Header:
 
 
 def header(path: Path, affine: NiftiAffine | None = None) -> Header:
-    """Return a volume's header, of a NIfTI file with two places the one that `affine` names. Raises DataError."""
+    """Return a volume's header. Raises DataError.
+
+    `affine`: which place counts in a NIfTI file whose qform and sform disagree.
+    """
     return _header(path, stamp(path), affine)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from consilium.adapters.layers import LARGEST as LARGEST_ADAPTER
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.linalg.together import norm, unusable
-from consilium.core.messages import Hello, Payload, Tensors, allowed_metrics, is_hash
+from consilium.core.messages import CAPACITY, Hello, Payload, Tensors, allowed_metrics, is_hash
 from consilium.core.sanitize import shown
 from consilium.federation.compatibility import check_versions
 from consilium.federation.job import Job, metric_names
@@ -30,7 +30,6 @@ SMALLEST = 1e-3
 """The fewest ranks a layer that a site may offer on average."""
 SAMPLES = 10**9
 """The most training samples that a site may report."""
-CAPACITY = frozenset({"download", "time", "memory"})
 _NAME = re.compile(r"[\w@+-][\w @+.-]{0,127}")
 """A site's name, which becomes a folder's in TensorBoard and a part of tensors' names in the checkpoint."""
 

@@ -42,7 +42,7 @@ class Scores:
 
     `beside`: further columns of the closing table; `headings` by score; `remark` belongs to the table's title. `grid`: whose
     pixels are scored, where they are masks. `too_small`: the metric that counts, by class, pictures with a structure too small
-    for the model's size, "" for none.
+    for the model's size, "" for none. `meanings`: by score, a note below tables that have it.
     """
 
     leading: tuple[str, ...]
@@ -51,6 +51,7 @@ class Scores:
     remark: str = ""
     grid: str = ""
     too_small: str = ""
+    meanings: Mapping[str, str] = field(default_factory=dict)
 
     def lead(self, reported: Iterable[str]) -> str:
         """Return the leading score among the names of reported ones; the first choice where none is."""

@@ -101,6 +101,21 @@ def test_a_record_moves_the_clipped_sum_by_the_clip_at_most(job: str, tmp_path: 
 
 
 @pytest.mark.parametrize("unit", ["record", "patient"])
+def test_the_label_of_one_record_takes_no_test_split_away(unit: str, tmp_path: Path) -> None:
+    """Elsewhere a test split without labels is left out where some training sample has one."""
+    path = make_site(tmp_path, 3)
+    listed = json.loads(path.read_text())
+    bare = [{"image": entry["image"], "patient": f"p{number}"} for number, entry in enumerate(listed["training"])]
+    raw = small_config("fedit").model_dump() | {"privacy": {"unit": unit, "epsilon": 3.0}}
+    tested = []
+    for training in (bare, [listed["training"][0] | {"patient": "p0"}, *bare[1:]]):
+        path.write_text(json.dumps(listed | {"training": training, "validation": [], "test": [{"image": bare[0]["image"]}]}))
+        data = site_data(JobConfig.model_validate(raw), "site-1", SiteConfig(datalist=path), tmp_path)
+        tested.append(len(data.splits["test"]))
+    assert tested[0] == tested[1]
+
+
+@pytest.mark.parametrize("unit", ["record", "patient"])
 def test_the_fold_of_one_record_takes_no_other_out_of_training(unit: str, tmp_path: Path) -> None:
     """The lowest fold is the validation split elsewhere: one record of fold 0 more would put those of fold 1 back."""
     path = make_site(tmp_path, 5)

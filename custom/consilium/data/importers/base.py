@@ -101,7 +101,7 @@ class ImportResult:
 class Importer:
     """A data set: its layout in one line, and its reader; `sizes` of its training set, the default first.
 
-    `is_file`: the source is a file, not a folder; `has_patterns`: of one's own pictures, whose masks' names are not known.
+    `is_file`: the source is a file, not a folder. `has_patterns`: users may say by a pattern how their masks are named.
     """
 
     layout: str

@@ -1,4 +1,4 @@
-"""Folders of one's own, one per site: pictures beside masks, a folder per class, or pictures with a table."""
+"""A hospital's own pictures, a folder per site. Labels are masks beside the pictures, a folder per class, or a table."""
 
 import shlex
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ Site = tuple[list[SourceSample], list[str]]
 
 
 def read_own(source: Path, options: Options) -> ImportResult:
-    """Read the sites of a folder, or the one that the folder is; masks' values, or names, make the classes.
+    """Read a folder of sites, or the folder of one site. Classes follow from the values in masks, or from names.
 
     Raises DataError for another layout, a picture without a mask, sizes that differ, and masks that are no label pictures.
     """

@@ -72,6 +72,9 @@ def _values(sample: SourceSample) -> set[int]:
     values = {int(value) for value in np.unique(array)}
     if len(values) > 2 and is_anti_aliased(array, {0, max(values)}):
         raise DataError(f"{mask}: mask is anti-aliased: {len(values) - 2} values lie on edges alone; {UNSMOOTHED}")
-    if mode not in MODES or len(values) > MOST_VALUES:
+    if mode not in MODES:
         raise DataError(f"{mask}: is no label picture (mode {mode}); save it as PNG with one channel and a value per class")
+    if len(values) > MOST_VALUES:
+        what = f"{len(values):,} values are single objects or grey levels, no classes"
+        raise DataError(f"{mask}: {what}; save it with one value for each class, at most {MOST_VALUES}")
     return values

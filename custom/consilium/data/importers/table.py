@@ -2,6 +2,7 @@
 
 import csv
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from consilium.core.errors import ConfigError, ConsiliumError, DataError
 from consilium.core.schema import nearest
 from consilium.data.class_names import EACH_ITS_OWN, doubts
 from consilium.data.file_kinds import PICTURES, is_volume, place_of
+from consilium.data.folders import split_of
 from consilium.data.identifiers import check_identifier
 from consilium.data.importers.base import Importer, ImportResult, Options, SourceSample
 from consilium.data.importers.labels import labelled
@@ -26,8 +28,6 @@ FIELDS = ("image", "label", "site", "patient", "split")
 NEEDED = FIELDS[:2]
 SEPARATOR = re.compile(r"\s*\"?sep=(.)\"?[\s,;]*", re.IGNORECASE)
 """Excel's line that says which character separates its columns."""
-SPLITS = {"": None, "train": "training", "training": "training", "test": "test"}
-SPLITS |= dict.fromkeys(("val", "valid", "validation"), "validation")
 ONE = "one list for all, no sites: share it out with `consilium data partition` of its datalist.json"
 _LOOKED_AT = 20
 """Lines of which the cells tell what a column holds."""
@@ -82,6 +82,7 @@ def open_table(source: Path, columns: Mapping[str, str]) -> Table:
     """Return a table's lines by field. Raises DataError, and ConfigError for a column that is not there."""
     there, lines = _lines(source)
     head = list(islice(lines, _LOOKED_AT))
+    _check_headings(source, there)
     named, notes = _columns(source, columns, there, head)
     every = [Row(row.number, {one: row.values[name] for one, name in named.items()}) for row in chain(head, lines)]
     rows = [row for row in every if any(row.values.values())]
@@ -119,6 +120,16 @@ def _lines(source: Path) -> tuple[list[str], Iterator[Row]]:
     return there, rows()
 
 
+def _check_headings(source: Path, there: Sequence[str]) -> None:
+    """Raise DataError for a line of a picture in the place of headings, and for two headings of one name."""
+    if picture := next((name for name in there if _is_path(source, name)), None):
+        what = f"line 1 names a picture, {picture!r}, and no columns"
+        raise DataError(f"{source}: {what}; put a line of headings before it, such as image,label")
+    named = Counter(name.casefold() for name in there if name)
+    if twice := next((name for name in there if named[name.casefold()] > 1), None):
+        raise DataError(f"{source}: two columns are called {twice!r}; rename or delete one")
+
+
 def _columns(
     source: Path, columns: Mapping[str, str], there: Sequence[str], rows: Sequence[Row]
 ) -> tuple[dict[str, str], list[str]]:
@@ -139,7 +150,7 @@ def _columns(
         if not paths:
             proposed = _proposed(one, [name for name in there if name not in named.values()], rows)
             what = f"{source}: no column {one!r}; there are {', '.join(there)}"
-            raise ConfigError(f"--column: {what}; write --column {one}={proposed}")
+            raise ConfigError(f"--column: {what}; write --column {shlex.quote(f'{one}={proposed}')}")
         named[one] = paths.pop(0)
         notes.append(f"--column {one}={named[one]}: its cells are paths of {'pictures' if one == 'image' else 'masks'}")
     return named, notes
@@ -174,13 +185,14 @@ def _check_classes(source: Path, column: str, rows: Sequence[Row]) -> None:
 def _sample(table: Table, row: Row, site: str) -> SourceSample:
     """Return one line's picture. Raises DataError, which names the line."""
     values, where = row.values, f"{table.path}: line {row.number}"
-    if (split := values.get("split", "").lower()) not in SPLITS:
-        raise DataError(f"{where}: split {values['split']!r}: expected training, validation or test, or nothing")
+    said = values.get("split", "")
+    if said and split_of(said) is None:
+        raise DataError(f"{where}: split {said!r}: expected training, validation or test, or nothing")
     image = _there(table.path, where, "image", values["image"])
     label = _there(table.path, where, "label", values["label"]) if table.has_masks else values["label"]
     who = check_identifier(where, "patient", values.get("patient", ""))
     own = values.get("site", "") or site
-    return SourceSample(own, who or values["image"], image, label, split=SPLITS[split], is_patient=bool(who))
+    return SourceSample(own, who or values["image"], image, label, split=split_of(said), is_patient=bool(who))
 
 
 def _there(source: Path, where: str, name: str, cell: str) -> Path:

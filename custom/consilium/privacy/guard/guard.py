@@ -14,7 +14,7 @@ from typing import Any
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.core.errors import Reason, RefusedError
-from consilium.core.messages import LIBRARIES, PROTOCOL, Kind, Payload
+from consilium.core.messages import CAPACITY, LIBRARIES, PROTOCOL, Kind, Payload
 from consilium.core.storage import locked, note, room_for
 from consilium.data.counts import Tally
 from consilium.privacy import noise_diagnostics, statistics
@@ -32,9 +32,6 @@ from consilium.privacy.plan import Plan, check_policy, make_plan
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.sum_ledger import SumLedger
 from consilium.strategies.strategy import Strategy
-
-CAPACITY = frozenset({"download", "time", "memory"})
-"""The measurements of a site's machine that may leave, see strategies/heterogeneous_ranks/ranks.py."""
 
 
 @dataclass
@@ -151,7 +148,7 @@ class Guard:
         self._admitted = run
 
     def _take(self, task: AuthorizedTask, kind: Kind) -> None:
-        """Use up the authorization. Raises RefusedError unless `task` is the one that was authorized last."""
+        """Note that the authorized task is answered. Raises RefusedError for any other task, and for a second answer."""
         current, self._task = self._task, None
         if current is None or task is not current or task.kind is not kind:
             raise RefusedError(f"{self.name}: an answer to a task that was not authorized; nothing was sent", Reason.TASK)

@@ -1,7 +1,7 @@
 """The stored releases of a site in a run: a replayed task gets the same bytes again.
 
-A release is stored before it is paid, in a file of its own ("pending"). When it is paid, it replaces the last paid one. So a
-paid release can be repeated until a newer one is paid, and nobody can see whether a newer one is pending.
+A release is stored before it is paid, in a file of its own ("pending"). When it is paid, it replaces the last paid one. Until
+then the site can still repeat the last paid one, so its answer does not show whether a newer release is pending.
 """
 
 import json

@@ -138,7 +138,9 @@ def _score_notes(scores: GroupScores, blocks: int, printed: bool) -> list[str]:
         apart = "all sites on one test split"
     bootstrap = "percentile bootstrap over seeds; few seeds make it too narrow"
     too_few = f"95 % seeds needs {FEWEST_SEEDS} seeds: {seeds} here say nothing of how sure a mean is"
+    meaning = scores.group.first.scores.meanings.get(scores.metric.partition("/")[0], "")
     found = {
+        meaning: meaning,
         f"{scores.stage}: {MEANT[scores.stage]}; pretrained: {MEANT[Stage.PRETRAINED]}": True,
         f"mean over {len(scores.inside)} sites{' ± standard deviation over seeds' if seeds > 1 else ''}; seeds: those with all "
         f"sites, of {seeds}; mean by n: sites weighted by the samples they scored": True,

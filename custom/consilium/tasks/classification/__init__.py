@@ -90,9 +90,13 @@ def metric_names(config: ClassificationConfig) -> frozenset[str]:
 def scores(config: ClassificationConfig) -> Scores:
     """Return how the scores are shown."""
     headings = SCORES.headings if config.scores.f1 == "all" else {**SCORES.headings, "f1": "Macro F1, present"}
-    return replace(SCORES, headings=headings, remark=f", per {config.scores.per}")
+    return replace(SCORES, headings=headings, remark=f", per {config.scores.per}", meanings={"f1": MEANINGS[config.scores.f1]})
 
 
+MEANINGS: dict[F1Classes, str] = {
+    "all": "Macro F1: over the classes that are there or answered, as in scikit-learn",
+    "present": "Macro F1: over the classes that are there; scikit-learn counts those answered too",
+}
 SCORES = Scores(("accuracy",), ("f1",), {"accuracy": "Accuracy", "f1": "Macro F1", "loss": "Loss"})
 FORMER = {"scores": {"f1": "present"}}
 """What macro F1 was of runs whose job.yaml does not say it."""

@@ -43,6 +43,10 @@ HEADINGS = {
 }  # fmt: skip
 
 
+MEANINGS = dict.fromkeys(
+    ("hd95", f"hd95{MILLIMETRES}"),
+    "HD95: the larger of both directions' 95th percentiles, as in MONAI; medpy takes one percentile of both together",
+)
 TOO_SMALL = "too_small"
 """Counts, by split and class, the pictures in which resizing to the model's size alone leaves nothing of a class."""
 GRIDS = {"original": "original grid", "resized": "model grid"}
@@ -61,4 +65,4 @@ def scores(config: SegmentationScoresConfig) -> Scores:
     title = f", per {config.per}, {GRIDS[config.grid]}"
     title += "; empty references count" if config.empty_references == "count" else ""
     title += "; IoU of foreground and background" if config.iou == "both" else ""
-    return Scores(("dice",), NAMES[1:], HEADINGS, title, GRIDS[config.grid], TOO_SMALL)
+    return Scores(("dice",), NAMES[1:], HEADINGS, title, GRIDS[config.grid], TOO_SMALL, MEANINGS)
