@@ -14,10 +14,8 @@ from typing import Any, Self
 import pytest
 import typer
 import yaml
-from torch import nn
 
 from consilium.cli.main import app, main
-from consilium.runtime.benchmark import Bench, Way
 from tests.conftest import small_config
 
 NUMBERS = ("nan", "inf", "-inf", "-1", "0", "1e400", "x", "9" * 40, "")
@@ -91,8 +89,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(small_config(rounds=1, local_steps=1).model_dump()))
     monkeypatch.setattr("consilium.runtime.engine.simulate", lambda job, sites, folder, *rest: no_results(folder))
-    ways = tuple(Way(name, print, nn.Module(), [1.0], [1.0]) for name in ("job", "ready", "bare"))
-    monkeypatch.setattr("consilium.cli.bench.measure", lambda *given: Bench("cpu", ways, "samples", 1.0, 1, None))
     monkeypatch.setattr("consilium.cli.simulate.Simulator", NoSimulator)
     return tmp_path
 

@@ -1,8 +1,6 @@
 """The bench: ways take turns, ratios are medians over them, and what a bare loop trains is what the job trains."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +10,9 @@ from consilium.client.site_data import site_data
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.federation.job import assemble_job, build_task
-from consilium.runtime import benchmark as benches
-from consilium.runtime.benchmark import Bench, Way, bench, interval
-from tests.conftest import run, small_cells, small_text
+from tests.benchmarks import job_steps as benches
+from tests.benchmarks.job_steps import Bench, Way, bench, interval
+from tests.conftest import small_cells
 
 
 def test_ratios_are_medians_of_turns() -> None:
@@ -67,36 +65,6 @@ def test_every_way_takes_as_many_steps(tmp_path: Path) -> None:
     found = bench(small_cells("fedit"), SiteConfig(device="cpu"), tmp_path, 1, 2)
     assert [(way.name, len(way.seconds)) for way in found.ways] == [("job", 2), ("ready", 2), ("bare", 2)]
     assert (found.unit, found.units) == ("samples", 2)
-
-
-def test_the_command_prints_80_columns_or_json(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    config = small_text("fedit")
-    job = tmp_path / "job.yaml"
-    job.write_text(json.dumps(config.model_dump(mode="json")))
-    words = ("bench", job, "--steps", 1, "--turns", 1, "--device", "cpu")
-    assert run(monkeypatch, *words) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert any("tokens a second" in line for line in lines)
-    assert run(monkeypatch, *words, "--format", "json") == 0
-    assert json.loads(capsys.readouterr().out)["ratios"].keys() == {"job/bare", "ready/bare"}
-
-
-def test_a_sites_other_devices_take_no_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A bare loop has one device, so the job's steps have one too."""
-    job, seen = tmp_path / "job.yaml", list[SiteConfig]()
-    job.write_text(json.dumps(small_text("fedit").model_dump(mode="json")))
-    (tmp_path / "site.yaml").write_text("devices: [cpu, cpu]\nbase: sharded\n")
-
-    def measured(config: Any, site: SiteConfig, *more: Any) -> Any:
-        seen.append(site)
-        raise ConfigError("seen")
-
-    monkeypatch.setattr("consilium.cli.bench.measure", measured)
-    assert run(monkeypatch, "bench", job, "--data", tmp_path, "--device", "cpu") == 2
-    assert [(site.device_count, site.main_device, site.base) for site in seen] == [(1, "cpu", "replicated")]
 
 
 @pytest.mark.parametrize("unit", ["record", "patient"])

@@ -10,7 +10,7 @@ from torch import nn
 
 from consilium.adapters import layers
 from consilium.client.build import build_site
-from consilium.client.ddp_checks import ranks_of
+from consilium.client.ddp import ranks_of
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, load_site
 from consilium.core.errors import ConfigError, ConsiliumError

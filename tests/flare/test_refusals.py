@@ -19,7 +19,7 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
 from consilium.client.build import build_site
-from consilium.client.ddp_failures import failure, why
+from consilium.client.ddp import failure, why
 from consilium.config.server import ServerConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, DataError, Reason, RefusedError

@@ -20,7 +20,7 @@ CLI = "consilium.cli"
 RUN, USE, DATA, DEPLOYMENT, SITE = "Run and compare", "Use a model", "Data and privacy", "Deployment", "At a site"
 COMMANDS: dict[str | None, dict[str, str | Group]] = {
     RUN: {
-        **{name: f"{CLI}.{name}:{name}" for name in ("simulate", "compare", "report", "cost", "fit", "bench")},
+        **{name: f"{CLI}.{name}:{name}" for name in ("simulate", "compare", "report", "cost", "fit")},
         "study": Group(
             "Run grids of jobs: methods, ranks, splits, seeds.",
             {name: f"{CLI}.study:study_{name}" for name in ("list", "show", "run")},
@@ -61,7 +61,6 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
     },
     SITE: {
         "approve": f"{CLI}.approve:approve",
-        "rank": f"{CLI}.rank:rank",
         "doctor": f"{CLI}.doctor:doctor",
         "update-kit": f"{CLI}.renewal:update_kit",
         "metrics": f"{CLI}.metrics:metrics",

@@ -12,7 +12,7 @@ from consilium import __version__
 from consilium.adapters import layers
 from consilium.client import capacity_probe
 from consilium.client.context import ClientContext
-from consilium.client.ddp_checks import on_all_ranks
+from consilium.client.ddp import on_all_ranks
 from consilium.client.evaluator import Evaluator
 from consilium.client.model_store import ModelStore, interpolation_of
 from consilium.client.trainer import FitReport, Trainer, rehearse_step, step_of_all

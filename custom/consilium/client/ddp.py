@@ -8,23 +8,20 @@ VLDB 2020) with the optimizer at one rank: for an adapter, sending its values co
 """
 
 import shutil
-import socket
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from consilium.client.ddp_failures import RemoteRank, Told, failure, hear, said, why
-from consilium.client.ddp_rendezvous import gather
 from consilium.client.ddp_worker import (
-    LOOPBACK,
-    PATIENCE,
     BlockRequest,
+    Failed,
     Phase,
     RankSetup,
     ReadBase,
@@ -37,11 +34,12 @@ from consilium.client.ddp_worker import (
     reduced,
     sizes,
     store_of,
+    why,
     work,
 )
 from consilium.config.job import JobConfig
-from consilium.config.site import NodesConfig, SiteConfig
-from consilium.core.child_process import ChildProcess, send
+from consilium.config.site import SiteConfig
+from consilium.core.child_process import ChildProcess, exit_reason, receive, send
 from consilium.core.errors import ConsiliumError, Reason
 from consilium.core.messages import Tensors
 from consilium.core.seeding import seed_for
@@ -49,12 +47,21 @@ from consilium.core.storage import private_folder
 from consilium.data.datalist import DataList
 from consilium.data.loading import Loading
 from consilium.federation.job import build_model
+from consilium.models.dtypes import QUANTIZED
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import pick_device
 from consilium.training.sharding import ask_for, leave_world, shard
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
+
+
+class FailedRank(RuntimeError):
+    """What a rank has said of why it failed, and which it is."""
+
+    def __init__(self, why: Failed, child: ChildProcess) -> None:
+        super().__init__(why.line)
+        self.why, self.child = why, child
 
 
 class Ranks:
@@ -66,7 +73,7 @@ class Ranks:
 
     def __init__(self, config: JobConfig, site: SiteConfig, data: DataList, folder: Path) -> None:
         self.config, self.site, self.data, self.folder = config, site, training_only(data), folder
-        self.children, self.place, self.count, self.together = list[ChildProcess | RemoteRank](), folder, 0, False
+        self.children, self.place, self.count, self.together = list[ChildProcess](), folder, 0, False
         self.sharded, self.device = site.base == "sharded", pick_device(site.main_device)
         self._group: ProcessGroup | None = None
         self._split: nn.Module | None = None
@@ -127,24 +134,23 @@ class Ranks:
 
     def _start(self, model: nn.Module | None) -> None:
         """Start all other ranks; of `model`, where there is one, this one keeps its part."""
-        size, nodes = self.site.device_count, self.site.nodes
+        size = self.site.device_count
         self.place = Path(tempfile.mkdtemp(prefix="ranks-", dir=private_folder(self.folder)))
-        place, store, address = _meeting(self.place, nodes, size)
+        store = store_of(self.place, size)
         self.children.extend(ChildProcess(work, self.site.threads or torch.get_num_threads()) for _ in self.site.devices[1:])
-        self.children.extend(gather(nodes) if nodes else [])
         packages, settings = frozenset(self.config.packages), self.config.model_dump(mode="json")
         for rank, child in enumerate(self.children, start=1):
-            own = self.site.model_copy(update={"devices": self.site.devices[rank : rank + 1], "nodes": None})
-            send(child.pipe, RankSetup(settings, packages, own, self.data, place, rank, size))
-        hear(self.children)
-        self._group = meet(store, 0, size, address)
+            own = self.site.model_copy(update={"devices": self.site.devices[rank : rank + 1]})
+            send(child.pipe, RankSetup(settings, packages, own, self.data, self.place, rank, size))
+        _hear(self.children)
+        self._group = meet(store, 0, size)
         if model is not None:
             self._split = model
-            ask_for(shard(model, mesh_of(store, 0, size, self.site, address), self.device), self._want)
+            ask_for(shard(model, mesh_of(store, 0, size, self.site), self.device), self._want)
         for some in [[child] for child in self.children] if self.sharded else [self.children]:
             for child in some:
                 send(child.pipe, ReadBase())
-            hear(some)
+            _hear(some)
 
     def _want(self, block: int) -> None:
         """Have the other ranks send their parts of a block, unless all are computing it.
@@ -188,22 +194,17 @@ class Ranks:
 
     def failed(self, error: Exception) -> ConsiliumError:
         """End all ranks; return why, as the one that failed first has said."""
-        heard = ((found, child) for child in self.children if (found := said(child)))
-        found, child = (error.why, error.child) if isinstance(error, Told) else next(heard, (why(error), None))
+        heard = ((found, child) for child in self.children if (found := _said(child)))
+        found, child = (error.why, error.child) if isinstance(error, FailedRank) else next(heard, (why(error), None))
         rank = self.children.index(child) + 1 if child else 0
-        who = f"rank {rank} on {self._where(rank)}: " if child else ""
+        who = f"rank {rank} on {self.site.devices[rank]}: " if child else ""
         self.end()
         return failure(who, found)
-
-    def _where(self, rank: int) -> str:
-        child = self.children[rank - 1]
-        return child.machine if isinstance(child, RemoteRank) else self.site.devices[rank]
 
     def end(self) -> None:
         """End all other ranks."""
         for child in self.children:
-            if child.process:
-                child.process.kill()
+            child.process.kill()
         for child in self.children:
             child.end()
         if self.children:
@@ -219,17 +220,31 @@ def training_only(data: DataList) -> DataList:
     return replace(data, splits=training, loading=Loading(prechecked=True, ignore_unfit=data.loading.ignore_unfit))
 
 
-def _meeting(folder: Path, nodes: NodesConfig | None, size: int) -> tuple[Path | tuple[str, int], "Store", str]:
-    """Return where a site's ranks meet, the store that rank 0 keeps there, and the address where it listens for them."""
-    if nodes is None:
-        return folder, store_of(folder, size), LOOPBACK
-    from torch.distributed import TCPStore
+def failure(who: str, what: Failed) -> ConsiliumError:
+    """Return the error of a site whose rank `who` has failed."""
+    found = ConsiliumError(f"site.yaml: devices: {who}{what.line}", Reason.TRAINING)
+    found.told = what.told and f"site.yaml: devices: {who}{what.told}"
+    if what.trace:
+        found.add_note(what.trace)
+    return found
 
-    host = nodes.place[0]
-    door = socket.create_server((host, 0))  # torch's own would listen at all addresses
-    port = door.getsockname()[1]
-    store = TCPStore(host, port, size, is_master=True, timeout=PATIENCE, wait_for_workers=False, master_listen_fd=door.detach())
-    return (host, port), store, host
+
+def _hear(children: list[ChildProcess]) -> None:
+    """Wait until all are ready. Raises FailedRank for the first that is not, OSError or EOFError where it is gone."""
+    for child in children:
+        if found := receive(child.pipe):
+            raise FailedRank(found, child)
+
+
+def _said(child: ChildProcess) -> Failed | None:
+    """Return why a rank failed, None if it did not; the others wait for it, and say nothing."""
+    with suppress(EOFError, OSError):
+        while child.pipe.poll(1):
+            if isinstance(found := receive(child.pipe), Failed):
+                return found
+    child.process.join(1)
+    code = child.process.exitcode
+    return None if code is None else Failed(exit_reason(code))
 
 
 class JointTask:
@@ -286,3 +301,72 @@ class _Joint(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of the trained parameters."""
         return (None, None, None, *(gradient * one for one in ctx.gradients))
+
+
+def ranks_of(config: JobConfig, site: SiteConfig, data: DataList | None, folder: Path) -> Ranks | None:
+    """Return the other devices of a site that has several, None for one, and for a pooled one, which has no `data` of its own.
+
+    Raises ConsiliumError for a job whose training is more than a batch's mean loss.
+    """
+    if site.device_count < 2 or data is None:
+        return None
+    what = ""
+    if config.dpsgd is not None:
+        unit = config.dpsgd.unit
+        what = f"devices: privacy.unit {unit} clips the gradient of every {unit}, which one device does; give one device"
+    elif config.strategy.traits.parts:
+        whom = f"strategy {config.strategy.name!r}"
+        what = f"devices: {whom} trains more beside the adapter, which one device does; give one device"
+    elif site.base == "sharded" and (why := _whole(config, site)):
+        what = f"base: 'sharded': {why}, which takes the whole base at one device; use replicated"
+    if what:
+        raise ConsiliumError(f"site.yaml: {what} for this job", Reason.POLICY)
+    return Ranks(config, site, data, folder)
+
+
+def _whole(config: JobConfig, site: SiteConfig) -> str:
+    """Return what of a job, or of the site for it, needs the whole base at one device, "" for nothing."""
+    if config.model.dtype in QUANTIZED:
+        return f"model.dtype {config.model.dtype!r} keeps layers in a form of its own"
+    if config.training.compile:
+        return "training.compile makes one program of the model"
+    if config.strategy.traits.probe_fraction:
+        return f"strategy {config.strategy.name!r} looks at gradients before it trains"
+    if site.capacity.given and config.strategy.traits.ranks_differ:
+        return "capacity is measured by steps"
+    return ""
+
+
+class HasRanks(Protocol):
+    """A client's context: its model, and its other devices where it has some."""
+
+    model: nn.Module
+    ranks: Ranks | None
+
+
+class HasContext(Protocol):
+    """A client."""
+
+    @property
+    def context(self) -> HasRanks:
+        """See ClientContext."""
+        ...
+
+
+S = TypeVar("S", bound=HasContext)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_all_ranks(do: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Have a client's method find the model ready for use on all its ranks; see Ranks.working."""
+
+    @wraps(do)
+    def done(client: S, /, *words: P.args, **named: P.kwargs) -> R:
+        context = client.context
+        if context.ranks is None:
+            return do(client, *words, **named)
+        with context.ranks.working(context.model) as context.model:
+            return do(client, *words, **named)
+
+    return done

@@ -1,10 +1,10 @@
 """Another rank of a site with several devices: a process that takes its share of every batch; ddp.py is the site's side."""
 
 import logging
+import traceback
 from collections.abc import Sequence, Set
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from consilium.adapters import layers
-from consilium.client.ddp_failures import why
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.child_process import exit_with_parent, receive, send
+from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Tensors
 from consilium.core.schema import validate
 from consilium.data.datalist import DataList
@@ -35,11 +35,24 @@ if TYPE_CHECKING:
 PATIENCE = timedelta(minutes=30)
 """How long a rank waits for the others: one that has died is known at once, one that computes is not."""
 LOOPBACK = "127.0.0.1"
-"""Where the ranks of one machine listen."""
+"""Where the ranks listen: nothing they exchange leaves the machine."""
+LONGEST = 1000
+"""Characters of a line: it may name a list and a file, whose paths are long."""
+
+
+class Failed(NamedTuple):
+    """Why a rank failed: in a line; `told`, see ConsiliumError; and the traceback of an unexpected error.
+
+    A rank writes that nowhere. Its site does, and puts what may name data where it puts its own; see flare/job/private_log.py.
+    """
+
+    line: str
+    told: str = ""
+    trace: str = ""
 
 
 class RankSetup(NamedTuple):
-    """What another rank makes its model and its task of; `place`: the folder, or the host and port, where ranks meet.
+    """What another rank makes its model and its task of; `place`: the folder where ranks meet.
 
     `data`: the training samples, which its site has looked at. It opens none of them: all it computes on comes in shares.
     """
@@ -48,7 +61,7 @@ class RankSetup(NamedTuple):
     packages: frozenset[str]
     site: SiteConfig
     data: DataList
-    place: Path | tuple[str, int]
+    place: Path
     rank: int
     size: int
 
@@ -111,37 +124,38 @@ def sizes(tensors: Sequence[Tensor]) -> list[int]:
     return [one.numel() for one in tensors]
 
 
-def store_of(place: Path | tuple[str, int], size: int) -> "Store":
-    """Return what the ranks find each other by: a file in a folder, or what rank 0 keeps at an address."""
-    from torch.distributed import FileStore, TCPStore
+def why(error: Exception) -> Failed:
+    """Return what a rank says of an error: only one that we expect may be told in its own words."""
+    line = " ".join(str(error).split())[:LONGEST] or type(error).__name__
+    if isinstance(error, ConsiliumError):
+        return Failed(line, error.told)
+    return Failed(line, type(error).__name__, "".join(traceback.format_exception(error)))
 
-    if isinstance(place, Path):
-        return FileStore(str(place / "store"), size)
-    return TCPStore(*place, size, is_master=False, timeout=PATIENCE)
+
+def store_of(place: Path, size: int) -> "Store":
+    """Return the file in a folder by which the ranks find each other."""
+    from torch.distributed import FileStore
+
+    return FileStore(str(place / "store"), size)
 
 
-def meet(store: "Store", rank: int, size: int, address: str, patience: timedelta = PATIENCE) -> "ProcessGroup":
-    """Return the group of a site's ranks once all are there; this one listens at `address` only."""
+def meet(store: "Store", rank: int, size: int, patience: timedelta = PATIENCE) -> "ProcessGroup":
+    """Return the group of a site's ranks once all are there; torch's own would listen at the address of the machine's name."""
     from torch.distributed import PrefixStore, ProcessGroupGloo
 
     gloo: Any = ProcessGroupGloo  # whose stubs lack its options
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=address)]
+    options._devices = [gloo.create_device(hostname=LOOPBACK)]
     options._timeout = patience
     made: ProcessGroup = gloo(PrefixStore("site", store), rank, size, options)
     return made
 
 
-def mesh_of(store: "Store", rank: int, size: int, site: SiteConfig, address: str) -> "DeviceMesh":
+def mesh_of(store: "Store", rank: int, size: int, site: SiteConfig) -> "DeviceMesh":
     """Return, once all ranks are there, what a sharded base is spread over; see sharding.py."""
     from torch.distributed import PrefixStore
 
-    gloo = partial(_on, address)
-    return world(PrefixStore("world", store), rank, size, pick_device(site.main_device), gloo, PATIENCE)
-
-
-def _on(address: str, store: "Store", rank: int, size: int, patience: timedelta) -> "ProcessGroup":
-    return meet(store, rank, size, address, patience)
+    return world(PrefixStore("world", store), rank, size, pick_device(site.main_device), meet, PATIENCE)
 
 
 def reduced(group: "ProcessGroup", numbers: Tensor, found: bool) -> Tensor:
@@ -150,17 +164,14 @@ def reduced(group: "ProcessGroup", numbers: Tensor, found: bool) -> Tensor:
     return numbers
 
 
-def work(pipe: connection.Connection, address: str = LOOPBACK, device: str | None = None) -> None:
-    """Make model and task, then take shares of batches until there is no rank 0 any more.
-
-    `address`: where this rank listens; `device`: where it computes, by default where rank 0 says.
-    """
+def work(pipe: connection.Connection) -> None:
+    """Make model and task, then take shares of batches until there is no rank 0 any more."""
     exit_with_parent()
     say_to(logging.NullHandler())  # its site says the same, where such lines belong
     with suppress(EOFError, OSError):
         setup: RankSetup = receive(pipe)
         try:
-            worker = _joined(pipe, setup, address, device or setup.site.main_device)
+            worker = _joined(pipe, setup)
             send(pipe, None)
         except Exception as error:
             send(pipe, why(error))
@@ -168,19 +179,19 @@ def work(pipe: connection.Connection, address: str = LOOPBACK, device: str | Non
         worker.answer(pipe)
 
 
-def _joined(pipe: connection.Connection, setup: RankSetup, address: str, device: str) -> "RankWorker":
+def _joined(pipe: connection.Connection, setup: RankSetup) -> "RankWorker":
     """Meet the others, read the base when it is this rank's turn, and keep its part of it where it is sharded."""
-    site = setup.site.model_copy(update={"devices": (device,)})
+    site = setup.site
     config = validate(JobConfig, setup.settings, Path("job.yaml"), setup.packages)
     task = build_task(config, setup.data, site)
     send(pipe, None)
     store = store_of(setup.place, setup.size)
-    group, mesh = meet(store, setup.rank, setup.size, address), None
+    group, mesh = meet(store, setup.rank, setup.size), None
     if site.base == "sharded":
-        mesh = mesh_of(store, setup.rank, setup.size, site, address)
+        mesh = mesh_of(store, setup.rank, setup.size, site)
     receive(pipe)  # ReadBase
     model = build_model(config, site)
-    return RankWorker(model, task, config, group, shard(model, mesh, pick_device(device)) if mesh else [])
+    return RankWorker(model, task, config, group, shard(model, mesh, pick_device(site.main_device)) if mesh else [])
 
 
 class RankWorker:

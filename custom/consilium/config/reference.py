@@ -31,7 +31,7 @@ from consilium.config.privacy import (
 )
 from consilium.config.secure_aggregation import SecureAggregationConfig, SitePartnersConfig
 from consilium.config.server import ServerConfig
-from consilium.config.site import CacheConfig, NodesConfig, SiteConfig, TrackingConfig
+from consilium.config.site import CacheConfig, SiteConfig, TrackingConfig
 from consilium.config.statistics import StatisticsConfig
 from consilium.config.training import TrainingConfig
 from consilium.config.validation import ValidateConfig
@@ -148,7 +148,7 @@ def site_reference() -> str:
     parts = [chapter("The whole file", SiteConfig), chapter("An entry of `datasets:`", DatasetConfig)]
     parts += [chapter("`cache:`", CacheConfig), chapter("`tracking:`", TrackingConfig), chapter("`capacity:`", CapacityConfig)]
     parts += [chapter("`privacy:`", HospitalPrivacyPolicy), chapter("An entry of `privacy: {budgets:}`", BudgetConfig)]
-    return "\n\n".join([*parts, chapter("`secure_aggregation:`", SitePartnersConfig), chapter("`nodes:`", NodesConfig)])
+    return "\n\n".join([*parts, chapter("`secure_aggregation:`", SitePartnersConfig)])
 
 
 def deployment_reference() -> str:

@@ -1,6 +1,5 @@
 """site.yaml: what belongs to a hospital, not to a job."""
 
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -44,47 +43,6 @@ class CacheConfig(Section):
     gigabytes: Annotated[
         float, Field(ge=0, le=1e6, description="beyond so many, those go first that were used longest ago; 0 keeps none")
     ] = 20.0
-
-
-class NodesConfig(Section):
-    """A site's devices in other machines, where `consilium rank` runs and calls the site, which is rank 0.
-
-    All machines see checkpoints under the same paths.
-    """
-
-    address: Annotated[
-        str,
-        Field(
-            pattern=r"^[A-Za-z0-9._-]+:[0-9]{1,5}$",
-            max_length=300,
-            description="HOST:PORT where the site listens while its ranks call, of the network between the machines",
-        ),
-    ]
-    secret: Annotated[Path, Field(description="a file of 16 bytes or more that site and ranks have; others must not read it")]
-    ranks: Annotated[int, Field(ge=1, le=1024, description="how many devices of other machines share a batch")]
-    wait: Annotated[int, Field(ge=1, le=86_400, description="seconds that they have to call")] = 300
-
-    @field_validator("address")
-    @classmethod
-    def _one_place(cls, value: str) -> str:
-        host, _, port = value.rpartition(":")
-        if _is_everywhere(host) or host.lower().rstrip(".") == "localhost" or not 0 < int(port) < 65_536:
-            raise ValueError("is no address of one network; give that of the network between the machines, as 10.0.0.1:29500")
-        return value
-
-    @property
-    def place(self) -> tuple[str, int]:
-        """Host and port."""
-        host, _, port = self.address.rpartition(":")
-        return host, int(port)
-
-
-def _is_everywhere(host: str) -> bool:
-    """Tell whether a host is 0.0.0.0, which the system also takes as 0, 0x0 or 00.0.0.0."""
-    try:
-        return socket.inet_aton(host) == bytes(4)
-    except OSError:  # a name
-        return False
 
 
 class TrackingConfig(Section):
@@ -158,9 +116,6 @@ class SiteConfig(Section):
             description="`sharded`: each of several `devices` keeps a part of every frozen block, for a base too large for one"
         ),
     ] = "replicated"
-    nodes: Annotated[
-        NodesConfig | None, Field(description="more devices, in other machines that run `consilium rank`; see below")
-    ] = None
     threads: Annotated[Annotated[int, Field(ge=1, le=1024)] | None, Field(description="CPU threads for training")] = None
     cache: Annotated[CacheConfig, Field(description="where decoded samples are kept, and how many")] = CacheConfig()
     workers: Annotated[
@@ -264,8 +219,8 @@ class SiteConfig(Section):
 
     @property
     def device_count(self) -> int:
-        """The number of devices that share a batch, other machines included."""
-        return max(len(self.devices), 1) + (self.nodes.ranks if self.nodes else 0)
+        """The number of devices that share a batch."""
+        return max(len(self.devices), 1)
 
     @property
     def main_device(self) -> str:
@@ -314,8 +269,6 @@ def load_site(path: Path) -> SiteConfig:
     paths["datasets"] = {n: d.model_copy(update={"datalist": path.parent / d.datalist}) for n, d in site.datasets.items()}
     if site.privacy.dataset is None:  # else all data sets are one in the ledger
         check_apart(path, paths["datasets"])
-    if site.nodes is not None:
-        paths["nodes"] = site.nodes.model_copy(update={"secret": path.parent / site.nodes.secret})
     if site.privacy.ledger is not None:
         paths["privacy"] = site.privacy.model_copy(update={"ledger": path.parent / site.privacy.ledger})
     return site.model_copy(update=paths)

@@ -1,12 +1,10 @@
 """A server that begins with a round: what a site cannot do whatever is sent says so before anything is charged."""
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from consilium.config.site import NodesConfig
 from consilium.core.errors import Reason
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL
 from tests.conftest import small_config
@@ -45,12 +43,11 @@ def test_base_weights_that_are_missing_cost_nothing(privacy: dict, kit: Any, tmp
     assert not list(tmp_path.rglob("refused/*"))
 
 
-def test_other_devices_that_do_not_come_cost_nothing(kit: Any, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("0123456789abcdef")
-    (tmp_path / "secret").chmod(0o600)
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        address = f"127.0.0.1:{door.getsockname()[1]}"
-    nodes = NodesConfig(address=address, secret=tmp_path / "secret", ranks=1, wait=1)
-    site = kit(SITE_LEVEL, datalist=make_site(tmp_path / "list"), nodes=nodes, device="cpu")
+def test_other_devices_that_do_not_come_cost_nothing(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(work: Any, threads: int) -> None:
+        raise OSError("no process can be made")
+
+    monkeypatch.setattr("consilium.client.ddp.ChildProcess", gone)
+    site = kit(SITE_LEVEL, datalist=make_site(tmp_path / "list"), devices=("cpu", "cpu"))
     assert [site.train(round) for round in (0, 1)] == [Reason.TRAINING] * 2
     assert site.rows == []

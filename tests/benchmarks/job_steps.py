@@ -1,4 +1,6 @@
-"""How fast a job trains on this machine: our step beside the same model in a bare loop, in one run, as ratios.
+"""How fast a job trains on this machine: `python -m tests.benchmarks.job_steps JOB [--data SITE] [--steps N] [--turns N]`.
+
+Our step is measured beside the same model in a bare loop, in one run, as ratios.
 
 The ways take short turns, each second time in reverse order, so that what else the machine does falls on all of them. A ratio
 is the median over turns, with the interval of 95 % that their order gives it. On a CPU there are ratios of its own time
@@ -9,12 +11,16 @@ these, on a model of its own with adapters by PEFT (our `inject` calls it), the 
 encodes every picture. `original`: as `ready`, with the attention of the model's publishers, where ours differs.
 """
 
+import argparse
 import itertools
+import json
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +29,8 @@ from torch import Tensor, nn
 from consilium.adapters import layers
 from consilium.client.site_data import site_data
 from consilium.client.speedups import speed_up
-from consilium.config.job import JobConfig
-from consilium.config.site import SiteConfig
+from consilium.config.job import JobConfig, load_job
+from consilium.config.site import SiteConfig, read_site_folder
 from consilium.core.errors import ConfigError
 from consilium.estimates.flops import step_flops, work_of
 from consilium.estimates.memory_tracker import Live
@@ -235,3 +241,23 @@ def _bare(config: JobConfig, loaded: tuple[nn.Module, dict[str, Tensor]], task: 
         model.eval()
 
     return Way("bare", run, model)
+
+
+def main() -> None:
+    """Measure a job's steps here and print the figures as JSON."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("job", type=Path)
+    parser.add_argument("--data", type=Path, help="a site's folder; without it the job's generated data")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps of a turn")
+    parser.add_argument("--turns", type=int, default=15, help="turns; ratios are their medians")
+    given = parser.parse_args()
+    site = (read_site_folder(given.data) if given.data else None) or SiteConfig()
+    one = {"device": given.device, "devices": (), "base": "replicated"}  # a bare loop has one device
+    with tempfile.TemporaryDirectory() as folder:
+        found = bench(load_job(given.job), site.model_copy(update=one), Path(folder), given.steps, given.turns)
+    print(json.dumps(found.to_dict(), indent=1))
+
+
+if __name__ == "__main__":
+    main()
