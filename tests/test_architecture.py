@@ -88,7 +88,7 @@ LATE = {
     "config.job": "a job without an algorithm's settings loads no PyTorch",
     "strategies.registry": "for its type alone",
     "use.inputs": "needs the extra dicom",
-    "use.write_predictions": "needs the extra dicom",
+    "use.outputs": "needs the extra dicom",
 }
 """Modules with an import of ours that is not at the top, and why."""
 MOST_TYPE_CHECKING = 12

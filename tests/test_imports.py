@@ -133,9 +133,9 @@ PROCESSES = {
     "command line": "consilium.cli.main",
     "server": "consilium.flare.job.controller",
     "site": "consilium.flare.job.executor",
-    "worker of a study": "consilium.study.worker",
+    "worker of a study": "consilium.study.runner",
     "worker of a site": "consilium.runtime.worker_pool",
-    "rank": "consilium.client.ddp_worker",
+    "rank": "consilium.client.ddp",
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.check import check_datalist
-from consilium.use.write_predictions import mask_name, write_nifti
+from consilium.use.outputs import mask_name, write_nifti
 
 VALUES = np.arange(24, dtype=np.int16).reshape(2, 3, 4, order="F")
 META = """ObjectType = Image

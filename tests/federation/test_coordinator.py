@@ -15,7 +15,7 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, Reason, RefusedError
 from consilium.core.messages import HELD_OUT, Hello, Kind, Payload
 from consilium.federation.job import Job, assemble_job
-from consilium.report.metrics_file import read_lines
+from consilium.report.plain_files import read_lines
 from consilium.report.run_record import read_run
 from consilium.runtime.engine import LocalTransport
 from consilium.server.checks import check_next

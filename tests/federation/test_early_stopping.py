@@ -30,8 +30,8 @@ from consilium.privacy.guard.task_schedule import check_place
 from consilium.report.compare.comparability import grouped
 from consilium.report.compare.tables import cost_table
 from consilium.report.live_view import LiveView
-from consilium.report.metrics_file import read_lines
 from consilium.report.page.run_page import run_page
+from consilium.report.plain_files import read_lines
 from consilium.report.progress import progress, when
 from consilium.report.run_record import read_finished, read_run
 from consilium.runtime.engine import simulate

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from consilium.adapters import layers
-from consilium.cli.audit import markdown
+from consilium.cli.site_evidence import markdown
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
@@ -25,7 +25,7 @@ from consilium.privacy.dpsgd import ClippedSum, DpSgd, PrivateSteps, rehearse
 from consilium.privacy.ledger.audit import FILE, read
 from consilium.privacy.plan import make_plan
 from consilium.privacy.secagg.arithmetic import UNIT
-from consilium.report.page.words import statement
+from consilium.report.page.html import statement
 from consilium.report.run_record import read_run
 from consilium.runtime.engine import simulate
 from consilium.strategies.fedit import FedIT

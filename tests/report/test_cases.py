@@ -13,7 +13,7 @@ from PIL import Image
 from consilium.core.errors import DataError
 from consilium.core.messages import Stage
 from consilium.report.best_worst_cases import Closing, pick
-from consilium.report.image_grid import traced
+from consilium.report.predictions import traced
 from consilium.tasks.base import Answered, Classified, Scored, Segmented
 
 NAN = math.nan

@@ -11,10 +11,20 @@ import pytest
 
 from consilium.core.messages import Stage
 from consilium.report.compare.comparability import grouped
-from consilium.report.compare.diagnostics import correlations_over_runs, diagnostics_table
-from consilium.report.compare.published import published_for, published_table, read_published
 from consilium.report.compare.scores import scores_of
-from consilium.report.compare.tables import as_csv, comparison_tables, cost_table, records, scores_table, trained_set
+from consilium.report.compare.tables import (
+    as_csv,
+    comparison_tables,
+    correlations_over_runs,
+    cost_table,
+    diagnostics_table,
+    published_for,
+    published_table,
+    read_published,
+    records,
+    scores_table,
+    trained_set,
+)
 from consilium.report.run_record import read_finished
 from tests.report.runs import PRIVATE, accuracy, change, group_of, made, make, note_in, noted, read, study_runs
 

@@ -11,7 +11,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from consilium.core.messages import Stage
 from consilium.report.compare.comparability import grouped
-from consilium.report.compare.examples import draw_examples
+from consilium.report.compare.figures import draw_examples
 from consilium.report.predictions import LAYOUT, write_predictions
 from consilium.report.run_record import read_finished
 from consilium.tasks.base import Classified, Segmented

@@ -11,9 +11,8 @@ from PIL import Image
 from rich.console import Console
 
 from consilium.report.figures import plot_confusions
-from consilium.report.matrices import SHARED, confusion_tables, confusions, cross_site_matrix, read_matrix
-from consilium.report.page.run_page import run_page
-from consilium.report.page.site_page import site_page
+from consilium.report.page.run_page import run_page, site_page
+from consilium.report.results_table import SHARED, confusion_tables, confusions, cross_site_matrix, read_matrix
 from consilium.report.run_record import read_run
 from consilium.report.tables import terminal
 from tests.conftest import small_cells

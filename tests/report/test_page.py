@@ -14,10 +14,8 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.federation.job import assemble_job
-from consilium.report.page import figures
-from consilium.report.page.audit_section import ledger_of
-from consilium.report.page.run_page import run_page
-from consilium.report.page.site_page import site_page
+from consilium.report.page import cases
+from consilium.report.page.run_page import ledger_of, run_page, site_page
 from consilium.report.run_record import read_finished, read_run
 from consilium.runtime.engine import simulate
 from tests.conftest import run, small_cells, small_config, small_text
@@ -42,7 +40,7 @@ def page(folder: Path) -> Page:
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the figures, which take most of a page's time."""
     for name in ("curves", "models", "distribution"):
-        monkeypatch.setattr(figures, name, lambda *values: None)
+        monkeypatch.setattr(cases, name, lambda *values: None)
 
 
 def add(folder: Path, *lines: object) -> None:

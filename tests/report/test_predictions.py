@@ -11,9 +11,23 @@ from PIL import Image
 from torch import Tensor
 
 from consilium.core.messages import Stage
-from consilium.report import image_grid
-from consilium.report.image_grid import RIGHT, WRONG, colours, fit, font, overlay
-from consilium.report.predictions import EDGE, GAP, LINE, MARGIN, PANEL, SMALL, join_predictions, write_predictions
+from consilium.report import predictions
+from consilium.report.predictions import (
+    EDGE,
+    GAP,
+    LINE,
+    MARGIN,
+    PANEL,
+    RIGHT,
+    SMALL,
+    WRONG,
+    colours,
+    fit,
+    font,
+    join_predictions,
+    overlay,
+    write_predictions,
+)
 from consilium.tasks.base import Classified, Segmented
 
 CYAN, YELLOW = (0, 200, 255), (255, 214, 0)
@@ -161,7 +175,7 @@ def test_twelve_odd_names_are_drawn_as_they_are(tmp_path: Path) -> None:
 
 def test_no_two_classes_have_one_colour() -> None:
     found = colours(60)
-    assert found[:12] == list(image_grid.PALETTE)
+    assert found[:12] == list(predictions.PALETTE)
     assert min(math.dist(a, b) for i, a in enumerate(found[:12]) for b in found[:i]) > 60
     assert len(set(found)) == 60
 

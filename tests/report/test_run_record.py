@@ -9,8 +9,7 @@ import torch
 
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload, Stage
-from consilium.report.metrics_file import LINES, read_events, read_lines
-from consilium.report.plain_files import finite
+from consilium.report.plain_files import LINES, finite, read_events, read_lines
 from consilium.report.run_log import RunLog
 from consilium.report.run_record import read_finished, read_run
 from consilium.strategies.strategy import Role, ServerState

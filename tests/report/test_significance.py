@@ -9,7 +9,7 @@ import pytest
 
 from consilium.core.messages import Stage
 from consilium.report.compare import Test as Kind
-from consilium.report.compare.significance import comparisons, holm, p_value
+from consilium.report.compare.scores import comparisons, holm, p_value
 from consilium.report.compare.tables import comparison_tables, p_text
 from consilium.report.tables import markdown
 from tests.report.runs import accuracy, change, group_of, made

@@ -19,7 +19,7 @@ from consilium.federation.job import build_model
 from consilium.federation.model_card import Card
 from consilium.federation.saved_model import SavedModel, with_parameters, write_kept
 from consilium.models.sam.network import build_sam
-from consilium.use import probe
+from consilium.use import merge
 from consilium.use.export import export
 from consilium.use.model import open_model
 from consilium.use.output_folder import check_destination, new_folder, write_record
@@ -53,8 +53,8 @@ def test_peft_alone_loads_the_adapter(tmp_path: Path) -> None:
 
     folder = kept(tmp_path / "kept", LORA)
     found = open_model(folder, own=HERE)
-    inputs = probe.inputs_of(LORA, None)
-    wanted = probe.answer(found.model, inputs)
+    inputs = merge.inputs_of(LORA, None)
+    wanted = merge.answer(found.model, inputs)
     made = export(found, "peft", tmp_path / "peft", HERE)
     assert made.difference is None
     assert {path.name for path in made.folder.iterdir()} == {
@@ -62,12 +62,12 @@ def test_peft_alone_loads_the_adapter(tmp_path: Path) -> None:
         "export.json", "job.yaml",
     }  # fmt: skip
     moved = made.folder.rename(tmp_path / "moved")
-    assert torch.equal(probe.answer(open_model(moved, own=HERE).model, inputs), wanted)
+    assert torch.equal(merge.answer(open_model(moved, own=HERE).model, inputs), wanted)
     moved.rename(made.folder)
     base = build_sam("tiny", None, 64, 2)
     assert base.load_state_dict(load_file(made.folder / "decoder.safetensors"), strict=False).unexpected_keys == []
-    answered = probe.answer(PeftModel.from_pretrained(base, str(made.folder)).eval(), inputs)
-    assert float((answered - wanted).abs().max()) <= probe.tolerance(base, wanted)
+    answered = merge.answer(PeftModel.from_pretrained(base, str(made.folder)).eval(), inputs)
+    assert float((answered - wanted).abs().max()) <= merge.tolerance(base, wanted)
     page = (made.folder / "README.md").read_text()
     assert page.startswith("---\nlicense: unknown\n")
     assert "Not a medical device" in page
@@ -90,11 +90,11 @@ def test_the_command_writes_a_merged_model_with_card_and_licence(
     assert "in the order of the classes: round, elongated, target, teardrop, spiky." in page
     record = json.loads((out / "export.json").read_text())
     assert (record["format"], record["job"], record["model"]) == ("merged", "small", "global")
-    model, inputs = open_model(folder, own=HERE).model, probe.inputs_of(CELLS, None)
-    wanted = probe.answer(model, inputs)
+    model, inputs = open_model(folder, own=HERE).model, merge.inputs_of(CELLS, None)
+    wanted = merge.answer(model, inputs)
     with torch.no_grad():
         found = loaded(page, out, monkeypatch)(**inputs)
-    assert float((found - wanted).abs().max()) <= probe.tolerance(model, wanted)
+    assert float((found - wanted).abs().max()) <= merge.tolerance(model, wanted)
     assert list((tmp_path / "new").iterdir()) == [out], "nothing half-written beside it"
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "as the umask says, whoever wrote it"
 
@@ -230,12 +230,12 @@ def _never(*args: object) -> None:
 def test_two_adapters_of_fixed_shares_merge_into_one(tmp_path: Path) -> None:
     config = small_config({"name": "feddpa", "weighting": "fixed"})
     folder = kept(tmp_path / "kept", config, share=0.3)
-    model, inputs = open_model(folder, own=HERE).model, probe.inputs_of(config, None)
-    wanted = probe.answer(model, inputs)
-    alone = probe.answer(build_model(config, SiteConfig(device="cpu")), inputs)
+    model, inputs = open_model(folder, own=HERE).model, merge.inputs_of(config, None)
+    wanted = merge.answer(model, inputs)
+    alone = merge.answer(build_model(config, SiteConfig(device="cpu")), inputs)
     made = export(open_model(folder, own=HERE), "merged", tmp_path / "out", HERE)
     assert made.difference is not None
-    assert made.difference <= probe.tolerance(model, wanted) < 0.05 * float((alone - wanted).abs().max())
+    assert made.difference <= merge.tolerance(model, wanted) < 0.05 * float((alone - wanted).abs().max())
 
 
 @pytest.mark.parametrize(

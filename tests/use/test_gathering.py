@@ -18,13 +18,13 @@ from torch import nn
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError, DataError
 from consilium.data.text import Text
-from consilium.use import batching, texts
-from consilium.use.batching import gathered
+from consilium.use import predict as predicting
+from consilium.use import predictor
 from consilium.use.inputs import Prompts, find_inputs
 from consilium.use.model import TrainedModel
 from consilium.use.outputs import OutputOptions
 from consilium.use.predict import Outcome, predict
-from consilium.use.predictor import Predictor
+from consilium.use.predictor import Predictor, gathered
 from tests.conftest import run, small_text
 from tests.use.handing import CELLS, FUNDUS, HERE, trained
 from tests.use.test_predict import noise
@@ -157,7 +157,7 @@ def test_no_more_waits_than_the_batch_and_the_memory_allow(
     fundus: TrainedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = [one for one in find_inputs(folder, False, folder / "out") if one.name[1:] == ".png"]
-    monkeypatch.setattr(batching, "MOST_PIXELS", 64 * 64 + 40 * 30)
+    monkeypatch.setattr(predictor, "MOST_PIXELS", 64 * 64 + 40 * 30)
     with calls(fundus.model) as sizes:
         found = [(one.name, [part.image.shape for part in parts]) for one, parts in gathered(Predictor(fundus, 8), inputs)]
     assert sizes == [2, 2, 1]
@@ -230,9 +230,11 @@ def test_a_record_that_cannot_be_used_costs_no_other(tmp_path: Path, monkeypatch
             raise DataError(f"{bad[0]}: cannot be used")
         return [text.input.upper() for text in asked]
 
-    monkeypatch.setattr(texts, "_written", written)
+    monkeypatch.setattr(predicting, "_written", written)
     model = TrainedModel(small_text(), nn.Identity(), Path(), None, None, HERE)  # type: ignore[arg-type]
-    found = [(one.name, list(said)) for one, said in texts.answers(model, find_inputs(tmp_path, True, tmp_path / "out"), 8)]
+    found = [
+        (one.name, list(said)) for one, said in predicting.answers(model, find_inputs(tmp_path, True, tmp_path / "out"), 8)
+    ]
     said = [(name, [str(one) if isinstance(one, DataError) else one["answer"] for one in answers]) for name, answers in found]
     assert said == [
         ("a.jsonl", ["FEVER", "a.jsonl:2: cannot be used", "COUGH"]),

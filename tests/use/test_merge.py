@@ -15,7 +15,7 @@ from consilium.federation.job import assemble_job, build_model, tokenizer_of
 from consilium.models.clip import network as clip
 from consilium.models.registry import MODELS
 from consilium.models.sam.network import build_sam
-from consilium.use import merge, probe
+from consilium.use import merge
 from tests.conftest import small_config, small_text
 from tests.use.handing import CELLS, FUNDUS, HERE, changed, code, loaded, stir, trained
 
@@ -41,16 +41,16 @@ PICTURES: dict[str, JobConfig] = {
 def compare(config: JobConfig, model: nn.Module, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Merge and write a model; load it by the page's code and compare its logits on inputs that nobody has seen."""
     tokenizer = tokenizer_of(config, HERE)
-    inputs = probe.inputs_of(config, tokenizer)
+    inputs = merge.inputs_of(config, tokenizer)
     if "images" in inputs:
         inputs["images"] = inputs["images"].flip(-1) * 0.5
-    wanted = probe.answer(model, inputs)
+    wanted = merge.answer(model, inputs)
     with layers.disabled(model):
-        base = probe.answer(model, inputs)
+        base = merge.answer(model, inputs)
     page, difference = merge.write(folder, model, config, tokenizer)
     with torch.no_grad():
         found = loaded(page, folder, monkeypatch)(**inputs)
-    bound = probe.tolerance(model, wanted)
+    bound = merge.tolerance(model, wanted)
     assert float((found - wanted).abs().max()) <= bound
     assert 20 * bound < float((base - wanted).abs().max()), "else the base alone would pass"
     assert 0 <= difference <= bound
@@ -139,20 +139,20 @@ def test_a_layer_that_shares_its_weight_is_refused_and_said_when_the_job_is_made
 def test_a_vector_that_no_bias_can_hold_is_refused_before_anything_is_changed() -> None:
     config = changed(small_text(), strategy="feddbe")
     model = trained(config)
-    inputs = probe.inputs_of(config, tokenizer_of(config, HERE))
-    wanted = probe.answer(model, inputs)
+    inputs = merge.inputs_of(config, tokenizer_of(config, HERE))
+    wanted = merge.answer(model, inputs)
     with pytest.raises(ConfigError, match="no bias there"):
         merge.merge(model, config)
     merge.merge_if_possible(model, config)
-    assert torch.equal(probe.answer(model, inputs), wanted)
+    assert torch.equal(merge.answer(model, inputs), wanted)
 
 
 def test_logits_that_differ_by_more_than_rounding_are_refused() -> None:
     model, wanted = nn.Linear(100, 3), torch.tensor([[1.0, -4.0, 2.0]])
     bound = 10 * 2**-24 * 4  # one layer, sqrt(100), the largest logit
-    assert probe.tolerance(model, wanted) == pytest.approx(bound)
+    assert merge.tolerance(model, wanted) == pytest.approx(bound)
     near = wanted + torch.tensor([0.0, 0.9 * bound, 0.0])
-    assert probe.require_equal("merged", model, wanted, near) == pytest.approx(0.9 * bound, rel=0.2)
+    assert merge.require_equal("merged", model, wanted, near) == pytest.approx(0.9 * bound, rel=0.2)
     for bad in (wanted + 2 * bound, wanted * float("nan")):
         with pytest.raises(CheckpointError, match=r"^--format merged: its logits differ by .*, so nothing was written"):
-            probe.require_equal("merged", model, wanted, bad)
+            merge.require_equal("merged", model, wanted, bad)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from consilium.core.errors import ConfigError
-from consilium.use import onnx, probe
+from consilium.use import merge, onnx
 from tests.conftest import small_config, small_text
 from tests.use.handing import CELLS, FUNDUS, changed, loaded, trained
 
@@ -28,14 +28,14 @@ def test_graphs_answer_the_same_in_onnxruntime(name: str, tmp_path: Path, monkey
 
     config = JOBS[name]
     model = trained(config)
-    inputs = {key: torch.cat([value, value.flip(0)])[:3] for key, value in probe.inputs_of(config, None).items()}
-    wanted = probe.answer(model, inputs)
+    inputs = {key: torch.cat([value, value.flip(0)])[:3] for key, value in merge.inputs_of(config, None).items()}
+    wanted = merge.answer(model, inputs)
     page, _ = onnx.write(tmp_path, model, config)
     graphs = {"model.onnx"} if config is CELLS else {"image_encoder.onnx", "mask_decoder.onnx"}
     assert {path.name for path in tmp_path.iterdir()} == graphs
     run: Any = loaded(page, tmp_path, monkeypatch)
     found = torch.from_numpy(run(*(value.numpy() for value in inputs.values())))
-    assert float((found - wanted).abs().max()) <= probe.tolerance(model, wanted)
+    assert float((found - wanted).abs().max()) <= merge.tolerance(model, wanted)
 
 
 def test_language_models_are_refused_with_the_reason() -> None:

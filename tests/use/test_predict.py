@@ -22,8 +22,8 @@ from consilium.data.datalist import Item
 from consilium.data.synthetic.dicom import write_dicom
 from consilium.data.synthetic.study import Study
 from consilium.use.inputs import Input, find_inputs, read_prompts
-from consilium.use.labels import label_map, legend
 from consilium.use.model import open_model
+from consilium.use.outputs import label_map, legend
 from consilium.use.predictor import Prediction, Predictor, stitch_tiles
 from tests.conftest import run
 

@@ -15,10 +15,9 @@ from consilium.core.errors import DataError
 from consilium.data.synthetic.study import Study
 from consilium.use.inputs import Input, find_inputs
 from consilium.use.model import open_model
-from consilium.use.outputs import OutputOptions, clashes
+from consilium.use.outputs import OutputOptions, clashes, write_nifti, write_picture
 from consilium.use.predict import predict
 from consilium.use.predictor import Predictor
-from consilium.use.write_predictions import write_nifti, write_picture
 from tests.conftest import run
 from tests.use.test_predict import AFFINE, noise, write_dicom_series
 

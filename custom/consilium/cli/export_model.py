@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from consilium.cli.model_options import BestOption, ModelArgument, SiteOption, StageOption, site_of
 from consilium.cli.options import LONGEST_LINE, CheckpointsOption
+from consilium.cli.trained_model import BestOption, ModelArgument, SiteOption, StageOption, site_of
 from consilium.core.sanitize import shown
 from consilium.use.export import check_possible, export
 from consilium.use.model import adapter_folder, open_model

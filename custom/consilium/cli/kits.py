@@ -1,13 +1,24 @@
-"""The commands `consilium allow` and `consilium revoke`."""
+"""The commands on startup kits: provision, renew, update-kit, allow, revoke, metrics, wheels, service install, prepare."""
 
+import os
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from consilium.cli.options import Format, FormatOption, emit
-from consilium.flare.kit import revocation
-from consilium.flare.kit.local_folder import update
+from consilium.core.errors import ConfigError
+from consilium.core.storage import PUBLIC, write_atomic
+from consilium.flare.admin.metrics import HELP, collect
+from consilium.flare.kit import renewal, revocation
+from consilium.flare.kit.install import runtime as install_runtime
+from consilium.flare.kit.install import service
+from consilium.flare.kit.install.wheels import SIGNATURE, WHEELS, Target, make
+from consilium.flare.kit.local_folder import apply_local, update
+from consilium.flare.kit.provision import provision as make_kits
+from consilium.flare.kit.root_keys import fingerprint as root_fingerprint
+from consilium.report.exposition import exposition
 
 
 def allow(folder: Annotated[Path, typer.Argument(help="workspace of `nvflare simulator`, or a startup kit")]) -> None:
@@ -31,3 +42,155 @@ def revoke(
         "this one with sites.yml"
     )
     emit({"name": name, "until": until}, text, format)
+
+
+# provision -------------------------------------------------------------------------------------------------------------
+# The command `consilium provision`.
+
+SitesArgument = Annotated[Path, typer.Argument(metavar="SITES_YML", help="as provisioning/sites.yml")]
+
+
+def provision(
+    sites: SitesArgument,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="make all startup kits in this folder")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="a participant that is new; several times for several; default: all")
+    ] = None,
+    local: Annotated[Path | None, typer.Option(help="only write local/ of this kit, which `nvflare package` made")] = None,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Make startup kits with our policies in them, or put the policies into one that exists."""
+    if (output is None) == (local is None):
+        raise ConfigError("--output, --local: give exactly one: -o DIR makes kits, --local KIT changes one")
+    if local and only:
+        raise ConfigError("--only: is of kits that -o makes; leave it out")
+    written = make_kits(sites, output, only or ()) if output else apply_local(sites, local or Path())
+    found = (
+        {"kits": str(written), "participants": sorted(p.name for p in written.iterdir())} if output else {"local": str(written)}
+    )
+    text = f"{written}: policies written; restart the site to use them"
+    if output:
+        others = ["all other kits stay as they are; a running server takes the new ones without a restart"] if only else []
+        root = f"{written.parent}/state holds the root key: keep it where no one else can read it"
+        text = "\n".join([f"{written}: kits of {', '.join(found['participants'])}", *others, root])
+    emit(found, text, format)
+
+
+# renewal ---------------------------------------------------------------------------------------------------------------
+# The commands `consilium renew` and `consilium update-kit`.
+
+
+def renew(
+    sites: Annotated[Path, typer.Argument(metavar="SITES_YML", help="as provisioning/sites.yml")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="the folder that `consilium provision -o` made kits in")],
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="a participant; several times for several; default: all")
+    ] = None,
+    root: Annotated[
+        Literal["keep", "new", "only-new"],
+        typer.Option(help="new: a root with another key, beside the former; only-new: the server trusts the former no longer"),
+    ] = "keep",
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Make kits with new keys and certificates, and extend the root's, before the old ones end. Old kits stay valid."""
+    if root == "new" and only:
+        raise ConfigError("--only: not with --root new, which makes everybody's kit anew; leave it out")
+    kits = renewal.renew(sites, output, only or (), root)
+    fingerprint = root_fingerprint(kits.parent / "state")
+    text = f"{kits}: renewed kits; each goes to its participant, who runs `consilium update-kit KIT --from NEW_KIT`"
+    if root != "keep":
+        text += f". The new root's fingerprint, to tell by telephone: {fingerprint}"
+    renewed = sorted(only or [p.name for p in kits.iterdir()])
+    emit({"kits": str(kits), "renewed": renewed, "root": fingerprint}, text, format)
+
+
+def update_kit(
+    kit: Annotated[Path, typer.Argument(help="the startup kit in use, stopped")],
+    new: Annotated[Path, typer.Option("--from", help="the renewed kit")],
+    fingerprint: Annotated[str, typer.Option(help="SHA-256 of the root's certificate, if the root has a new key")] = "",
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Put a renewed kit's startup/ in the place of the old one. local/, state and records of the kit stay as they are."""
+    changed = renewal.update_kit(kit, new, fingerprint)
+    text = f"{kit}: {', '.join(changed)}. Start it again; then delete {kit / renewal.OLD}, which holds the former key"
+    emit({"kit": str(kit), "changed": changed}, text, format)
+
+
+# install ---------------------------------------------------------------------------------------------------------------
+# The commands for a hospital's machines: `consilium wheels`, `service install` and `prepare`.
+
+KitArgument = Annotated[Path, typer.Argument(help="a site's or the server's startup kit")]
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def wheels(
+    wheel: Annotated[Path, typer.Argument(metavar="WHEEL", help="the released wheel of this package")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="the new folder to carry to the machine")],
+    platform: Annotated[str, typer.Option(help="linux-x86_64 or linux-aarch64, glibc 2.28 or newer")] = "linux-x86_64",
+    python: Annotated[str, typer.Option(help="the machine's Python")] = HERE,
+    accelerator: Annotated[
+        str, typer.Option(help="build of torch: cpu, cu128, ...; without it what the index gives, on PyPI for a recent CUDA")
+    ] = "",
+    extra: Annotated[list[str] | None, typer.Option(help="of this package, such as dicom; several times for several")] = None,
+    links: Annotated[list[Path] | None, typer.Option(help="a folder of wheels to look into as well; repeatable")] = None,
+    sign: Annotated[Path | None, typer.Option(help="kits/NAME/state, whose root key signs")] = None,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Collect all that a machine without internet needs: wheels for it, their hashes, a bill of materials, install.sh."""
+    sums = make(wheel, output, Target(platform, python, accelerator), extra or (), links or (), sign)
+    found = list((output / WHEELS).iterdir())
+    size = sum(path.stat().st_size for path in found)
+    unsigned = f"not signed: tell the SHA-256 of {sums} by telephone, or give --sign"
+    text = (
+        f"{output}: {len(found)} wheels, {size / 2**20:,.0f} MiB, for {platform}, Python {python}\n"
+        f"{f'signed by the root key: {sums.with_name(SIGNATURE)}' if sign else unsigned}"
+    )
+    emit({"folder": str(output), "wheels": len(found), "bytes": size, "signed": sign is not None}, text, format)
+
+
+def install(
+    kit: KitArgument,
+    show: Annotated[bool, typer.Option("--print", help="print the unit and write nothing")] = False,
+) -> None:
+    """Write a sandboxed systemd unit for a kit; it runs as the kit's owner. Needs root. It starts nothing."""
+    text, path = service.unit(kit), service.UNITS / service.file_name(kit)
+    if show:
+        typer.echo(text, nl=False)
+        return
+    if os.geteuid() != 0:
+        raise ConfigError(f"{path}: only root writes there; use sudo, or --print and hand it to whom may")
+    write_atomic(path, text.encode(), PUBLIC)
+    path.chmod(0o644)
+    typer.echo(f"{path}: written. Then: systemctl daemon-reload && systemctl enable --now {path.name}")
+    typer.echo(f"its log: journalctl -u {path.name}")
+
+
+def prepare(
+    kit: KitArgument,
+    runtime: Annotated[Path, typer.Option(help="FLARE's settings of the runtime, as provisioning/container/slurm.yaml")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="the new folder of the prepared kit")],
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Prepare a kit for Docker, Kubernetes or Slurm by `nvflare deploy prepare`, and keep the kit's policies in it."""
+    prepared = install_runtime.prepare(kit, runtime, output)
+    emit({"kit": str(output)}, f"{prepared}: prepared, with the policies of {kit}", format)
+
+
+# metrics ---------------------------------------------------------------------------------------------------------------
+# The command `consilium metrics`.
+
+
+def metrics(
+    kit: Annotated[Path, typer.Argument(help="a site's or the server's startup kit")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="FILE.prom for node_exporter's textfile collector")
+    ] = None,
+) -> None:
+    """Write numbers for Prometheus: rounds, sites last seen, refusals, epsilon left, disk, certificates. Opens no port."""
+    text = exposition(collect(kit), HELP)
+    if output is None:
+        typer.echo(text, nl=False)
+    elif output.suffix != ".prom":
+        raise ConfigError(f"--output: {output}: the collector reads files that end in .prom; name it so")
+    else:
+        write_atomic(output, text.encode(), PUBLIC)

@@ -1,34 +1,100 @@
 """The command `consilium`. Exit codes: 0 done, 1 the run failed or problems were found, 2 wrong usage or configuration."""
 
+import ast
 import io
 import os
 import sys
-from typing import Annotated, Any, NoReturn
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
 from consilium import __version__
-from consilium.cli.lazy import Group, LazyGroup
 from consilium.cli.options import LONGEST_LINE
 from consilium.cli.resume_hint import FULL, again, no_room
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, DataError
+from consilium.core.lazy import resolve
 from consilium.core.sanitize import line
+
+# lazy ------------------------------------------------------------------------------------------------------------------
+# Commands that are imported when they are called, so that `consilium --help` and light commands load none of the others.
+
+
+class LazyCommand(TyperCommand):
+    """A command by its `target`, "module:function"; the module is imported when the command is called."""
+
+    def __init__(self, name: str, target: str, panel: str | None) -> None:
+        super().__init__(name, rich_help_panel=panel)
+        self.target = target
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the context of the function's own command."""
+        own = typer.Typer(add_completion=False)
+        own.command(self.name)(resolve(self.target))
+        return typer.main.get_command(own).make_context(*args, **kwargs)
+
+    def read_help(self) -> None:
+        """Take the help from the function's docstring in its file, without importing it."""
+        module, _, function = self.target.partition(":")
+        spec = find_spec(module)
+        assert spec is not None
+        assert spec.origin is not None
+        for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name == function:
+                self.help = ast.get_docstring(node)
+
+
+class Group(NamedTuple):
+    """A group of commands: its help, and each command's "module:function" by its name."""
+
+    help: str
+    commands: Mapping[str, str]
+
+
+class LazyGroup(TyperGroup):
+    """Commands and groups, by the panel of the help that lists them and by name."""
+
+    def __init__(self, table: Mapping[str | None, Mapping[str, str | Group]], **attrs: Any) -> None:
+        super().__init__(**attrs)
+        for panel, entries in table.items():
+            for name, entry in entries.items():
+                if isinstance(entry, str):
+                    self.add_command(LazyCommand(name, entry, panel))
+                else:
+                    group = LazyGroup(
+                        {None: entry.commands}, name=name, help=entry.help, rich_help_panel=panel, no_args_is_help=True
+                    )
+                    self.add_command(group)
+
+    def format_help(self, *args: Any) -> None:
+        """Write the help; only here the commands' docstrings are read."""
+        for command in self.commands.values():
+            if isinstance(command, LazyCommand):
+                command.read_help()
+        super().format_help(*args)
+
+
+# main ------------------------------------------------------------------------------------------------------------------
 
 CLI = "consilium.cli"
 RUN, USE, DATA, DEPLOYMENT, SITE = "Run and compare", "Use a model", "Data and privacy", "Deployment", "At a site"
 COMMANDS: dict[str | None, dict[str, str | Group]] = {
     RUN: {
-        **{name: f"{CLI}.{name}:{name}" for name in ("simulate", "compare", "report", "cost", "fit")},
+        "simulate": f"{CLI}.simulate:simulate",
+        **{name: f"{CLI}.compare:{name}" for name in ("compare", "report")},
+        **{name: f"{CLI}.cost:{name}" for name in ("cost", "fit")},
         "study": Group(
             "Run grids of jobs: methods, ranks, splits, seeds.",
             {name: f"{CLI}.study:study_{name}" for name in ("list", "show", "run")},
         ),
     },
     USE: {
-        "predict": f"{CLI}.predict:predict",
-        "evaluate": f"{CLI}.evaluate:evaluate",
+        **{name: f"{CLI}.trained_model:{name}" for name in ("predict", "evaluate")},
         "export-model": f"{CLI}.export_model:export_model",
     },
     DATA: {
@@ -43,9 +109,8 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
         "privacy": Group(
             "Plan a privacy budget, read a site's ledger, attack a model.",
             {
-                **{name: f"{CLI}.attack:{name}" for name in ("attack", "invert")},
-                "plan": f"{CLI}.privacy_plan:plan",
-                **{name: f"{CLI}.privacy:{name}" for name in ("ledger", "sums", "accept")},
+                **{name: f"{CLI}.trained_model:{name}" for name in ("attack", "invert")},
+                **{name: f"{CLI}.privacy:{name}" for name in ("plan", "ledger", "sums", "accept")},
             },
         ),
     },
@@ -53,20 +118,17 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
         **{name: f"{CLI}.submit:{name}" for name in ("submit", "resume")},
         **{name: f"{CLI}.jobs:{name}" for name in ("status", "abort", "download")},
         "sites": f"{CLI}.sites:sites",
-        "provision": f"{CLI}.provision:provision",
+        "provision": f"{CLI}.kits:provision",
         "export": f"{CLI}.export:export",
-        **{name: f"{CLI}.kits:{name}" for name in ("allow", "revoke")},
-        "renew": f"{CLI}.renewal:renew",
-        **{name: f"{CLI}.install:{name}" for name in ("wheels", "prepare")},
+        **{name: f"{CLI}.kits:{name}" for name in ("allow", "revoke", "renew", "wheels", "prepare")},
     },
     SITE: {
-        "approve": f"{CLI}.approve:approve",
+        "approve": f"{CLI}.site_evidence:approve",
         "doctor": f"{CLI}.doctor:doctor",
-        "update-kit": f"{CLI}.renewal:update_kit",
-        "metrics": f"{CLI}.metrics:metrics",
-        "service": Group("A startup kit as a systemd service.", {"install": f"{CLI}.install:install"}),
-        "audit": f"{CLI}.audit:audit",
-        **{name: f"{CLI}.evidence:{name}" for name in ("evidence", "forget")},
+        "update-kit": f"{CLI}.kits:update_kit",
+        "metrics": f"{CLI}.kits:metrics",
+        "service": Group("A startup kit as a systemd service.", {"install": f"{CLI}.kits:install"}),
+        **{name: f"{CLI}.site_evidence:{name}" for name in ("audit", "evidence", "forget")},
     },
 }
 

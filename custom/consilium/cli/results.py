@@ -11,11 +11,10 @@ from consilium.cli.options import Format, page
 from consilium.cli.privacy import claim_of
 from consilium.config.job import JobConfig, load_run_job
 from consilium.core.sanitize import line, shown
-from consilium.report.matrices import VALUES, read_matrix
 from consilium.report.plain_files import read_json
 from consilium.report.predictions import PREDICTIONS, join_predictions
 from consilium.report.progress import ENDING, ending
-from consilium.report.results_table import results_table
+from consilium.report.results_table import VALUES, read_matrix, results_table
 from consilium.report.run_record import read_run
 from consilium.report.tables import terminal
 

@@ -16,8 +16,7 @@ from PIL import Image
 from consilium.core.messages import Stage
 from consilium.core.storage import write_atomic
 from consilium.report import predictions
-from consilium.report.image_grid import overlay, panel, traced
-from consilium.report.predictions import PREDICTIONS
+from consilium.report.predictions import PREDICTIONS, overlay, panel, traced
 from consilium.report.private_logging import undrawn
 from consilium.tasks.base import Answered, Classified, Examples, Scored, Segmented, Shown, ShowsUnits, Task
 

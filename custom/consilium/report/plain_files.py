@@ -1,12 +1,18 @@
-"""Files of unknown origin, for pages and records: plain files only, read up to a bound, never through a link."""
+"""Read a run's files of unknown origin: plain files only, up to a bound, never through a link; and metrics.jsonl."""
 
 import hashlib
 import json
+import math
 import os
 import stat
+from collections.abc import Iterable
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from consilium.core.errors import ConfigError
 
 MOST_BYTES = 64 * 1024**2
 """Of a file that is read as a whole."""
@@ -72,3 +78,107 @@ def finite(value: Any) -> float | None:
         return float(value) if abs(value) <= LARGEST else None  # NaN compares false
     except OverflowError:
         return None
+
+
+# metrics file ----------------------------------------------------------------------------------------------------------
+# Read metrics.jsonl, the events of a run, which others may have written or which may be torn.
+#
+# For a run's record and its progress, and for metrics of a running server. Loads no torch.
+
+Line = dict[str, Any]
+"""One event of metrics.jsonl."""
+MOST_RECORD, LONGEST_LINE = 2 * 1024**3, 16 * 1024**2
+"""Bytes of a metrics.jsonl, and of one line."""
+REPEATED = ("started", "result", "held_out", "concluded", "diagnostics", "figure", "final", "ended")
+"""Events that a resumed run writes again."""
+
+Number = Annotated[float, AfterValidator(lambda value: value if abs(value) <= LARGEST else math.nan)]
+"""A metric; NaN unless it is a finite number of single precision."""
+_Count = Annotated[int, Field(ge=-1, le=10**6)]
+_Size = Annotated[int, Field(ge=0, le=10**15)]
+_PLACE: dict[str, Any] = {"round": _Count, "phase": _Count}
+_SITE: dict[str, Any] = {"site": str, "round": _Count}
+_METRICS: dict[str, Any] = _SITE | {"metrics": dict[str, Number]}
+_FIELDS: dict[str, dict[str, Any]] = {
+    "started": _PLACE | {"sites": list[str]}, "concluded": _PLACE | {"sites": list[str]}, "joined": _SITE,
+    "result": _METRICS | {"phase": _Count}, "held_out": _METRICS, "final": _METRICS, "refused": _SITE | {"reason": str},
+    "resumed": _PLACE, "diagnostics": _PLACE | {"values": dict[str, Number]},
+    "ended": dict.fromkeys(("round", "rounds", "validations", "best_round"), _Count),
+    "parameters": _PLACE | dict.fromkeys(("shared", "local", "frozen"), _Size),
+}  # fmt: skip
+
+
+def strict_model(name: str, fields: dict[str, Any]) -> type[BaseModel]:
+    """Return a model whose values are strictly of their kinds: "1" and true are no numbers. More fields are allowed."""
+    return create_model(name, __config__=ConfigDict(strict=True, extra="allow"), **fields)
+
+
+LINES: dict[str, type[BaseModel]] = {
+    event: strict_model(event, {name: (kind, ...) for name, kind in fields.items()}) for event, fields in _FIELDS.items()
+}
+"""The events of metrics.jsonl that are read, as run_log.py writes them; a line may have more fields."""
+
+
+def read_events(path: Path) -> tuple[list[Line], int, int]:
+    """Return the known events of a metrics.jsonl as an uninterrupted run would have written them, each with a `time` or None.
+
+    And how many lines are torn or damaged, and how many of these are events with a value that no run writes.
+    """
+    raw, torn = read_lines(path)
+    found: list[Line] = []
+    wrong = 0
+    for line in (line for line in raw if line["event"] in LINES):
+        try:
+            read = LINES[line["event"]].model_validate(line).model_dump()
+            found.append(line | read | {"time": finite(line.get("time"))})
+        except (ValidationError, OverflowError):
+            wrong += 1
+    return without_repeats(found), torn + wrong, wrong
+
+
+def read_lines(path: Path) -> tuple[list[Line], int]:
+    """Return the events of a metrics.jsonl, and how many lines are none. Raises ConfigError for a file that is too large."""
+    found: list[Line] = []
+    damaged = 0
+    if (file := open_plain(path)) is None:
+        return found, damaged
+    with file:
+        if os.fstat(file.fileno()).st_size > MOST_RECORD:
+            raise ConfigError(f"{path}: has more than {MOST_RECORD // 1024**3} GiB, no record of ours; give another folder")
+        for text in iter(lambda: file.readline(LONGEST_LINE), b""):
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                line = None
+            if isinstance(line, dict) and isinstance(line.get("event"), str):
+                found.append(line)
+            else:
+                damaged += bool(text.strip())
+    return found, damaged
+
+
+def without_repeats(lines: Iterable[Line]) -> list[Line]:
+    """Return the lines as an uninterrupted run would have written them: what a resumption repeats counts once."""
+    found: list[Line] = []
+    for line in lines:
+        if line["event"] == "resumed":
+            found = [one for one in found if one["event"] not in REPEATED or place_of(one) < place_of(line)]
+        found.append(line)
+    return found
+
+
+def place_of(line: Line) -> tuple[int, int]:
+    """Return an event's round and phase."""
+    return line["round"], line.get("phase", 0)
+
+
+def round_times(lines: Iterable[Line]) -> tuple[dict[int, float], dict[int, float]]:
+    """Return when each round began and ended, in seconds, as far as it is on record."""
+    began: dict[int, float] = {}
+    ended: dict[int, float] = {}
+    for line in lines:
+        if line["time"] is not None and line["event"] == "started":
+            began.setdefault(line["round"], line["time"])
+        elif line["time"] is not None and line["event"] == "concluded":
+            ended[line["round"]] = line["time"]
+    return began, ended

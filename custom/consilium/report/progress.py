@@ -10,8 +10,7 @@ import yaml
 
 from consilium.core.messages import BYTES_DOWN, BYTES_UP
 from consilium.core.sanitize import number_of
-from consilium.report.metrics_file import Line, place_of, read_events, round_times
-from consilium.report.plain_files import finite
+from consilium.report.plain_files import Line, finite, place_of, read_events, round_times
 from consilium.tasks.registry import TASKS
 
 ENDING = ("round", "rounds", "validations", "best_round")

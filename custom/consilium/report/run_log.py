@@ -21,8 +21,8 @@ from consilium.core.messages import BYTES_DOWN, BYTES_UP, NOT_PRIVATE, Payload, 
 from consilium.core.storage import file_lock, open_private, private_folder, write_atomic
 from consilium.privacy.plan import Plan
 from consilium.report import figures
-from consilium.report.matrices import confusions
-from consilium.report.metrics_file import place_of, read_lines
+from consilium.report.plain_files import place_of, read_lines
+from consilium.report.results_table import confusions
 from consilium.report.run_record import roles_of
 from consilium.report.tensorboard_file import FOLDER, EventFile
 from consilium.report.tracking import Tracker

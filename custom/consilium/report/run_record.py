@@ -21,8 +21,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, MetricKey, Stage
 from consilium.core.sanitize import shown
 from consilium.core.schema import dotted
-from consilium.report.metrics_file import Line, Number, read_events, strict_model
-from consilium.report.plain_files import read_json, read_plain
+from consilium.report.plain_files import Line, Number, read_events, read_json, read_plain, strict_model
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.registry import TASKS, Scores
 

@@ -11,7 +11,7 @@ from consilium.core.errors import CheckpointError, ConfigError, RefusedError
 from consilium.core.messages import MetricKey, Payload, Stage
 from consilium.federation.job import Job
 from consilium.privacy.guard.model_sharing import MODELS
-from consilium.report.matrices import SHARED, cross_site_matrix
+from consilium.report.results_table import SHARED, cross_site_matrix
 from consilium.server import checkpoint
 from consilium.server.checkpoint import Saved
 from consilium.server.checks import check_evaluation, check_shared_model

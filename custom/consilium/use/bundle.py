@@ -20,8 +20,7 @@ from consilium.core.sanitize import shown
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.model_card import Card
 from consilium.tasks.segmentation import prompts_of
-from consilium.use.merge import merge_if_possible
-from consilium.use.probe import Inputs, answer, inputs_of, require_equal
+from consilium.use.merge import Inputs, answer, inputs_of, merge_if_possible, require_equal
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 CODE = Path(__file__).with_name("bundle_template.py")

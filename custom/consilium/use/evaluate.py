@@ -15,7 +15,7 @@ from consilium.core.messages import Stage
 from consilium.core.sanitize import shown
 from consilium.federation.job import build_task
 from consilium.federation.sites import site_names
-from consilium.report.matrices import CrossSiteMatrix, cross_site_matrix
+from consilium.report.results_table import CrossSiteMatrix, cross_site_matrix
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS
 from consilium.use.model import TrainedModel, cell_folder, open_model, run_sites

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.models.registry import MODELS, Graph
-from consilium.use.merge import merge_if_possible
-from consilium.use.probe import Inputs, answer, inputs_of, require_equal
+from consilium.use.merge import Inputs, answer, inputs_of, merge_if_possible, require_equal
 
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
 MOST_BYTES = 2**30

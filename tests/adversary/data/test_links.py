@@ -20,8 +20,8 @@ from consilium.data.settings import PictureSettings
 from consilium.federation import diagnostics
 from consilium.privacy import noise_diagnostics
 from consilium.report import shift, site_stats
-from consilium.report.matrices import CrossSiteMatrix
 from consilium.report.page.check_page import write_report
+from consilium.report.results_table import CrossSiteMatrix
 from consilium.report.run_log import RunLog
 from consilium.strategies.strategy import ServerState
 from consilium.use.inputs import Input

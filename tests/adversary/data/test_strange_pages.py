@@ -10,7 +10,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from consilium.core.messages import Stage
-from consilium.report.compare.examples import draw_examples
+from consilium.report.compare.figures import draw_examples
 from consilium.report.predictions import LAYOUT, REFERENCE, join_predictions, write_predictions
 from consilium.use.bundle_template import read
 from tests.report.runs import group_of, make

@@ -23,7 +23,7 @@ from consilium.privacy.accounting.composition import epsilon_for
 from consilium.privacy.ledger import audit
 from consilium.privacy.ledger.ledger import Ledger
 from consilium.report.exposition import Sample
-from consilium.report.metrics_file import read_events
+from consilium.report.plain_files import read_events
 
 RECENT = 30 * 86400.0
 """Seconds without an event after which a run is left out."""

@@ -4,31 +4,188 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from consilium.core.messages import Stage
 from consilium.core.sanitize import harmless
-from consilium.report.compare import Test
+from consilium.report.compare import DIAGNOSED, HELD_OUT, Test
 from consilium.report.compare.comparability import Group, frozen_model
-from consilium.report.compare.diagnostics import diagnostics_table
-from consilium.report.compare.published import Published, published_for, published_table
 from consilium.report.compare.scores import (
+    FEWEST,
     FEWEST_SEEDS,
     GroupScores,
     Interval,
+    comparisons,
     interval,
     mean,
     patients_interval,
     ranks,
     scores_of,
 )
-from consilium.report.compare.significance import FEWEST, comparisons
 from consilium.report.progress import ending
 from consilium.report.run_record import RunRecord, known
 from consilium.report.tables import Column, Table, difference, few, number
 from consilium.strategies.strategy import Role
 from consilium.tasks.registry import COUNT, HIGH, LOW
+
+# diagnostics -----------------------------------------------------------------------------------------------------------
+# Numbers that runs measured of themselves, beside their scores: drift and the like, and whether scores follow them.
+
+FEWEST_ROUNDS = 4
+"""Pairs without which a rank correlation says nothing: of three, one in three orders is perfect."""
+MOST = 8
+"""Numbers of one group, such as a layer's each, beyond which they are left to a run's own picture."""
+Pairs = Sequence[tuple[float, float]]
+
+
+def diagnostics_table(scores: GroupScores) -> list[Table]:
+    """Return a row per method and diagnostic: first, last and mean value, and Spearman's rho with the score; [] for none."""
+    rows = []
+    for method in scores.methods:
+        runs = scores.group.of(method)
+        for what in _names(runs):
+            values = series(runs, what)
+            cells = [mean([one[place] for one in values]) for place in (0, -1)]
+            cells.append(mean([math.fsum(one) / len(one) for one in values]))
+            pairs = [pair for run in runs for pair in _by_round(run, scores, what)]
+            rows.append([method, what, *map(number, cells), *_correlated(pairs)])
+    columns = [Column("method", right=False), Column("diagnostic", right=False), Column("first", 1), Column("last", 1)]
+    columns += [Column("mean"), Column("rho"), Column("n")]
+    notes = [
+        "means over seeds; rho: Spearman's, over rounds and seeds, of a round's value and the mean validation score after it; "
+        f"n: pairs, under {FEWEST} none is given. Rounds of a run are alike and both drift in time: no test"
+    ]
+    title = scores.group.titled("Measured by the runs themselves")
+    return [Table(title, columns, rows, notes + correlations_over_runs(scores))] if rows else []
+
+
+def series(runs: Sequence[RunRecord], what: str) -> list[list[float]]:
+    """Return a diagnostic's values in the order of rounds, of each run that has any."""
+    found = [[values[what] for _, values in sorted(run.diagnostics.items()) if what in values] for run in runs]
+    return [one for one in found if one]
+
+
+def correlations_over_runs(scores: GroupScores) -> list[str]:
+    """Return a line per diagnostic: Spearman's rho of its mean with the closing score, over methods and seeds."""
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for (method, seed), run in scores.group.runs.items():
+        found = [scores.cells[method, seed, site] for site in scores.inside if (method, seed, site) in scores.cells]
+        for what in _names([run]) if len(found) == len(scores.inside) > 0 else []:
+            (values,) = series([run], what)
+            pairs.setdefault(what, []).append((math.fsum(values) / len(values), math.fsum(found) / len(found)))
+    told = {what: _correlated(one) for what, one in sorted(pairs.items())}
+    return [f"over runs, {what} and the closing score: rho {rho}, n {n}" for what, (rho, n) in told.items() if rho != "-"]
+
+
+def _correlated(pairs: Pairs) -> list[str]:
+    """Return Spearman's rho and n; "-" for fewer than FEWEST pairs, or where one side does not vary."""
+    if len(pairs) < FEWEST_ROUNDS or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
+        return ["-", str(len(pairs))]
+    from scipy.stats import spearmanr
+
+    return [f"{float(spearmanr(*zip(*pairs, strict=True)).statistic):+.2f}", str(len(pairs))]
+
+
+def _names(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the diagnostics that some run has, without those that have a number per layer."""
+    names = {name for run in runs for values in run.diagnostics.values() for name in values}
+    groups = Counter(name.rpartition("/")[0] for name in names)
+    return sorted(name for name in names if groups[name.rpartition("/")[0]] <= MOST)
+
+
+def _by_round(run: RunRecord, scores: GroupScores, what: str) -> Iterator[tuple[float, float]]:
+    """Yield a round's value beside the mean validation score after the round, where all sites that validate have one."""
+    curves = run.validation(scores.stage, scores.metric)
+    last = {round: values[what] for (round, _), values in sorted(run.diagnostics.items()) if what in values}
+    for round, value in last.items():
+        after = [curve[round + 1] for curve in curves.values() if round + 1 in curve]
+        if after and len(after) == len(curves):
+            yield value, math.fsum(after) / len(after)
+
+
+# published -------------------------------------------------------------------------------------------------------------
+# Numbers that a paper printed, or a study holds its own against. They stand beside measured ones, in no mean or test.
+
+SITE = "site"
+"""The label of a number that was printed for one site."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One printed number: of the cells that have these labels, and of one site where there is one; else the mean.
+
+    `floor`: how it is reached without learning what the study is about, in words; it is of no method then.
+    """
+
+    labels: Mapping[str, str]
+    metric: str
+    value: float
+    site: str = ""
+    floor: str = ""
+
+
+def read_published(
+    rows: Sequence[Mapping[str, str | float]], axes: Sequence[str], floor: Mapping[str, str | float] | None = None
+) -> list[Published]:
+    """Return the numbers of a study's rows of labels and metrics, and of its floor, if there is one."""
+    found = []
+    for row in rows:
+        labels = {axis: str(row[axis]) for axis in axes if axis in row}
+        numbers = {k: v for k, v in row.items() if k not in labels and isinstance(v, int | float)}
+        found += [Published(labels, metric, float(value), str(row.get(SITE, ""))) for metric, value in numbers.items()]
+    values = {name: float(value) for name, value in (floor or {}).items() if not isinstance(value, str)}
+    return found + [Published({}, metric, value, floor=str((floor or {})["about"])) for metric, value in values.items()]
+
+
+def method_of(number: Published, group: Group) -> str | None:
+    """Return the method of a group that a number is about: the only one whose cells have its labels; None where none is."""
+    wanted = number.labels.items()
+    methods = {method for (method, _), run in group.runs.items() if not number.floor and wanted <= dict(run.labels).items()}
+    return methods.pop() if len(methods) == 1 else None
+
+
+def published_for(numbers: Sequence[Published], group: Group, method: str, metric: str) -> float | None:
+    """Return the number printed as a method's mean over sites; None for none."""
+    fitting = [one for one in numbers if one.metric == metric and not one.site and method_of(one, group) == method]
+    return fitting[-1].value if fitting else None
+
+
+def published_table(scores: GroupScores, numbers: Sequence[Published]) -> list[Table]:
+    """Return a row per printed number that is not a method's mean by this table's metric; none where there is none."""
+    rows = []
+    for one in numbers:
+        method = method_of(one, scores.group)
+        if method is None or (one.metric == scores.metric and not one.site):
+            continue
+        runs = scores.group.of(method)
+        if one.metric in DIAGNOSED:
+            values = [] if one.site else [values[-1] for values in series(runs, DIAGNOSED[one.metric])]
+        elif one.metric.startswith(HELD_OUT):
+            held_out = (run.held_out(one.metric.removeprefix(HELD_OUT)) for run in runs)
+            values = [value for value in held_out if value is not None]
+        else:
+            other = scores_of(scores.group, scores.stage, one.metric)
+            values = other.at(method, one.site) if one.site else other.means(method)
+        ours = mean(values)
+        gap = "-" if ours is None else difference(ours - one.value)
+        rows.append([method, one.site or "mean", one.metric, number(ours), number(one.value), gap])
+    columns = [Column("method", right=False), Column("site", 1, False), Column("metric", 1, False)]
+    columns += [Column("measured here"), Column("published"), Column("difference")]
+    notes = ["published: the paper's own number, not measured here"]
+    told = [row[2] for row in rows]
+    notes += [f"{', '.join(last)}: ours is the last round's"] if (last := [n for n in DIAGNOSED if n in told]) else []
+    outside = any(one.startswith(HELD_OUT) for one in told)
+    notes += [f"{HELD_OUT}: sites not asked to train, before the last round"] if outside else []
+    grid = scores.group.first.scores.grid
+    notes += [f"measured here on the {grid}"] if grid else []
+    title = scores.group.titled(f"Other published numbers beside ours, {scores.stage} model")
+    return [Table(title, columns, rows, notes)] if rows else []
+
+
+# tables ----------------------------------------------------------------------------------------------------------------
 
 MOST_TESTS, MOST_LISTED = 30, 20
 """Lines of a table of tests and of missing runs; the others are counted in a note, and JSON has all."""

@@ -2,25 +2,145 @@
 
 import base64
 import io
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from PIL import Image
 from pydantic import BaseModel, Field, ValidationError
 
 from consilium.core.errors import ConfigError
-from consilium.core.messages import Stage
+from consilium.core.messages import MetricKey, Stage
+from consilium.core.sanitize import shown
 from consilium.report.best_worst_cases import CASES, FOLDER, PICTURE, QUALITY, REFERENCE, name_of
-from consilium.report.image_grid import colours
-from consilium.report.metrics_file import Number
-from consilium.report.page import figures
-from consilium.report.plain_files import is_folder, read_plain
-from consilium.report.run_record import known
-from consilium.report.tables import Table, columns, number
-from consilium.tasks.registry import TASKS, Scores
+from consilium.report.page.html import INK, PAPER, SERIES, SOFT, drawing, inline
+from consilium.report.plain_files import Number, is_folder, read_plain
+from consilium.report.predictions import colours
+from consilium.report.run_record import Curve, Results, known, split_of
+from consilium.report.tables import Table, columns, number, shortened
+from consilium.tasks.registry import HIGH, LOW, TASKS, Scores
+
+# figures ---------------------------------------------------------------------------------------------------------------
+# The figures of a run's page: learning curves, the three models beside each other, and the scores of each unit.
+
+WIDTH = 4.4
+"""Inches of a figure; pages show it at 96 pixels an inch or narrower."""
+COLOURED = 8
+"""Sites that get a colour of their own; of more, each is a thin line and their mean a thick one."""
+MARKERS, LINES = "osD^vPX*", ("-", "--", "-.", ":")
+LOOKS = {
+    Stage.PRETRAINED: (SERIES[7], "D", -0.18), Stage.GLOBAL: (SERIES[0], "o", 0.0), Stage.PERSONALIZED: (SERIES[1], "s", 0.18)
+}  # fmt: skip
+"""Each model's colour, marker and place in a row, in all figures."""
+POINTS = 300
+"""Units of a distribution that are drawn one by one; of more, so many are, evenly spread over their order."""
+MOST_ROWS = 60
+
+
+def curves(name: str, found: Mapping[str, Curve], label: str, what: str) -> Markup | None:
+    """Return one measure by round, a line per site; None where no site has it in two rounds. `what` begins the alt text."""
+    lines = {site: curve for site, curve in sorted(found.items()) if curve}
+    if max(map(len, lines.values()), default=0) < 2:
+        return None
+    with drawing():
+        figure = Figure(figsize=(WIDTH, 3.0), layout="constrained")
+        axis, crowd = figure.subplots(), len(lines) > COLOURED
+        named = shortened([shown(site) for site in lines], 24)
+        for index, (site, curve) in enumerate(lines.items()):
+            rounds = sorted(curve)
+            look: dict[str, Any] = {"color": SERIES[index % 8], "marker": MARKERS[index % 8], "linestyle": LINES[index % 4]}
+            look |= {"linewidth": 1.6, "markersize": 4, "markevery": max(1, len(rounds) // 10), "label": named[shown(site)]}
+            if crowd:
+                look = {
+                    "color": SOFT,
+                    "linewidth": 0.6,
+                    "alpha": 0.5,
+                    "label": None if index else f"each of {len(lines)} sites",
+                }
+            axis.plot(rounds, [curve[r] for r in rounds], **look)
+        if crowd:
+            every = sorted({round for curve in lines.values() for round in curve})
+            means = [float(np.mean([curve[r] for curve in lines.values() if r in curve])) for r in every]
+            axis.plot(every, means, color=SERIES[0], linewidth=2.2, label="mean of the sites")
+        axis.set(xlabel="rounds done", ylabel=shown(label, 60))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        longest = max(len(text.get_text()) for text in axis.legend().get_texts())
+        axis.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3 if longest < 12 else 2)
+        ends = {site: f"from {curve[min(curve)]:.3g} to {curve[max(curve)]:.3g}" for site, curve in lines.items()}
+        return inline(figure, name, f"{what}. By site, first to last round: {_in_words(ends)}")
+
+
+def _in_words(told: Mapping[str, str]) -> str:
+    """Return a text per site, of the first sites; for the alt text of a figure."""
+    texts = [f"{shown(site, 40)} {text}" for site, text in told.items()]
+    return "; ".join(texts[:COLOURED]) + (f"; and {len(texts) - COLOURED} more sites." if len(texts) > COLOURED else ".")
+
+
+def models(name: str, results: Results, metric: str, label: str) -> Markup | None:
+    """Return the three models' scores beside each other, a row per site, with their 95 % intervals."""
+    keys = {stage: str(MetricKey(split_of(results) or "", stage, metric)) for stage in Stage}
+    found = {site: {s: one[key] for s, key in keys.items() if known(one.get(key)) is not None} for site, one in results.items()}
+    rows = dict([(site, found[site]) for site in sorted(found) if found[site]][:MOST_ROWS])
+    if not rows:
+        return None
+    with drawing():
+        figure = Figure(figsize=(WIDTH, 1.0 + 0.36 * len(rows)), layout="constrained")
+        axis = figure.subplots()
+        for stage, (colour, marker, shift) in LOOKS.items():
+            points = [(place + shift, site) for place, site in enumerate(rows) if stage in rows[site]]
+            for place, site in points:
+                ends = [known(results[site].get(keys[stage] + end)) for end in (LOW, HIGH)]
+                if None not in ends:
+                    axis.plot(ends, [place, place], color=colour, linewidth=1.6, solid_capstyle="butt")  # type: ignore[arg-type]
+            look: dict[str, Any] = {"marker": marker, "color": colour, "markeredgecolor": PAPER, "markersize": 7}
+            if points:
+                axis.plot(
+                    [rows[site][stage] for _, site in points],
+                    [place for place, _ in points],
+                    linestyle="",
+                    label=str(stage),
+                    **look,
+                )
+        named = shortened([shown(site) for site in rows], 20)
+        axis.set_yticks(range(len(rows)), [named[shown(site)] for site in rows])
+        axis.set(ylim=(len(rows) - 0.5, -0.5), xlabel=shown(label, 60))
+        axis.grid(False, axis="y")
+        axis.legend(fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, columnspacing=1.0, handletextpad=0.3)
+        told = {site: ", ".join(f"{stage} {value:.3g}" for stage, value in values.items()) for site, values in rows.items()}
+        return inline(figure, name, f"{label} of the three models at each site. {_in_words(told)}")
+
+
+def distribution(name: str, values: Mapping[Stage, Sequence[float]], label: str, units: str, site: str) -> Markup | None:
+    """Return the scores of each unit, a row per model: points, and their median and quartiles as a box."""
+    rows = {stage: sorted(values[stage]) for stage in Stage if values.get(stage)}
+    if not rows:
+        return None
+    with drawing():
+        figure = Figure(figsize=(WIDTH, 0.75 + 0.55 * len(rows)), layout="constrained")
+        axis, told = figure.subplots(), []
+        for place, (stage, found) in enumerate(rows.items()):
+            colour, marker, _ = LOOKS[stage]
+            low, middle, high = np.quantile(found, [0.25, 0.5, 0.75])
+            axis.fill_between([low, high], place - 0.28, place + 0.28, color=colour, alpha=0.18, linewidth=0)
+            axis.plot([middle, middle], [place - 0.28, place + 0.28], color=INK, linewidth=2)
+            points = found if len(found) <= POINTS else np.quantile(found, np.linspace(0, 1, POINTS))
+            heights = [place + 0.22 * math.sin(2.4 * index) for index in range(len(points))]  # the same page every time
+            look: dict[str, Any] = {"marker": marker, "color": colour, "markersize": 3.5, "alpha": 0.8, "markeredgewidth": 0}
+            axis.plot(points, heights, linestyle="", **look)
+            told.append(f"{stage}: median {middle:.3g}, from {found[0]:.3g} to {found[-1]:.3g}")
+        axis.set_yticks(range(len(rows)), list(map(str, rows)))
+        axis.set(ylim=(len(rows) - 0.5, -0.5), xlabel=shown(label, 60))
+        axis.grid(False, axis="y")
+        return inline(figure, name, f"{label} of each {units} at {shown(site, 60)}, by model. {'; '.join(told)}.")
+
+
+# cases -----------------------------------------------------------------------------------------------------------------
 
 MOST_PICTURE, MOST_SIDE = 4 * 1024**2, 2048
 """Bytes and pixels a side of a picture; one of ours has a fraction of it."""
@@ -114,7 +234,7 @@ def site_section(name: str, site: str, folder: Path, cases: Cases) -> dict[str, 
         "found": cases,
         "cases": shown,
         "key": [(one, "#{:02x}{:02x}{:02x}".format(*colour)) for one, colour in key],
-        "distribution": figures.distribution(name, cases.known_values, cases.label, cases.unit, site),
+        "distribution": distribution(name, cases.known_values, cases.label, cases.unit, site),
         "spread": Table(f"{cases.label}, of each {cases.unit}, {site}", heads, rows) if rows else None,
     }
 

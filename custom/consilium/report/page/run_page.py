@@ -1,24 +1,45 @@
-"""The page of a run: all that its folder says, finished or not."""
+"""The pages of a run, of a site's part of it, and of a study."""
 
 import statistics
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
+from consilium.config.site import load_site
+from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, MetricKey, Stage
 from consilium.core.sanitize import number_of, shown
+from consilium.privacy.accounting.composition import VOID
+from consilium.privacy.ledger.audit import FILE, read
+from consilium.privacy.ledger.ledger import Ledger, summary
 from consilium.report.best_worst_cases import CASES
+from consilium.report.compare.comparability import Group
+from consilium.report.compare.figures import COLOURS, PLOTS
+from consilium.report.compare.scores import mean, scores_of
 from consilium.report.compare.tables import MEANT
-from consilium.report.matrices import VALUES, confusion_tables, read_matrix
-from consilium.report.metrics_file import round_times
-from consilium.report.page import figures
+from consilium.report.page.cases import curves as draw_curves
+from consilium.report.page.cases import models as draw_models
 from consilium.report.page.cases import read_cases, site_section
-from consilium.report.page.html import render
-from consilium.report.page.words import duration, size, stamp, statement
-from consilium.report.plain_files import hashes, read_json, read_plain, subfolders
+from consilium.report.page.html import NONE, Statement, drawing, duration, inline, of_plan, render, size, stamp, statement
+from consilium.report.plain_files import (
+    MOST_BYTES,
+    Number,
+    finite,
+    hashes,
+    is_folder,
+    read_json,
+    read_plain,
+    round_times,
+    subfolders,
+)
 from consilium.report.progress import ending, when
-from consilium.report.results_table import mean_of, results_table
-from consilium.report.run_record import Results, RunRecord, is_simulation, split_of
+from consilium.report.results_table import VALUES, confusion_tables, mean_of, read_matrix, results_table
+from consilium.report.run_log import versions
+from consilium.report.run_record import Results, RunRecord, is_simulation, read_run, split_of
 from consilium.report.study_cells import values_of_cell
 from consilium.report.tables import Table, columns, few, number
 from consilium.strategies.strategy import Role
@@ -56,7 +77,7 @@ def run_page(record: RunRecord) -> str:
         "running": record.results is None,
         "headline": results_table(record.closing, record.scores, title, record.test_only) if record.split else None,
         "gain": _gain(trained, record.metric, label),
-        "models": figures.models("models", record.closing, record.metric, label),
+        "models": draw_models("models", record.closing, record.metric, label),
         "meant": MEANT,
         "crossed": None if crossed is None else crossed.table(),
         "confused": confused,
@@ -130,7 +151,7 @@ def curve_figures(record: RunRecord, site: str | None = None) -> list[tuple[Any,
     wanted = [(str(stage), record.validation(stage), label, f"Validation {label}, {stage} model") for stage in list(Stage)[1:]]
     for name, curves, axis, what in [*wanted, ("loss", record.curves(TRAIN_LOSS, True), "loss", "Training loss")]:
         chosen = {one: curve for one, curve in curves.items() if site in (None, one)}
-        if (figure := figures.curves(f"curve-{name}", chosen, axis, what)) is not None:
+        if (figure := draw_curves(f"curve-{name}", chosen, axis, what)) is not None:
             found.append((figure, f"{what}, {'before' if name == Stage.GLOBAL else 'after'} each round's training."))
     return found
 
@@ -218,3 +239,227 @@ def _absences(record: RunRecord) -> Table | None:
         rows.append([site, *map(str, numbers)])
     heads = columns("site", "asked", "answered", "absent", "in the mean", "refused")
     return Table("Phases of training", heads, rows) if rows else None
+
+
+# audit section ---------------------------------------------------------------------------------------------------------
+# What a hospital keeps of a run: the messages that left it, from its audit.jsonl, and its privacy ledger.
+
+MOST_ROWS = 500
+LEDGER = "ledger.sqlite"
+NO_BOUND = "no bound (its jobs are of a finer unit, or without noise)"
+
+
+class _Tensor(BaseModel):
+    shape: list[int] = []
+    dtype: str = ""
+    bytes: Number = 0.0
+    norm: Number = 0.0
+
+
+class _Message(BaseModel):
+    time: Number | None = None
+    kind: str = "-"
+    round: int | None = None
+    phase: int | None = None
+    tensors: dict[str, _Tensor] = {}
+    values: dict[str, Any] = {}
+    scalars: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
+    privacy: dict[str, Any] = {}
+    reason: str = ""
+
+
+def audits(folder: Path) -> list[dict[str, Any]]:
+    """Return, for each run that a site's folder has known, its messages as tables, and whether the record was altered."""
+    found: list[dict[str, Any]] = []
+    for path in [place / FILE for place in [folder, *subfolders(folder)]]:
+        if not path.is_file() or path.is_symlink():
+            continue
+        if path.stat().st_size > MOST_BYTES:
+            found.append({"record": None, "why": f"{path} has more than {MOST_BYTES // 1024**2} MiB; see consilium audit."})
+            continue
+        try:
+            record = read(path)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            found.append({"record": None, "why": f"{path} cannot be read as a record; see consilium audit."})
+            continue
+        messages, unread = list[_Message](), 0
+        for one in record["messages"]:
+            try:
+                messages.append(_Message.model_validate(one))
+            except (ValidationError, OverflowError):
+                unread += 1
+        run = shown(path.parent.name, 80)
+        found.append({"record": record, "messages": _messages(messages, unread, run), "tensors": _tensors_left(messages, run)})
+    return found
+
+
+def _messages(messages: Sequence[_Message], unread: int, run: str) -> Table:
+    """Return a row per message that left the site."""
+    rows = []
+    for one in messages[:MOST_ROWS]:
+        epsilon, there = finite(one.privacy.get("epsilon")), one.tensors.values()
+        said = [
+            f"{shown(key, 60)} {value:.4g}" if isinstance(value, float) else shown(f"{key} {value}", 90)
+            for key, value in (one.values | one.scalars | one.metrics).items()
+        ]
+        more = f" and {len(said) - 6} more" if len(said) > 6 else ""
+        asked = "" if one.round is None or one.round < 0 else f"{one.round + 1}"
+        row = ["-" if one.time is None else stamp(one.time), shown(one.kind, 40)]
+        row.append(asked + (f", phase {one.phase + 1}" if asked and one.phase else ""))
+        row += [str(len(there)), size(sum(tensor.bytes for tensor in there))]
+        row.append(f"{sum(tensor.norm**2 for tensor in there) ** 0.5:.4g}" if there else "")
+        rows.append([*row, "" if epsilon is None else f"{epsilon:.4g}", shown(one.reason) or ", ".join(said[:6]) + more])
+    left = len(messages) - len(rows)
+    notes = [f"{left} more messages are in {FILE}."] if left > 0 else []
+    notes += [f"{unread} messages are not as we write them; see consilium audit."] if unread else []
+    heads = columns("time", "message", "round", "tensors", "bytes", "norm", "epsilon so far", "beside them")
+    return Table(f"Messages that left this site, run {run}", heads, rows, notes)
+
+
+def _tensors_left(messages: Sequence[_Message], run: str) -> Table | None:
+    """Return a row per tensor that ever left, with how often, and the range of its norm as sent."""
+    seen: dict[tuple[str, str, str], list[float]] = {}
+    for name, one in (pair for message in messages for pair in message.tensors.items()):
+        seen.setdefault((shown(name, 160), "x".join(map(str, one.shape)), shown(one.dtype, 20)), []).append(one.norm)
+    rows = [[*key, str(len(v)), f"{min(v):.4g} to {max(v):.4g}"] for key, v in sorted(seen.items())][:MOST_ROWS]
+    heads = columns("tensor", "shape", "type", "times", "norm")
+    return Table(f"Tensors that left, as sent, run {run}", heads, rows) if rows else None
+
+
+def ledger_of(folder: Path) -> Path | None:
+    """Return a site's ledger: in its folder in a simulation, in a kit beside the runs or where its site.yaml has it."""
+    folder = folder.absolute()
+    # STATE/runs/RUN and STATE/runs/RUN/sites/NAME
+    kits = [runs.parent for runs in (folder.parent, folder.parent.parent.parent) if runs.name == "runs"]
+    found = [place / LEDGER for place in (folder, *kits) if is_folder(place)]
+    for settings in (kit.parent / "local" / "site.yaml" for kit in kits):
+        try:
+            own = load_site(settings).privacy.ledger if settings.is_file() and not settings.is_symlink() else None
+        except ConfigError:
+            own = None
+        found += [own] if own is not None else []
+    return next((path for path in found if path.is_file() and not path.is_symlink()), None)
+
+
+def ledger(path: Path | None) -> tuple[Table | None, str]:
+    """Return what all jobs together cost each data set of this site, or None and why that is unknown."""
+    if path is None:
+        return None, "There is no ledger here: no private job has run, or it is kept elsewhere."
+    try:
+        entries: list[Mapping[str, Any]] = list(summary(Ledger(path)))
+    except RefusedError as error:
+        return None, shown(error, 600)
+    rows = []
+    for one in entries:
+        spent = [one["epsilon"][unit]["1e-05"] for unit in ("record", "patient", "site")]
+        row = [one["dataset"], ", ".join(one["jobs"]), str(one["releases"])]
+        row += [f"{one['void']}: {VOID}" if one["void"] else "0", one["adjacency"], ", ".join(one["trust"])]
+        rows.append([*row, *(NO_BOUND if finite(value) is None else f"{value:.4g}" for value in spent)])
+    heads = ["data set", "jobs", "releases", "void rows", "adjacency", "trust"]
+    heads += [f"epsilon of {unit}" for unit in ("a record", "a patient", "the site")]
+    return Table("What all jobs together cost, at delta 1e-05", columns(*heads), rows), ""
+
+
+# site page -------------------------------------------------------------------------------------------------------------
+# A site's own page: what a hospital may keep of a run. It is made where the site's folder is, and nowhere else.
+
+HASHED_AT_SITE = (
+    *(f"adapters/{which}/consilium.safetensors" for which in ("global", "global-best", "personalized", "personalized-best")),
+    CASES,
+)
+
+
+def site_folder(folder: Path, site: str) -> Path:
+    """Return the folder of a site's own files in a run's. Raises ConfigError, also where the run's is a federation's server."""
+    if (folder / "metrics.jsonl").exists() and not is_simulation(folder):
+        what = "is a server's, which has nothing of a site's own; give the run's folder at the site"
+        raise ConfigError(f"--site: {folder} {what}")
+    inside = {one.name: one for one in subfolders(folder / "sites")}
+    if site in inside:
+        return inside[site]
+    own = [place / FILE for place in (folder, *subfolders(folder))]
+    if not inside and any(path.is_file() and not path.is_symlink() for path in [folder / CASES, *own]):
+        return folder  # a site with a state folder of its own
+    known = ", ".join(shown(name, 40) for name in sorted(inside)[:12]) or "none"
+    raise ConfigError(f"--site: {shown(site, 80)!r}: no such site in {folder}; there: {known}")
+
+
+def site_page(folder: Path, site: str) -> str:
+    """Return the page of a site. Raises ConfigError where the folder has none of that name."""
+    place = site_folder(folder, site)
+    cases = read_cases(place)
+    if cases is not None and place == folder and cases.site not in ("", site):
+        raise ConfigError(f"--site: {shown(site, 80)!r}: {folder} is {shown(cases.site, 80)}'s; name that")
+    record = read_run(folder) if (folder / "metrics.jsonl").is_file() and (folder / "job.yaml").is_file() else None
+    scores = cases.scores if cases else record.scores if record else None
+    closing, job = ({site: cases.metrics}, cases.job) if cases else ({}, record.config.title if record else "a run")
+    state = [("state", "not finished" if record.results is None else "finished")] if record else []
+    own = "This page is the hospital's own: it shows test samples of this site, patients where the data are real."
+    table, problem = ledger(ledger_of(place))
+    known = cases is not None or (record is not None and record.config.privacy is None)
+    private: Statement = [NONE] if known else ["What the job promises is not known here before its end."], []
+    if cases and cases.privacy is not None:  # a site's own plan: at record level only the site knows it
+        private = of_plan(cases.privacy)
+    values = {
+        "warnings": [own] if cases else [],
+        "facts": [("site", site), *state],
+        "headline": results_table(closing, scores, job)
+        if scores and any("/" in name for name in closing.get(site, ()))
+        else None,
+        "meant": MEANT,
+        "confused": confusion_tables(closing, cases.classes) if cases else {},
+        "figures": curve_figures(record, site) if record else [],
+        "site": site_section("own", site, place, cases) if cases else None,
+        "cases_heading": f"Best, median and worst {cases.unit}s" if cases else "Best, median and worst",
+        "audits": audits(place),
+        "ledger": table,
+        "no_ledger": problem,
+        "privacy": private[0],
+        "privacy_facts": private[1],
+        "versions": list(versions().items()),
+        "hashes": hashes(place, HASHED_AT_SITE),
+    }
+    sections = ["result", "cases", "left", "privacy", "versions"]
+    title = f"{shown(site, 120)}: {shown(job, 160)}"
+    return render("site.html", title, "What this hospital keeps of the run", str(place), sections, values)
+
+
+# study page ------------------------------------------------------------------------------------------------------------
+# A study's page: its comparison, with the pictures of `compare` that show no patient.
+
+INKED = {colour.lower(): f"--c{number}" for number, colour in enumerate(COLOURS, start=1)}
+INKED |= {"#e0e0e0": "--rule", "#ebebeb": "--rule"}
+"""The comparison's own colours, and the page's in their place: its black line would vanish in the dark."""
+SHOWS = {
+    "curves": "Learning curves on validation data, mean over sites",
+    "along": "Scores along the study's axis",
+    "sites": "Scores by method and site",
+    "bytes": "Scores against bytes sent and received",
+    "epsilon": "Scores against epsilon",
+}
+
+
+def study_page(
+    name: str, source: str, groups: Sequence[Group], tables: Sequence[Table], notes: Sequence[str], stage: Stage
+) -> str:
+    """Return the page of a study. `notes`: what is missing from it and why."""
+    figures, undrawn = [], list(notes)
+    for place, group in enumerate(groups):
+        scores = scores_of(group, stage, group.first.metric)
+        means = {method: mean(scores.means(method)) for method in scores.methods[:8]}
+        told = "; ".join(f"{shown(method, 60)} {value:.3f}" for method, value in means.items() if value is not None)
+        for plot, make in PLOTS.items():
+            with drawing(grid=False):
+                figure, why = make(scores)
+                if figure is None:
+                    undrawn.append(group.titled(f"no figure of {SHOWS[plot].lower()}: {why}"))
+                    continue
+                alt = f"{SHOWS[plot]}. {group.heading(scores.metric)}, mean over sites: {told or 'none'}."
+                more = {} if plot == "sites" else INKED  # numbers in a heat map's cells are black or white by the cell's colour
+                caption = f"{group.titled(SHOWS[plot])}, {stage} model."
+                figures.append((inline(figure, f"{plot}{place}", alt, more), caption))
+    sections = ["tables", *["figures"] * bool(figures), *["notes"] * bool(undrawn)]
+    values = {"tables": tables, "figures": figures, "notes": undrawn}
+    runs = sum(len(group.runs) for group in groups)
+    return render("study.html", shown(name), f"Comparison of {runs} finished runs", source, sections, values)

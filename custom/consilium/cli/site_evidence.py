@@ -1,32 +1,254 @@
-"""The commands `consilium audit`, `evidence` and `forget`: records of what left, signed archives of runs, deletion of runs."""
+"""The commands of a site's administrator on its records: approve, audit, evidence, forget."""
 
 import json
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from consilium.cli.audit import markdown
-from consilium.cli.options import Format, FormatOption
-from consilium.cli.site_records import site_records
+from consilium.cli.options import Format, FormatOption, PageFormat, PageFormatOption
+from consilium.cli.site_records import is_site, site_records
+from consilium.client import approval
+from consilium.client.approval import JOB, other_files
+from consilium.config.code_digest import plugins_of
+from consilium.config.job import load_job
+from consilium.config.site import kit_plugins
 from consilium.core.errors import ConfigError
-from consilium.core.sanitize import shown
+from consilium.core.registry import Plugins
+from consilium.core.sanitize import cell, shown
 from consilium.federation import delete_run
+from consilium.federation.job import assemble_job
 from consilium.federation.run_folders import RUNS, STATE, check_name
 from consilium.flare.admin.evidence import ACCEPTED, LEDGER, chains, copy_ledger, pack
 from consilium.flare.admin.evidence import verify as verify_archive
 from consilium.flare.admin.session import stored_jobs
+from consilium.flare.job.recipe import export
 from consilium.flare.kit.install.sbom import environment
 from consilium.flare.kit.local_folder import kit_name, kit_role
 from consilium.flare.kit.root_keys import root_fingerprint
 from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.audit import FILE, is_void
+from consilium.privacy.ledger.audit import FILE, is_void, read
 from consilium.privacy.ledger.audit import read as read_record
 from consilium.privacy.ledger.ledger import Ledger
 from consilium.privacy.ledger.ledger_recovery import accepted
 from consilium.report.run_log import versions
+from consilium.strategies.strategy import Role
+
+# approve ---------------------------------------------------------------------------------------------------------------
+# The command `consilium approve`: a site's administrator reviews a job and records the approval.
+
+
+def approve(
+    job: Annotated[
+        Path | None, typer.Argument(help="as the researcher hands it over, or as a refusal in the log names it")
+    ] = None,
+    *,
+    kit: Annotated[Path, typer.Option("--kit", help="the site's startup kit")],
+    listed: Annotated[bool, typer.Option("--list", help="show what is approved")] = False,
+    revoke: Annotated[str, typer.Option(help="take back the approval of the digest that begins so")] = "",
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Approve a job for a site with `approve: digest` in its site.yaml. Prints the job's settings and what leaves the site."""
+    if sum((job is not None, listed, bool(revoke))) != 1:
+        raise ConfigError("JOB, --list, --revoke: give exactly one")
+    found = _done(job, revoke, kit / "local")
+    print(json.dumps(found, indent=1) if format is Format.JSON else _text(found))
+
+
+def _done(job: Path | None, revoke: str, local: Path) -> dict[str, Any]:
+    if job is not None:
+        plugins = kit_plugins(local)
+        with app_of(job, plugins) as app:
+            return summary(app, plugins) | {"approved": approval.approve(app, local, plugins)}
+    return {"revoked": approval.revoke(revoke, local)} if revoke else approval.approvals(local)
+
+
+@contextmanager
+def app_of(job: Path, plugins: Plugins) -> Iterator[Path]:
+    """Yield the app folder of a job folder, of an app folder itself, or of the job exported from a job.yaml.
+
+    Raises ConfigError for none, or for several apps.
+    """
+    apps = [path for path in (job, *(job.iterdir() if job.is_dir() else ())) if (path / "config" / "job.yaml").is_file()]
+    if len(apps) > 1:
+        raise ConfigError(f"{job}: holds {len(apps)} apps; give the folder of the one that this site gets")
+    if apps:
+        yield apps[0]
+        return
+    with tempfile.TemporaryDirectory() as place:
+        yield export(job, Path(place), plugins=plugins) / "app"
+
+
+def summary(app: Path, plugins: Plugins) -> dict[str, Any]:
+    """Return the settings of a job to review before approval. Raises ConfigError if it cannot run."""
+    config = load_job(app / JOB, plugins=plugins)
+    job = assemble_job(config, app / JOB)
+    found = config.model_dump(mode="json", exclude_none=True)
+    shown = {
+        key: found.get(key)
+        for key in ("name", "strategy", "model", "adapter", "task", "data", "training", "privacy", "statistics", "cross_site")
+    }
+    shown |= {"packages": config.packages, "code of packages": plugins_of(config)} if config.packages else {}
+    return shown | {"leaves": _leaves(job), "other files": other_files(app)}
+
+
+def _leaves(job: Any) -> dict[str, Any]:
+    """Return the tensors that a site sends over all phases, the most numbers of a phase, and statistics, if asked for."""
+    strategy, initial = job.strategy, job.initial
+    rounds = job.config.training.rounds if job.config.trains else 0
+    places = [place for place in strategy.traits.role_schedule() if place[0] < rounds]
+    sent = [strategy.names(initial, Role.SHARED, *place) for place in places]
+    numbers = max((sum(initial[name].numel() for name in names) for names in sent), default=0)
+    found = {"tensors": len({name for names in sent for name in names}), "numbers a phase": numbers}
+    section = job.config.statistics
+    if (asked := job.config.cross_site) and asked.personalized:
+        found |= {
+            "this site's own model, where site.yaml says share_personalized": sum(one.numel() for one in initial.values())
+        }
+    return found | ({"counts, once, of so many patients or more": section.minimum} if section else {})
+
+
+def _text(found: dict[str, Any]) -> str:
+    """Return a line per value, as ASCII JSON because the values are not trusted."""
+    return "\n".join(f"{key}: {json.dumps(value)}" for key, value in found.items()) or "nothing is approved"
+
+
+# audit -----------------------------------------------------------------------------------------------------------------
+# The command `consilium audit`: a page of all messages that left this site, run by run.
+
+
+def audit(
+    where: Annotated[Path, typer.Argument(help="a site.yaml, a startup kit, a run's folder, or an audit.jsonl")],
+    format: PageFormatOption = PageFormat.MD,
+) -> None:
+    """Show every message that left this site: tensors, bytes, norms, noise, epsilon; exit code 1 if a record was altered."""
+    found = [_report(path) for path in _records(where)]
+    print(json.dumps(found, indent=1) if format is PageFormat.JSON else "\n\n".join(map(_page, found)))
+    raise typer.Exit(1 if any(one["broken_line"] for one in found) else 0)
+
+
+def _report(path: Path) -> dict[str, Any]:
+    try:
+        return read(path)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"{path}: cannot be read as a record ({why}); give an audit.jsonl") from None
+
+
+def _page(found: dict[str, Any]) -> str:
+    """Return a record as a page. Raises ConfigError for a message that no guard writes."""
+    try:
+        return markdown(found)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        what = f"a message in it is none that a guard writes ({type(error).__name__}), so it was altered"
+        raise ConfigError(f"{found['file']}: {what}; look at it with --format json, and compare it with a copy") from None
+
+
+def _records(where: Path) -> list[Path]:
+    """Return the audit files of `where`, by modification time."""
+    folder = site_records(where).root if is_site(where) else where
+    records = (path for path in folder.rglob(FILE) if path.is_file())
+    found = sorted(records, key=lambda p: p.stat().st_mtime) if folder.is_dir() else [folder]
+    if not found or not all(path.is_file() for path in found):
+        raise ConfigError(f"{where}: no {FILE} there; give the site's site.yaml, its startup kit or a run's folder")
+    return found
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """Return one run's record as a Markdown page."""
+    messages = found["messages"]
+    first = messages[0] if messages else {}
+    site = first.get("site", "this site")
+    damage = f"**altered: line {found['broken_line']} does not follow the one before it**"
+    chain = damage if found["broken_line"] else "every line follows"
+    lines = [
+        "# What left " + cell(f"{site}: {first.get('experiment') or first.get('job')}, run {first.get('run')}"),
+        "",
+        f"- record: {cell(found['file'])} ({len(messages)} messages; {chain})",
+        f"- seal: {found['seal']}",
+        *_privacy(messages),
+        "",
+        "| time | message | round | tensors | bytes | norm | epsilon so far | beside them |",
+        "|---|---|---|---|---|---|---|---|",
+        *map(_row, messages),
+    ]
+    return "\n".join([*lines, *_tensors(messages)])
+
+
+def _privacy(messages: list[dict[str, Any]]) -> list[str]:
+    """Return the lines on the privacy guarantee, or on its absence."""
+    private = [m["privacy"] for m in messages if "privacy" in m]
+    if not private:
+        return [f"- privacy: {_without_noise([m for m in messages if m.get('tensors')])}"]
+    last = private[-1]
+    named = f"{cell(last['unit'])} level, {cell(last['adjacency'])}, trust {cell(last['trust'])}"
+    noise = f"clip {last['clip']:g}, noise multiplier {last['noise_multiplier']:.4g}"
+    found = [f"- privacy: epsilon {last['epsilon']:.4g} at delta {last['delta']:g} so far in this run ({named}; {noise})"]
+    if seeded := sum(bool(one.get("seeded")) for one in private):
+        found.append(f"- **NOT PRIVATE: the noise of {seeded} messages came from a seed (noise_seed in site.yaml)**")
+    if void := sum(map(is_void, private)):
+        found.append(f"- **{void} messages are {VOID}**")
+    return found
+
+
+def _without_noise(left: list[dict[str, Any]]) -> str:
+    """Return the protection, without noise, of the messages `left`."""
+    if not left:
+        return "no update and no model left"
+    if not all("masked" in message for message in left):
+        return "none; updates left as trained"
+    sets = sorted({tuple(sites) for message in left if (sites := message["masked"].get("sites"))})
+    named = "; summed with: " + " | ".join(cell(", ".join(one)) for one in sets) if sets else ""
+    return f"no noise; updates left under masks, which hide within this run; over many runs only noise protects{named}"
+
+
+def _row(message: dict[str, Any]) -> str:
+    tensors = message.get("tensors", {}).values()
+    norm = "" if "masked" in message else f"{sum(t['norm'] ** 2 for t in tensors) ** 0.5:.4g}"
+    epsilon = f"{message['privacy']['epsilon']:.4g}" if "privacy" in message else ""
+    beside = {**message.get("values", {}), **message.get("scalars", {}), **message.get("metrics", {})}
+    said = (
+        message.get("reason")
+        or message.get("what")
+        or message.get("step")
+        or ", ".join(f"{k} {_short(v)}" for k, v in beside.items())
+    )
+    if masked := message.get("masked"):
+        what = f"masked; read by nobody alone; threshold {masked['threshold']} of {masked['asked']}"
+        said = f"{what}; {said}" if said else what
+    place = f"{message['round'] + 1}.{message['phase'] + 1}" if message.get("round", -1) >= 0 else ""
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(message["time"]))
+    values = (stamp, message["kind"], place, len(tensors), sum(t["bytes"] for t in tensors), norm, epsilon, said)
+    return "| " + " | ".join(cell(one, 1000) for one in values) + " |"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _tensors(messages: list[dict[str, Any]]) -> list[str]:
+    """Return a table of every tensor that left, with its count and the range of its norm."""
+    seen: dict[tuple[str, str, str], list[float]] = {}
+    for message in messages:
+        for name, one in message.get("tensors", {}).items():
+            seen.setdefault((name, "x".join(map(str, one["shape"])), one["dtype"]), []).append(one["norm"])
+    if not seen:
+        return []
+    rows = [
+        f"| {cell(n)} | {cell(s)} | {cell(d)} | {len(v)} | {min(v):.4g} to {max(v):.4g} |"
+        for (n, s, d), v in sorted(seen.items())
+    ]
+    return ["", "| tensor | shape | type | times | norm |", "|---|---|---|---|---|", *rows]
+
+
+# evidence --------------------------------------------------------------------------------------------------------------
+# The commands `consilium audit`, `evidence` and `forget`: records of what left, signed archives of runs, deletion of runs.
 
 POLICIES = ("site.yaml", "privacy.json", "authorization.json", "resources.json", "approved.json")
 CLAIMS = """# Evidence of {site} on run {experiment}

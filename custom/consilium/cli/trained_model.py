@@ -1,0 +1,353 @@
+"""The commands that open a trained model: predict, evaluate, privacy attack, privacy invert; and their options."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+from consilium.cli.options import LONGEST_LINE, CheckpointsOption, Format, FormatOption, page, progress_bar, table
+from consilium.client.model_store import UNCOVERED
+from consilium.config.site import SiteConfig
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.messages import Stage
+from consilium.core.sanitize import line, shown
+from consilium.report.results_table import PICTURE, VALUES
+from consilium.report.tables import terminal
+from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS, Scores
+from consilium.tasks.segmentation import PROMPTS
+from consilium.training.device import pick_device
+from consilium.use.attack import AttackResult, of_one_record
+from consilium.use.attack import attack as attack_model
+from consilium.use.evaluate import cross_sites, read_site
+from consilium.use.evaluate import evaluate as evaluate_model
+from consilium.use.inputs import Prompts, find_inputs, read_prompts
+from consilium.use.invert import Inversion, draw, inversion
+from consilium.use.model import TrainedModel, open_model
+from consilium.use.predict import Outcome, OutputOptions
+from consilium.use.predict import predict as predict_inputs
+from consilium.use.predictor import Predictor
+
+# model options ---------------------------------------------------------------------------------------------------------
+# Options of the commands that open a trained model, and the site they run at.
+
+ModelArgument = Annotated[Path, typer.Argument(help="a run's folder, STUDY/AXIS=VALUE,..., or an adapter folder")]
+SiteOption = Annotated[str | None, typer.Option(help="whose model of a run; default: what its sites share")]
+StageOption = Annotated[Stage | None, typer.Option(help="which model of a run; default: global")]
+BestOption = Annotated[bool, typer.Option("--best", help="the best by validation instead of the last")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps")]
+
+
+def site_of(device: str, checkpoints: Path | None) -> SiteConfig:
+    """Return a site with this device and checkpoint folder. Raises ConfigError for a device that is unknown or not here."""
+    try:
+        site = SiteConfig(device=device, checkpoints=checkpoints)
+        pick_device(device, "--device")
+    except ValidationError:
+        raise ConfigError(f"--device: {shown(device, 40)!r}: expected auto, cpu, cuda, cuda:NUMBER or mps") from None
+    except ConsiliumError as error:
+        raise ConfigError(str(error)) from None
+    return site
+
+
+# predict ---------------------------------------------------------------------------------------------------------------
+# The command `consilium predict`.
+
+NAMED = 20
+"""Bad inputs that are named on the terminal; the others are counted."""
+
+
+def predict(
+    model: ModelArgument,
+    images: Annotated[Path, typer.Argument(help="a picture, volume, DICOM series or .jsonl, or a folder of them")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="folder for what is predicted")],
+    site: SiteOption = None,
+    stage: StageOption = None,
+    best: BestOption = False,
+    overlays: Annotated[bool, typer.Option("--overlays", help="also a picture with the mask drawn on it")] = False,
+    probabilities: Annotated[bool, typer.Option("--probabilities", help="also each class's probability")] = False,
+    boxes: Annotated[Path | None, typer.Option(help="CSV or JSON of boxes, for a task prompted with them")] = None,
+    points: Annotated[Path | None, typer.Option(help="CSV or JSON of points, for a task prompted with them")] = None,
+    batch: Annotated[int, typer.Option(min=0, max=4096, help="pictures, planes or records at once; 0: as in training")] = 0,
+    device: DeviceOption = "auto",
+    checkpoints: CheckpointsOption = None,
+    force: Annotated[bool, typer.Option("--force", help="replace files that are there")] = False,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Let a trained model predict new images (masks, classes) or texts (answers). Not a medical device."""
+    opened = open_model(model, site, stage, site_of(device, checkpoints), best)
+    beside: list[Path] = []
+    inputs = find_inputs(images, opened.config.task.name in ("language", "report"), out, beside)
+    predictor = Predictor(opened, batch or opened.config.training.batch_size, _prompts(opened, {"box": boxes, "point": points}))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with progress_bar("predicting", len(inputs), format, *columns) as advance:
+        outcome = predict_inputs(predictor, inputs, OutputOptions(out, overlays, probabilities, force), lambda _: advance())
+    _print_outcome(outcome, beside, out, format)
+    if outcome.bad:
+        raise typer.Exit(1)
+
+
+def _prompts(opened: TrainedModel, given: dict[str, Path | None]) -> Prompts | None:
+    """Return the prompts that the model takes, of the files given by kind. Raises ConfigError where they are not its own."""
+    kind, found = getattr(opened.config.task, "prompt", "none"), None
+    for one, path in given.items():
+        many = PROMPTS[one].many
+        if one == kind and path is None:
+            what = f"the model was trained with {many} as prompts (task.prompt: {kind})"
+            raise ConfigError(f"--{many}: {what}; give a CSV or JSON of them")
+        if one != kind and path is not None:
+            takes = PROMPTS[kind].many if kind in PROMPTS else "no prompts"
+            raise ConfigError(f"--{many}: the model takes {takes} (task.prompt: {kind}); leave the {many} out")
+        if path is not None:
+            found = read_prompts(path, kind, list(opened.config.task.classes))  # type: ignore[attr-defined]
+    return found
+
+
+def _print_outcome(outcome: Outcome, beside: list[Path], out: Path, format: Format) -> None:
+    if format is Format.JSON:
+        bad = [{"input": name, "reason": why} for name, why in outcome.bad]
+        told = {"out": str(out), "written": outcome.written, "bad": bad, "skipped": [str(path) for path in beside]}
+        print(json.dumps(told, indent=1))
+        return
+    errors = Console(stderr=True, soft_wrap=True)
+    for _, why in outcome.bad[:NAMED]:
+        errors.print(line(why, "red"))
+    if len(outcome.bad) > NAMED:
+        errors.print(line(f"and {len(outcome.bad) - NAMED} more", "red"))
+    count = f"{len(outcome.written)} predicted" + (f", {len(outcome.bad)} bad" if outcome.bad else "")
+    if beside:
+        count += f", {len(beside)} skipped (DICOM objects that are no images)"
+    Console(soft_wrap=True, highlight=False).print(line(f"{count}: {out}", limit=4000))
+
+
+# evaluate --------------------------------------------------------------------------------------------------------------
+# The command `consilium evaluate`.
+
+
+class Split(StrEnum):
+    """Which samples of a data list are scored."""
+
+    TRAINING = "training"
+    VALIDATION = "validation"
+    TEST = "test"
+
+
+def evaluate(
+    model: ModelArgument,
+    data: Annotated[
+        Path | None, typer.Option(help="a site's folder or data list; with --matrix the folder with all sites")
+    ] = None,
+    split: Annotated[Split, typer.Option(help="which samples")] = Split.TEST,
+    site: SiteOption = None,
+    stage: Annotated[
+        Stage | None, typer.Option(help="which model of a run; default: global, with --matrix personalized")
+    ] = None,
+    best: BestOption = False,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="every site's model of a simulated run on every site's data")
+    ] = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="folder for the matrix as a picture and JSON")] = None,
+    device: DeviceOption = "auto",
+    checkpoints: CheckpointsOption = None,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Score a trained model on any site's data, as training's closing evaluation does."""
+    own = site_of(device, checkpoints)
+    if matrix:
+        if site is not None:
+            raise ConfigError("--site: --matrix takes the models of all sites; leave one of them out")
+        _matrix(model, data, stage or Stage.PERSONALIZED, own, split, best, out, format)
+        return
+    if data is None:
+        raise ConfigError("--data: which data? Give a site's folder or data list, or --matrix for all sites of a simulated run")
+    if out is not None:
+        raise ConfigError("--out: is for --matrix; the scores of one model are printed (--format json)")
+    opened = open_model(model, site, stage, own, best)
+    _print_scores(evaluate_model(opened, data, split.value), opened, split, data, format)
+
+
+def _print_scores(found: Mapping[str, float], opened: TrainedModel, split: Split, data: Path, format: Format) -> None:
+    if format is Format.JSON:
+        told = {"model": str(opened.folder), "data": str(data), "split": str(split), "scores": dict(found)}
+        print(json.dumps(told, indent=1, sort_keys=True))
+        return
+    scores: Scores = TASKS[opened.config.task.name].scores(opened.config.task)
+    title = f"{opened.card.job}, {opened.card.name}: {split} of {data.name}{scores.remark}"
+    rows = table("score", "value", "95 %")
+    for name in shown_scores(found, scores):
+        metric, _, part = name.partition("/")
+        heading = f"{scores.heading(metric)} {part}".rstrip()
+        rows.add_row(line(heading), f"{found[name]:.3f}", _interval(found, name))
+    if COUNT in found:
+        rows.add_row("n", f"{found[COUNT]:.0f}", "")
+    typer.echo(shown(title))
+    page().print(rows)
+    for metric, meaning in scores.meanings.items():
+        if metric in found:
+            typer.echo(meaning)
+    for name in sorted(found):
+        metric, _, part = name.partition(f"/{split}/")
+        if part and metric == scores.too_small:
+            what = f"nothing of {part} is left at the model's size, so that single pixels stand for it"
+            typer.echo(shown(f"note: in {found[name]:.0f} {split} pictures {what}", LONGEST_LINE))
+
+
+def shown_scores(found: Mapping[str, float], scores: Scores) -> list[str]:
+    """Return the names of the scores for people: the leading one, those beside it, then those of each class."""
+    whole = [scores.lead(found), *scores.beside]
+    each = [name for metric in whole for name in sorted(found) if name.startswith(f"{metric}/")]
+    ended = tuple(f"{end}" for end in (LOW, HIGH))
+    return [name for name in dict.fromkeys([*whole, *each]) if name in found and not name.endswith(ended) and name != COUNT]
+
+
+def _interval(found: Mapping[str, float], name: str) -> str:
+    low, high = found.get(name + LOW), found.get(name + HIGH)
+    return "-" if low is None or high is None else f"{low:.3f}–{high:.3f}"
+
+
+def _matrix(
+    evaluate_model: Path,
+    data: Path | None,
+    stage: Stage,
+    own: SiteConfig,
+    split: Split,
+    best: bool,
+    out: Path | None,
+    format: Format,
+) -> None:
+    _check_free([out / PICTURE, out / VALUES] if out is not None else [])
+    with progress_bar("evaluating", None, format) as advance:
+        found = cross_sites(evaluate_model, data, stage, own, split.value, best, lambda model, site: advance())
+    if out is not None:
+        found.write(out)
+    if format is Format.JSON:
+        print(json.dumps(found.to_dict(), indent=1))
+        return
+    console = page()
+    console.print(terminal(found.table(), console.width))
+    if out is not None:
+        typer.echo(f"written: {out / PICTURE}, {out / VALUES}")
+
+
+def _check_free(files: list[Path]) -> None:
+    if there := [path for path in files if path.exists()]:
+        raise ConfigError(f"--out: {there[0]}: is there already; give another folder")
+
+
+# attack ----------------------------------------------------------------------------------------------------------------
+# The commands `consilium privacy attack` and `invert`.
+
+DataOption = Annotated[Path | None, typer.Option(help="the site's folder or data list that the run had; default: its phantoms")]
+
+
+def attack(
+    model: ModelArgument,
+    data: DataOption = None,
+    site: SiteOption = None,
+    stage: StageOption = None,
+    best: BestOption = False,
+    shadow: Annotated[
+        list[Path] | None, typer.Option(help="a run on another part of the list (data.most_training, other seed); repeat")
+    ] = None,
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="of the lower bounds on epsilon, all together")] = 0.95,
+    device: DeviceOption = "auto",
+    checkpoints: CheckpointsOption = None,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Try to tell who a model was trained on, and print the epsilon that this proves at least beside what was promised.
+
+    A bound near 0 proves no privacy: another attack may do better. A bound over what is promised for the same unit proves that
+    it is not kept.
+    """
+    own = site_of(device, checkpoints)
+    opened = open_model(model, site, stage, own, best)
+    shadows = [open_model(one, site, stage, own, best) for one in shadow or []]
+    given, name = _data(opened, data, site)
+    with tempfile.TemporaryDirectory() as folder, progress_bar("losses", None, format) as advance:
+        found = attack_model(opened, given, name, shadows, Path(folder), confidence, advance)
+    _print_attacks(found, opened, format)
+
+
+def invert(
+    model: ModelArgument,
+    data: DataOption = None,
+    site: SiteOption = None,
+    batch: Annotated[int, typer.Option(min=1, max=16, help="pictures in the site's step")] = 1,
+    sum: Annotated[int, typer.Option(min=2, max=100, help="sites in the sum that secure aggregation would open")] = 3,
+    steps: Annotated[int, typer.Option(min=1, max=100_000, help="of the attacker's search")] = 400,
+    output: Annotated[Path, typer.Option("--output", "-o", help="the picture to write (PNG)")] = Path("inversion.png"),
+    stage: StageOption = None,
+    device: DeviceOption = "auto",
+    checkpoints: CheckpointsOption = None,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Try to draw a site's training pictures from one update of a model: as it is, in a sum of sites, and under masks.
+
+    The picture that is written shows training pictures: it is the site's own to keep. A bad drawing proves no privacy.
+    """
+    opened = open_model(model, site, stage, site_of(device, checkpoints))
+    given, name = _data(opened, data, site)
+    with tempfile.TemporaryDirectory() as folder, progress_bar("search", 3 * steps, format) as advance:
+        found = inversion(opened, given, name, Path(folder), batch, sum, steps, advance)
+    draw(output, found)
+    _print_inversion(found, output, format)
+
+
+def _print_inversion(found: Inversion, output: Path, format: Format) -> None:
+    values = [{name: value for name, value in vars(one).items() if name != "pictures"} for one in found.attacks]
+    about = {
+        "picture": str(output),
+        "pictures": len(found.pictures),
+        "candidates": found.candidates,
+        "psnr_of_mean": found.guess,
+    }
+    if format is Format.JSON:
+        print(json.dumps(about | {"attacks": values}, indent=1))
+        return
+    rows = table("seen", "PSNR, dB", f"picked of {found.candidates}", "by chance", "cosine distance left")
+    for one in found.attacks:
+        told = f"{one.told} of {len(found.pictures)}"
+        rows.add_row(one.attack, f"{one.psnr:.1f}", told, f"{one.chance:.2f}", f"{one.distance:.3g}")
+    page().print(rows)
+    typer.echo(f"the mean of all candidates, which needs no update, has a PSNR of {found.guess:.1f}; picture: {output}")
+
+
+def _data(opened: TrainedModel, data: Path | None, site: str | None) -> tuple[SiteConfig, str]:
+    """Return the site whose samples are attacked, and its name in the run. Raises ConfigError."""
+    if data is not None:
+        return read_site(data, opened.config), site or data.resolve().name
+    if opened.config.data.phantoms is None:
+        raise ConfigError("--data: give the site's folder or data list that the run was given")
+    if site is None and opened.card.site == "":
+        raise ConfigError("--site: whose phantoms? Give a site's name, such as site-1")
+    return SiteConfig(), site or opened.card.site
+
+
+def _print_attacks(found: list[AttackResult], opened: TrainedModel, format: Format) -> None:
+    private = opened.config.privacy
+    unit, delta = ("patient" if private and private.unit == "patient" else "record"), private.delta if private else 1e-5
+    covered = UNCOVERED not in opened.card.notes
+    claim = opened.card.privacy or "none: the model was trained without privacy"
+    promised = of_one_record(opened) if covered else None
+    if format is Format.JSON:
+        told = {"model": str(opened.folder), "claim": claim, "covered": covered, "unit": unit, "delta": delta}
+        told["of_one_record"] = promised
+        print(json.dumps(told | {"attacks": [asdict(one) for one in found]}, indent=1))
+        return
+    rows = table("attack", f"{unit}s", "AUC", "guesses", "right", "epsilon at least")
+    for one in found:
+        rows.add_row(one.attack, str(one.units), f"{one.auc:.3f}", str(one.guesses), str(one.correct), f"{one.epsilon:.3g}")
+    typer.echo(f"{shown(opened.card.job)}, {shown(opened.card.name)}: who was trained on?")
+    page().print(rows)
+    sure = f"with confidence {found[0].confidence:g} for all {len(found)} bounds together"
+    typer.echo(f"epsilon of one {unit} at delta {delta:g}, {sure}; an AUC of 0.5 is chance")
+    typer.echo(f"promised: {shown(claim, 600)}" if covered else f"promised nothing of this model: {UNCOVERED}")
+    if promised is not None:
+        typer.echo(f"that is of the whole site; of one record of it the same noise keeps epsilon {promised:.3g}: compare this")
