@@ -29,7 +29,7 @@ from consilium.flare.job.simulator import Simulator
 from consilium.models.sam import SAM
 from consilium.models.sam.attention import FusedImageAttention, use_fused
 from consilium.models.sam.network import build_sam
-from consilium.privacy.discrete_gaussian import discrete_gaussian
+from consilium.privacy.distributed_noise import discrete_gaussian
 from consilium.privacy.mechanism import geometry, privatize
 from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.report.run_log import payload_bytes

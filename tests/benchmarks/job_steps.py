@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from consilium.adapters import layers
+from consilium.client.evaluator import speed_up
 from consilium.client.site_data import site_data
-from consilium.client.speedups import speed_up
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig, read_site_folder
 from consilium.core.errors import ConfigError

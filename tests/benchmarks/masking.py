@@ -29,7 +29,7 @@ from torch import nn
 from consilium.adapters import layers
 from consilium.adapters.lora import inject
 from consilium.config.job import JobConfig
-from consilium.config.secure_aggregation import SitePartnersConfig
+from consilium.config.privacy import SitePartnersConfig
 from consilium.core.messages import Payload
 from consilium.flare.job.recipe import export
 from consilium.models.clip import CLIP

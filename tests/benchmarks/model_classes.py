@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from consilium.adapters import layers, lora
-from consilium.adapters.targets import linear_layers
+from consilium.adapters.names import linear_layers
 from consilium.models.registry import MODELS
 from consilium.tasks.registry import TASKS
 from tests.models.classes import CLASSIFIERS, PROMPTABLE, SIDE, SPEAKING, Made, make

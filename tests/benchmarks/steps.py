@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from consilium.adapters import layers
+from consilium.client.evaluator import remember
 from consilium.client.site_data import site_data
-from consilium.client.speedups import remember
 from consilium.config.job import JobConfig, TrainingConfig
 from consilium.config.site import CacheConfig, SiteConfig
 from consilium.federation.job import build_model, build_task
 from consilium.tasks.language.task import mean_loss
-from consilium.training.optimizer import make_optimizer
+from consilium.training.loop import make_optimizer
 from tests.conftest import small_config, small_text
 from tests.tasks.test_packing import records
 

@@ -10,7 +10,7 @@ import yaml
 
 from consilium.client.build import build_guard
 from consilium.client.site_data import patients_of, site_data
-from consilium.config.datasets import DatasetConfig
+from consilium.config.data import DatasetConfig
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, find_site, load_site
 from consilium.core.errors import ConfigError, Reason, RefusedError

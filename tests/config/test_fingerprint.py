@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from consilium.config.secure_aggregation import SitePartnersConfig
+from consilium.config.privacy import SitePartnersConfig
 from consilium.core.schema import read_fingerprint
 
 DIGITS = "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from consilium.cli.main import app
 from consilium.federation.run_folders import STATE
-from consilium.server.ledger_seals import FILE
+from consilium.server.coordinator import FILE
 from tests.deployment.federation import Federation
 from tests.deployment.jobs import private_job
 

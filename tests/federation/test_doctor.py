@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from consilium.client import machine_check
-from consilium.client.finding import Finding
 from consilium.client.machine_check import (
+    Finding,
     examine_checkpoints,
     examine_data,
     examine_datasets,
@@ -17,7 +17,7 @@ from consilium.client.machine_check import (
     examine_disk,
     examine_versions,
 )
-from consilium.config.datasets import DatasetConfig
+from consilium.config.data import DatasetConfig
 from consilium.config.site import SiteConfig
 from consilium.data.synthetic.phantoms import make_phantoms
 

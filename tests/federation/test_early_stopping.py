@@ -25,8 +25,7 @@ from consilium.core.messages import HELD_OUT, Hello, Kind, Observer, Payload
 from consilium.core.storage import load_state
 from consilium.federation.job import Job
 from consilium.privacy.guard.masking import FILE, FOLDER, Masking
-from consilium.privacy.guard.task import AuthorizedTask
-from consilium.privacy.guard.task_schedule import check_place
+from consilium.privacy.guard.task_schedule import AuthorizedTask, check_place
 from consilium.report.compare.comparability import grouped
 from consilium.report.compare.tables import cost_table
 from consilium.report.live_view import LiveView

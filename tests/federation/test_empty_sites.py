@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from consilium.client.build import build_site
-from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
-from consilium.config.site import SiteConfig
+from consilium.config.site import CapacityConfig, SiteConfig
 from consilium.core.errors import ConsiliumError
 from consilium.federation.job import assemble_job
 from consilium.runtime.engine import simulate

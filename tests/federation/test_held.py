@@ -11,7 +11,7 @@ from nvflare.apis.dxo import from_shareable
 
 from consilium.core.messages import SiteInfo
 from consilium.federation.job import Job
-from consilium.flare.job import tensor_packing, wire
+from consilium.flare.job import wire
 from consilium.runtime.engine import LocalTransport
 from consilium.runtime.run_sequence import RunSequence
 from consilium.server.coordinator import Coordinator
@@ -56,6 +56,6 @@ def test_flares_controller_holds_no_result_and_sends_all_sites_one_content(
     living = watched(federation.coordinator, monkeypatch)
     federation.play_round(fl_ctx)
     assert living == [0, 0, 0, 0]
-    sent = [from_shareable(task.data).data[tensor_packing.BUFFER] for name, task in federation.sent if task.name == wire.TRAIN]
+    sent = [from_shareable(task.data).data[wire.BUFFER] for name, task in federation.sent if task.name == wire.TRAIN]
     assert len(sent) == 4
     assert all(one is sent[0] for one in sent)

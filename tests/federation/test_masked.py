@@ -15,8 +15,7 @@ import torch
 from consilium import __version__
 from consilium.client.build import build_guard
 from consilium.config.job import JobConfig
-from consilium.config.privacy import HospitalPrivacyPolicy
-from consilium.config.secure_aggregation import SitePartnersConfig
+from consilium.config.privacy import HospitalPrivacyPolicy, SitePartnersConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, ConsiliumError, RefusedError
 from consilium.core.messages import Hello, Kind, Payload
@@ -28,8 +27,9 @@ from consilium.federation.job import Job
 from consilium.privacy.guard.release_checks import upload_shapes
 from consilium.privacy.secagg.server import MASKED
 from consilium.privacy.secagg.simulated import read_root, simulated_identities, simulated_identity
-from consilium.runtime.engine import LocalTransport, SimulatedSite, simulate
+from consilium.runtime.engine import LocalTransport, simulate
 from consilium.runtime.run_sequence import RunSequence
+from consilium.runtime.worker_pool import SimulatedSite
 from consilium.server.coordinator import Coordinator
 from consilium.server.masked_round import MaskedRounds, aggregate_for
 from consilium.strategies.registry import STRATEGIES

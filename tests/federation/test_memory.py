@@ -12,8 +12,8 @@ from peft.utils.integrations import dequantize_module_weight
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from consilium.adapters import layers
-from consilium.client import memory_check
-from consilium.client.finding import Finding
+from consilium.client import machine_check
+from consilium.client.machine_check import Finding
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
@@ -181,9 +181,9 @@ def test_remedies_keep_the_samples_of_a_step_and_leave_out_what_the_job_cannot_h
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a step take 100 bytes, half in bfloat16: what is counted has tests of its own, and takes a second a job."""
-    monkeypatch.setattr(memory_check, "assemble_job", lambda config, source="": config)
+    monkeypatch.setattr(machine_check, "assemble_job", lambda config, source="": config)
     half = lambda config, *spread: StepMemory(0, 0, 50 if config.model.dtype == "bf16" else 100)  # noqa: E731
-    monkeypatch.setattr(memory_check, "memory_of", half)
+    monkeypatch.setattr(machine_check, "memory_of", half)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_the_doctor_says_whether_a_job_fits_and_what_to_ask_for(
 ) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(json.dumps(_job("clip", 8).model_dump(mode="json")))
-    monkeypatch.setattr(memory_check, "_free", lambda device: free)
-    found = memory_check.examine_memory(job, SiteConfig())
+    monkeypatch.setattr(machine_check, "_free", lambda device: free)
+    found = machine_check.examine_memory(job, SiteConfig())
     assert isinstance(found, str) is (remedy is None)
     if isinstance(found, Finding):
         assert remedy is not None
@@ -207,21 +207,21 @@ def test_the_doctor_counts_the_step_of_the_sites_own_device(
 ) -> None:
     job, seen = tmp_path / "job.yaml", list[Any]()
     job.write_text(json.dumps(_job("clip", 8).model_dump(mode="json")))
-    monkeypatch.setattr(memory_check, "memory_of", lambda config, *spread: seen.append(spread) or StepMemory(0, 0, 0))
-    memory_check.examine_memory(job, SiteConfig(device="cpu"))
+    monkeypatch.setattr(machine_check, "memory_of", lambda config, *spread: seen.append(spread) or StepMemory(0, 0, 0))
+    machine_check.examine_memory(job, SiteConfig(device="cpu"))
     assert seen == [(1, False, False)]
 
 
 def test_a_run_says_what_a_gpu_has_measured_beside_the_prediction(counted: None, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        memory_check.compare_peak(_job("clip", 1), "site-1", 80.0)
+        machine_check.compare_peak(_job("clip", 1), "site-1", 80.0)
     assert "(+25 %)" in caplog.text
 
 
 def test_a_private_step_s_peak_is_said_only_where_lines_of_the_data_go(counted: None, caplog: pytest.LogCaptureFixture) -> None:
     raw = _job("clip", 1).model_dump() | {"privacy": {"unit": "record", "epsilon": 8.0, "clip": 1.0}}
     with caplog.at_level("INFO"):
-        memory_check.compare_peak(JobConfig.model_validate(raw), "site-1", 80.0)
+        machine_check.compare_peak(JobConfig.model_validate(raw), "site-1", 80.0)
     assert [(record.name.startswith(OF_DATA), "(+25 %)" in record.message) for record in caplog.records] == [(True, True)]
 
 
@@ -231,7 +231,7 @@ def test_no_prediction_costs_a_site_its_round(
     def fail(*given: object) -> None:
         raise NotImplementedError("first line\nsecond line")
 
-    monkeypatch.setattr(memory_check, "memory_of", fail)
+    monkeypatch.setattr(machine_check, "memory_of", fail)
     with caplog.at_level("INFO"):
-        memory_check.compare_peak(_job("clip", 1), "site-1", 2.0**30)
+        machine_check.compare_peak(_job("clip", 1), "site-1", 2.0**30)
     assert caplog.messages == ["site-1: training took 1.00 GiB at its peak; no prediction: first line"]

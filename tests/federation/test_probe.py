@@ -11,9 +11,8 @@ from consilium.adapters import dual_rank, layers
 from consilium.adapters.dual_rank import DualRankConfig
 from consilium.client import capacity_probe
 from consilium.client.build import build_site
-from consilium.config.capacity import CapacityConfig
 from consilium.config.job import ConfigError, JobConfig
-from consilium.config.site import SiteConfig
+from consilium.config.site import CapacityConfig, SiteConfig
 from consilium.federation.job import assemble_job
 from consilium.models.causal_lm import CAUSAL_LM
 from consilium.models.causal_lm.network import build_causal_lm

@@ -12,14 +12,13 @@ import torch
 
 from consilium.adapters.names import MEAN
 from consilium.config.job import JobConfig
-from consilium.config.server import ServerConfig
+from consilium.config.sections import ServerConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Hello, Payload, SiteInfo
 from consilium.core.schema import validate
 from consilium.federation.job import assemble_job
-from consilium.server.aggregation import RoundAggregate
+from consilium.server.aggregation import RoundAggregate, merged, robust_mean, step
 from consilium.server.coordinator import Coordinator
-from consilium.server.server_optimizer import merged, robust_mean, step
 from consilium.strategies.deer import DEeR
 from consilium.strategies.dp_dylora import DPDyLoRA
 from consilium.strategies.fedit import FedIT

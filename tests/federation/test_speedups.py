@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from consilium.adapters import layers
+from consilium.client.evaluator import remember
 from consilium.client.site_data import site_data
-from consilium.client.speedups import remember
 from consilium.config.job import JobConfig
 from consilium.config.site import CacheConfig, SiteConfig
 from consilium.data import store as cache_folder

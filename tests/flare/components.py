@@ -18,7 +18,7 @@ from consilium.adapters import layers
 from consilium.config.job import load_job
 from consilium.core.storage import save_state
 from consilium.federation.job import assemble_job
-from consilium.flare.job import site_registry, tensor_packing, wire
+from consilium.flare.job import site_registry, wire
 from consilium.flare.job.executor import SiteExecutor
 
 
@@ -52,7 +52,7 @@ class Corrupter(Filter):
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         if fl_ctx.get_identity_name() == "site-4" and "DXO" in shareable and from_shareable(shareable).data:
             dxo, round = from_shareable(shareable), shareable.get_header("current_round")
-            data, rest = tensor_packing.unpack(dxo.data, dxo.meta[wire.KEY])
+            data, rest = wire.unpack(dxo.data, dxo.meta[wire.KEY])
             name = next(iter(data))
             damage = (
                 lambda: data[name].fill_(float("nan")),
@@ -62,7 +62,7 @@ class Corrupter(Filter):
                 lambda: shareable.set_header("current_round", round - 1),
             )
             damage[round]()
-            dxo.data, dxo.meta[wire.KEY] = tensor_packing.pack(data, rest)
+            dxo.data, dxo.meta[wire.KEY] = wire.pack(data, rest)
             dxo.update_shareable(shareable)
         return shareable
 

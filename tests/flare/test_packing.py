@@ -10,7 +10,7 @@ from nvflare.fuel.utils import fobs
 
 from consilium.core.errors import RefusedError
 from consilium.core.messages import Payload
-from consilium.flare.job import tensor_packing, wire
+from consilium.flare.job import wire
 
 TENSORS = {
     "b.lora_A": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
@@ -58,7 +58,7 @@ def said(names: Any, rest: Any = {}) -> bytes:  # noqa: B006
 FOUR = ["a", "float32", [1]]
 HOSTILE = {
     "no text": b"\x00",
-    "a bomb": zlib.compress(b"[" + b" " * 2 * tensor_packing.MAX_TEXT),
+    "a bomb": zlib.compress(b"[" + b" " * 2 * wire.MAX_TEXT),
     "nested": zlib.compress(b"[" * 100_000),
     "cut": said([FOUR])[:-3],
     "two texts": said([FOUR]) + said([FOUR]),
@@ -72,18 +72,18 @@ HOSTILE = {
     "below": said([["a", "float32", [-1, -1]]]),
     "no size": said([["a", "float32", [True]]]),
     "not there": said([FOUR, ["b"]]),
-    "the buffer itself": said([[tensor_packing.BUFFER]]),
+    "the buffer itself": said([[wire.BUFFER]]),
     "no rest": said([FOUR], []),
     "long numbers": zlib.compress(b'[[["a","float32",[' + b",".join([b"9" * 4000] * 400) + b"]]],{}]"),
     "many axes": said([["a", "float32", [1] * 9]]),
     "a shape that is none": said([["a", "float32", "4"]]),
-    "more names than an adapter has": said([[str(i), "float32", [0]] for i in range(tensor_packing.MAX_TENSORS + 1)]),
+    "more names than an adapter has": said([[str(i), "float32", [0]] for i in range(wire.MAX_TENSORS + 1)]),
 }
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_malformed_packs_are_refused(kind: str) -> None:
-    message = wire.encode(Payload(0, 0, {tensor_packing.BUFFER: torch.zeros(4, dtype=torch.uint8)}), "", update=True)
+    message = wire.encode(Payload(0, 0, {wire.BUFFER: torch.zeros(4, dtype=torch.uint8)}), "", update=True)
     message["DXO"]["meta"][wire.KEY] = HOSTILE[kind]
     with pytest.raises(RefusedError, match="not a consilium message"):
         wire.decode(message)
@@ -92,6 +92,6 @@ def test_malformed_packs_are_refused(kind: str) -> None:
 def test_other_buffers_are_refused() -> None:
     for buffer in (torch.zeros(1), torch.zeros(2, 2, dtype=torch.uint8), "text"):
         message = wire.encode(Payload(0, 0, {}), "", update=True)
-        message["DXO"]["meta"][wire.KEY], message["DXO"]["data"] = said([FOUR]), {tensor_packing.BUFFER: buffer}
+        message["DXO"]["meta"][wire.KEY], message["DXO"]["data"] = said([FOUR]), {wire.BUFFER: buffer}
         with pytest.raises(RefusedError, match="not a consilium message"):
             wire.decode(message)

@@ -20,14 +20,14 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
 from consilium.client.build import build_site
 from consilium.client.ddp import failure, why
-from consilium.config.server import ServerConfig
+from consilium.config.sections import ServerConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, DataError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload, SiteInfo, Tensors
 from consilium.federation.job import Job, assemble_job
 from consilium.flare.admin.evidence import chains, copy_ledger
 from consilium.flare.admin.session import Admin
-from consilium.flare.job import job_context, tensor_packing, wire
+from consilium.flare.job import job_context, wire
 from consilium.flare.job.aggregator import StrategyAggregator
 from consilium.flare.job.controller import RoundController
 from consilium.flare.job.executor import SiteExecutor
@@ -225,10 +225,10 @@ def test_secagg_task_is_of_one_kind(other: str) -> None:
 
 
 def test_malformed_packed_header_is_refused() -> None:
-    sent, rest = tensor_packing.pack({"x": torch.ones(3)}, {"phase": 0})
+    sent, rest = wire.pack({"x": torch.ones(3)}, {"phase": 0})
     for broken in (b"", b"none", rest[:-1], rest + b"x", rest[:4] + b"\xff" + rest[5:]):
         with pytest.raises(ValueError, match=r"."):
-            tensor_packing.unpack(dict(sent), broken)
+            wire.unpack(dict(sent), broken)
 
 
 # Kits, evidence and sessions

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from consilium.adapters import layers, lora
+from consilium.adapters.names import linear_layers
 from consilium.adapters.parts import cut_of
-from consilium.adapters.targets import linear_layers
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models import folder
 from consilium.models.causal_lm.network import load_tokenizer

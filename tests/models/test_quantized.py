@@ -19,7 +19,7 @@ from torch import nn
 from transformers import Siglip2VisionConfig, Siglip2VisionModel
 
 from consilium.adapters import layers
-from consilium.client.memory_check import examine_memory
+from consilium.client.machine_check import examine_memory
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig

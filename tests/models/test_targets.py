@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from consilium.adapters import layers, lora
-from consilium.adapters.targets import linear_layers
+from consilium.adapters.names import linear_layers
 from consilium.core.errors import ConfigError
 from consilium.models.causal_lm import CAUSAL_LM, CausalLmConfig
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer, save

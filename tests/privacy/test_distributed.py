@@ -28,8 +28,8 @@ from consilium.privacy.plan import Plan, make_plan, noise_to_signal
 from consilium.privacy.randomness import Randomness
 from consilium.privacy.secagg.arithmetic import UNIT
 from consilium.runtime.engine import simulate
+from consilium.server.aggregation import gradient_step
 from consilium.server.masked_round import opened_mean
-from consilium.server.server_optimizer import gradient_step
 from consilium.strategies.strategy import ServerState
 from consilium.training.dpsgd_sum import clipped_sum
 from tests.conftest import Snapshot, assembled, small_cells, training_only

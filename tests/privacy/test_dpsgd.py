@@ -30,8 +30,7 @@ from consilium.report.run_record import read_run
 from consilium.runtime.engine import simulate
 from consilium.strategies.fedit import FedIT
 from consilium.tasks.base import Task
-from consilium.training.loop import train
-from consilium.training.losses import Losses
+from consilium.training.loop import Losses, train
 from tests.conftest import small_config, training_only
 
 

@@ -20,7 +20,7 @@ from consilium.federation.job import Job
 from consilium.privacy.accounting.composition import epsilon_for
 from consilium.privacy.guard.guard import Guard
 from consilium.privacy.guard.release_checks import check_upload, upload_shapes
-from consilium.privacy.guard.task import AuthorizedTask
+from consilium.privacy.guard.task_schedule import AuthorizedTask
 from consilium.privacy.ledger import audit
 from consilium.strategies.fediat import FedIAT
 from tests.conftest import assembled, small_config

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from consilium.adapters import layers
+from consilium.adapters.names import linear_layers
 from consilium.adapters.registry import AdapterConfig, AdapterKind, Shapes
-from consilium.adapters.targets import linear_layers
 from consilium.models.registry import ModelKind
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from consilium.client.build import build_site
-from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
-from consilium.config.site import SiteConfig
+from consilium.config.site import CapacityConfig, SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import SiteInfo, Tensors
 from consilium.federation.job import assemble_job

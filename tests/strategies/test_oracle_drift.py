@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from consilium.core.linalg.lowrank import Product
-from consilium.strategies.heterogeneous_ranks.drift import oracle_drift
+from consilium.strategies.heterogeneous_ranks.ranks import oracle_drift
 
 
 def product(rank: int, seed: int, out: int = 6, into: int = 5) -> Product:

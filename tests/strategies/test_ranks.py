@@ -13,8 +13,8 @@ from consilium.core.messages import Payload, SiteInfo
 from consilium.federation.job import assemble_job
 from consilium.runtime.engine import simulate
 from consilium.strategies.fedhera import FedHera
-from consilium.strategies.heterogeneous_ranks.drift import cross_drift, information_gain
 from consilium.strategies.heterogeneous_ranks.layers import prefix_and_tail, shapes
+from consilium.strategies.heterogeneous_ranks.ranks import cross_drift, information_gain
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Role
 from tests.conftest import JOBS, strategy_of

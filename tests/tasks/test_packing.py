@@ -15,7 +15,7 @@ from consilium.federation.job import build_model, build_task
 from consilium.tasks.language.packing import grouped, pack
 from consilium.tasks.language.task import LanguageTask, mean_loss, token_losses
 from consilium.tasks.language.tokens import IGNORED
-from consilium.training.features import WithFeatures
+from consilium.training.gradient_probe import WithFeatures
 from consilium.training.loop import batches
 from tests.conftest import small_text
 

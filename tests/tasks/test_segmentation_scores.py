@@ -11,9 +11,8 @@ from nibabel.orientations import ornt_transform
 from scipy.ndimage import binary_erosion, distance_transform_edt
 
 from consilium.tasks.segmentation import SegmentationConfig, metric_names
-from consilium.tasks.segmentation.measures import dice_loss, distances
 from consilium.tasks.segmentation.scores import SegmentationScoresConfig
-from consilium.tasks.segmentation.units import Plane, Units
+from consilium.tasks.segmentation.units import Plane, Units, dice_loss, distances
 from tests.tasks.scoring import evaluated, picture, task_of, volume
 
 PER_VOLUME = {"scores": {"per": "volume"}}

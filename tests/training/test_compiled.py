@@ -14,7 +14,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.federation.job import build_model, build_task
-from consilium.training.compiled import compiled, require_compiler
+from consilium.training.device import compiled, require_compiler
 from consilium.training.loop import train
 from tests.conftest import small_config, small_text
 

@@ -11,8 +11,7 @@ from consilium.core.errors import ConsiliumError
 from consilium.privacy.dpsgd import DpSgd
 from consilium.strategies.trainer import LocalStep
 from consilium.training.device import autocast, pick_device
-from consilium.training.loop import train
-from consilium.training.optimizer import make_optimizer
+from consilium.training.loop import make_optimizer, train
 
 
 class Line(nn.Module):

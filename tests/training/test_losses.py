@@ -16,7 +16,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError
 from consilium.federation.job import build_model, build_task
 from consilium.privacy.dpsgd import DpSgd
-from consilium.training import losses
+from consilium.training import loop
 from consilium.training.loop import Progress, train
 from tests.conftest import small_cells, small_config
 from tests.training.test_loop import Line, LineTask, Slope, config
@@ -38,8 +38,8 @@ class Waits(TorchDispatchMode):
 @pytest.fixture
 def seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the CPU as a device that is looked at once a second, in a round that takes none."""
-    monkeypatch.setattr(losses, "AT_ONCE", frozenset())
-    monkeypatch.setattr(losses, "EVERY", 3600.0)
+    monkeypatch.setattr(loop, "AT_ONCE", frozenset())
+    monkeypatch.setattr(loop, "EVERY", 3600.0)
 
 
 @pytest.mark.parametrize("make", [small_config, small_cells])
@@ -71,9 +71,9 @@ def end(**options: Any) -> tuple[dict[str, float], Tensor, list[Progress]]:
 @pytest.mark.parametrize("options", [{}, {"accumulate": 3, "local_steps": 5}])
 def test_looking_seldom_changes_no_number_by_a_bit(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     often = end(**options)
-    monkeypatch.setattr(losses, "AT_ONCE", frozenset())
+    monkeypatch.setattr(loop, "AT_ONCE", frozenset())
     now = iter(range(0, 1000, 3))
-    monkeypatch.setattr(losses.time, "monotonic", lambda: next(now) / 4)  # every other step is a second after the last look
+    monkeypatch.setattr(loop.time, "monotonic", lambda: next(now) / 4)  # every other step is a second after the last look
     found, weight, seen = end(**options)
     assert found == often[0]
     assert torch.equal(weight, often[1])
@@ -83,8 +83,8 @@ def test_looking_seldom_changes_no_number_by_a_bit(options: dict, monkeypatch: p
 
 def test_private_steps_add_up_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     sums = []
-    for at_once in (losses.AT_ONCE, frozenset()):
-        monkeypatch.setattr(losses, "AT_ONCE", at_once)
+    for at_once in (loop.AT_ONCE, frozenset()):
+        monkeypatch.setattr(loop, "AT_ONCE", at_once)
         model = Slope()
         params, half = dict(model.named_parameters()), DpSgd(noise_multiplier=0.0, clip=1e6, sample_rate=0.5, seed=0)
         steps = config(local_steps=6)

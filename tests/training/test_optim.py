@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from consilium.config.job import TrainingConfig
-from consilium.training.optimizer import learning_rate, make_optimizer
+from consilium.training.loop import learning_rate, make_optimizer
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from consilium.adapters import layers, lora
 from consilium.adapters.base import decoder_names, save_parameters
-from consilium.adapters.names import GATE, TAIL, factor, is_frozen_part, is_head
+from consilium.adapters.names import GATE, TAIL, factor, is_frozen_part, is_head, linear_layers
 from consilium.adapters.registry import AdapterConfig, AdapterKind, Decoder, Shapes
-from consilium.adapters.targets import linear_layers
 from consilium.core.errors import CheckpointError
 from consilium.core.schema import Dropout, Positive, Rank
 from consilium.models.registry import ModelKind, TargetSet

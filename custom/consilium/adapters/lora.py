@@ -15,9 +15,20 @@ from torch import Tensor, nn
 
 from consilium.adapters import layers
 from consilium.adapters.base import DECODER, decoder_names, save_parameters
-from consilium.adapters.names import BASE, CHANGE, HEAD, LOCAL, MAGNITUDE, OWN, factor, is_head, is_local, is_magnitude
+from consilium.adapters.names import (
+    BASE,
+    CHANGE,
+    HEAD,
+    LOCAL,
+    MAGNITUDE,
+    OWN,
+    factor,
+    is_head,
+    is_local,
+    is_magnitude,
+    linear_layers,
+)
 from consilium.adapters.registry import AdapterConfig, AdapterKind, Decoder, Shapes
-from consilium.adapters.targets import linear_layers
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import lazy
 from consilium.core.schema import Dropout, Positive, Rank

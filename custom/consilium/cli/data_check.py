@@ -17,7 +17,7 @@ from consilium.cli.options import (
     SetOption,
     load_for_data,
 )
-from consilium.config.datasets import DatasetConfig
+from consilium.config.data import DatasetConfig
 from consilium.config.site import SiteConfig, is_site_folder, load_site, read_site_folder
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.sanitize import line, shown

@@ -19,9 +19,8 @@ from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.sanitize import line
 from consilium.core.schema import validate
 from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger.ledger import Ledger, summary
-from consilium.privacy.ledger.ledger_recovery import accept as go_on
-from consilium.privacy.ledger.ledger_recovery import check
+from consilium.privacy.ledger.ledger import Ledger, check, summary
+from consilium.privacy.ledger.ledger import accept as go_on
 from consilium.privacy.plan import Plan, noise_to_signal, printed_plan, site_plan, step_plan
 from consilium.privacy.secagg import sum_ledger
 from consilium.privacy.secagg.sum_ledger import FILE as SUMS

@@ -9,8 +9,8 @@ from torch import nn
 from consilium.client.client import Client
 from consilium.client.context import ClientContext
 from consilium.client.ddp import ranks_of
+from consilium.client.evaluator import speed_up
 from consilium.client.site_data import of_patients, patients_of, site_data, units_of, watched
-from consilium.client.speedups import speed_up
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Observer, allowed_metrics, loading

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from consilium.adapters import layers
 from consilium.adapters.names import factor, is_head
-from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
+from consilium.config.site import CapacityConfig
 from consilium.core.errors import ConfigError
 from consilium.estimates.memory_tracker import Live
 from consilium.strategies.heterogeneous_ranks.layers import shapes

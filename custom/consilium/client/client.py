@@ -34,9 +34,9 @@ from consilium.core.messages import (
 from consilium.core.storage import load_state, note, room_for, save_state, write_atomic
 from consilium.data.counts import Tally, tally
 from consilium.federation import diagnostics
-from consilium.federation.compatibility import libraries
 from consilium.federation.saved_model import SavedModel
-from consilium.privacy.guard.task import AuthorizedTask
+from consilium.federation.trainable_checks import libraries
+from consilium.privacy.guard.task_schedule import AuthorizedTask
 from consilium.report.best_worst_cases import Closing
 
 REPORTED = {"loss": TRAIN_LOSS, "steps": TRAIN_STEPS, "penalty": TRAIN_PENALTY, "peak_bytes": TRAIN_MEMORY}

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from consilium.adapters import layers
 from consilium.adapters.parts import LOCAL_ADAPTER
 from consilium.client.ddp import Ranks
-from consilium.config.capacity import CapacityConfig
 from consilium.config.job import JobConfig
+from consilium.config.site import CapacityConfig
 from consilium.core.messages import SKIPPED, Observer, Payload, Tensors
 from consilium.core.seeding import seed_for
 from consilium.data.datalist import DataList

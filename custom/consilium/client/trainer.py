@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from consilium.adapters import layers
 from consilium.adapters.parts import FEATURE_SHIFT
 from consilium.client.context import ClientContext
-from consilium.client.memory_check import compare_peak
+from consilium.client.machine_check import compare_peak
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.messages import Payload, Tensors
 from consilium.core.seeding import seed_for
@@ -24,8 +24,7 @@ from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS
 from consilium.training.device import autocast, peak_memory
 from consilium.training.dpsgd_sum import clipped_sum
-from consilium.training.features import WithFeatures
-from consilium.training.gradient_probe import BatchGradients
+from consilium.training.gradient_probe import BatchGradients, WithFeatures
 from consilium.training.loop import Progress, train
 
 

@@ -10,18 +10,27 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from consilium.adapters.registry import ADAPTERS, AdapterConfig, AdapterKind
-from consilium.config.cross_site import CrossSiteConfig
 from consilium.config.data import PHANTOMS, DataConfig
-from consilium.config.diagnostics import DiagnosticsConfig
-from consilium.config.dpsgd import check_apart, check_shares
-from consilium.config.federation import FederationConfig
 from consilium.config.inline_model_config import embed_architecture
 from consilium.config.overrides import override
-from consilium.config.privacy import DpSgdConfig, PrivacyConfig, SiteLevelDpConfig
-from consilium.config.secure_aggregation import MOST_WEIGHT, SecureAggregationConfig, check_masked
-from consilium.config.server import ServerConfig
-from consilium.config.statistics import StatisticsConfig
-from consilium.config.training import TrainingConfig
+from consilium.config.privacy import (
+    MOST_WEIGHT,
+    DpSgdConfig,
+    PrivacyConfig,
+    SecureAggregationConfig,
+    SiteLevelDpConfig,
+    check_apart,
+    check_masked,
+    check_shares,
+)
+from consilium.config.sections import (
+    CrossSiteConfig,
+    DiagnosticsConfig,
+    FederationConfig,
+    ServerConfig,
+    StatisticsConfig,
+    TrainingConfig,
+)
 from consilium.core.errors import ConfigError
 from consilium.core.registry import NO_PLUGINS, KindField, Plugins
 from consilium.core.schema import SMALLEST_NOISE, Name, Section, read_yaml, validate

@@ -1,11 +1,16 @@
-"""What a job asks and what a hospital allows: the `privacy:` sections of job.yaml and site.yaml."""
+"""What a job promises and a hospital allows: differential privacy by unit, budgets, and secure aggregation."""
 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from consilium.core.schema import Positive, Section, Seed
+from consilium.adapters.registry import AdapterConfig
+from consilium.config.data import DataConfig
+from consilium.config.sections import DiagnosticsConfig, FederationConfig, ServerConfig, TrainingConfig
+from consilium.core.schema import SMALLEST_NOISE, Positive, Section, Seed, read_fingerprint
+from consilium.models.registry import ModelConfig
+from consilium.tasks.registry import TaskConfig
 
 Unit: TypeAlias = Literal["record", "patient", "site"]
 """What a claim may be about, the finer first."""
@@ -206,3 +211,131 @@ class HospitalPrivacyPolicy(Section):
     def protects(self) -> bool:
         """Whether jobs must be private here."""
         return bool(self.budgets) or self.trust is not None
+
+
+# secure aggregation ----------------------------------------------------------------------------------------------------
+# Secure aggregation: the `secure_aggregation:` sections of job.yaml and site.yaml, and the check of a job with masks.
+
+MOST_WEIGHT = 65_536
+"""The most that a site's update may weigh, unless federation.max_weight says it."""
+PartnerName = Annotated[str, Field(min_length=1, max_length=128)]
+Fingerprint = Annotated[str, Field(max_length=256), AfterValidator(read_fingerprint)]
+FEWEST = 3
+"""Of two sites each knows the other's update from the sum."""
+
+
+class SecureAggregationConfig(Section):
+    """Sites mask their updates, so that the server, with up to `colluders` sites, learns their sum only."""
+
+    threshold: Annotated[
+        Annotated[int, Field(ge=2, le=10_000)] | None,
+        Field(
+            description="how many of the n sites asked must stay to the end of a phase; by default floor(2 n / 3) + 1. "
+            "Needed are 2 threshold > n + colluders and threshold >= colluders + 2, so with the defaults at "
+            "least three sites. Without noise all of them must send an update, and no sums, of whatever runs, "
+            "may show fewer than `threshold` hospitals together"
+        ),
+    ] = None
+    colluders: Annotated[int, Field(ge=0, le=10000, description="sites that may work together with the server")] = 1
+    bound: Annotated[
+        Positive | None, Field(description="larger numbers are cut off at it; by default what sums of all sites have room for")
+    ] = None
+
+
+class SitePartnersConfig(Section):
+    """What a site asks of secure aggregation before it takes part."""
+
+    partners: Annotated[
+        dict[PartnerName, Fingerprint],
+        Field(
+            max_length=10_000,
+            description="the other sites by name, with the SHA-256 fingerprints of their public keys (64 hex digits, "
+            "colons or not; `consilium doctor` prints a kit's), compared out of band; no other is accepted. "
+            "Needed where `privacy.budgets` are. To remove one revokes it",
+        ),
+    ] = Field(default_factory=dict)
+    min_colluders: Annotated[int, Field(ge=0, le=10000, description="jobs that count on fewer are refused")] = 1
+    min_sites: Annotated[int, Field(ge=FEWEST, le=10000, description="fewer sites together are refused")] = FEWEST
+
+
+def check_masked(
+    strategy: Any,
+    server: ServerConfig | None,
+    diagnostics: DiagnosticsConfig,
+    privacy: PrivacyConfig | None,
+    federation: FederationConfig,
+) -> None:
+    """Raise ValueError, naming field, value and remedy, for a setting that needs single updates or other sums."""
+    if strategy.traits.needs == "sites" or strategy.traits.pools_data:
+        what = "needs single sites' updates, which nobody sees"
+        raise ValueError(f"secure_aggregation: strategy {strategy.name!r} {what}; remove the section, or use fedit")
+    if server is not None and server.robust:
+        raise ValueError(f"secure_aggregation: server.mean {server.mean!r} needs single sites' updates; use weighted")
+    if diagnostics.deviation or diagnostics.looks_inside:
+        raise ValueError("secure_aggregation: diagnostics deviation, leakage and oracle look at single sites; remove them")
+    if privacy is not None and federation.weighting == "samples":
+        raise ValueError(
+            "federation.weighting: 'samples': with privacy and secure_aggregation every site weighs 1; use uniform"
+        )
+    if federation.max_weight is not None and federation.max_weight > MOST_WEIGHT:
+        what = f"over the {MOST_WEIGHT} that secure_aggregation has room for"
+        raise ValueError(f"federation.max_weight: {federation.max_weight}: {what}; lower it")
+
+
+# dpsgd -----------------------------------------------------------------------------------------------------------------
+# Checks of a job with DP-SGD, or with noise in shares, against its other sections.
+
+
+def check_apart(
+    dpsgd: DpSgdConfig, data: DataConfig, training: TrainingConfig, adapter: AdapterConfig, model: ModelConfig, task: TaskConfig
+) -> None:
+    """Raise ValueError, naming field, value and remedy, for a setting that ties the records (or patients) of a batch together.
+
+    DP-SGD's noise is made for a sum that one of them moves by the clip at most. That holds only while its gradient does not
+    depend on those beside it.
+    """
+    unit, noise_multiplier = dpsgd.unit, dpsgd.noise_multiplier
+    if data.most_training is not None:
+        what = f"chooses by how many there are, so one {unit} more changes which others are there"
+        raise ValueError(f"data.most_training: {data.most_training} {what} (privacy.unit {unit}); leave it out")
+    if training.accumulate > 1:
+        raise ValueError(f"training.accumulate: cannot be over 1 with privacy.unit {unit}; raise batch_size instead")
+    if training.compile:
+        raise ValueError(f"training.compile: true hides the layers whose gradients privacy.unit {unit} takes; use false")
+    if training.precision == "bf16":
+        what = f"rounds a record's gradient by who is beside it, so no privacy.unit {unit}"
+        raise ValueError(f"training.precision: 'bf16' {what}; use auto or fp32")
+    adapter.keep_apart()
+    model.keep_apart()
+    if model.dtype == "int8":
+        what = "chooses by the whole batch what it computes in 16 bits, which ties its samples together"
+        raise ValueError(f"model.dtype: 'int8' {what} under privacy.unit {unit}; use nf4 or bf16")
+    task.keep_apart()
+    if noise_multiplier is not None and 0 < noise_multiplier < SMALLEST_NOISE:
+        what = f"under {SMALLEST_NOISE} no accountant tells it from none"
+        raise ValueError(f"privacy.noise_multiplier: {noise_multiplier}: {what}; raise it, or use 0 to clip only")
+
+
+def check_shares(
+    privacy: SiteLevelDpConfig | DpSgdConfig,
+    masks: SecureAggregationConfig | None,
+    training: TrainingConfig,
+    server: ServerConfig | None,
+) -> None:
+    """Raise ValueError, naming field, value and remedy, for a setting that excludes noise in shares (`trust: distributed`)."""
+    if masks is None:
+        raise ValueError(f"privacy.trust: 'distributed': {NEEDS_MASKS}")
+    if isinstance(privacy, SiteLevelDpConfig):
+        return
+    if training.local_steps != 1:
+        what = f"{training.local_steps or 'none'}: DP-SGD over all sites takes one step a round"
+        raise ValueError(f"training.local_steps: {what}; use 1")
+    if training.schedule != "constant":
+        what = "falls within a round, which has one step (privacy.trust distributed)"
+        raise ValueError(f"training.schedule: {training.schedule!r} {what}; leave it out")
+    if training.optimizer_state == "kept":
+        what = "is of sites, and the server takes the steps (privacy.trust distributed)"
+        raise ValueError(f"training.optimizer_state: 'kept' {what}; leave it out")
+    if server is not None:
+        what = "DP-SGD over all sites takes the server's steps by training.optimizer"
+        raise ValueError(f"server: {what}; remove the section")

@@ -14,27 +14,29 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from consilium.adapters.registry import ADAPTERS
-from consilium.config.capacity import CapacityConfig
-from consilium.config.cross_site import CrossSiteConfig
-from consilium.config.data import DataConfig, PhantomConfig
-from consilium.config.datasets import DatasetConfig
+from consilium.config.data import DataConfig, DatasetConfig, PhantomConfig
 from consilium.config.deployment import AdminEntry, DeploymentConfig, ServerEntry, SiteEntry
-from consilium.config.diagnostics import DiagnosticsConfig, OracleConfig
-from consilium.config.federation import FederationConfig
 from consilium.config.job import JobConfig
 from consilium.config.privacy import (
     BudgetConfig,
     HospitalPrivacyPolicy,
     PatientLevelDpConfig,
     RecordLevelDpConfig,
+    SecureAggregationConfig,
     SiteLevelDpConfig,
+    SitePartnersConfig,
 )
-from consilium.config.secure_aggregation import SecureAggregationConfig, SitePartnersConfig
-from consilium.config.server import ServerConfig
-from consilium.config.site import CacheConfig, SiteConfig, TrackingConfig
-from consilium.config.statistics import StatisticsConfig
-from consilium.config.training import TrainingConfig
-from consilium.config.validation import ValidateConfig
+from consilium.config.sections import (
+    CrossSiteConfig,
+    DiagnosticsConfig,
+    FederationConfig,
+    OracleConfig,
+    ServerConfig,
+    StatisticsConfig,
+    TrainingConfig,
+    ValidateConfig,
+)
+from consilium.config.site import CacheConfig, CapacityConfig, SiteConfig, TrackingConfig
 from consilium.models.registry import MODELS
 from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.registry import STRATEGIES

@@ -1,4 +1,4 @@
-"""What a run measures of itself beside the scores; see config/diagnostics.py. Pure functions, and the pictures at a site."""
+"""What a run measures of itself beside the scores; see config/sections.py. Pure functions, and the pictures at a site."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.core.linalg.lowrank import Product, norm
 from consilium.core.messages import Tensors
-from consilium.privacy import noise_diagnostics
+from consilium.privacy import mechanism
 from consilium.report import figures
 from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, shares
 
@@ -99,11 +99,11 @@ def _group(name: str) -> str:
 
 def draw(run: Path, folder: Path) -> None:
     """Draw what a site's run has noted as noise.png and drift.png into its folder."""
-    if not any((run / noted).is_file() for noted in (noise_diagnostics.FILE, DRIFT)):
+    if not any((run / noted).is_file() for noted in (mechanism.FILE, DRIFT)):
         return
-    if (run / noise_diagnostics.FILE).is_file():
+    if (run / mechanism.FILE).is_file():
         rounds: dict[int, dict[str, float]] = {}
-        for place, values in _read(run / noise_diagnostics.FILE).items():
+        for place, values in _read(run / mechanism.FILE).items():
             rounds.setdefault(place[0], {}).update({n.replace("noise/", NOISE_TITLE): value for n, value in values.items()})
         named = [{f"{NOISE_TITLE}xi_B A": float("nan"), **rounds[one]} for one in sorted(rounds)]
         figures.plot_curves(folder / "noise.png", named, from_zero=True)

@@ -28,8 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from consilium.core.errors import STOPS, ConfigError, ConsiliumError, Reason
-from consilium.privacy.discrete_gaussian import discrete_gaussian
-from consilium.privacy.distributed_noise import clipped_sum, rounding, share_deviation
+from consilium.privacy.distributed_noise import clipped_sum, discrete_gaussian, rounding, share_deviation
 from consilium.privacy.randomness import Randomness
 from consilium.privacy.secagg.arithmetic import UNIT
 

@@ -22,8 +22,7 @@ from consilium.config.privacy import (
 )
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.schema import SMALLEST_NOISE
-from consilium.privacy.accounting.accountant import SLACK, GaussianEvent, epsilon_of, noise_multiplier
-from consilium.privacy.accounting.calibration import paper_sigma, printed
+from consilium.privacy.accounting.accountant import SLACK, GaussianEvent, epsilon_of, noise_multiplier, paper_sigma, printed
 from consilium.privacy.distributed_noise import honest_shares, rounding, share_deviation, slack
 from consilium.privacy.dpsgd import DpSgd
 from consilium.privacy.secagg.terms import Terms, default_threshold

@@ -14,7 +14,7 @@ from consilium.report.plain_files import Line, finite, place_of, read_events, ro
 from consilium.tasks.registry import TASKS
 
 ENDING = ("round", "rounds", "validations", "best_round")
-"""What a run's record says of an early end; see server/early_stopping.py."""
+"""What a run's record says of an early end; see server/coordinator.py."""
 REFUSAL = ("time", "round", "joining", "site", "reason")
 
 

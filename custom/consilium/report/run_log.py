@@ -183,7 +183,7 @@ class RunLog:
         self._scalars(site, result.metrics, result.round)
 
     def ended(self, ending: Mapping[str, Any]) -> None:
-        """Record that the rounds have ended early, see server/early_stopping.py."""
+        """Record that the rounds have ended early, see server/coordinator.py."""
         self._rounds = ending["round"]
         self._line({"event": "ended", "phase": 0, **ending})
 

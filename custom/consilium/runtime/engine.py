@@ -18,10 +18,9 @@ from consilium.federation.sites import kept
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identities
 from consilium.runtime.run_sequence import RunSequence, Take
-from consilium.runtime.simulated_site import SimulatedSite, simulated_sites
 from consilium.runtime.site_probe import SiteProbe
-from consilium.runtime.worker_pool import RemoteSite, WorkerPool
-from consilium.server import checkpoint
+from consilium.runtime.worker_pool import RemoteSite, SimulatedSite, WorkerPool, simulated_sites
+from consilium.server import initialization
 from consilium.server.coordinator import Coordinator
 from consilium.server.cross_site import CrossSites, former_run, former_state
 from consilium.server.masked_round import Asked, MaskedRounds, aggregate_for
@@ -86,7 +85,7 @@ def simulate(
 
 def _check_goes_on(job: Job, workspace: Path) -> None:
     """Raise ConsiliumError, before anything is written, where this job cannot resume the run in a workspace."""
-    rounds = checkpoint.resumed(workspace, job).state.round
+    rounds = initialization.resumed(workspace, job).state.round
     if job.config.secure_aggregation and rounds < job.config.training.rounds and not (workspace / IDENTITIES).is_dir():
         what = f"--resume: the run in {workspace} ended after {number_of(rounds, 'round')}, and its sites' keys are gone"
         raise ConfigError(f"{what}; start anew in another --workspace")

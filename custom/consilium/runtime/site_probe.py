@@ -13,17 +13,15 @@ from consilium.adapters import layers
 from consilium.adapters.names import factor
 from consilium.adapters.registry import ADAPTERS
 from consilium.client.client import Client
-from consilium.config.diagnostics import OracleConfig
-from consilium.config.validation import ValidateConfig
+from consilium.config.sections import OracleConfig, ValidateConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
 from consilium.core.storage import load_state, save_state
 from consilium.federation.job import Job
-from consilium.strategies.heterogeneous_ranks.drift import moves, oracle_drift
+from consilium.strategies.heterogeneous_ranks.exact import whole_update
 from consilium.strategies.heterogeneous_ranks.layers import shapes
-from consilium.strategies.heterogeneous_ranks.oracle import whole_update
-from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
+from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks, moves, oracle_drift
 from consilium.strategies.leakage import Move, leakage
 from consilium.strategies.strategy import Role, ServerState, SiteResult
 

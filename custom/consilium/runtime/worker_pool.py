@@ -1,26 +1,81 @@
-"""A pool of worker processes for a simulation's sites, over the GPUs where there are several.
-
-A worker answers one question at a time. The server asks all sites and takes the answers in the sites' order, so nothing depends
-on the number of workers. Each computes in one thread (or OMP_NUM_THREADS), whatever their number: the bits are the same.
-"""
+"""The sites of a simulation: in this process, or dealt out over worker processes."""
 
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from consilium.client.build import build_guard, build_site
+from consilium.client.client import Client, perform
+from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
-from consilium.config.site import SiteConfig
+from consilium.config.site import SiteConfig, check_packages
 from consilium.core.child_process import ChildProcess, exit_with_parent, receive, send
 from consilium.core.errors import ConsiliumError, Reason
-from consilium.core.messages import Kind, Observer, Payload, Tensors
+from consilium.core.messages import Hello, Kind, Observer, Payload, Tensors, loading
 from consilium.core.schema import validate
-from consilium.federation.job import Job
+from consilium.federation.job import Job, build_model
+from consilium.privacy.guard.guard import Guard
+from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
+from consilium.privacy.secagg.simulated import simulated_identity
 from consilium.privacy.secagg.terms import Message
-from consilium.runtime.simulated_site import SimulatedSite, simulated_sites
+
+# simulated site --------------------------------------------------------------------------------------------------------
+# A site of a simulation behind its guard, as FLARE puts an executor behind its filters.
+
+
+@dataclass(frozen=True)
+class SimulatedSite:
+    """A site and the guard at its door."""
+
+    site: Client
+    guard: Guard
+
+    def begin(self, kind: Kind, run: str, message: Payload | Message | None = None) -> Callable[[], Any]:
+        """Return a function that asks this site and returns its answer."""
+        return partial(self.ask, kind, run, message)
+
+    def ask(self, kind: Kind, run: str, message: Payload | Message | None = None) -> Any:
+        """Return the site's answer, as its guard lets it leave. `message`: a payload, or a question of secure aggregation."""
+        payload = message if message is None or isinstance(message, Payload) else Payload(-1, -1, {}, masking=message)
+        task = self.guard.authorize(kind, run, payload)
+        answer = self.guard.answer(task, perform(task, lambda: self.site))
+        # a pooled site has the guard of one of its sites
+        return Hello(**answer | {"name": self.site.name}) if kind is Kind.HELLO else answer
+
+    def close(self) -> None:
+        """See Client."""
+        self.site.close()
+
+
+def simulated_sites(
+    job: Job, sites: Mapping[str, SiteConfig], folder: Path, observer: Observer, former: Path | None = None
+) -> dict[str, SimulatedSite]:
+    """Return the sites of one process, which share the frozen base; `folder` gets a folder for each. Raises ConsiliumError.
+
+    `former`: the run whose models a cross-site job scores.
+    """
+    observer(loading(job.config.model.title))
+    model, keys, made = build_model(job.config, next(iter(sites.values()))), folder.parent / IDENTITIES, {}
+    for name, site in sites.items():
+        check_packages(job.config, site, name)
+        own = folder / name
+        home = former / "sites" / name if former and (former / "sites" / name).is_dir() else own
+        data = site_data(job.config, name, site, home, own)
+        identity = simulated_identity(keys, name, site.secure_aggregation) if job.config.secure_aggregation else None
+        guard = build_guard(job, name, site, own, own, observer, simulated=True, data=data, identity=identity)
+        client = build_site(job, name, site, home, observer, model, data=data)
+        guard.ready = client.begin
+        made[name] = SimulatedSite(client, guard)
+    return made
+
+
+# worker pool -----------------------------------------------------------------------------------------------------------
 
 
 class WorkerSetup(NamedTuple):

@@ -2,17 +2,144 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from consilium.config.server import ServerConfig
-from consilium.core.errors import RefusedError
+from consilium.config.job import TrainingConfig
+from consilium.config.sections import ServerConfig
+from consilium.core.errors import ConsiliumError, RefusedError
 from consilium.core.linalg.together import together
 from consilium.core.messages import TRAIN_LOSS, TRAIN_PENALTY, Payload, SiteInfo, Tensors
+from consilium.federation.job import Job
 from consilium.privacy.secagg.arithmetic import UNIT, quantize
-from consilium.server.server_optimizer import robust_mean
-from consilium.strategies.strategy import RoundResults, SiteResult, Strategy
+from consilium.server.checks import check_next
+from consilium.strategies.strategy import RoundResults, ServerState, SiteResult, Strategy, trained_names
+from consilium.training.loop import make_optimizer, restore_optimizer, state_of
+
+# server optimizer ------------------------------------------------------------------------------------------------------
+# What stands between the sites' updates and a strategy's merge: a robust mean, and a server optimizer's step.
+#
+# Steps of DP-SGD over all sites have an optimizer of their own: PyTorch's, by the job's `training:` section.
+#
+# Optimizers, with D the mean update of the round, x the shared tensors, all of them per number:
+#
+#     momentum    m = beta1 m + D                 x = x + lr m
+#     adam        m = beta1 m + (1 - beta1) D     v = beta2 v + (1 - beta2) D^2
+#     yogi        m as adam's                     v = v - (1 - beta2) D^2 sign(v - D^2)
+#     adam, yogi                                  x = x + lr m / (sqrt(v) + tau)
+#
+# m = 0 and v = tau^2 at the start; no bias correction. (Flower's FedAdam starts v at 0 and corrects the bias.) A tensor has a
+# state of its own, which rests in a phase that does not train the tensor. All state is float64.
+#
+#     median      of the sites' values, the mean of the middle two of an even number
+#     trimmed     the mean of what is left without the `trim` largest and smallest shares of the values
+#
+# Source of FedAdam and FedYogi: S. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konecny, S. Kumar, H. B. McMahan,
+# "Adaptive Federated Optimization", ICLR 2021, Algorithm 2 (source's formula; v = tau^2 is the least start it allows). Source
+# of FedAvgM: T.-M. H. Hsu, H. Qi, M. Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
+# Classification", arXiv 1909.06335, 2019 (source's formula; lr is ours, 1 in the paper). Source of median and trimmed mean: D.
+# Yin, Y. Chen, K. Ramchandran, P. Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", ICML
+# 2018, Definitions 1 and 2. Our reading: of n sites, trim n is rounded up, and a value is left.
+
+FIRST, SECOND = "first", "second"
+"""What the optimizer's state is called in ServerState.optimizer: "first/<tensor>" is m, "second/<tensor>" is v."""
+
+
+def advance(job: Job, state: ServerState, mean: Tensors) -> tuple[ServerState, Tensors]:
+    """Return what the job's optimizer at the server makes of a mean update, as `step` does.
+
+    What travels and is not trained, as FedDBE's mean of features, is no descent: it is added as it is.
+    """
+    config = job.config
+    if config.dpsgd is not None and config.dpsgd.trust == "distributed":
+        return gradient_step(config.training, state, mean)
+    if config.server is None:
+        return state, mean
+    trained = trained_names(job.strategy, job.initial, state.round, state.phase)
+    after, steps = step(config.server, state, {name: update for name, update in mean.items() if name in trained})
+    return after, {**mean, **steps}
+
+
+def merged(job: Job, state: ServerState, mean: RoundResults) -> ServerState:
+    """Return the next state. Raises ConsiliumError, the state staying as it was, where results do not merge into numbers."""
+    try:
+        after = job.strategy.aggregate(*advance(job, state, mean))
+    except RuntimeError as error:  # a decomposition that does not converge
+        why = " ".join(str(error).split())[:200]
+        raise ConsiliumError(f"round {state.round}: the results cannot be merged ({type(error).__name__}: {why})") from None
+    check_next(job.strategy, state, after)
+    kept = [after.shared, after.matrices, after.optimizer, *after.sites.values()]
+    if not all(torch.isfinite(tensor).all() for tensors in kept for tensor in tensors.values()):
+        raise ConsiliumError(f"round {state.round}: the merged adapter has NaN or Inf; lower federation.max_norm_ratio")
+    return after
+
+
+def step(config: ServerConfig, state: ServerState, mean: Tensors) -> tuple[ServerState, Tensors]:
+    """Return the state with the optimizer's new moments, and what the strategy is to add in place of the mean, float64.
+
+    An update of a smaller shape than its tensor, as dp_dylora's, is of the tensor's leading rows and columns.
+    """
+    if config.optimizer is None:
+        return state, mean
+    kept, steps = dict(state.optimizer), dict[str, Tensor]()
+    for name, update in mean.items():
+        steps[name] = _advance(config, kept, name, state.shared[name], update.double())
+    return replace(state, optimizer=kept), steps
+
+
+def gradient_step(config: TrainingConfig, state: ServerState, descent: Tensors) -> tuple[ServerState, Tensors]:
+    """Return what `training.optimizer` makes of a step of DP-SGD over all sites, and its new state, as `step` does.
+
+    `descent`: minus the noisy gradient, float64. It is PyTorch's optimizer with the state of all steps before, so that one
+    step here is one step of training on all data in one place.
+    """
+    parameters = {name: nn.Parameter(state.shared[name].clone()) for name in descent}
+    for name, parameter in parameters.items():
+        parameter.grad = -descent[name].to(parameter.dtype)
+    optimizer = make_optimizer(list(parameters.values()), config)
+    restore_optimizer(optimizer, list(parameters), state.optimizer)
+    optimizer.step()
+    steps = {name: parameter.detach().double() - state.shared[name].double() for name, parameter in parameters.items()}
+    return replace(state, optimizer=state.optimizer | state_of(optimizer, list(parameters))), steps
+
+
+def _advance(config: ServerConfig, kept: Tensors, name: str, whole: Tensor, update: Tensor) -> Tensor:
+    """Return one tensor's step, and write its new moments into `kept`."""
+    part = tuple(slice(size) for size in update.shape)
+    first = _moment(kept, f"{FIRST}/{name}", whole, 0.0)[part]
+    share = 1.0 if config.optimizer == "momentum" else 1 - config.beta1
+    first.mul_(config.beta1).add_(update, alpha=share)
+    if config.optimizer == "momentum":
+        return config.step_size * first
+    second, square = _moment(kept, f"{SECOND}/{name}", whole, config.tau**2)[part], update.square()
+    if config.optimizer == "adam":
+        second.mul_(config.beta2).add_(square, alpha=1 - config.beta2)
+    else:
+        second.sub_((1 - config.beta2) * square * torch.sign(second - square))
+    return config.step_size * first / (second.sqrt() + config.tau)
+
+
+def _moment(kept: Tensors, name: str, whole: Tensor, start: float) -> Tensor:
+    """Put a copy of a moment, or its start, into `kept` and return it, to be changed in place."""
+    before = kept.get(name)
+    kept[name] = torch.full(whole.shape, start, dtype=torch.float64) if before is None else before.clone()
+    return kept[name]
+
+
+def robust_mean(config: ServerConfig, updates: Sequence[Tensors]) -> Tensors:
+    """Return the median or trimmed mean of updates, float64, whatever their order. Raises RefusedError for none."""
+    if not updates:
+        raise RefusedError("no site's update was accepted, so there is no mean; check the sites' logs")
+    count = len(updates)
+    most = (count - 1) // 2
+    cut = most if config.mean == "median" else min(math.ceil(config.trim * count - 1e-9), most)  # 0.1 * 30 is over 3
+    ordered = {name: torch.stack([one[name].double() for one in updates]).sort(0).values for name in updates[0]}
+    return {name: values[cut : count - cut].mean(0) for name, values in ordered.items()}
+
+
+# aggregation -----------------------------------------------------------------------------------------------------------
 
 MEAN_UNIT = UNIT
 """Grid of the exact mean: updates are rounded to multiples of this before they are summed."""

@@ -1,10 +1,12 @@
 """The server's side of one run: welcome sites, sample, send, accept or refuse results, conclude the round, checkpoint."""
 
+import json
 import math
 import random
 import secrets
 import threading
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,10 +14,10 @@ from pathlib import Path
 from consilium.client.model_store import keep_shared
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
-from consilium.core.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors
+from consilium.core.messages import HELD_OUT, Hello, Observer, Payload, SiteInfo, Tensors, is_hash
 from consilium.core.sanitize import shown
 from consilium.core.seeding import seed_for
-from consilium.core.storage import sweep
+from consilium.core.storage import locked, sweep, write_atomic
 from consilium.federation.diagnostics import deviation
 from consilium.federation.job import Job
 from consilium.federation.saved_model import SavedModel, keeps_local
@@ -25,16 +27,52 @@ from consilium.privacy.plan import Plan, make_plan, not_private
 from consilium.privacy.randomness import Randomness
 from consilium.report.run_log import RunLog
 from consilium.report.tracking import Tracker
-from consilium.server import checkpoint
-from consilium.server.aggregation import RoundAggregate, penalized
-from consilium.server.checkpoint import Saved
+from consilium.server import initialization
+from consilium.server.aggregation import RoundAggregate, merged, penalized
 from consilium.server.checks import check_evaluation, check_hello, check_update, next_step
 from consilium.server.early_stopping import ending, unheard, validated
-from consilium.server.initialization import server_start
-from consilium.server.ledger_seals import Seals
-from consilium.server.server_optimizer import merged
+from consilium.server.initialization import Saved, server_start
 from consilium.server.statistics_round import StatisticsRound
 from consilium.strategies.strategy import RoundResults, SiteResult, scaling_of
+
+# ledger seals ----------------------------------------------------------------------------------------------------------
+# The last seal of each site's privacy ledger that the server has received, over all runs.
+#
+# A site cannot detect that its ledger and records were restored together from an older state. The server sends the seal with
+# its next hello (Coordinator), and the site looks for it in its ledger (ledger_recovery.py).
+
+FILE = "seals.json"
+"""In the server kit's folder of ours: {site: seal}."""
+
+
+class Seals:
+    """The seals in one file, for any number of processes; without a `path` none are kept, as in a simulation.
+
+    A file that cannot be read or written costs the sites this check, and no job.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+
+    def note(self, site: str, seal: str) -> None:
+        """Keep the seal that a site has just sent; "" is that of a ledger without rows, which says nothing."""
+        if self._path and seal and self.of(site) != seal:
+            with suppress(OSError), locked(self._path.parent):
+                write_atomic(self._path, json.dumps(self._read() | {site: seal}).encode())
+
+    def of(self, site: str) -> str:
+        """Return the last seal of a site; "" where none is known."""
+        return self._read().get(site, "")
+
+    def _read(self) -> dict[str, str]:
+        try:
+            found = json.loads(self._path.read_text(encoding="utf-8")) if self._path else {}
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return {name: seal for name, seal in found.items() if is_hash(seal)} if isinstance(found, dict) else {}
+
+
+# coordinator -----------------------------------------------------------------------------------------------------------
 
 
 class Coordinator:
@@ -68,7 +106,7 @@ class Coordinator:
         self.survey = StatisticsRound(job.config, folder, observer)
         self.aggregate = aggregate or RoundAggregate(job.strategy, job.config.server)
         self.plan = make_plan(job.config, job.strategy, names=job.initial)
-        saved = checkpoint.resumed(folder, job) if resume else self._fresh(own)
+        saved = initialization.resumed(folder, job) if resume else self._fresh(own)
         self.run, self.checkpoint, self.state, self.validations = saved
         if resume:
             for changed in self.log.resumed(self.state):
@@ -319,4 +357,4 @@ class Coordinator:
         return self.job.strategy.payload(self.state, SiteInfo("", 1, joined=True))
 
     def _save(self) -> None:
-        checkpoint.write(self.folder, self.job, Saved(self.run, self.checkpoint, self.state, self.validations))
+        initialization.write(self.folder, self.job, Saved(self.run, self.checkpoint, self.state, self.validations))

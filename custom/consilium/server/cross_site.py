@@ -5,18 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from consilium.client.model_store import former_jobs
-from consilium.config.cross_site import CrossSiteConfig
 from consilium.config.job import JobConfig
+from consilium.config.sections import CrossSiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, RefusedError
 from consilium.core.messages import MetricKey, Payload, Stage
 from consilium.federation.job import Job
-from consilium.privacy.guard.model_sharing import MODELS
+from consilium.privacy.guard.release_checks import MODELS
 from consilium.report.results_table import SHARED, cross_site_matrix
-from consilium.server import checkpoint
-from consilium.server.checkpoint import Saved
+from consilium.server import initialization
 from consilium.server.checks import check_evaluation, check_shared_model
 from consilium.server.coordinator import Coordinator
 from consilium.server.early_stopping import ending
+from consilium.server.initialization import Saved
 from consilium.tasks.registry import TASKS
 
 
@@ -39,7 +39,7 @@ def former_state(job: Job, former: Path | None) -> Saved | None:
         raise ConfigError(f"{where}: {what}; give an experiment that has, in a simulation a folder beside the workspace")
     for config in former_jobs(job.config):
         try:
-            saved = checkpoint.read(former, replace(job, config=config))
+            saved = initialization.read(former, replace(job, config=config))
         except CheckpointError as error:
             why = str(error)
             continue

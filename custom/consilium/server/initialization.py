@@ -1,19 +1,22 @@
-"""What the sites of a run start from: fresh tensors, principal directions of the base, or an adapter that a run has kept."""
+"""Where a run begins: from nothing, from an adapter, or from its last checkpoint."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
 from consilium.adapters.names import is_part
 from consilium.config.job import JobConfig, load_run_job
 from consilium.config.site import SiteConfig
-from consilium.core.errors import ConfigError
+from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.messages import Tensors
-from consilium.core.storage import checkpoint_hash, file_hash
+from consilium.core.storage import checkpoint_hash, file_hash, load_state, save_state
 from consilium.federation.job import Job, bare_model, checkpoint_of, in_checkpoints, kinds_of
 from consilium.federation.model_card import Card
 from consilium.federation.saved_model import TENSORS, SavedModel, read_kept
+from consilium.server.early_stopping import Validations
+from consilium.strategies.strategy import ServerState
 
 
 class Start(NamedTuple):
@@ -96,3 +99,65 @@ def _check_alike(config: JobConfig, kept: SavedModel, card: Card, folder: Path) 
     if scaling != config.adapter.product_scaling:
         what = f"multiplies its products by {scaling:g}, this job by {config.adapter.product_scaling:g}"
         raise ConfigError(f"adapter.start: {folder} {what}; give rank and alpha as there")
+
+
+# checkpoint ------------------------------------------------------------------------------------------------------------
+# The server's checkpoint of a run: one atomic file, which only the job that wrote it goes on from.
+
+FILE = Path("server", "state.safetensors")
+"""Where a run's folder has it."""
+
+
+class Saved(NamedTuple):
+    """`run`: its name; `checkpoint`: the sha256 of the sites' base, None before the first site; `state`: the algorithm's.
+
+    `validations`: what may end the run early.
+    """
+
+    run: str
+    checkpoint: str | None
+    state: ServerState
+    validations: Validations = Validations()
+
+
+def write(folder: Path, job: Job, saved: Saved) -> None:
+    """Write a run's checkpoint into its folder."""
+    state = saved.state
+    groups = {"shared": state.shared, "initial": state.initial, "matrices": state.matrices, "optimizer": state.optimizer}
+    groups |= {f"sites/{site}": values for site, values in state.sites.items()}
+    tensors = {f"{group}/{n}": t for group, values in groups.items() for n, t in values.items()}
+    place: dict[str, Any] = {"round": state.round, "phase": state.phase}
+    place |= {"reported": state.reported, "weights": state.weights}
+    validations = {"validations": asdict(saved.validations)}
+    told = {"run": saved.run, "checkpoint": saved.checkpoint, "job": _fingerprint(job)} | validations
+    save_state(folder / FILE, tensors, place | told)
+
+
+def read(folder: Path, job: Job) -> Saved:
+    """Return the checkpoint of the run in a folder. Raises CheckpointError for a damaged one, or one of another job."""
+    path = folder / FILE
+    tensors, meta = load_state(path)
+    if meta["job"] != _fingerprint(job):
+        raise CheckpointError(f"{path}: is of another job; resume with the job.yaml it was made by")
+    groups = {group: _group(tensors, group) for group in ("shared", "initial", "matrices", "optimizer")}
+    sites = {name: _group(tensors, f"sites/{name}") for name in meta["reported"]}
+    known: dict[str, Any] = {**groups, "sites": sites, "reported": meta["reported"], "weights": meta["weights"]}
+    state = ServerState(meta["round"], meta["phase"], **known)
+    return Saved(meta["run"], meta["checkpoint"], state, Validations(**meta.get("validations", {})))
+
+
+def resumed(folder: Path, job: Job) -> Saved:
+    """Return the checkpoint that a job resumes from. Raises CheckpointError as `read`, and if it has more rounds."""
+    saved, wanted = read(folder, job), job.config.training.rounds
+    if (done := saved.state.round) > wanted:
+        raise CheckpointError(f"training.rounds: {wanted}: the run in {folder} has done {done}; give as many or more")
+    return saved
+
+
+def _group(tensors: Tensors, group: str) -> Tensors:
+    return {n.removeprefix(f"{group}/"): t for n, t in tensors.items() if n.startswith(f"{group}/")}
+
+
+def _fingerprint(job: Job) -> str:
+    """Return the digest that a checkpoint must share with the job that resumes it: of all settings but the number of rounds."""
+    return job.config.digest

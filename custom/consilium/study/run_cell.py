@@ -19,7 +19,7 @@ from consilium.core.storage import file_lock, private_folder, write_atomic
 from consilium.federation.job import assemble_job
 from consilium.report.predictions import PREDICTIONS, join_predictions
 from consilium.runtime.engine import simulate
-from consilium.server import checkpoint
+from consilium.server import initialization
 from consilium.study.plan import Planned
 
 RECORD = "cell.json"
@@ -212,7 +212,7 @@ def _restored(folder: Path, *names: str) -> CellRecord:
 def simulate_cell(planned: Planned, observer: Observer) -> None:
     """Leave what `consilium simulate --workspace` leaves."""
     folder, log = planned.cell.folder, planned.cell.folder / "metrics.jsonl"
-    if not (folder / checkpoint.FILE).is_file():
+    if not (folder / initialization.FILE).is_file():
         log.unlink(missing_ok=True)  # it ended before its first checkpoint
     job = assemble_job(planned.cell.load(), planned.cell.base)
     simulate(job, planned.sites(), folder, observer, resume=log.exists())

@@ -2,16 +2,19 @@
 
 import itertools
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from consilium.adapters import layers
+from consilium.adapters.parts import FeatureShift
 from consilium.config.job import TrainingConfig
 from consilium.core.errors import ConsiliumError, DataError, Reason
 from consilium.core.messages import Tensors
 from consilium.core.seeding import seed_for
 from consilium.data.loading import NOTHING_LEFT
+from consilium.strategies.trainer import FeaturePenalty
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import autocast, cuda_devices
 
@@ -66,3 +69,25 @@ def gradients_of(loss: Tensor, of: Mapping[str, Tensor]) -> Tensors:
     found = torch.autograd.grad(loss, list(of.values()), allow_unused=True)
     given = zip(of.items(), found, strict=True)
     return {name: (torch.zeros_like(p) if g is None else g).detach().cpu() for (name, p), g in given}
+
+
+# features --------------------------------------------------------------------------------------------------------------
+# A task whose loss also has what a strategy asks of the features between encoder and head.
+
+
+class WithFeatures:
+    """The `task`, its training loss raised by `penalty` of the batch's mean features (C,)."""
+
+    def __init__(self, task: Task, penalty: FeaturePenalty) -> None:
+        self.task, self.penalty = task, penalty
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what is the task's own."""
+        return getattr(self.task, name)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the task's loss and the penalty, in one number."""
+        loss, part = self.task.loss(model, batch), model.get_submodule("feature_shift")
+        assert isinstance(part, FeatureShift)
+        penalty = self.penalty(part.batch_mean())
+        return loss if penalty is None else loss + penalty

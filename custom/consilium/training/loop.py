@@ -1,12 +1,14 @@
 """The local loop: PyTorch only. It knows tensors, a task and a few callables; nothing of servers, sites or files."""
 
 import itertools
+import math
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +21,108 @@ from consilium.data.loading import AHEAD, NOTHING_LEFT, ahead
 from consilium.privacy.dpsgd import DpSgd, PrivateSteps, log_failure
 from consilium.strategies.trainer import LocalStep, Penalty
 from consilium.tasks.base import Batch, GroupsRecords, Task
-from consilium.training.compiled import compiled
-from consilium.training.device import CPU, autocast, cuda_devices, pinned
-from consilium.training.losses import Losses
-from consilium.training.optimizer import learning_rate, make_optimizer, restore_optimizer, state_of
+from consilium.training.device import CPU, autocast, compiled, cuda_devices, pinned
+
+# optimizer -------------------------------------------------------------------------------------------------------------
+# The optimizer of local training and its learning rate.
+
+FUSED = frozenset({"cpu", "cuda"})
+"""Devices with a kernel for all of Adam's step: on a CPU 3 to 7 times faster for adapters, equal to a few roundings.
+
+SGD has one too, which on a CPU was slower than what PyTorch does by itself.
+"""
+
+
+def make_optimizer(parameters: list[nn.Parameter], config: TrainingConfig) -> torch.optim.Optimizer:
+    """Return the configured optimizer over `parameters` only."""
+    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(parameters, momentum=config.momentum, **common)
+    fused = all(parameter.device.type in FUSED for parameter in parameters)
+    return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer](parameters, fused=fused, **common)
+
+
+def learning_rate(config: TrainingConfig, done: int, total: int) -> float:
+    """Return the learning rate after `done` of a round's `total` steps; `cosine` and `linear` fall to 0 in every round anew."""
+    part = {"constant": 1.0, "cosine": 0.5 * (1 + math.cos(math.pi * done / total)), "linear": 1 - done / total}
+    return config.lr * part[config.schedule]
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, names: list[str], kept: Tensors) -> None:
+    """Let an optimizer over parameters `names`, in its order, go on with what `memory` returned; one without starts empty."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in kept.items():
+        name, _, field = key.rpartition("/")
+        if name in names:
+            state.setdefault(names.index(name), {})[field] = tensor
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+
+
+def state_of(optimizer: torch.optim.Optimizer, names: list[str]) -> Tensors:
+    """Return an optimizer's state as "parameter/field" (Adam's step, exp_avg, exp_avg_sq; momentum's momentum_buffer)."""
+    state = optimizer.state_dict()["state"]
+    fields = ((names[i], field, value) for i, one in state.items() for field, value in one.items())
+    return {f"{name}/{field}": value.detach().cpu().clone() for name, field, value in fields if isinstance(value, Tensor)}
+
+
+# losses ----------------------------------------------------------------------------------------------------------------
+# The losses of a round, read from the device seldom: to read one number makes a GPU finish all that it was given so far.
+
+AT_ONCE = frozenset({"cpu"})
+"""Devices where reading a number waits for nothing."""
+EVERY = 1.0
+"""Seconds between two looks at the losses of another device."""
+
+
+@dataclass
+class Losses:
+    """Losses of steps, each the sum of its batches' times their shares. `lr` is the learning rate that errors name.
+
+    `private`: under privacy for records or patients a loss that is not finite counts as 0, as its gradient does; an error
+    would end the round, and so tell, without noise, that its record was drawn.
+    """
+
+    device: torch.device
+    lr: float
+    private: bool = False
+    total: float = 0.0
+    _shares: list[float] = field(default_factory=list)
+    _unread: list[Tensor] = field(default_factory=list)
+    _ends: list[int] = field(default_factory=list)
+    _last: float = field(default_factory=time.monotonic)
+
+    def add(self, loss: Tensor, share: float = 1.0) -> None:
+        """Note a batch's loss, which stays where it is."""
+        self._unread.append(loss.detach())
+        self._shares.append(share)
+
+    def look(self, last: bool) -> bool:
+        """End a step; read all that is unread where that costs nothing, is due, or the step is the `last`, and tell whether.
+
+        `total` is then the sum over all steps so far. Raises ConsiliumError, naming the first loss that is not finite, unless
+        `private`.
+        """
+        self._ends.append(len(self._unread))
+        now = time.monotonic()
+        if not (last or self.device.type in AT_ONCE or now - self._last >= EVERY):
+            return False
+        self._last = now
+        self._read(torch.stack(self._unread).tolist() if self._unread else [])
+        return True
+
+    def _read(self, values: list[float]) -> None:
+        """Add up step by step, so that it makes no difference when this is done."""
+        wrong = next((value for value in values if not math.isfinite(value)), None)
+        if wrong is not None and not self.private:
+            what = f"training.lr: {self.lr}: the loss became {wrong}; lower it or check the data"
+            raise ConsiliumError(what, Reason.TRAINING)
+        products = [share * value if math.isfinite(value) else 0.0 for share, value in zip(self._shares, values, strict=True)]
+        for begin, end in zip([0, *self._ends], self._ends, strict=False):
+            self.total += sum(products[begin:end])
+        self._shares, self._unread, self._ends = [], [], []
+
+
+# loop ------------------------------------------------------------------------------------------------------------------
 
 
 class Stopped(ConsiliumError):

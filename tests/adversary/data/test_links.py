@@ -18,7 +18,7 @@ from consilium.data import partition
 from consilium.data.datalist import SPLITS
 from consilium.data.settings import PictureSettings
 from consilium.federation import diagnostics
-from consilium.privacy import noise_diagnostics
+from consilium.privacy import mechanism
 from consilium.report import shift, site_stats
 from consilium.report.page.check_page import write_report
 from consilium.report.results_table import CrossSiteMatrix
@@ -78,7 +78,7 @@ def draw_a_site(folder: Path) -> None:
     """Draw what a site has noted of its noise and of its training."""
     noted = folder.parent / "noted"
     noted.mkdir(exist_ok=True)
-    (noted / noise_diagnostics.FILE).write_text('{"0-0": {"noise/xi_B A": 1.0}}')
+    (noted / mechanism.FILE).write_text('{"0-0": {"noise/xi_B A": 1.0}}')
     (noted / diagnostics.DRIFT).write_text('{"0-0": {"layer": 0.5}}')
     diagnostics.draw(noted, folder)
 

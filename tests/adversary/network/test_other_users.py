@@ -23,7 +23,7 @@ from consilium.federation.run_folders import STATE
 from consilium.flare.job import job_context
 from consilium.runtime.engine import LocalTransport
 from consilium.runtime.run_sequence import RunSequence
-from consilium.runtime.simulated_site import SimulatedSite
+from consilium.runtime.worker_pool import SimulatedSite
 from consilium.server.coordinator import Coordinator
 from tests.adversary.network.modes import open_to_others
 from tests.conftest import small_config

@@ -22,7 +22,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Kind, Payload, SiteInfo
 from consilium.privacy.dpsgd import ClippedSum, DpSgd, rehearse
-from consilium.runtime.simulated_site import SimulatedSite
+from consilium.runtime.worker_pool import SimulatedSite
 from tests.conftest import assembled, small_cells, training_only
 
 TARGET = 5

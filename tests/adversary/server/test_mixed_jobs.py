@@ -18,7 +18,7 @@ from consilium.core.messages import Kind, Payload, SiteInfo
 from consilium.federation.job import Job
 from consilium.flare.job import wire
 from consilium.privacy.guard.guard import Guard
-from consilium.privacy.guard.task import AuthorizedTask
+from consilium.privacy.guard.task_schedule import AuthorizedTask
 from consilium.server.coordinator import Coordinator
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, MakeClient
 from tests.conftest import assembled, small_config

@@ -9,8 +9,7 @@ from nvflare.apis.shareable import Shareable
 
 from consilium.client.build import build_guard
 from consilium.config.job import JobConfig
-from consilium.config.privacy import HospitalPrivacyPolicy
-from consilium.config.secure_aggregation import SitePartnersConfig
+from consilium.config.privacy import HospitalPrivacyPolicy, SitePartnersConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import Reason
 from consilium.core.messages import Payload

@@ -24,10 +24,11 @@ from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.federation.job import Job, assemble_job
 from consilium.privacy.guard.release_checks import upload_shapes
 from consilium.privacy.ledger import audit
-from consilium.privacy.secagg import differencing, sum_ledger
+from consilium.privacy.secagg import sum_ledger
 from consilium.privacy.secagg.simulated import read_root, simulated_identities, simulated_identity
 from consilium.privacy.secagg.sum_ledger import SumLedger
-from consilium.runtime.engine import LocalTransport, SimulatedSite, simulate
+from consilium.runtime.engine import LocalTransport, simulate
+from consilium.runtime.worker_pool import SimulatedSite
 from consilium.server.coordinator import Coordinator
 from consilium.server.masked_round import MaskedRounds, aggregate_for
 from tests.conftest import JOBS, assembled, small_config, training_only
@@ -541,6 +542,6 @@ def test_a_ledger_with_more_overlaps_than_can_be_worked_out_refuses(tmp_path: Pa
     ledger = SumLedger(tmp_path, ["ward"])
     ledger.add(["a", "b", "c", "d", "e", "f"], 3, "run")
     ledger.add(["a", "b", "c", "g", "h", "i"], 3, "run")
-    monkeypatch.setattr(differencing, "MOST_STEPS", 1)
+    monkeypatch.setattr(sum_ledger, "MOST_STEPS", 1)
     with pytest.raises(RefusedError, match="overlaps with 2 earlier ones, too many to work out"):
         ledger.check(["a", "j", "k", "l", "m", "d"], 3)

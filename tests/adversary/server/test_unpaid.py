@@ -25,7 +25,7 @@ from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
 from consilium.privacy.accounting.composition import Entry
 from consilium.privacy.guard import release_store
 from consilium.privacy.guard.release_store import FILE
-from consilium.runtime.simulated_site import SimulatedSite
+from consilium.runtime.worker_pool import SimulatedSite
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient
 from tests.adversary.server.test_words import Failing, admitted, answered, failing
 from tests.conftest import small_config

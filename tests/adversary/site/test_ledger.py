@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from consilium.cli.main import app
 from consilium.core.errors import ConsiliumError, RefusedError
 from consilium.privacy.accounting.composition import Entry
-from consilium.privacy.ledger import audit, ledger_recovery
+from consilium.privacy.ledger import audit
+from consilium.privacy.ledger import ledger as recovery
 from consilium.privacy.ledger.ledger import Ledger
 
 ONE = Entry("ward-7", "site", "zero-out", "local", "job", "run-1.abc", 0, 0, 20.0, 1.0, 1, 0.3)
@@ -68,10 +69,10 @@ HARMS = [lose, empty, cut, edit, rename, swap, damage]
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_ledger_that_was_harmed_stops_every_job(harm: Callable[[Path], None], ledger: Ledger, tmp_path: Path) -> None:
-    ledger_recovery.check(tmp_path, ledger)
+    recovery.check(tmp_path, ledger)
     harm(ledger.path)
     with pytest.raises(RefusedError, match="ledger"):
-        ledger_recovery.check(tmp_path, ledger)
+        recovery.check(tmp_path, ledger)
 
 
 @pytest.mark.parametrize("harm", HARMS)
@@ -83,9 +84,9 @@ def test_an_administrator_goes_on_and_that_is_on_record(harm: Callable[[Path], N
     command = ["privacy", "accept", str(tmp_path / "local" / "site.yaml"), "--reason", "disk failed", "--format", "json"]
     said = json.loads(CliRunner().invoke(app, command, catch_exceptions=False).stdout)
     ledger = Ledger(ledger.path)  # a new process
-    ledger_recovery.check(tmp_path, ledger)
+    recovery.check(tmp_path, ledger)
     ledger.spend(replace(ONE, round=9), {})
-    ledger_recovery.check(tmp_path, ledger)
+    recovery.check(tmp_path, ledger)
     (line,) = audit.read(tmp_path / audit.FILE)["messages"]
     assert (line["kind"], line["reason"]) == ("acceptance", "disk failed")
     assert line["by"]
@@ -95,12 +96,12 @@ def test_an_administrator_goes_on_and_that_is_on_record(harm: Callable[[Path], N
 def test_an_acceptance_forgives_what_was_lost_and_nothing_later(ledger: Ledger, tmp_path: Path) -> None:
     lose(ledger.path)
     ledger = Ledger(ledger.path)  # a new process
-    ledger_recovery.accept(tmp_path, ledger, "disk failed")
+    recovery.accept(tmp_path, ledger, "disk failed")
     ledger.spend(replace(ONE, round=5), {})
     audit.Record(tmp_path / "runs" / "next" / audit.FILE).add({"kind": "update", "ledger": ledger.seal()})
     lose(ledger.path)
     with pytest.raises(RefusedError, match="is gone"):
-        ledger_recovery.check(tmp_path, Ledger(ledger.path))
+        recovery.check(tmp_path, Ledger(ledger.path))
 
 
 def test_the_seal_in_a_jobs_results_tells_of_a_cut_beyond_the_sites_reach(ledger: Ledger, tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_an_old_backup_is_told_from_the_whole_file(ledger: Ledger, tmp_path: Pat
     audit.Record(tmp_path / "runs" / "experiment" / "run-1" / audit.FILE).add({"kind": "update", "ledger": ledger.seal()})
     ledger.path.write_bytes(backup)
     with pytest.raises(RefusedError, match="lacks rows"):
-        ledger_recovery.check(tmp_path, ledger)
+        recovery.check(tmp_path, ledger)
 
 
 @pytest.mark.parametrize("harm", [lose, empty, cut])
@@ -137,7 +138,7 @@ def test_a_refusal_does_not_write_over_the_evidence(ledger: Ledger, tmp_path: Pa
     new = Ledger(ledger.path)
     for _ in range(3):
         with pytest.raises(RefusedError, match="is gone"):
-            ledger_recovery.check(tmp_path, new)
+            recovery.check(tmp_path, new)
         path = tmp_path / "runs" / "experiment" / "run-1" / audit.FILE
         audit.Record(path).add({"kind": "refusal", "ledger": new.seal()}, again=True)
 
@@ -146,20 +147,20 @@ def test_a_refusal_does_not_write_over_the_evidence(ledger: Ledger, tmp_path: Pa
 def test_a_damaged_record_stops_jobs_and_can_be_set_aside(text: bytes, ledger: Ledger, tmp_path: Path) -> None:
     (tmp_path / audit.FILE).write_bytes(text)
     with pytest.raises(RefusedError, match="a line is damaged"):
-        ledger_recovery.check(tmp_path, ledger)
-    said = ledger_recovery.accept(tmp_path, ledger, "disk failed")
-    ledger_recovery.check(tmp_path, ledger)
+        recovery.check(tmp_path, ledger)
+    said = recovery.accept(tmp_path, ledger, "disk failed")
+    recovery.check(tmp_path, ledger)
     assert Path(said["records_set_aside"][0]).read_bytes() == text
 
 
 def test_what_two_acceptances_of_one_second_keep_stays(ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hour that clocks repeat in October is two hours in UTC, and a second may see two acceptances."""
-    monkeypatch.setattr(ledger_recovery.time, "gmtime", lambda: time.struct_time((2026, 10, 25, 1, 30, 0, 6, 298, 0)))
+    monkeypatch.setattr(ledger.time, "gmtime", lambda: time.struct_time((2026, 10, 25, 1, 30, 0, 6, 298, 0)))
     record, kept = tmp_path / audit.FILE, []
     for content in ("first", "second"):
         ledger.path.write_text(content)
         record.write_text(content)
-        said = ledger_recovery.accept(tmp_path, Ledger(ledger.path), "look")
+        said = recovery.accept(tmp_path, Ledger(ledger.path), "look")
         kept += [Path(one) for one in (said["kept"], *said["records_set_aside"])]
     names = ["ledger.sqlite", "audit.jsonl"]
     assert [one.name for one in kept] == [
@@ -177,6 +178,6 @@ def test_accepting_while_a_job_writes_loses_no_row(ledger: Ledger, tmp_path: Pat
     writer = connect(ledger.path, isolation_level=None)
     writer.execute("BEGIN IMMEDIATE")
     with pytest.raises(RefusedError, match="locked"):
-        ledger_recovery.accept(tmp_path, Ledger(ledger.path), "tidying up")
+        recovery.accept(tmp_path, Ledger(ledger.path), "tidying up")
     writer.close()
     assert Ledger(ledger.path).entries() == before

@@ -15,8 +15,7 @@ from consilium.core.messages import Hello, Payload
 from consilium.core.storage import digest
 from consilium.flare.job import wire
 from consilium.privacy.ledger import audit
-from consilium.server.coordinator import Coordinator
-from consilium.server.ledger_seals import FILE, Seals
+from consilium.server.coordinator import FILE, Coordinator, Seals
 from tests.adversary.server.conftest import RECORD_LEVEL, SITE_LEVEL, Client, MakeClient, client
 from tests.conftest import small_config
 

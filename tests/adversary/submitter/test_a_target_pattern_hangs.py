@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
-from consilium.adapters.targets import linear_layers
+from consilium.adapters.names import linear_layers
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.federation.job import assemble_job

@@ -26,7 +26,7 @@ from consilium.core.messages import Kind, Payload, SiteInfo
 from consilium.core.schema import Section
 from consilium.federation.job import build_task
 from consilium.models.causal_lm.network import load_tokenizer
-from consilium.runtime.simulated_site import simulated_sites
+from consilium.runtime.worker_pool import simulated_sites
 from consilium.tasks.registry import TASKS
 from tests.conftest import assembled, small_cells, small_config, small_text
 from tests.models.classes import SIDE, SPEAKING, make

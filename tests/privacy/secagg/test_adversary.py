@@ -10,9 +10,9 @@ import torch
 
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Payload
-from consilium.privacy.secagg import sealing, shamir
+from consilium.privacy.secagg import sealing
+from consilium.privacy.secagg.sealing import canonical, sign
 from consilium.privacy.secagg.server import MASKED, Attempt
-from consilium.privacy.secagg.signing import canonical, sign
 from consilium.privacy.secagg.terms import Message
 from tests.privacy.secagg.conftest import NAMES, ORDER, SENT, Net, as_sent, same
 
@@ -304,7 +304,7 @@ def test_shares_are_shown_once_and_one_of_each_site(net: Net) -> None:
     net.confirm(attempt, parties, survivors, survivors)
     shown = net.parties["a"].answer(attempt.reveal_question())["shares"]
     assert shown.keys() == set(NAMES)
-    assert all(len(one) == 2 * shamir.WIDTH for one in shown.values())
+    assert all(len(one) == 2 * sealing.WIDTH for one in shown.values())
     again = attempt.reveal_question()["confirmed"] | {"d": "00"}
     refused(net, "a", changed(attempt.reveal_question(), confirmed=again), "has answered reveal of this attempt")
 
@@ -391,7 +391,7 @@ def test_a_share_that_a_site_forges_stops_the_phase(net: Net) -> None:
     attempt, survivors = net.through()
     net.confirm(attempt, NAMES, survivors, NAMES)
     net.reveal(attempt, NAMES, ["a", "b", "c"])
-    attempt.answers.of("reveal")["b"]["shares"]["d"] = "00" * shamir.WIDTH
+    attempt.answers.of("reveal")["b"]["shares"]["d"] = "00" * sealing.WIDTH
     with pytest.raises(ConsiliumError, match=r"shares of 'd'.*signed"):
         net.opened(attempt, NAMES, survivors)
 

@@ -7,10 +7,9 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from consilium.config.secure_aggregation import SitePartnersConfig
+from consilium.config.privacy import SitePartnersConfig
 from consilium.core.errors import RefusedError
-from consilium.privacy.secagg.certificates import Identity, fingerprint
-from consilium.privacy.secagg.roster import check_roster, entry
+from consilium.privacy.secagg.certificates import Identity, check_roster, entry, fingerprint
 from consilium.privacy.secagg.simulated import certificate_for, pem_of
 from tests.privacy.secagg.conftest import NAMES, RUN
 

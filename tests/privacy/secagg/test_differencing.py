@@ -7,8 +7,8 @@ from collections.abc import Collection
 import numpy as np
 import pytest
 
-from consilium.privacy.secagg import differencing
-from consilium.privacy.secagg.differencing import UndecidedError, smallest_shown
+from consilium.privacy.secagg import sum_ledger
+from consilium.privacy.secagg.sum_ledger import UndecidedError, smallest_shown
 
 Sites = frozenset[str]
 
@@ -63,7 +63,7 @@ def test_cases_by_hand(new: str, known: list[str], least: int, shown: str | None
 
 
 def test_a_search_that_would_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(differencing, "MOST_STEPS", 200)
+    monkeypatch.setattr(sum_ledger, "MOST_STEPS", 200)
     drawn, names = random.Random(0), [str(number) for number in range(40)]
     sets = [frozenset(drawn.sample(names, 20)) for _ in range(13)]
     with pytest.raises(UndecidedError):

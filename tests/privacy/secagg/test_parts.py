@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consilium.core.errors import RefusedError
-from consilium.privacy.secagg import sealing, shamir
+from consilium.privacy.secagg import sealing
 from consilium.privacy.secagg.arithmetic import UNIT, flat, layout, limit, quantize, size_of, unflat
-from consilium.privacy.secagg.signing import row, sign, signed
+from consilium.privacy.secagg.sealing import row, sign, signed
 from consilium.privacy.secagg.terms import Terms, terms_of
 from tests.privacy.secagg.conftest import NOISE, secure_config
 
@@ -59,22 +59,22 @@ def test_tensors_stand_in_a_vector_by_name_and_the_weight_last() -> None:
 
 def test_shares_are_the_polynomial_at_one_two_three() -> None:
     """42 + 7 x + 3 x^2, by hand; and 5 - x, whose values under 0 wrap at the prime."""
-    assert shamir.share(42, 3, 4, [7, 3]) == [52, 68, 90, 118]
-    assert shamir.share(0, 2, 2, [shamir.PRIME - 1]) == [2**521 - 2, 2**521 - 3]
-    assert shamir.reconstruct({1: 52, 2: 68, 4: 118}) == 42
-    assert shamir.reconstruct({4: 118, 3: 90, 2: 68}) == 42
+    assert sealing.share(42, 3, 4, [7, 3]) == [52, 68, 90, 118]
+    assert sealing.share(0, 2, 2, [sealing.PRIME - 1]) == [2**521 - 2, 2**521 - 3]
+    assert sealing.reconstruct({1: 52, 2: 68, 4: 118}) == 42
+    assert sealing.reconstruct({4: 118, 3: 90, 2: 68}) == 42
 
 
 @settings(max_examples=20, deadline=None)
 @given(secret=st.integers(0, 2**256 - 1), other=st.integers(0, 2**256 - 1))
 def test_a_share_fewer_fits_every_secret(secret: int, other: int) -> None:
     """Two of three shares: for any other secret there is a third share that gives it, so they tell nothing."""
-    shares = shamir.share(secret, 3, 5)
-    assert shamir.reconstruct({1: shares[0], 3: shares[2], 5: shares[4]}) == secret
+    shares = sealing.share(secret, 3, 5)
+    assert sealing.reconstruct({1: shares[0], 3: shares[2], 5: shares[4]}) == secret
     # the value at 5 of the parabola through (0, other), (1, s1), (3, s3), by Lagrange's weights at 5: 8/3, -5, 10/3
-    third = pow(3, -1, shamir.PRIME)
-    fitting = (8 * third * other - 5 * shares[0] + 10 * third * shares[2]) % shamir.PRIME
-    assert shamir.reconstruct({1: shares[0], 3: shares[2], 5: fitting}) == other
+    third = pow(3, -1, sealing.PRIME)
+    fitting = (8 * third * other - 5 * shares[0] + 10 * third * shares[2]) % sealing.PRIME
+    assert sealing.reconstruct({1: shares[0], 3: shares[2], 5: fitting}) == other
 
 
 def test_what_is_signed_begins_as_no_text_does_and_fields_do_not_run_together() -> None:

@@ -7,9 +7,9 @@ import torch
 
 from consilium.core.errors import RefusedError
 from consilium.privacy.secagg import sealing
-from consilium.privacy.secagg.roster import entry
+from consilium.privacy.secagg.certificates import entry
+from consilium.privacy.secagg.sealing import sign
 from consilium.privacy.secagg.server import Attempt
-from consilium.privacy.secagg.signing import sign
 from consilium.privacy.secagg.terms import Message
 from tests.privacy.secagg.conftest import NAMES, RUN, SENT, Net, same
 

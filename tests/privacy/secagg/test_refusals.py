@@ -9,13 +9,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from consilium.config.secure_aggregation import SitePartnersConfig
+from consilium.config.privacy import SitePartnersConfig
 from consilium.core.errors import RefusedError
 from consilium.privacy.guard.masking import Masking
-from consilium.privacy.secagg import sealing, shamir
+from consilium.privacy.secagg import sealing
 from consilium.privacy.secagg.certificates import Identity
 from consilium.privacy.secagg.record import FILE, SiteRecord
-from consilium.privacy.secagg.signing import canonical, sign
+from consilium.privacy.secagg.sealing import canonical, sign
 from consilium.privacy.secagg.terms import Message
 from tests.privacy.secagg.conftest import NAMES, ORDER, Net, as_sent
 
@@ -41,7 +41,7 @@ def test_a_mask_key_that_is_not_as_prepared_is_refused(net: Net, owner: str, why
         net.parties["a"].open(replace(task, masking=question), ORDER)
 
 
-@pytest.mark.parametrize("length", [0, shamir.WIDTH, 2 * shamir.WIDTH - 1, 2 * shamir.WIDTH + 1])
+@pytest.mark.parametrize("length", [0, sealing.WIDTH, 2 * sealing.WIDTH - 1, 2 * sealing.WIDTH + 1])
 def test_sealed_shares_of_another_length_are_refused_before_training(
     length: int, net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from consilium.flare.job import job_context, site_registry, wire
 from consilium.flare.job.gc import collect_garbage
 from consilium.flare.job.private_log import keep_apart, log_failure
 from consilium.flare.patches import share_timers
-from consilium.privacy.guard.task import AuthorizedTask
+from consilium.privacy.guard.task_schedule import AuthorizedTask
 from consilium.training.loop import Stopped
 
 

@@ -17,7 +17,7 @@ from consilium.federation.job import Job
 from consilium.flare.job import job_context, site_registry, wire
 from consilium.flare.job.private_log import log_failure
 from consilium.privacy.guard.guard import Guard
-from consilium.privacy.guard.task import AuthorizedTask
+from consilium.privacy.guard.task_schedule import AuthorizedTask
 from consilium.server.checks import check_result
 
 

@@ -34,9 +34,9 @@ from consilium.privacy.secagg.certificates import Identity, read_identity
 from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identity
 from consilium.report.predictions import PREDICTIONS
 from consilium.report.private_logging import places
+from consilium.server.coordinator import FILE as SEALS
+from consilium.server.coordinator import Seals
 from consilium.server.cross_site import former_run
-from consilium.server.ledger_seals import FILE as SEALS
-from consilium.server.ledger_seals import Seals
 
 UPLOAD = 300.0
 """Seconds; FLARE's default for every message."""

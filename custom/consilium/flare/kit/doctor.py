@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from consilium.client.approval import approvals
-from consilium.client.finding import Finding
 from consilium.client.machine_check import (
+    Finding,
     checked,
     examine_checkpoints,
     examine_datasets,
     examine_device,
     examine_disk,
+    examine_memory,
     examine_versions,
 )
-from consilium.client.memory_check import examine_memory
 from consilium.config.site import SiteConfig, load_site
 from consilium.core.errors import ConfigError
 from consilium.federation.run_folders import STATE
@@ -29,10 +29,8 @@ from consilium.flare.kit.local_folder import certificate, kit_name, kit_role, la
 from consilium.flare.kit.revocation import is_checked
 from consilium.flare.kit.revocation import read as read_revoked
 from consilium.privacy.accounting.composition import VOID
-from consilium.privacy.ledger import ledger_recovery
-from consilium.privacy.ledger.ledger import Ledger
-from consilium.privacy.secagg.certificates import fingerprint
-from consilium.privacy.secagg.roster import public_key
+from consilium.privacy.ledger.ledger import Ledger, check
+from consilium.privacy.secagg.certificates import fingerprint, public_key
 from consilium.privacy.secagg.sum_ledger import check_whole
 
 GUARD = {"task_data_filters": GuardTaskFilter, "task_result_filters": GuardResultFilter}
@@ -194,7 +192,7 @@ def _ledger(site: SiteConfig, kit: Path) -> Finding | str:
     """Return how many rows the ledger has, and how many are void. Raises RefusedError for lost rows: no job would run."""
     root = site.state or kit / STATE
     ledger = Ledger(site.privacy.ledger_in(root))
-    ledger_recovery.check(root, ledger)
+    check(root, ledger)
     found = f"{len(ledger.seals())} rows, all that the records of what left know of"
     void = [entry for entry in ledger.entries() if entry.is_void]
     if not void:

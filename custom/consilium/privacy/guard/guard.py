@@ -17,16 +17,14 @@ from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import CAPACITY, LIBRARIES, PROTOCOL, Kind, Payload
 from consilium.core.storage import locked, note, room_for
 from consilium.data.counts import Tally
-from consilium.privacy import noise_diagnostics, statistics
-from consilium.privacy.guard import model_sharing, task_schedule
-from consilium.privacy.guard.audit_trail import AuditTrail
-from consilium.privacy.guard.charges import Charges
+from consilium.privacy import mechanism, statistics
+from consilium.privacy.guard import release_checks, task_schedule
+from consilium.privacy.guard.audit_trail import DATA_DEPENDENT_REASONS, AuditTrail, Charges
 from consilium.privacy.guard.masking import Masking
-from consilium.privacy.guard.refusals import DATA_DEPENDENT_REASONS
 from consilium.privacy.guard.release_checks import check_complete, check_upload, geometries, privatized, sent_as_sums, source
-from consilium.privacy.guard.replay import ReplayPolicy
-from consilium.privacy.guard.task import AuthorizedTask
-from consilium.privacy.ledger import ledger_recovery
+from consilium.privacy.guard.release_store import ReplayPolicy
+from consilium.privacy.guard.task_schedule import AuthorizedTask
+from consilium.privacy.ledger import ledger
 from consilium.privacy.ledger.ledger import Ledger
 from consilium.privacy.plan import Plan, check_policy, make_plan
 from consilium.privacy.secagg.certificates import Identity
@@ -111,14 +109,14 @@ class Guard:
         task_schedule.check_place(self.name, self.config, self.strategy, task, self.test_only)
         if task.run != self._admitted:
             self._admit(task.run)
-        ledger_recovery.check_seal(self.records, self.ledger, seal)
+        ledger.check_seal(self.records, self.ledger, seal)
         if kind is Kind.STATISTICS:
             self.terms.check(self.name, self.policy.protects, self.config.privacy is not None)
             statistics.check_question(self.records, self.dataset, self.config, self.listed)
         if kind is Kind.MODEL:
-            model_sharing.check_shares_model(self.name, self.config, self.share_personalized, self.policy.protects)
+            release_checks.check_shares_model(self.name, self.config, self.share_personalized, self.policy.protects)
         if kind is Kind.EVALUATE and self.config.cross_site:
-            model_sharing.check_once(self.folder, task.place, task.payload)  # the server alone names the run
+            release_checks.check_once(self.folder, task.place, task.payload)  # the server alone names the run
         if kind is Kind.TRAIN and self.masking:
             self.masking.open(task)  # before the stored answer is read: an error here must not depend on it
         if kind is Kind.TRAIN and self.replay:
@@ -139,9 +137,9 @@ class Guard:
             check_policy(self.name, self.plan, self.policy)
         if self.masking:
             self.masking.check_admission()
-        ledger_recovery.check(self.records, self.ledger)
+        ledger.check(self.records, self.ledger)
         if self.replay and self.config.trains:
-            ledger_recovery.check_name(self.name, self.dataset, self.listed, self.ledger)
+            ledger.check_name(self.name, self.dataset, self.listed, self.ledger)
             rounds = range(self.config.training.rounds)
             places = [(round, phase) for round in rounds for phase in range(self.strategy.traits.phases_of(round))]
             self.replay.charges.check(self.replay.rows(run, places))
@@ -246,7 +244,7 @@ class Guard:
     def release_model(self, task: AuthorizedTask, result: Payload) -> Payload:
         """Return the site's own model, as it leaves for a cross-site job. Raises RefusedError, and then nothing may be sent."""
         self._take(task, Kind.MODEL)
-        model_sharing.check_model(self.name, result, self.tensors)
+        release_checks.check_model(self.name, result, self.tensors)
         released = replace(result, round=-1, phase=-1, ledger=self.ledger.seal())
         self.trail.note("model", released)
         return released
@@ -288,9 +286,9 @@ class Guard:
         if self.config.diagnostics.noise:
             clean, _ = privatized(replace(plan, noise_multiplier=0.0), checked.tensors, maps)
             scaling = self.config.adapter.product_scaling
-            terms = noise_diagnostics.measured(clean, released, task.payload.tensors, checked.tensors, scaling)
-            with room_for(self.folder / task.run / noise_diagnostics.FILE):
-                note(self.folder / task.run / noise_diagnostics.FILE, "{}-{}".format(*task.place), terms)
+            terms = mechanism.measured(clean, released, task.payload.tensors, checked.tensors, scaling)
+            with room_for(self.folder / task.run / mechanism.FILE):
+                note(self.folder / task.run / mechanism.FILE, "{}-{}".format(*task.place), terms)
         self.observer({"event": "release", "site": self.name, "round": result.round, "phase": result.phase, **asdict(outcome)})
         return replace(checked, tensors=released)
 

@@ -13,7 +13,7 @@ from consilium.core.messages import Kind, Payload, Tensors
 from consilium.privacy.guard import task_schedule
 from consilium.privacy.guard.audit_trail import AuditTrail
 from consilium.privacy.guard.release_checks import upload_shapes
-from consilium.privacy.guard.task import AuthorizedTask
+from consilium.privacy.guard.task_schedule import AuthorizedTask
 from consilium.privacy.plan import Plan
 from consilium.privacy.secagg.arithmetic import UNIT, layout, quantize
 from consilium.privacy.secagg.certificates import Identity

@@ -2,15 +2,41 @@
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
-from consilium.core.messages import HELD_OUT, Kind
+from consilium.core.messages import HELD_OUT, Kind, Payload
 from consilium.core.storage import locked, note, noted, room_for, unreadable
-from consilium.privacy.guard.model_sharing import MODELS
-from consilium.privacy.guard.task import AuthorizedTask
+from consilium.privacy.guard.release_checks import MODELS
 from consilium.strategies.strategy import Strategy
+
+# task ------------------------------------------------------------------------------------------------------------------
+# A task as a guard has authorized it.
+
+
+@dataclass(frozen=True, eq=False)
+class AuthorizedTask:
+    """One task as the guard has authorized it: a site runs nothing else. `run` is the site's folder for it.
+
+    `answered`: the guard stores its answer, so nothing needs to be trained. `ledger_run`: the run's name in the ledger for this
+    attempt, "" where nothing is charged.
+    """
+
+    kind: Kind
+    run: str
+    payload: Payload
+    answered: bool = False
+    ledger_run: str = ""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Round and phase."""
+        return self.payload.round, self.payload.phase
+
+
+# task schedule ---------------------------------------------------------------------------------------------------------
 
 NO_ROUND = (-1, -1)
 """The place of a task that belongs to no round."""

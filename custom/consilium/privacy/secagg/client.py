@@ -15,9 +15,9 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import Reason
 from consilium.core.messages import Payload, Tensors
 from consilium.privacy.randomness import secret_bytes
-from consilium.privacy.secagg import arithmetic, sealing, shamir
+from consilium.privacy.secagg import arithmetic, sealing
 from consilium.privacy.secagg.arithmetic import Layout, Words
-from consilium.privacy.secagg.certificates import Identity
+from consilium.privacy.secagg.certificates import Identity, check_roster, entry, public_key
 from consilium.privacy.secagg.messages import (
     TRAINED,
     check_cancelled,
@@ -30,8 +30,7 @@ from consilium.privacy.secagg.messages import (
     read_cohort,
 )
 from consilium.privacy.secagg.record import SiteRecord
-from consilium.privacy.secagg.roster import check_roster, entry, public_key
-from consilium.privacy.secagg.signing import canonical, sign
+from consilium.privacy.secagg.sealing import canonical, sign
 from consilium.privacy.secagg.sum_ledger import SEAL, SumLedger
 from consilium.privacy.secagg.terms import (
     Message,
@@ -152,8 +151,8 @@ class Party:
     def _shares(self, values: Mapping[str, Any], attempt: dict[str, Any], context: bytes, terms: Terms) -> Message:
         """Draw this attempt's two secrets, share them, and return the public keys and sealed shares."""
         private, seed, cohort = sealing.new_key(), secret_bytes(32), attempt["cohort"]
-        pairs = [shamir.share(int.from_bytes(secret, "big"), terms.threshold, terms.asked) for secret in (seed, private)]
-        plain = {name: b"".join(shares[i].to_bytes(shamir.WIDTH, "big") for shares in pairs) for i, name in enumerate(cohort)}
+        pairs = [sealing.share(int.from_bytes(secret, "big"), terms.threshold, terms.asked) for secret in (seed, private)]
+        plain = {name: b"".join(shares[i].to_bytes(sealing.WIDTH, "big") for shares in pairs) for i, name in enumerate(cohort)}
         attempt |= {"mask_key": private.hex(), "seed": seed.hex(), "own": plain[self.name].hex()}
         sealed = {
             name: sealing.seal(self._pair(values, context, name), plain[name], context, self.name, name)
@@ -214,7 +213,7 @@ class Party:
         """Return the two shares that another site has sealed for this one."""
         context = bytes.fromhex(attempt["context"])
         plain = sealing.unseal(self._pair(values, context, name), sealed[name], context, name, self.name)
-        if len(plain) != 2 * shamir.WIDTH:
+        if len(plain) != 2 * sealing.WIDTH:
             raise refused(f"the shares of {name!r} are none")
         return plain
 
@@ -292,7 +291,7 @@ class Party:
         """Return one of a site's two shares, never both: together they would open its update alone."""
         own = name == self.name
         plain = bytes.fromhex(attempt["own"]) if own else self._opened(values, attempt, told["shares"], name)
-        return (plain[: shamir.WIDTH] if survived else plain[shamir.WIDTH :]).hex()
+        return (plain[: sealing.WIDTH] if survived else plain[sealing.WIDTH :]).hex()
 
     def _cancel(self, values: dict[str, Any], question: Message) -> Message:
         attempt = self._attempt(values, question)

@@ -6,7 +6,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from consilium.privacy.secagg.arithmetic import Layout
-from consilium.privacy.secagg.signing import canonical, signed
+from consilium.privacy.secagg.sealing import canonical, signed
 from consilium.privacy.secagg.terms import Message, Place, Terms, is_field, mask_context, refused
 
 Keys = Mapping[str, rsa.RSAPublicKey]

@@ -12,7 +12,7 @@ from typing import Any
 
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.storage import locked, write_atomic
-from consilium.privacy.secagg.signing import canonical, hashed
+from consilium.privacy.secagg.sealing import canonical, hashed
 from consilium.privacy.secagg.terms import Message, refused
 
 FILE = "masks.json"

@@ -4,18 +4,67 @@ X25519 gives two sites a secret, HKDF with SHA-256 makes a key of it for one pur
 ChaCha20-Poly1305 under a random nonce; a mask is the key stream of AES-256 in counter mode, as 64-bit words.
 """
 
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
-from cryptography.exceptions import InvalidTag
+from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from consilium.core.errors import Reason, RefusedError
-from consilium.privacy.randomness import secret_bytes
+from consilium.privacy.randomness import secret_below, secret_bytes
 from consilium.privacy.secagg.arithmetic import Words
-from consilium.privacy.secagg.signing import row
+
+# signing ---------------------------------------------------------------------------------------------------------------
+# Signatures and hashes of messages: one unambiguous row of bytes for each, under one domain.
+#
+# A signature is RSA-PSS with SHA-256, by the key of the site's kit, over byte 0xFF, the protocol's name, the message's type,
+# and its fields with their lengths before them. No UTF-8 text begins with 0xFF: FLARE has the same key sign names and nonces of
+# the server's choice, and no such signature is one of ours.
+
+PROTOCOL = "consilium-secagg-1"
+_HASH = hashes.SHA256()
+_PADDING = padding.PSS(padding.MGF1(_HASH), padding.PSS.DIGEST_LENGTH)
+
+
+def row(kind: str, *fields: bytes) -> bytes:
+    """Return the bytes of a message: protocol, type and fields, each after its length (8 bytes)."""
+    parts = (PROTOCOL.encode(), kind.encode(), *fields)
+    return b"\xff" + b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+
+
+def hashed(kind: str, *fields: bytes) -> bytes:
+    """Return the SHA-256 of such a row."""
+    return hashlib.sha256(row(kind, *fields)).digest()
+
+
+def canonical(value: Any) -> bytes:
+    """Return plain JSON values as the same bytes everywhere."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def sign(key: rsa.RSAPrivateKey, kind: str, *fields: bytes) -> str:
+    """Return the signature of a message, hex digits."""
+    return key.sign(row(kind, *fields), _PADDING, _HASH).hex()
+
+
+def signed(key: rsa.RSAPublicKey, signature: str, kind: str, *fields: bytes) -> bool:
+    """Tell whether a signature is this key's of this message."""
+    try:
+        key.verify(bytes.fromhex(signature), row(kind, *fields), _PADDING, _HASH)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+# sealing ---------------------------------------------------------------------------------------------------------------
 
 NONCE = 12
 
@@ -75,3 +124,39 @@ def mask(key: bytes, count: int) -> Words:
     """Return `count` words of a key's stream. A key is of one mask only, so the counter begins at 0."""
     stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor().update(bytes(8 * count))
     return np.frombuffer(stream, dtype="<u8").astype(np.uint64, copy=False)
+
+
+# shamir ----------------------------------------------------------------------------------------------------------------
+# Shamir's secret sharing: any `threshold` of n shares give the secret back, fewer tell nothing of it.
+#
+# A. Shamir, "How to Share a Secret", Communications of the ACM 22, 1979. Over the prime field of 2^521 - 1, which holds secrets
+# of up to 520 bits; coefficients are uniform from the system's generator; share i is the polynomial's value at i = 1..n.
+
+PRIME = 2**521 - 1
+WIDTH = 66
+"""Bytes of a share."""
+
+
+def share(secret: int, threshold: int, parties: int, coefficients: list[int] | None = None) -> list[int]:
+    """Return the shares of points 1..parties. `coefficients`: of powers 1..threshold - 1, drawn unless a test gives them."""
+    drawn = [secret_below(PRIME) for _ in range(threshold - 1)] if coefficients is None else coefficients
+    return [_value([secret, *drawn], point) for point in range(1, parties + 1)]
+
+
+def _value(polynomial: list[int], point: int) -> int:
+    total = 0
+    for coefficient in reversed(polynomial):
+        total = (total * point + coefficient) % PRIME
+    return total
+
+
+def reconstruct(shares: Mapping[int, int]) -> int:
+    """Return the secret of shares by point: the value at 0 of the polynomial through them (Lagrange)."""
+    secret = 0
+    for point, value in shares.items():
+        above, below = 1, 1
+        for other in shares:
+            if other != point:
+                above, below = above * other % PRIME, below * (other - point) % PRIME
+        secret = (secret + value * above * pow(below, -1, PRIME)) % PRIME
+    return secret

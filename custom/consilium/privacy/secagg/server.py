@@ -18,11 +18,11 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.messages import Payload
 from consilium.core.storage import load_state, save_state, write_atomic
-from consilium.privacy.secagg import sealing, shamir
+from consilium.privacy.secagg import sealing
 from consilium.privacy.secagg.arithmetic import Layout, Words, size_of
+from consilium.privacy.secagg.certificates import admit, public_key
 from consilium.privacy.secagg.messages import Keys, cancellations
-from consilium.privacy.secagg.roster import admit, public_key
-from consilium.privacy.secagg.signing import canonical, signed
+from consilium.privacy.secagg.sealing import canonical, signed
 from consilium.privacy.secagg.terms import (
     Message,
     Place,
@@ -266,7 +266,7 @@ class Attempt:
     def _reconstructed(self, name: str) -> bytes:
         revealed = sorted(self.answers.of("reveal").items())[: self.terms.threshold]
         points = {self.cohort.index(who) + 1: int(one["shares"][name], 16) for who, one in revealed}
-        secret = shamir.reconstruct(points)
+        secret = sealing.reconstruct(points)
         if secret >= 2**256:
             raise self._broken(name)
         return secret.to_bytes(32, "big")
@@ -364,4 +364,4 @@ def _text(answer: Any, field: str) -> str:
 
 
 def _is_share(value: Any) -> bool:
-    return isinstance(value, str) and len(value) == 2 * shamir.WIDTH and all(c in "0123456789abcdef" for c in value)
+    return isinstance(value, str) and len(value) == 2 * sealing.WIDTH and all(c in "0123456789abcdef" for c in value)

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
 
-from consilium.config.secure_aggregation import SitePartnersConfig
+from consilium.config.privacy import SitePartnersConfig
 from consilium.core.storage import write_atomic
 from consilium.privacy.secagg.certificates import LEAST_BITS, Identity, read_identity
 

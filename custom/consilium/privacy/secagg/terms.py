@@ -9,7 +9,7 @@ from consilium.core.errors import Reason, RefusedError
 from consilium.core.messages import Payload, Tensors
 from consilium.core.storage import digest
 from consilium.privacy.secagg.arithmetic import Layout
-from consilium.privacy.secagg.signing import canonical, hashed
+from consilium.privacy.secagg.sealing import canonical, hashed
 
 Message = dict[str, Any]
 """Plain JSON values; keys, signatures and ciphertexts are hex digits."""
