@@ -73,14 +73,14 @@ def test_a_command_line_that_reads_a_job_loads_no_torch() -> None:
 @pytest.mark.parametrize(
     ("words", "module"),
     [
-        (["--help"], "lazy"),
+        (["--help"], "main"),
         (["simulate", "--help"], "simulate"),
         (["revoke", "--help"], "kits"),
         (["privacy", "ledger", "none"], "privacy"),
         (["audit", "none"], "audit"),
         (["sites", "--kit", "none"], "sites"),
         (["status", "--kit", "none"], "jobs"),
-        (["metrics", "none"], "metrics"),
+        (["metrics", "none"], "kits"),
     ],
 )
 def test_light_commands_load_no_torch(words: list[str], module: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from consilium.cli.site_evidence import _records, _report, markdown
+from consilium.cli.audit import _records, _report, markdown
 from consilium.config.job import JobConfig
 from consilium.config.site import load_site
 from consilium.core.storage import load_state

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from consilium.adapters import layers
-from consilium.cli.site_evidence import markdown
+from consilium.cli.audit import markdown
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy

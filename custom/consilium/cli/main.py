@@ -110,7 +110,8 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
             "Plan a privacy budget, read a site's ledger, attack a model.",
             {
                 **{name: f"{CLI}.trained_model:{name}" for name in ("attack", "invert")},
-                **{name: f"{CLI}.privacy:{name}" for name in ("plan", "ledger", "sums", "accept")},
+                "plan": f"{CLI}.privacy_plan:plan",
+                **{name: f"{CLI}.privacy:{name}" for name in ("ledger", "sums", "accept")},
             },
         ),
     },
@@ -128,7 +129,8 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
         "update-kit": f"{CLI}.kits:update_kit",
         "metrics": f"{CLI}.kits:metrics",
         "service": Group("A startup kit as a systemd service.", {"install": f"{CLI}.kits:install"}),
-        **{name: f"{CLI}.site_evidence:{name}" for name in ("audit", "evidence", "forget")},
+        "audit": f"{CLI}.audit:audit",
+        **{name: f"{CLI}.site_evidence:{name}" for name in ("evidence", "forget")},
     },
 }
 

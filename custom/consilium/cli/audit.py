@@ -1,0 +1,139 @@
+"""The command `consilium audit`: a page of all messages that left this site, run by run."""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from consilium.cli.options import PageFormat, PageFormatOption
+from consilium.cli.site_records import is_site, site_records
+from consilium.core.errors import ConfigError
+from consilium.core.sanitize import cell
+from consilium.privacy.accounting.composition import VOID
+from consilium.privacy.ledger.audit import FILE, is_void, read
+
+
+def audit(
+    where: Annotated[Path, typer.Argument(help="a site.yaml, a startup kit, a run's folder, or an audit.jsonl")],
+    format: PageFormatOption = PageFormat.MD,
+) -> None:
+    """Show every message that left this site: tensors, bytes, norms, noise, epsilon; exit code 1 if a record was altered."""
+    found = [_report(path) for path in _records(where)]
+    print(json.dumps(found, indent=1) if format is PageFormat.JSON else "\n\n".join(map(_page, found)))
+    raise typer.Exit(1 if any(one["broken_line"] for one in found) else 0)
+
+
+def _report(path: Path) -> dict[str, Any]:
+    try:
+        return read(path)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"{path}: cannot be read as a record ({why}); give an audit.jsonl") from None
+
+
+def _page(found: dict[str, Any]) -> str:
+    """Return a record as a page. Raises ConfigError for a message that no guard writes."""
+    try:
+        return markdown(found)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        what = f"a message in it is none that a guard writes ({type(error).__name__}), so it was altered"
+        raise ConfigError(f"{found['file']}: {what}; look at it with --format json, and compare it with a copy") from None
+
+
+def _records(where: Path) -> list[Path]:
+    """Return the audit files of `where`, by modification time."""
+    folder = site_records(where).root if is_site(where) else where
+    records = (path for path in folder.rglob(FILE) if path.is_file())
+    found = sorted(records, key=lambda p: p.stat().st_mtime) if folder.is_dir() else [folder]
+    if not found or not all(path.is_file() for path in found):
+        raise ConfigError(f"{where}: no {FILE} there; give the site's site.yaml, its startup kit or a run's folder")
+    return found
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """Return one run's record as a Markdown page."""
+    messages = found["messages"]
+    first = messages[0] if messages else {}
+    site = first.get("site", "this site")
+    damage = f"**altered: line {found['broken_line']} does not follow the one before it**"
+    chain = damage if found["broken_line"] else "every line follows"
+    lines = [
+        "# What left " + cell(f"{site}: {first.get('experiment') or first.get('job')}, run {first.get('run')}"),
+        "",
+        f"- record: {cell(found['file'])} ({len(messages)} messages; {chain})",
+        f"- seal: {found['seal']}",
+        *_privacy(messages),
+        "",
+        "| time | message | round | tensors | bytes | norm | epsilon so far | beside them |",
+        "|---|---|---|---|---|---|---|---|",
+        *map(_row, messages),
+    ]
+    return "\n".join([*lines, *_tensors(messages)])
+
+
+def _privacy(messages: list[dict[str, Any]]) -> list[str]:
+    """Return the lines on the privacy guarantee, or on its absence."""
+    private = [m["privacy"] for m in messages if "privacy" in m]
+    if not private:
+        return [f"- privacy: {_without_noise([m for m in messages if m.get('tensors')])}"]
+    last = private[-1]
+    named = f"{cell(last['unit'])} level, {cell(last['adjacency'])}, trust {cell(last['trust'])}"
+    noise = f"clip {last['clip']:g}, noise multiplier {last['noise_multiplier']:.4g}"
+    found = [f"- privacy: epsilon {last['epsilon']:.4g} at delta {last['delta']:g} so far in this run ({named}; {noise})"]
+    if seeded := sum(bool(one.get("seeded")) for one in private):
+        found.append(f"- **NOT PRIVATE: the noise of {seeded} messages came from a seed (noise_seed in site.yaml)**")
+    if void := sum(map(is_void, private)):
+        found.append(f"- **{void} messages are {VOID}**")
+    return found
+
+
+def _without_noise(left: list[dict[str, Any]]) -> str:
+    """Return the protection, without noise, of the messages `left`."""
+    if not left:
+        return "no update and no model left"
+    if not all("masked" in message for message in left):
+        return "none; updates left as trained"
+    sets = sorted({tuple(sites) for message in left if (sites := message["masked"].get("sites"))})
+    named = "; summed with: " + " | ".join(cell(", ".join(one)) for one in sets) if sets else ""
+    return f"no noise; updates left under masks, which hide within this run; over many runs only noise protects{named}"
+
+
+def _row(message: dict[str, Any]) -> str:
+    tensors = message.get("tensors", {}).values()
+    norm = "" if "masked" in message else f"{sum(t['norm'] ** 2 for t in tensors) ** 0.5:.4g}"
+    epsilon = f"{message['privacy']['epsilon']:.4g}" if "privacy" in message else ""
+    beside = {**message.get("values", {}), **message.get("scalars", {}), **message.get("metrics", {})}
+    said = (
+        message.get("reason")
+        or message.get("what")
+        or message.get("step")
+        or ", ".join(f"{k} {_short(v)}" for k, v in beside.items())
+    )
+    if masked := message.get("masked"):
+        what = f"masked; read by nobody alone; threshold {masked['threshold']} of {masked['asked']}"
+        said = f"{what}; {said}" if said else what
+    place = f"{message['round'] + 1}.{message['phase'] + 1}" if message.get("round", -1) >= 0 else ""
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(message["time"]))
+    values = (stamp, message["kind"], place, len(tensors), sum(t["bytes"] for t in tensors), norm, epsilon, said)
+    return "| " + " | ".join(cell(one, 1000) for one in values) + " |"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _tensors(messages: list[dict[str, Any]]) -> list[str]:
+    """Return a table of every tensor that left, with its count and the range of its norm."""
+    seen: dict[tuple[str, str, str], list[float]] = {}
+    for message in messages:
+        for name, one in message.get("tensors", {}).items():
+            seen.setdefault((name, "x".join(map(str, one["shape"])), one["dtype"]), []).append(one["norm"])
+    if not seen:
+        return []
+    rows = [
+        f"| {cell(n)} | {cell(s)} | {cell(d)} | {len(v)} | {min(v):.4g} to {max(v):.4g} |"
+        for (n, s, d), v in sorted(seen.items())
+    ]
+    return ["", "| tensor | shape | type | times | norm |", "|---|---|---|---|---|", *rows]
