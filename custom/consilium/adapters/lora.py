@@ -228,7 +228,7 @@ def save_peft(
         save_parameters(folder / HEAD_FILE, {n.partition(".")[2]: t for n, t in values.items() if is_head(n)})
         values = {n: t for n, t in values.items() if not is_head(n)}
     fused = target.fuse(values) if target and target.fuse else dict(values)
-    ranks = {_layer(n): t.shape[0] for n, t in fused.items() if n.endswith(".lora_A")}
+    ranks = {n.rpartition(".")[0]: t.shape[0] for n, t in fused.items() if n.endswith(".lora_A")}
     wide = {re.escape(layer): r for layer, r in ranks.items() if r != rank}
     pattern = _exported(target, ranks)
     config = _peft_config(rank, alpha, pattern, 0.0, any(map(is_magnitude, fused)))
@@ -255,10 +255,6 @@ def _peft_config(rank: int, alpha: float, targets: str, dropout: float, dora: bo
 
 def _peft_name(name: str) -> str:
     return f"{name}.weight" if factor(name) else name.removesuffix(OWN) if is_magnitude(name) else name
-
-
-def _layer(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _shapes(model: nn.Module, config: LoraConfig, base: ModelKind) -> Shapes:

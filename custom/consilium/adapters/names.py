@@ -11,7 +11,7 @@ and head.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import re2
@@ -146,12 +146,7 @@ def linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.Linear]:
         known = f"{', '.join(target.known)}, or " if target.known else ""
         what = "matches no linear layer of the model"
         raise ConfigError(f"adapter.targets: {wanted!r} {what}; use {known}a full regex")
-    _require_read(model, linear)
-    return linear
-
-
-def _require_read(model: nn.Module, linear: Mapping[str, nn.Linear]) -> None:
-    """Raise ConfigError for a layer whose weight the model's code reads past the layer, so that an adapter does nothing."""
+    # Raise ConfigError for a layer whose weight the model's code reads past the layer, so that an adapter does nothing.
     kinds = architectures(model)
     own = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
     past = {name: kind for name in own if (kind := user_of(name, kinds))}
@@ -160,6 +155,7 @@ def _require_read(model: nn.Module, linear: Mapping[str, nn.Linear]) -> None:
         remedy = rf"use the regex .*\.({rest})" if rest else "use other layers"
         who = min(past.values())
         raise ConfigError(f"adapter.targets: {', '.join(past)}: {who}'s code reads such weights past an adapter; {remedy}")
+    return linear
 
 
 def _compiled(pattern: str) -> Any:

@@ -70,7 +70,7 @@ def compare(
     workspace: WorkspaceOption = None,
 ) -> None:
     """Put runs beside each other: means over sites and seeds, paired tests, ranks, bytes, seconds, epsilon, pictures."""
-    runs = [_cell(path) for path in runs]
+    runs = [(path if path.exists() or "=" not in path.name else cell_folder(path)) for path in runs]
     groups, notes, published = _study(runs[0], smoke, small, workspace) if _is_study(runs) else (*collect(runs), [])
     notes += [one for group in groups for one in mixed(group)]
     stage = Stage(model.value)
@@ -82,11 +82,6 @@ def compare(
         notes += undrawn
         typer.echo(f"{pictures}: {', '.join(file.name for file in files)}", err=True)
     _show(groups, tables, notes, _format(format, output), output)
-
-
-def _cell(path: Path) -> Path:
-    """Return the run that STUDY/AXIS=VALUE,... names, or the path as it is."""
-    return path if path.exists() or "=" not in path.name else cell_folder(path)
 
 
 def collect(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:

@@ -220,7 +220,13 @@ class Client:
         final = context.receive(own, payload)
         metrics |= evaluator.evaluate_final(split, Stage.GLOBAL, payload, examples)
         models[Stage.GLOBAL] = self.models.received(final, payload)
-        self._validate_last(run, models[Stage.GLOBAL], payload)
+        # Score the last global model, which is loaded, on validation data, so that it may become the best one.
+        kept = models[Stage.GLOBAL]
+        config, training = self.context.config, self.context.config.training
+        due = training.validates(training.validation.every - 1, Stage.GLOBAL)
+        if self.context.task.num_samples and config.privacy is None and due:
+            found = self.evaluator.evaluate("validation", Stage.GLOBAL, payload, training.validation.full)
+            self.models.note_best(run, Stage.GLOBAL, kept, found)
         if closes and (traits.fits_after_last_round or last is not None):
             models[Stage.PERSONALIZED] = self._close_personalized(own, final, payload)
             with evaluator.personalized(interpolation_of(strategy, closing=True), payload):
@@ -242,14 +248,6 @@ class Client:
             if report.failure is not None:
                 raise report.failure
         return self.models.own_model(final | self.context.values(report.fitted), payload, closing=True)
-
-    def _validate_last(self, run: str, kept: SavedModel, payload: Payload) -> None:
-        """Score the last global model, which is loaded, on validation data, so that it may become the best one."""
-        config, training = self.context.config, self.context.config.training
-        due = training.validates(training.validation.every - 1, Stage.GLOBAL)
-        if self.context.task.num_samples and config.privacy is None and due:
-            found = self.evaluator.evaluate("validation", Stage.GLOBAL, payload, training.validation.full)
-            self.models.note_best(run, Stage.GLOBAL, kept, found)
 
     def _draw(self, closing: Closing, run: Path, metrics: Mapping[str, float]) -> None:
         """Write pictures and cases of the evaluation, which stay here. A problem with a picture never costs the scores."""

@@ -82,7 +82,8 @@ class Trainer:
         with self._noting_failure():
             private = self._charged(feature_penalty is not None)
             self._fits += 1
-            trained = self._trained(names)
+            round, phase = self._payload.round, self._payload.phase
+            trained = set(trained_names(self._context.strategy, self.start, round, phase) if names is None else names)
             live = layers.tensors(self._context.model)
             params = {name: live[name] for name in live if name in self.start}
             if wrong := sorted(n for n, one in correction.items() if n not in params or one.shape != params[n].shape):
@@ -111,10 +112,6 @@ class Trainer:
         if dp is not None and (plan is None or plan.by_step or private is None or self.closing or features):
             raise self._uncharged("this fit()", dp.unit)
         return private
-
-    def _trained(self, names: Iterable[str] | None) -> set[str]:
-        round, phase = self._payload.round, self._payload.phase
-        return set(trained_names(self._context.strategy, self.start, round, phase) if names is None else names)
 
     def _train(
         self,

@@ -148,14 +148,13 @@ class DatasetConfig(Section):
         """Put a single class into a list, and turn numbers that JSON made texts into numbers."""
         if not isinstance(value, Mapping):
             return value
-        found = {_number(key): [names] if isinstance(names, str) else names for key, names in value.items()}
+        found = {
+            (int(key) if isinstance(key, str) and _WHOLE.fullmatch(key) else key): [names] if isinstance(names, str) else names
+            for key, names in value.items()
+        }
         if len(found) < len(value):
             raise ValueError("every label once; one is there as a number and as a text")
         return found
-
-
-def _number(key: Any) -> Any:
-    return int(key) if isinstance(key, str) and _WHOLE.fullmatch(key) else key
 
 
 def check_apart(path: Path, datasets: Mapping[str, DatasetConfig]) -> None:

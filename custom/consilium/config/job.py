@@ -275,18 +275,16 @@ def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins:
         embed_architecture(raw, path)
     config = validate(JobConfig, raw, path, plugins)
     if author:
-        _check_used(config, path)
+        # Raise ConfigError for a setting without effect beside the others. Finished runs may have one and stay readable.
+        training, most = config.training, config.federation.max_weight
+        if training.momentum and training.optimizer != "sgd":
+            what = f"is of optimizer sgd, not {training.optimizer}; use sgd, or momentum 0"
+            raise ConfigError(f"{path}: training.momentum: {training.momentum} {what}")
+        if most is not None and config.weighting == "uniform":
+            raise ConfigError(
+                f"{path}: federation.max_weight: {most} bounds weights, and every site counts once here; use null"
+            )
     return config
-
-
-def _check_used(config: JobConfig, path: Path) -> None:
-    """Raise ConfigError for a setting without effect beside the others. Finished runs may have one and stay readable."""
-    training, most = config.training, config.federation.max_weight
-    if training.momentum and training.optimizer != "sgd":
-        what = f"is of optimizer sgd, not {training.optimizer}; use sgd, or momentum 0"
-        raise ConfigError(f"{path}: training.momentum: {training.momentum} {what}")
-    if most is not None and config.weighting == "uniform":
-        raise ConfigError(f"{path}: federation.max_weight: {most} bounds weights, and every site counts once here; use null")
 
 
 def job_file(path: Path) -> Path:

@@ -27,19 +27,15 @@ def override(raw: Any, overrides: Mapping[str, Any], path: Path, keys: Mapping[s
 
     `keys`: sections that may be written as the name of their kind alone, and the key which that name is then meant for.
     """
-    _keep_scaling(raw, overrides, path)
-    for field, value in overrides.items():
-        _override(raw, field, value, path, keys)
-
-
-def _keep_scaling(raw: Any, overrides: Mapping[str, Any], path: Path) -> None:
-    """Raise ConfigError for a rank that is set without alpha: alpha / rank would change silently."""
+    # Raise ConfigError for a rank that is set without alpha: alpha / rank would change silently.
     adapter = raw.get("adapter") if isinstance(raw, dict) else None
     alone = "adapter.rank" in overrides and not {"adapter", "adapter.alpha"} & overrides.keys()
     if alone and isinstance(adapter, dict) and "alpha" in adapter and overrides["adapter.rank"] != adapter.get("rank"):
         what = f"the file has alpha {adapter['alpha']}, and alpha / rank scales the adapter"
         remedy = "set adapter.alpha too (equal to the rank scales by 1), or take it out of the file"
         raise ConfigError(f"{path}: adapter.rank: {overrides['adapter.rank']}: {what}; {remedy}")
+    for field, value in overrides.items():
+        _override(raw, field, value, path, keys)
 
 
 def _opened(raw: dict[str, Any], section: str, keys: Mapping[str, str]) -> Any:

@@ -50,7 +50,13 @@ def work_of(job: Job) -> Work:
         model = laid_out(config)
         given = _sample(config)
         scoring = _count(lambda: _answer(model, given))
-        _choose(model, job)
+        # Let the tensors require gradients that one fit trains. A local adapter has a fit of its own, as large as its twin's.
+        model.train()
+        place = (max(1, job.strategy.traits.warm_up), 0)
+        trained = {name for name in trained_names(job.strategy, job.initial, *place) if not is_local(name)}
+        for name, tensor in layers.tensors(model).items():
+            if isinstance(tensor, nn.Parameter):
+                tensor.requires_grad_(name in trained)
         training = _count(lambda: _learn(model, given))
     return Work(training, scoring)
 
@@ -123,16 +129,6 @@ def _learn(model: nn.Module, given: dict[str, Tensor]) -> None:
     answer = _answer(model, given).float().sum()
     if answer.requires_grad:
         answer.backward()
-
-
-def _choose(model: nn.Module, job: Job) -> None:
-    """Let the tensors require gradients that one fit trains. A local adapter has a fit of its own, as large as its twin's."""
-    model.train()
-    place = (max(1, job.strategy.traits.warm_up), 0)
-    trained = {name for name in trained_names(job.strategy, job.initial, *place) if not is_local(name)}
-    for name, tensor in layers.tensors(model).items():
-        if isinstance(tensor, nn.Parameter):
-            tensor.requires_grad_(name in trained)
 
 
 def _count(run: Any) -> int:

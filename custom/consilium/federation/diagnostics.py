@@ -79,13 +79,12 @@ def drift(start: Tensors, end: Tensors) -> dict[str, float]:
         groups.setdefault(_group(name), []).append(name)
     found = {}
     for group, names in groups.items():
-        moved, begin = (sum(float(t.square().sum()) for t in values) for values in _values(start, end, names))
+        moved, begin = (
+            sum(float(t.square().sum()) for t in values)
+            for values in ([end[n].double() - start[n].double() for n in names], [start[n].double() for n in names])
+        )
         found[group] = (moved / begin if begin > 0 else moved) ** 0.5
     return found
-
-
-def _values(start: Tensors, end: Tensors, names: list[str]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return [end[n].double() - start[n].double() for n in names], [start[n].double() for n in names]
 
 
 def _group(name: str) -> str:

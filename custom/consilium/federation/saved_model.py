@@ -59,7 +59,19 @@ def write_kept(
     made = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(made, ignore_errors=True)
     private_folder(made)
-    card = replace(card, notes=(*card.notes, *_notes(kept)))
+    found = []
+    if kept.share:
+        what = f"each counting {1 - kept.share:g} and {kept.share:g}"
+        found.append(f"Beside the adapter runs the site's local one (`local/`), {what}.")
+    if kept.similar:
+        found.append(
+            f"Where it was tested, each sample weighed the local adapter by how alike it is to {kept.similar} training records "
+            f"of the site, by {kept.share:g} at most. No file holds these records. Opened again, the model weighs every sample "
+            "by the most, so its scores differ from those above."
+        )
+    if kept.scaling != 1:
+        found.append(f"The adapter's part of the forward pass is multiplied by {kept.scaling:g}.")
+    card = replace(card, notes=(*card.notes, *found))
     with named(made):
         export_adapter(made, others, config, plan)
     save_state(made / TENSORS, kept.values, {"forward": kept.forward, "card": card.to_dict()})
@@ -171,20 +183,3 @@ def export_adapter(folder: Path, values: Tensors, config: JobConfig, plan: Plan 
         save_state(folder / "feature_shift.safetensors", {SHIFT: values[SHIFT]}, {})
     if plan is not None:
         write_atomic(folder / "privacy.json", json.dumps(plan.summary(), indent=1).encode())
-
-
-def _notes(kept: SavedModel) -> list[str]:
-    """Return what other programs, or anyone, cannot tell from the files."""
-    found = []
-    if kept.share:
-        what = f"each counting {1 - kept.share:g} and {kept.share:g}"
-        found.append(f"Beside the adapter runs the site's local one (`local/`), {what}.")
-    if kept.similar:
-        found.append(
-            f"Where it was tested, each sample weighed the local adapter by how alike it is to {kept.similar} training records "
-            f"of the site, by {kept.share:g} at most. No file holds these records. Opened again, the model weighs every sample "
-            "by the most, so its scores differ from those above."
-        )
-    if kept.scaling != 1:
-        found.append(f"The adapter's part of the forward pass is multiplied by {kept.scaling:g}.")
-    return found

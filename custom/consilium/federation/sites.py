@@ -25,7 +25,16 @@ def site_names(sites: str, data: Path | None) -> list[str]:
     there = None if data is None else _site_folders(data)
     sites = sites.strip()
     if re.fullmatch(r"[+-]?[0-9]+", sites):
-        return _so_many(sites, there, data)
+        count = int(sites) if len(sites) < 9 else MOST_SITES + 1
+        if not 1 <= count <= MOST_SITES:
+            raise ConfigError(f"--sites: {shown(sites, 20)}: expected a number from 1 to {MOST_SITES}, or names")
+        if there is None:
+            return _numbered(count)
+        if count > len(there):
+            has = f"--data {data} has folders for {len(there)} ({_listed(there)})"
+            raise ConfigError(f"--sites: {count}: {has}; ask for at most {len(there)}")
+        _check_names(there[:count], f"--data: {data}")
+        return there[:count]
     if sites:
         names = [name.strip() for name in sites.split(",") if name.strip()]
     else:
@@ -49,7 +58,10 @@ class Kept(NamedTuple):
 
 def kept(sites: Mapping[str, SiteConfig]) -> Kept:
     """Return what the folder of a run keeps of its sites."""
-    return Kept({name: _lists(site) for name, site in sites.items()}, {name: _content(site) for name, site in sites.items()})
+    return Kept(
+        {name: _lists(site) for name, site in sites.items()},
+        {name: " ".join(fingerprint(path) for path in _paths(site)) for name, site in sites.items()},
+    )
 
 
 def _lists(site: SiteConfig) -> list[str] | None:
@@ -61,10 +73,6 @@ def _lists(site: SiteConfig) -> list[str] | None:
 def _paths(site: SiteConfig) -> list[Path]:
     lists = [site.datalist, *(dataset.datalist for dataset in site.datasets.values())]
     return [path for path in lists if path is not None]
-
-
-def _content(site: SiteConfig) -> str:
-    return " ".join(fingerprint(path) for path in _paths(site))
 
 
 def kept_in(folder: Path) -> Kept:
@@ -107,19 +115,6 @@ def unused_state(sites: Mapping[str, SiteConfig]) -> str:
     told = [name for name, site in sites.items() if site.state and not site.privacy.ledger]
     why = "a simulation keeps ledger and records in its workspace; site.yaml's `state` is not used"
     return f"{_listed(told)}: {why}: set `privacy.ledger` to add runs up" if told else ""
-
-
-def _so_many(sites: str, there: list[str] | None, data: Path | None) -> list[str]:
-    count = int(sites) if len(sites) < 9 else MOST_SITES + 1
-    if not 1 <= count <= MOST_SITES:
-        raise ConfigError(f"--sites: {shown(sites, 20)}: expected a number from 1 to {MOST_SITES}, or names")
-    if there is None:
-        return _numbered(count)
-    if count > len(there):
-        has = f"--data {data} has folders for {len(there)} ({_listed(there)})"
-        raise ConfigError(f"--sites: {count}: {has}; ask for at most {len(there)}")
-    _check_names(there[:count], f"--data: {data}")
-    return there[:count]
 
 
 def _numbered(count: int) -> list[str]:

@@ -73,25 +73,23 @@ class Closing:
             predictions.write_predictions(folder / PREDICTIONS, self.first)
         with self._noting(CASES):
             if self.by is not None:
-                self._write_cases(folder, self.by, about)
+                by = self.by
+                first, pictures = self.scored[by], self._pictures()
+                for stale in (folder / FOLDER).glob(f"*{ENDING}"):  # of an evaluation before this one
+                    stale.unlink()
+                for name, image in pictures.items():
+                    file = io.BytesIO()
+                    image.save(file, "JPEG", quality=QUALITY, subsampling=0)
+                    write_atomic(folder / FOLDER / name, file.getvalue())
+                values = {str(stage): list(map(_number, scored.values)) for stage, scored in self.scored.items()}
+                classes = next((list(one.classes) for one in self.cases.values() if isinstance(one, Segmented)), [])
+                found = {"form": FORM, **about, "score": first.score, "lower": first.lower, "by": str(by), "units": first.names}
+                cases = [self._words(place, which, number) for place, (which, number) in enumerate(self.picked.items())]
+                found |= {"values": values, "classes": classes, "cases": cases, "pictures": sorted(pictures)}
+                write_atomic(folder / CASES, json.dumps(found, allow_nan=False).encode())
         with self._noting("diagnostics"):
             more()
         return self.problems
-
-    def _write_cases(self, folder: Path, by: Stage, about: Mapping[str, Any]) -> None:
-        first, pictures = self.scored[by], self._pictures()
-        for stale in (folder / FOLDER).glob(f"*{ENDING}"):  # of an evaluation before this one
-            stale.unlink()
-        for name, image in pictures.items():
-            file = io.BytesIO()
-            image.save(file, "JPEG", quality=QUALITY, subsampling=0)
-            write_atomic(folder / FOLDER / name, file.getvalue())
-        values = {str(stage): list(map(_number, scored.values)) for stage, scored in self.scored.items()}
-        classes = next((list(one.classes) for one in self.cases.values() if isinstance(one, Segmented)), [])
-        found = {"form": FORM, **about, "score": first.score, "lower": first.lower, "by": str(by), "units": first.names}
-        cases = [self._words(place, which, number) for place, (which, number) in enumerate(self.picked.items())]
-        found |= {"values": values, "classes": classes, "cases": cases, "pictures": sorted(pictures)}
-        write_atomic(folder / CASES, json.dumps(found, allow_nan=False).encode())
 
     def _words(self, place: int, which: str, number: int) -> dict[str, Any]:
         """Return a case with its reference and each model's answer in words and numbers; masks are drawn instead."""

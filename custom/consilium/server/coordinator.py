@@ -175,7 +175,13 @@ class Coordinator:
             self.accepted, self._results, self._trained, self.reasons = set(), {}, [], {}
             self.aggregate.reset(max(len(self.asked), 1))
         if (self.state.round, self.state.phase) == (0, 0):
-            self._announce()
+            # Report, before any training, the strategy's warnings, the privacy claim, and the effect of its noise.
+            for warning in (*self.job.warnings, *self.job.strategy.traits.warnings):
+                self.observer({"event": "warning", "text": warning})
+            if self.plan is not None:
+                shapes = upload_shapes(self.job.strategy, self._payload())
+                warnings = self.plan.warnings(sum(map(math.prod, shapes.values())), len(self.asked))
+                self.observer({"event": "privacy", "claim": self.plan.claim(), "warnings": warnings})
         place = {
             "round": self.state.round,
             "phase": self.state.phase,
@@ -206,15 +212,6 @@ class Coordinator:
         self.log.held_out(name, result)
         self.observer({"event": "held_out", "site": name, "round": result.round, "metrics": result.metrics})
         return None
-
-    def _announce(self) -> None:
-        """Report, before any training, the strategy's warnings, the privacy claim, and the effect of its noise."""
-        for warning in (*self.job.warnings, *self.job.strategy.traits.warnings):
-            self.observer({"event": "warning", "text": warning})
-        if self.plan is not None:
-            shapes = upload_shapes(self.job.strategy, self._payload())
-            warnings = self.plan.warnings(sum(map(math.prod, shapes.values())), len(self.asked))
-            self.observer({"event": "privacy", "claim": self.plan.claim(), "warnings": warnings})
 
     def _sample(self) -> list[str]:
         """Return this round's cohort: the same for all its phases, fixed by seed and round."""

@@ -144,7 +144,15 @@ class MaskedRounds:
         least = attempt.terms.least
         first = {name: attempt.prepare_question(self.collector.past(name)) for name in attempt.silent("prepare", present)}
         ask(Kind.MASKS, first, attempt.take_prepared, lambda: len(attempt.answers.of("prepare")) >= least)
-        summed = self._fixed(attempt)
+        # Fix the parties of the sum. Raises ConsiliumError where too few have prepared.
+        c = self.coordinator
+        try:
+            parties = attempt.close_prepared()
+        except ConsiliumError as few:
+            raise ConsiliumError(f"{few}; {self._next_step(attempt)}") from None
+        sent = c.job.strategy.payload(c.state, SiteInfo("", 1, joined=False))
+        order = layout(upload_shapes(c.job.strategy, sent))
+        summed = Sum(attempt, parties, order, attempt.mask_context(parties, order, sent))
         self._train(ask, summed, [name for name in summed.parties if name in present], payloads)
         if not (survivors := attempt.close_masked(summed.parties)):
             return None
@@ -174,17 +182,6 @@ class MaskedRounds:
             attempt.take_revealed(name, answer, summed.parties, summed.masks)
 
         ask(Kind.MASKS, {name: attempt.reveal_question() for name in silent}, take, lambda: attempt.has("reveal"))
-
-    def _fixed(self, attempt: Attempt) -> Sum:
-        """Fix the parties of the sum. Raises ConsiliumError where too few have prepared."""
-        c = self.coordinator
-        try:
-            parties = attempt.close_prepared()
-        except ConsiliumError as few:
-            raise ConsiliumError(f"{few}; {self._next_step(attempt)}") from None
-        sent = c.job.strategy.payload(c.state, SiteInfo("", 1, joined=False))
-        order = layout(upload_shapes(c.job.strategy, sent))
-        return Sum(attempt, parties, order, attempt.mask_context(parties, order, sent))
 
     def _train(self, ask: Ask, summed: Sum, names: list[str], payloads: Mapping[str, Payload]) -> None:
         attempt, c = summed.attempt, self.coordinator

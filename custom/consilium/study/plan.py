@@ -119,22 +119,21 @@ class Planner:
         errors, found = GridErrors([cell.labels for cell in cells]), list[Planned]()
         for cell in cells:
             with errors.of(cell.labels):
-                found.append(self._planned(cell))
+                config = cell.load()
+                unseeded = config.model_copy(update={"training": config.training.model_copy(update={"seed": 0})}).digest
+                if unseeded not in self._assembled:
+                    assemble_job(config, cell.base)  # raises ConfigError where parts do not fit together, whatever the seed
+                    self._assembled.add(unseeded)
+                data = self.given.data / cell.data if self.given.data and cell.data else self.given.data
+                planned = Planned(cell, Given(data, self.given.checkpoints), tuple(site_names(cell.sites, data)), "")
+                sites, undrawn = planned.sites(), config.data.model_copy(update={"most_training": None})
+                whole = self._digest(config.model_copy(update={"data": undrawn}), sites)
+                found.append(
+                    replace(planned, data=self._digest(config, sites), whole=whole, code=code_of(config), rerun=self.rerun)
+                )
         errors.raise_if_any()
         self.digests.save()
         return found
-
-    def _planned(self, cell: Cell) -> Planned:
-        config = cell.load()
-        unseeded = config.model_copy(update={"training": config.training.model_copy(update={"seed": 0})}).digest
-        if unseeded not in self._assembled:
-            assemble_job(config, cell.base)  # raises ConfigError where parts do not fit together, whatever the seed
-            self._assembled.add(unseeded)
-        data = self.given.data / cell.data if self.given.data and cell.data else self.given.data
-        planned = Planned(cell, Given(data, self.given.checkpoints), tuple(site_names(cell.sites, data)), "")
-        sites, undrawn = planned.sites(), config.data.model_copy(update={"most_training": None})
-        whole = self._digest(config.model_copy(update={"data": undrawn}), sites)
-        return replace(planned, data=self._digest(config, sites), whole=whole, code=code_of(config), rerun=self.rerun)
 
     def _digest(self, config: JobConfig, sites: Mapping[str, SiteConfig]) -> str:
         drawn = config.training.seed if config.data.most_training else ""  # which samples are read depends on it

@@ -86,15 +86,13 @@ Choice = dict[AxisName, Labels]
 def _row(raw: Any) -> Any:
     """Return a row as it is. Raises ValueError for a value that is neither text nor a finite number: true would count as 1."""
     for name, value in raw.items() if isinstance(raw, Mapping) else ():
-        if not isinstance(name, str) or not (isinstance(value, str) or _finite(value)):
+        if not isinstance(name, str) or not (
+            isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST)
+        ):
             raise ValueError(f"names with texts and finite numbers, as in {{dice: 0.5}}; {name!r} has {shown(value, 60)}")
         if name == "site" and not isinstance(value, str):
             raise ValueError(f"the name of a site as text; put {value} in quotes")
     return raw
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST
 
 
 Row = Annotated[dict[str, str | int | float], BeforeValidator(_row)]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from consilium.data.store import CachedSample, Store, salted
+from consilium.data.store import Store, salted
 
 
 class Embeddings:
@@ -30,10 +30,12 @@ class Embeddings:
     def _one(self, model: nn.Module, image: Tensor, device: torch.device) -> Tensor:
         name = self._name(image, device) if self._store else ""
         if self._store and (found := self._store.get(name)) is not None:
-            return _tensor(found).to(device, non_blocking=True)
+            ((dtype, array),) = found.items()
+            return torch.from_numpy(np.array(array)).view(getattr(torch, dtype)).to(device, non_blocking=True)
         made: Tensor = model.embed(image.to(device))  # type: ignore[operator]
         if self._store:
-            self._store.put(name, _raw(made))
+            flat = made.detach().cpu().contiguous()
+            self._store.put(name, {str(made.dtype).removeprefix("torch."): flat.view(torch.uint8).numpy()})
         return made
 
     def _name(self, image: Tensor, device: torch.device) -> str:
@@ -47,14 +49,3 @@ class Embeddings:
     def _salt(self) -> bytes:
         assert self._store is not None
         return self._store.salt
-
-
-def _raw(made: Tensor) -> CachedSample:
-    """Return a tensor as the store has them: its bytes, under the name of its type."""
-    flat = made.detach().cpu().contiguous()
-    return {str(made.dtype).removeprefix("torch."): flat.view(torch.uint8).numpy()}
-
-
-def _tensor(raw: CachedSample) -> Tensor:
-    ((dtype, array),) = raw.items()
-    return torch.from_numpy(np.array(array)).view(getattr(torch, dtype))

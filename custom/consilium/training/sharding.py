@@ -6,7 +6,7 @@ every rank, so that the guard sees whole tensors. In a step all ranks go through
 when it comes to a block then, it tells the others, and they hand over their parts.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -111,13 +111,10 @@ def shard(model: nn.Module, mesh: "DeviceMesh", device: torch.device) -> list["F
         raise ConsiliumError(f"site.yaml: base: 'sharded': {what}; use replicated", Reason.POLICY)
     ignored = cast(set[nn.Parameter], whole)
     found = [fully_shard(block, mesh=mesh, reshard_after_forward=True, ignored_params=ignored) for block in blocks]
-    _place([*whole, *model.buffers()], device)
-    return found
-
-
-def _place(tensors: Iterable[Tensor], device: torch.device) -> None:
+    tensors = [*whole, *model.buffers()]
     for tensor in tensors:
         tensor.data = tensor.data.to(device)
+    return found
 
 
 def hand_over(block: "FSDPModule") -> None:

@@ -67,7 +67,9 @@ def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tupl
     _write_json(folder / "configs/inference.json", inference(config))
     write_atomic(folder / "scripts/__init__.py", b'"""Code of this bundle."""\n', PUBLIC)
     write_atomic(folder / "scripts/pictures.py", CODE.read_bytes(), PUBLIC)
-    return _about(config), difference
+    return _ABOUT.format(
+        out=_OUT[config.task.name], prompts=_PROMPTS.get(getattr(config.task, "prompt", "none"), "")
+    ), difference
 
 
 def _answered(program: torch.export.ExportedProgram, inputs: Inputs) -> Tensor:
@@ -219,7 +221,3 @@ The network takes a point for every class. `--points FILE` gives them: a CSV of 
 the left and the top, or a JSON list of the same. A class without one is looked for everywhere.
 """,
 }
-
-
-def _about(config: JobConfig) -> str:
-    return _ABOUT.format(out=_OUT[config.task.name], prompts=_PROMPTS.get(getattr(config.task, "prompt", "none"), ""))

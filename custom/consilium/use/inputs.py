@@ -62,7 +62,15 @@ def _walk(folder: Path, ends: tuple[str, ...], seen: set[Path], beside: list[Pat
     """
     entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     files = [path for path in entries if path.is_file()]
-    dicom = [path for path in files if path.name.upper() != TABLE and _is_dicom(path)] if ends is not TEXTS else []
+    dicom = (
+        [
+            path
+            for path in files
+            if path.name.upper() != TABLE and (volumes.is_volume(path) and not path.name.lower().endswith(PICTURES))
+        ]
+        if ends is not TEXTS
+        else []
+    )
     yield from _images(folder, dicom, beside)
     lost = [path for path in entries if path.is_symlink() and not path.exists()]
     yield from (path for path in [*files, *lost] if path.name.lower().endswith(ends))
@@ -70,10 +78,6 @@ def _walk(folder: Path, ends: tuple[str, ...], seen: set[Path], beside: list[Pat
         if (resolved := path.resolve()) not in seen:
             seen.add(resolved)
             yield from _walk(path, ends, seen, beside)
-
-
-def _is_dicom(path: Path) -> bool:
-    return volumes.is_volume(path) and not path.name.lower().endswith(PICTURES)
 
 
 def _images(folder: Path, files: list[Path], beside: list[Path]) -> list[Path]:
@@ -146,14 +150,10 @@ def _prompt(where: str, row: Any, columns: tuple[str, ...], classes: list[str]) 
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise DataError(f"{where}: has a value that is no number; write pixels from the left and the top") from None
-    _check_pixels(where, found)
-    return (str(row["image"]), number, str(row["class"])), found
-
-
-def _check_pixels(where: str, found: tuple[float, ...]) -> None:
-    """Raise DataError for what is no point and no box."""
+    # Raise DataError for what is no point and no box.
     remedy = "write pixels from the left and the top"
     if len(found) == 2 and not all(math.isfinite(one) and one >= 0 for one in found):
         raise DataError(f"{where}: x and y are not 0 or more; {remedy}")
     if len(found) == 4 and not (all(map(math.isfinite, found)) and found[0] < found[2] and found[1] < found[3]):
         raise DataError(f"{where}: its sides are not left < right and top < bottom; {remedy}")
+    return (str(row["image"]), number, str(row["class"])), found

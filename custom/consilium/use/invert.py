@@ -17,7 +17,7 @@ learning?", NeurIPS 2020. Its augmentation, restarts and search for labels are l
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -198,28 +198,20 @@ def invert(
     for _ in range(steps):
         watch()
         own = gradient(model, task, {**like, "image": looked * PIXELS}, list(target), graph=True)
-        away = _distance(own, target)
+        product = torch.stack([(own[n] * target[n]).sum() for n in target]).sum()
+        lengths = [torch.stack([one[n].square().sum() for n in target]).sum().sqrt() for one in (own, target)]
+        away = 1 - product / (lengths[0] * lengths[1]).clamp_min(1e-30)
         if (now := float(away.detach())) < least:
             best, least = looked.detach().clone(), now
-        (looked.grad,) = torch.autograd.grad(away + SMOOTH * _variation(looked), [looked])
+        (looked.grad,) = torch.autograd.grad(
+            away + SMOOTH * (looked.diff(dim=2).abs().mean() + looked.diff(dim=3).abs().mean()), [looked]
+        )
         looked.grad.sign_()
         adam.step()
         schedule.step()
         with torch.no_grad():
             looked.clamp_(0, 1)
     return best * PIXELS, least
-
-
-def _distance(own: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> Tensor:
-    """Return 1 - cos of the angle between two gradients, all tensors as one vector."""
-    product = torch.stack([(own[n] * target[n]).sum() for n in target]).sum()
-    lengths = [torch.stack([one[n].square().sum() for n in target]).sum().sqrt() for one in (own, target)]
-    return 1 - product / (lengths[0] * lengths[1]).clamp_min(1e-30)
-
-
-def _variation(pictures: Tensor) -> Tensor:
-    """Return the mean difference between neighbours, of pictures in 0..1."""
-    return pictures.diff(dim=2).abs().mean() + pictures.diff(dim=3).abs().mean()
 
 
 def draw(path: Path, found: Inversion) -> None:

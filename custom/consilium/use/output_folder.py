@@ -113,19 +113,7 @@ def _swap(made: Path, folder: Path, force: bool) -> None:
     except BaseException:
         aside.rename(folder)
         raise
-    _remove(aside)
-
-
-def _take_name(made: Path, folder: Path) -> None:
-    try:
-        made.rename(folder)  # which fails where a folder with something in it has come
-    except OSError as error:
-        what = f"something came there meanwhile ({error.strerror})"
-        raise ConfigError(f"--output {shown(folder)}: {what}; choose another folder") from None
-
-
-def _remove(aside: Path) -> None:
-    """Remove an earlier export's files and the folders that they leave empty. Raises ConfigError where more is there."""
+    # Remove an earlier export's files and the folders that they leave empty. Raises ConfigError where more is there.
     try:
         _check_record(aside)
         folders = sorted((path for path in aside.rglob("*") if path.is_dir()), reverse=True)
@@ -136,3 +124,11 @@ def _remove(aside: Path) -> None:
     except (OSError, ConfigError):
         what = f"the earlier export was changed meanwhile and now lies in {shown(aside)}"
         raise ConfigError(f"--output {shown(aside.parent)}: {what}; look at it and remove it") from None
+
+
+def _take_name(made: Path, folder: Path) -> None:
+    try:
+        made.rename(folder)  # which fails where a folder with something in it has come
+    except OSError as error:
+        what = f"something came there meanwhile ({error.strerror})"
+        raise ConfigError(f"--output {shown(folder)}: {what}; choose another folder") from None

@@ -252,28 +252,24 @@ class _Volume:
 def _drawn(path: Path, part: Prediction, one: Input) -> None:
     """Draw an overlay. Raises DataError, whatever went wrong: the mask is there, and the other inputs go on."""
     try:
-        _overlay(path, part)
+        # Draw what the model says on the picture, of a volume on the plane of which it says most.
+        rows, columns = part.image.shape[:2]
+        side = max(rows, columns)
+        image = np.zeros((side, side, 3), np.uint8)
+        image[:rows, :columns] = part.image
+        masks = torch.zeros(len(part.answer), side, side, dtype=torch.bool)
+        masks[:, :rows, :columns] = part.answer > 0
+        shown = min(max(side, 256), SIDE)
+        drawn = overlay(torch.from_numpy(image.transpose(2, 0, 1).copy()), masks, shown)
+        file = io.BytesIO()
+        scale = shown / side
+        drawn.crop((0, 0, max(1, round(columns * scale)), max(1, round(rows * scale)))).save(file, "PNG")
+        write_atomic(path, file.getvalue())
     except OSError:
         raise
     except Exception as error:
         what = f"its mask is written, its overlay cannot be drawn ({type(error).__name__})"
         raise DataError(f"{one.path}: {what}; look at the picture") from None
-
-
-def _overlay(path: Path, part: Prediction) -> None:
-    """Draw what the model says on the picture, of a volume on the plane of which it says most."""
-    rows, columns = part.image.shape[:2]
-    side = max(rows, columns)
-    image = np.zeros((side, side, 3), np.uint8)
-    image[:rows, :columns] = part.image
-    masks = torch.zeros(len(part.answer), side, side, dtype=torch.bool)
-    masks[:, :rows, :columns] = part.answer > 0
-    shown = min(max(side, 256), SIDE)
-    drawn = overlay(torch.from_numpy(image.transpose(2, 0, 1).copy()), masks, shown)
-    file = io.BytesIO()
-    scale = shown / side
-    drawn.crop((0, 0, max(1, round(columns * scale)), max(1, round(rows * scale)))).save(file, "PNG")
-    write_atomic(path, file.getvalue())
 
 
 # classification and language ------------------------------------------------------------------------------------------

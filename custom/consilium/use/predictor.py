@@ -60,7 +60,10 @@ class Predictor:
         nothing: dict[str, tuple[Item, ...]] = {"training": (), "validation": ()}
         found = expand(DataList(one.path, nothing | {"test": (Item(one.path, None),)}), self.task)
         parts = list(found.splits["test"])
-        self._check_prompted(one)
+        # Raise DataError for an input that no prompt names: a mask without anything would look like an answer.
+        if self.prompts is not None and not any(name == one.name for name, _, _ in self.prompts):
+            many = PROMPTS[self.task.prompt].many
+            raise DataError(f"{one.path}: the {many} name no image {shown(one.name, 200)!r}; add one, or leave the picture out")
         self._check_met(one, parts)
         return parts
 
@@ -68,7 +71,11 @@ class Predictor:
         """Yield the parts of an input with their pixels. Raises DataError."""
         for item in items:
             image = read_image(item, self.task)
-            self._check_part(one, image)
+            # Raise DataError for a picture of which training would have seen a part only: the model knows another scale.
+            crop, (rows, columns) = getattr(self.task, "crop", None), image.shape[:2]
+            if crop is not None and max(rows, columns) > crop:
+                what = f"has {columns}x{rows} pixels, and the model was trained on parts of {crop} pixels (task.crop)"
+                raise DataError(f"{one.path}: {what}; cut it into such parts first")
             yield ModelInput(item, image, self._given(one, item, image.shape))
 
     @torch.no_grad()
@@ -106,12 +113,6 @@ class Predictor:
             _check_finite(one, part)
             yield replace(part, answer=part.answer.softmax(0))
 
-    def _check_prompted(self, one: Input) -> None:
-        """Raise DataError for an input that no prompt names: a mask without anything would look like an answer."""
-        if self.prompts is not None and not any(name == one.name for name, _, _ in self.prompts):
-            many = PROMPTS[self.task.prompt].many
-            raise DataError(f"{one.path}: the {many} name no image {shown(one.name, 200)!r}; add one, or leave the picture out")
-
     def _check_met(self, one: Input, parts: Sequence[Item]) -> None:
         """Raise DataError for a prompt of a plane that is not there, or beyond all tiles: it would be silently left out."""
         for name, plane, label in self.prompts or {}:
@@ -120,13 +121,6 @@ class Predictor:
                 where = "lies outside of it" if plane is None else f"is on slice {plane}, which it has not"
                 remedy = "count slices from 0, leave slice out for a single picture, and pixels from the left and the top"
                 raise DataError(f"{one.path}: the {self.task.prompt} of {label!r} {where}; {remedy}")
-
-    def _check_part(self, one: Input, image: np.ndarray) -> None:
-        """Raise DataError for a picture of which training would have seen a part only: the model knows another scale."""
-        crop, (rows, columns) = getattr(self.task, "crop", None), image.shape[:2]
-        if crop is not None and max(rows, columns) > crop:
-            what = f"has {columns}x{rows} pixels, and the model was trained on parts of {crop} pixels (task.crop)"
-            raise DataError(f"{one.path}: {what}; cut it into such parts first")
 
     def _given(self, one: Input, item: Item, shape: tuple[int, ...]) -> Tensor | None:
         """Return prompts (C, 4 or 2) in the model's pixels, NaN where a class has none; None for a task without."""
@@ -138,7 +132,11 @@ class Predictor:
         ratio = torch.tensor([columns / shape[1], rows / shape[0]]).repeat(numbers // 2)
         for index, name in enumerate(self.task.classes):
             if (prompt := self._prompt(one, item, name)) is not None:
-                _check_inside(one, prompt, shape)
+                # Raise DataError for a point, or a box, that lies beyond a picture of this shape: a model takes any number.
+                if prompt[0] >= shape[1] or prompt[1] >= shape[0] or min(prompt[-2:]) < 0:
+                    told = ", ".join(f"{number:g}" for number in prompt)
+                    what = f"{told} lies outside its {shape[1]}x{shape[0]} pixels"
+                    raise DataError(f"{one.path}: {what}; write pixels from the left and the top")
                 found[index] = torch.tensor(prompt) * ratio
         return found
 
@@ -159,14 +157,6 @@ class Predictor:
 def _check_finite(one: Input, part: Prediction) -> None:
     if not torch.isfinite(part.answer).all():
         raise DataError(f"{one.path}: the model answers with NaN or Inf; look at the picture's values")
-
-
-def _check_inside(one: Input, prompt: tuple[float, ...], shape: tuple[int, ...]) -> None:
-    """Raise DataError for a point, or a box, that lies beyond a picture of this shape: a model takes any number."""
-    if prompt[0] >= shape[1] or prompt[1] >= shape[0] or min(prompt[-2:]) < 0:
-        told = ", ".join(f"{number:g}" for number in prompt)
-        what = f"{told} lies outside its {shape[1]}x{shape[0]} pixels"
-        raise DataError(f"{one.path}: {what}; write pixels from the left and the top")
 
 
 def _within(prompt: tuple[float, ...], tile: tuple[int, int, int, int]) -> tuple[float, ...] | None:

@@ -62,7 +62,14 @@ def pack(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> tuple[Tensor
 
 def unpack(sent: Mapping[str, Tensor], said: bytes) -> tuple[Tensors, dict[str, Any]]:
     """Return the arguments of `pack`. Raises ValueError, TypeError or KeyError for values that `pack` has not made."""
-    names, rest = json.loads(_unzipped(said))
+    opened = zlib.decompressobj()
+    try:
+        text = opened.decompress(said, MAX_TEXT)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if not opened.eof or opened.unused_data:
+        raise ValueError("too long, or cut")
+    names, rest = json.loads(text)
     if not isinstance(names, list) or len(names) > MAX_TENSORS:
         raise ValueError("no names, or too many")
     buffer, tensors, place = sent.get(BUFFER, torch.empty(0, dtype=torch.uint8)), Tensors(), 0
@@ -89,18 +96,6 @@ def _tensor(rest: Tensor, dtype: str, shape: list[int]) -> Tensor:
     if not size <= min(len(rest), SMALL):
         raise ValueError("a tensor beyond the buffer")
     return rest[:size].clone().view(DTYPES[dtype]).reshape(shape)
-
-
-def _unzipped(said: bytes) -> bytes:
-    """Return the text; it takes at most MAX_TEXT bytes of memory. Raises ValueError."""
-    opened = zlib.decompressobj()
-    try:
-        text = opened.decompress(said, MAX_TEXT)
-    except zlib.error as error:
-        raise ValueError(str(error)) from None
-    if not opened.eof or opened.unused_data:
-        raise ValueError("too long, or cut")
-    return text
 
 
 # wire ------------------------------------------------------------------------------------------------------------------

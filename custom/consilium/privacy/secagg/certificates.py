@@ -54,7 +54,10 @@ def check_certificate(root: x509.Certificate, server: str, name: str, pem: str) 
         found = x509.load_pem_x509_certificate(pem.encode())
         found.verify_directly_issued_by(root)
         key, authority = found.public_key(), _is_authority(found)
-        names, roles = (_values(found, oid) for oid in (NameOID.COMMON_NAME, NameOID.UNSTRUCTURED_NAME))
+        names, roles = (
+            [attribute.value for attribute in found.subject.get_attributes_for_oid(oid)]
+            for oid in (NameOID.COMMON_NAME, NameOID.UNSTRUCTURED_NAME)
+        )
     except (ValueError, TypeError, InvalidSignature, x509.UnsupportedGeneralNameType):
         raise _refused(name, "is not signed by the root of this kit, or is no certificate") from None
     now = datetime.datetime.now(datetime.UTC)
@@ -76,10 +79,6 @@ def _is_authority(found: x509.Certificate) -> bool:
         return found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
     except x509.ExtensionNotFound:
         return False
-
-
-def _values(found: x509.Certificate, oid: x509.ObjectIdentifier) -> list[str | bytes]:
-    return [attribute.value for attribute in found.subject.get_attributes_for_oid(oid)]
 
 
 def _numbers(root: x509.Certificate) -> rsa.RSAPublicNumbers | None:

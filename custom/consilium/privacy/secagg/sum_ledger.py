@@ -101,14 +101,10 @@ def smallest_shown(summed: Sites, known: Collection[Sites], least: int) -> Sites
     return frozenset(name for name in frozenset[str]().union(*sets) if tuple(name in one for one in sets) in shown)
 
 
-def _first(row: Row) -> int:
-    return next(place for place, number in enumerate(row) if number)
-
-
 def _reduced(row: Row, basis: list[Row]) -> Row:
     """Return a row less what of it the rows of a basis make; all 0 where they make it whole."""
     for one in basis:
-        row = _without(row, one, _first(one))
+        row = _without(row, one, next(place for place, number in enumerate(one) if number))
     return row
 
 
