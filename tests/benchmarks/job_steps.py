@@ -33,7 +33,7 @@ from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig, read_site_folder
 from consilium.core.errors import ConfigError
 from consilium.estimates.flops import step_flops, work_of
-from consilium.estimates.memory_tracker import Live
+from consilium.estimates.memory import Live
 from consilium.federation.job import Job, assemble_job, build_model, build_task
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import autocast, peak_memory, pick_device

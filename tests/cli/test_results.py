@@ -8,7 +8,7 @@ import typer
 import yaml
 
 from consilium.cli.options import Format
-from consilium.cli.results import print_results
+from consilium.cli.simulate_prepare import print_results
 from tests.conftest import small_config
 
 WHY = "task.max_new_tokens: 508: of the model's 512 positions 4 are left for a prompt; use 504 or less"

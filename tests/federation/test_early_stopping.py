@@ -16,7 +16,7 @@ from rich.console import Console
 
 from consilium import __version__
 from consilium.cli.options import Format
-from consilium.cli.results import print_results
+from consilium.cli.simulate_prepare import print_results
 from consilium.cli.watch import place
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
@@ -26,12 +26,11 @@ from consilium.core.storage import load_state
 from consilium.federation.job import Job
 from consilium.privacy.guard.masking import FILE, FOLDER, Masking
 from consilium.privacy.guard.task_schedule import AuthorizedTask, check_place
-from consilium.report.compare.comparability import grouped
+from consilium.report.compare.scores import grouped
 from consilium.report.compare.tables import cost_table
-from consilium.report.live_view import LiveView
+from consilium.report.live_view import LiveView, progress, when
 from consilium.report.page.run_page import run_page
 from consilium.report.plain_files import read_lines
-from consilium.report.progress import progress, when
 from consilium.report.run_record import read_finished, read_run
 from consilium.runtime.engine import simulate
 from consilium.server.coordinator import Coordinator

@@ -18,8 +18,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.estimates import memory
-from consilium.estimates.memory import StepMemory, memory_of, remedies
-from consilium.estimates.quantized_sizes import pack
+from consilium.estimates.memory import StepMemory, memory_of, pack, remedies
 from consilium.federation.job import assemble_job, build_model, kinds_of
 from consilium.models.low_precision import frozen_linear
 from consilium.report.private_logging import OF_DATA

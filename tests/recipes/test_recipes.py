@@ -26,7 +26,7 @@ from consilium.core.storage import load_state
 from consilium.estimates.communication import compare
 from consilium.federation.job import assemble_job, build_model
 from consilium.models.clip.network import ClipClassifier
-from consilium.report.progress import progress
+from consilium.report.live_view import progress
 from consilium.runtime.engine import simulate
 from consilium.server.checks import check_update
 from consilium.strategies.strategy import ServerState

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from consilium.report.progress import progress, when
+from consilium.report.live_view import progress, when
 
 
 def folder(tmp_path: Path, *lines: dict[str, Any]) -> Path:

@@ -18,7 +18,7 @@ from consilium.config.code_digest import code_of
 from consilium.config.site import Given
 from consilium.core.errors import ConfigError
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.report.study_cells import KEPT, earlier_cells, keep_cells, study_cells
+from consilium.report.run_record import KEPT, earlier_cells, keep_cells, study_cells
 from consilium.study.estimate import bytes_of
 from consilium.study.plan import Planned, Planner
 from consilium.study.run_cell import CellRecord, finished, record_of, run_cell, set_aside

@@ -30,7 +30,7 @@ from consilium.adapters.names import (
 )
 from consilium.adapters.registry import AdapterConfig, AdapterKind, Decoder, Shapes
 from consilium.core.errors import ConfigError
-from consilium.core.lazy import lazy
+from consilium.core.registry import lazy
 from consilium.core.schema import Dropout, Positive, Rank
 from consilium.models.registry import ModelKind, TargetSet, pattern_of
 

@@ -18,13 +18,12 @@ from consilium.core.sanitize import line, shown
 from consilium.core.storage import PUBLIC, named, private_folder, write_atomic
 from consilium.report.best_worst_cases import CASES
 from consilium.report.compare import Test
-from consilium.report.compare.comparability import Group, MissingRun, grouped, mixed, renamed
 from consilium.report.compare.figures import draw
+from consilium.report.compare.scores import Group, MissingRun, grouped, mixed, renamed
 from consilium.report.compare.tables import Published, as_csv, as_json, comparison_tables, method_of, read_published
 from consilium.report.page.run_page import run_page, site_folder, site_page, study_page
 from consilium.report.plain_files import subfolders
-from consilium.report.run_record import RunRecord, read_finished, read_run
-from consilium.report.study_cells import CELLS, check_names, study_cells
+from consilium.report.run_record import CELLS, RunRecord, check_names, read_finished, read_run, study_cells
 from consilium.report.tables import Table, latex, markdown, terminal
 from consilium.study.run_cell import record_of
 from consilium.study.study import Study, load

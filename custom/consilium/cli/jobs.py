@@ -19,8 +19,7 @@ from consilium.core.messages import TRAIN_LOSS, Stage
 from consilium.core.sanitize import line, shown
 from consilium.flare.admin.session import Admin, connect, experiment_of
 from consilium.flare.kit.certificates import warnings
-from consilium.report.live_view import reported, score_of
-from consilium.report.progress import last_round, when
+from consilium.report.live_view import last_round, reported, score_of, when
 from consilium.report.tables import fit, number
 from consilium.tasks.registry import Scores
 

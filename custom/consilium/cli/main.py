@@ -18,7 +18,7 @@ from consilium import __version__
 from consilium.cli.options import LONGEST_LINE
 from consilium.cli.resume_hint import FULL, again, no_room
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, DataError
-from consilium.core.lazy import resolve
+from consilium.core.registry import resolve
 from consilium.core.sanitize import line
 
 # lazy ------------------------------------------------------------------------------------------------------------------

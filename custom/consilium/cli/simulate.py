@@ -14,7 +14,7 @@ from consilium.cli.options import CheckpointsOption, Format, FormatOption, JobAr
 from consilium.cli.resume_hint import print_resume_hint, stoppable
 from consilium.config.site import Given, TrackingConfig, find_site
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.core.lazy import call
+from consilium.core.registry import call
 from consilium.core.sanitize import line, shown
 from consilium.core.schema import validate
 from consilium.data.site_names import folder_of, renamed_notes
@@ -94,7 +94,7 @@ def simulate(
     with stoppable(), print_resume_hint(workspace or Path("runs"), engine is Engine.INPROCESS):
         _tell_unused_state(request)
         folder, losses = _over_flare(request) if engine is Engine.FLARE else _in_process(request)
-    call("consilium.cli.results:finish", folder, losses, names, format)
+    call("consilium.cli.simulate_prepare:finish", folder, losses, names, format)
 
 
 def _again(folder: Path, names: list[str], given: Given, chosen: bool) -> list[str]:

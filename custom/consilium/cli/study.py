@@ -30,9 +30,8 @@ from consilium.config.code_digest import code_of
 from consilium.config.site import Given
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import line, number_of
-from consilium.report.study_cells import earlier_cells, keep_cells
-from consilium.study.estimate import bytes_of, count_flops
-from consilium.study.flops_cache import cached_flops, known_flops
+from consilium.report.run_record import earlier_cells, keep_cells
+from consilium.study.estimate import bytes_of, cached_flops, count_flops, known_flops
 from consilium.study.plan import Planner
 from consilium.study.run_cell import CellRecord, log_of, record_of
 from consilium.study.runner import run_study

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from consilium.core.sanitize import line
 from consilium.flare.admin.session import Admin
-from consilium.report.progress import ending
+from consilium.report.live_view import ending
 
 LOST = "LOST"
 """The status in flare/admin/session.py. A job also has it for moments between its end and its final status."""

@@ -18,7 +18,7 @@ from consilium.adapters.names import factor, is_head
 from consilium.config.job import JobConfig
 from consilium.config.site import CapacityConfig
 from consilium.core.errors import ConfigError
-from consilium.estimates.memory_tracker import Live
+from consilium.estimates.memory import Live
 from consilium.strategies.heterogeneous_ranks.layers import shapes
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS

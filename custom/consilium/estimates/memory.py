@@ -4,27 +4,114 @@ The step runs on fake tensors: every operation is done but its numbers, so what 
 PyTorch's fused one, as on a GPU; what the kernels of a GPU take for themselves, and the 0.5 GiB or so of CUDA, are not in it.
 """
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
-from consilium.estimates.memory_tracker import Live
-from consilium.estimates.quantized_sizes import pack
 from consilium.federation.job import Job, assemble_job, laid_out
-from consilium.models.dtypes import QUANTIZED
+from consilium.models.dtypes import BLOCK, QUANTIZED, computing
 from consilium.models.layout import numberless
-from consilium.models.low_precision import store
+from consilium.models.low_precision import replace, store
 from consilium.tasks.registry import TASKS
 from consilium.training.sharding import spared
+
+# memory tracker --------------------------------------------------------------------------------------------------------
+# The bytes of tensors that are alive while a model computes, fake ones or real.
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of the storages that are alive, those of `known` left out, and the most there were."""
+
+    def __init__(self, known: Set[int]) -> None:
+        super().__init__()
+        self._known, self._sizes = known, dict[int, int]()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in tree_leaves(made):
+            if isinstance(one, Tensor):
+                self.add(one)
+        return made
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor's storage from now until it is freed."""
+        storage = tensor.untyped_storage()
+        if (key := storage._cdata) not in self._known and key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.now += self._sizes[key]
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.now -= self._sizes.pop(key, 0)
+
+
+# quantized sizes -------------------------------------------------------------------------------------------------------
+# Layers as large as quantized ones, for counting memory where neither weights nor bitsandbytes are.
+#
+# NF4 takes half a byte a number and four for every 64, int8 one and four a row. Both make the whole weight of one layer anew,
+# in the type that is computed in, forward and back; nothing of it is kept.
+
+
+class _Unpacked(torch.autograd.Function):
+    """x W' + b with a W that is made where it is needed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
+        """Return (..., out) of x (..., in)."""
+        ctx.shape = shape
+        return F.linear(x, x.new_empty(shape), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradient of x."""
+        return gradients[0] @ gradients[0].new_empty(ctx.shape), None, None
+
+
+class Packed(nn.Linear):
+    """A linear layer of which `weight` are the bytes."""
+
+    W_q = None
+    """By which PEFT's DoRA knows that it must ask for the whole weight."""
+
+    def dequantize(self) -> Tensor:
+        """Return a whole weight (out, in), float32."""
+        return self.weight.new_empty((self.out_features, self.in_features), dtype=torch.float32)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (..., out) of input (..., in). Raises ConfigError, see computing."""
+        x = input.to(computing(input))
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return _Unpacked.apply(x, (self.out_features, self.in_features), bias)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def pack(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> None:
+    """Put such layers, of "nf4" or "int8", in the place of those that `store` would quantize."""
+    replace(model, trained, dtype, _pack)
+
+
+def _pack(layer: nn.Linear, dtype: str) -> None:
+    numbers = layer.in_features * layer.out_features
+    size = -(-numbers // 2) + 4 * -(-numbers // BLOCK) if dtype == "nf4" else numbers + 4 * layer.out_features
+    layer.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8, device=layer.weight.device), requires_grad=False)
+    layer.__class__ = Packed
+
+
+# memory ----------------------------------------------------------------------------------------------------------------
 
 MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0}
 """Numbers that an optimizer keeps for each that trains; sgd keeps one with momentum."""

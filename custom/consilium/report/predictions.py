@@ -40,7 +40,7 @@ PALETTE = (
 FILL = 0.25
 """How much of a mask's inside is its colour; its outline is nothing else."""
 FINE, OUTLINE = 2, 3
-"""Masks are drawn this many times finer; their outline is so many pixels wide, in the fine grid 2 EDGE."""
+"""Masks are drawn this many times finer; their outline is so many pixels wide, in the fine grid 2 OUTLINE."""
 
 
 def colours(count: int) -> list[Colour]:

@@ -14,7 +14,7 @@ from consilium.core.storage import checkpoint_hash
 from consilium.federation.job import build_model, checkpoint_of
 from consilium.federation.model_card import BEST, Card
 from consilium.federation.saved_model import ADAPTERS, TENSORS, SavedModel, load_values, read_kept, run_as_kept
-from consilium.report.study_cells import CELLS, check_names, study_cells
+from consilium.report.run_record import CELLS, check_names, study_cells
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from consilium.core.messages import Payload
 from consilium.core.sanitize import cell, line, shown, tag
 from consilium.data.check_report import Findings
 from consilium.privacy.ledger import audit
-from consilium.report import progress
+from consilium.report import live_view
 from consilium.report.live_view import LiveView
 from consilium.report.results_table import results_table
 from consilium.report.run_log import RunLog
@@ -159,7 +159,7 @@ def test_tensorboard_and_the_record(tmp_path: Path) -> None:
     seen = EventAccumulator(str(tmp_path / "tb_events" / "site-1")).Reload().Tags()["scalars"]
     assert "validation/global/dice" in seen
     assert not any(FORBIDDEN.search(name) or ".." in name or "<" in name for name in seen)
-    assert progress.progress(tmp_path)["refused"][0]["site"] == HOSTILE  # programs get it as it came
+    assert live_view.progress(tmp_path)["refused"][0]["site"] == HOSTILE  # programs get it as it came
 
 
 def test_json_for_programs_stays_json_in_a_terminal(tmp_path: Path) -> None:

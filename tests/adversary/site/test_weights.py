@@ -13,7 +13,7 @@ from consilium.core.messages import Hello, Payload
 from consilium.federation.job import Job
 from consilium.flare.job import wire
 from consilium.flare.job.aggregator import StrategyAggregator
-from consilium.report.progress import progress
+from consilium.report.live_view import progress
 from consilium.server.coordinator import Coordinator
 from consilium.strategies.strategy import Role
 from tests.conftest import assembled, small_config

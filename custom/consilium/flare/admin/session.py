@@ -22,7 +22,7 @@ from consilium.core.schema import read_yaml
 from consilium.federation.run_folders import default_name
 from consilium.flare.kit.certificates import check_time, why_no_connection
 from consilium.flare.kit.heartbeat_client import KEY
-from consilium.report.progress import progress
+from consilium.report.live_view import progress
 
 ENDED = "FINISHED"
 WAITING = "SUBMITTED"

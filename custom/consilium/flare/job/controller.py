@@ -22,7 +22,7 @@ from consilium.flare.job.registration import Registration
 from consilium.flare.job.tasks import TaskSender
 from consilium.flare.job.transport import Aborted, FlareTransport
 from consilium.flare.patches import share_timers
-from consilium.report.progress import progress
+from consilium.report.live_view import progress
 from consilium.runtime.run_sequence import RunSequence
 from consilium.server.coordinator import Coordinator
 from consilium.server.cross_site import CrossSites, former_state

@@ -22,8 +22,7 @@ from rich.cells import cell_len
 from consilium.core.messages import Stage
 from consilium.core.sanitize import shown
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
-from consilium.report.compare.comparability import Group
-from consilium.report.compare.scores import GroupScores, mean, scores_of
+from consilium.report.compare.scores import Group, GroupScores, mean, scores_of
 from consilium.report.compare.tables import MARK
 from consilium.report.figures import NUMBERED, draw_matrix
 from consilium.report.plain_files import subfolders
@@ -173,7 +172,7 @@ def draw(folder: Path, groups: Sequence[Group], stage: Stage, metric: str | None
 
 
 def curves(scores: GroupScores) -> Drawn:
-    """Return validation scores by round: means over sites and seeds, single seeds thin; methods in panels of PANEL."""
+    """Return validation scores by round: means over sites and seeds, single seeds thin; methods in panels of CURVES."""
     found = {method: _curve(scores, method) for method in scores.group.methods}
     drawn = [method for method in scores.group.methods if len(found[method]) > 1]
     if not drawn:

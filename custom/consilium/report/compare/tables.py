@@ -12,20 +12,21 @@ from typing import Any
 from consilium.core.messages import Stage
 from consilium.core.sanitize import harmless
 from consilium.report.compare import DIAGNOSED, HELD_OUT, Test
-from consilium.report.compare.comparability import Group, frozen_model
 from consilium.report.compare.scores import (
     FEWEST,
     FEWEST_SEEDS,
+    Group,
     GroupScores,
     Interval,
     comparisons,
+    frozen_model,
     interval,
     mean,
     patients_interval,
     ranks,
     scores_of,
 )
-from consilium.report.progress import ending
+from consilium.report.live_view import ending
 from consilium.report.run_record import RunRecord, known
 from consilium.report.tables import Column, Table, difference, few, number
 from consilium.strategies.strategy import Role
@@ -56,7 +57,7 @@ def diagnostics_table(scores: GroupScores) -> list[Table]:
     columns += [Column("mean"), Column("rho"), Column("n")]
     notes = [
         "means over seeds; rho: Spearman's, over rounds and seeds, of a round's value and the mean validation score after it; "
-        f"n: pairs, under {FEWEST} none is given. Rounds of a run are alike and both drift in time: no test"
+        f"n: pairs, under {FEWEST_ROUNDS} none is given. Rounds of a run are alike and both drift in time: no test"
     ]
     title = scores.group.titled("Measured by the runs themselves")
     return [Table(title, columns, rows, notes + correlations_over_runs(scores))] if rows else []
@@ -81,7 +82,7 @@ def correlations_over_runs(scores: GroupScores) -> list[str]:
 
 
 def _correlated(pairs: Pairs) -> list[str]:
-    """Return Spearman's rho and n; "-" for fewer than FEWEST pairs, or where one side does not vary."""
+    """Return Spearman's rho and n; "-" for fewer than FEWEST_ROUNDS pairs, or where one side does not vary."""
     if len(pairs) < FEWEST_ROUNDS or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
         return ["-", str(len(pairs))]
     from scipy.stats import spearmanr

@@ -17,10 +17,10 @@ from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit import FILE, read
 from consilium.privacy.ledger.ledger import Ledger, summary
 from consilium.report.best_worst_cases import CASES
-from consilium.report.compare.comparability import Group
 from consilium.report.compare.figures import COLOURS, PLOTS
-from consilium.report.compare.scores import mean, scores_of
+from consilium.report.compare.scores import Group, mean, scores_of
 from consilium.report.compare.tables import MEANT
+from consilium.report.live_view import ending, when
 from consilium.report.page.cases import curves as draw_curves
 from consilium.report.page.cases import models as draw_models
 from consilium.report.page.cases import read_cases, site_section
@@ -36,11 +36,9 @@ from consilium.report.plain_files import (
     round_times,
     subfolders,
 )
-from consilium.report.progress import ending, when
 from consilium.report.results_table import VALUES, confusion_tables, mean_of, read_matrix, results_table
 from consilium.report.run_log import versions
-from consilium.report.run_record import Results, RunRecord, is_simulation, read_run, split_of
-from consilium.report.study_cells import values_of_cell
+from consilium.report.run_record import Results, RunRecord, is_simulation, read_run, split_of, values_of_cell
 from consilium.report.tables import Table, columns, few, number
 from consilium.strategies.strategy import Role
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from consilium.core.lazy import lazy
+from consilium.core.registry import lazy
 from consilium.core.schema import MOST_CLASSES, ClassName, Section, each_once
 from consilium.data.settings import PictureSettings
 from consilium.tasks import pictures
