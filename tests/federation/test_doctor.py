@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from consilium.client import machine_check
+from consilium.client.finding import Finding
 from consilium.client.machine_check import (
-    Finding,
     examine_checkpoints,
     examine_data,
     examine_datasets,

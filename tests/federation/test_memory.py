@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from consilium.adapters import layers
 from consilium.client import machine_check
-from consilium.client.machine_check import Finding
+from consilium.client.finding import Finding
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError

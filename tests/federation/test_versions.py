@@ -10,7 +10,7 @@ from consilium.client import machine_check
 from consilium.core.errors import RefusedError
 from consilium.core.messages import LIBRARIES, PROTOCOL, Hello
 from consilium.federation import trainable_checks
-from consilium.federation.trainable_checks import RULES, Verdict, check_versions, judge, warnings
+from consilium.federation.compatibility import RULES, Verdict, check_versions, judge, warnings
 
 PAGE = Path(__file__).parents[2] / "provisioning"
 HELLO = Hello("site-1", 24, False, __version__)

@@ -22,7 +22,7 @@ from consilium.config.site import kit_plugins
 from consilium.core.errors import ConfigError
 from consilium.core.registry import Plugins
 from consilium.core.sanitize import shown
-from consilium.federation import run_folders
+from consilium.federation import delete_run
 from consilium.federation.job import assemble_job
 from consilium.federation.run_folders import RUNS, STATE, check_name
 from consilium.flare.admin.evidence import ACCEPTED, LEDGER, chains, copy_ledger, pack
@@ -285,7 +285,7 @@ def forget(
         raise ConfigError("EXPERIMENT, --expired: give exactly one")
     if not (reason := "retention_days of site.yaml" if expired else reason.strip()):
         raise ConfigError("--reason: empty; say why, for the record")
-    names = run_folders.expired_runs(*_state(kit)) if expired else [experiment]
+    names = delete_run.expired_runs(*_state(kit)) if expired else [experiment]
     found = [_forget(name, kit, reason) for name in names]
     if format is Format.JSON:
         print(json.dumps(found, indent=1))
@@ -301,9 +301,9 @@ def forget(
 def _forget(experiment: str, kit: Path, reason: str) -> dict[str, Any]:
     if kit_role(kit) == "server":
         folder = _run(experiment, kit / STATE)
-        return run_folders.forget_at_server(folder, stored_jobs(kit, experiment), kit / STATE, reason)
+        return delete_run.forget_at_server(folder, stored_jobs(kit, experiment), kit / STATE, reason)
     folder, state, _ = place_of(experiment, kit)
-    return run_folders.forget(kit, folder, state, reason)
+    return delete_run.forget(kit, folder, state, reason)
 
 
 def _state(kit: Path) -> tuple[Path, int]:

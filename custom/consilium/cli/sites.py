@@ -12,7 +12,7 @@ import typer
 from consilium.cli.options import Format, FormatOption, page, tall_table, wide_table
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import line, shown
-from consilium.federation.trainable_checks import OWN, Verdict, differences
+from consilium.federation.compatibility import OWN, Verdict, differences
 from consilium.flare.admin.session import connect
 from consilium.flare.kit.certificates import WARN_DAYS
 from consilium.flare.kit.heartbeat_server import read

@@ -34,8 +34,8 @@ from consilium.core.messages import (
 from consilium.core.storage import load_state, note, room_for, save_state, write_atomic
 from consilium.data.counts import Tally, tally
 from consilium.federation import diagnostics
+from consilium.federation.compatibility import libraries
 from consilium.federation.saved_model import SavedModel
-from consilium.federation.trainable_checks import libraries
 from consilium.privacy.guard.task_schedule import AuthorizedTask
 from consilium.report.best_worst_cases import Closing
 

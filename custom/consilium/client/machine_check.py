@@ -8,15 +8,14 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 
+from consilium.client.finding import Finding
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError
@@ -26,39 +25,11 @@ from consilium.data.datalist import DataList, Item, read_datalist
 from consilium.data.patients import item_patient, most_of_one
 from consilium.data.text import has_texts, read_texts
 from consilium.estimates.memory import memory_of, remedies
+from consilium.federation.compatibility import Verdict, judge
 from consilium.federation.job import assemble_job
-from consilium.federation.trainable_checks import Verdict, judge
 from consilium.models.low_precision import require_library
 from consilium.report.private_logging import keep
 from consilium.training.device import pick_device
-
-# finding ---------------------------------------------------------------------------------------------------------------
-# One line of the doctor's report, on a machine or on a startup kit.
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the doctor's report. `remedy` is empty where all is well; `advice` is worth a thought, and no problem."""
-
-    check: str
-    found: str
-    remedy: str = ""
-    advice: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether there is nothing to do."""
-        return not self.remedy
-
-    def line(self) -> str:
-        """Return it as one line of text."""
-        kind = "PROBLEM " if self.remedy else "warning " if self.advice else "ok      "
-        return "; ".join(part for part in (f"{kind} {self.check}: {self.found}", self.remedy or self.advice) if part)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self) | {"ok": self.ok}
-
 
 # machine check ---------------------------------------------------------------------------------------------------------
 

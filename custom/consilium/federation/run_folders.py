@@ -1,22 +1,13 @@
-"""Folders of runs in a startup kit: their names, what is kept of them, and how one is deleted."""
+"""Where runs live: each in a folder of its own under `runs`, beside what belongs to all of them, and each with an owner."""
 
-import getpass
 import json
 import re
-import shutil
-import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import psutil
-from filelock import Timeout
 
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
-from consilium.core.storage import file_lock, locked, private_folder, write_atomic
-from consilium.privacy.ledger.audit import FILE, Record, verified
-from consilium.report.run_log import LOCK
+from consilium.core.storage import locked, private_folder, write_atomic
+from consilium.privacy.ledger.audit import FILE, verified
 
 RUNS, OWNER = "runs", "owner.json"
 LENGTH = 64
@@ -114,89 +105,3 @@ def _owner(folder: Path) -> dict[str, str] | None:
         return None
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f'{folder / OWNER}: is damaged; restore it, or write {{"submitter": NAME}} into it') from None
-
-
-# delete run ------------------------------------------------------------------------------------------------------------
-# A run that a site or the server forgets: what it keeps is deleted, on record.
-#
-# At a site the record of what left and the ledger stay: budgets are for ever.
-
-KIND = "forgotten"
-KEPT = frozenset({FILE, OWNER})
-"""Of a run's folder: what left, and whose the name is, so that no other run takes it."""
-STAYS = "the record of what left (audit.jsonl) and the ledger's rows"
-AT_SERVER = "the run's name, with whose it is"
-RECEIVED = "what sites received and keep, and what people downloaded: ask them to delete it"
-_JOB = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-"""FLARE's job ids: what a record names as one becomes a folder's name here."""
-
-
-def expired_runs(state: Path, days: int, now: float | None = None) -> list[str]:
-    """Return the runs in which nothing was written for so many days, and of which there is something to forget."""
-    runs = sorted(p for p in (state / RUNS).iterdir() if p.is_dir()) if (state / RUNS).is_dir() else []
-    ends = (now or time.time()) - days * 86400
-    return [one.name for one in runs if (files := list(_files(one))) and max(p.lstat().st_mtime for p in files) < ends]
-
-
-def forget(kit: Path, folder: Path, state: Path, reason: str) -> dict[str, Any]:
-    """Delete a run's files at a site, FLARE's copies of its jobs in the kit included, and put that on record in `state`.
-
-    Returns what was recorded. Raises ConfigError for a run that goes on.
-    """
-    messages = [line for path in folder.rglob(FILE) for line in verified(path)["messages"]]
-    jobs = sorted({job for one in messages if _JOB.fullmatch(job := str(one.get("flare_job", "")))})
-    if going := next((one for one in jobs if _runs(one)), None):
-        raise ConfigError(f"{folder.name}: job {going} is at it; wait for its end, or `consilium abort` it")
-    flares = [kit / job for job in jobs if (kit / job).is_dir() and not (kit / job).is_symlink()]
-    flares += [path for job in jobs for path in sorted((kit / STATE / ERRORS).glob(f"{job}.log*"))]
-    return _delete(folder, flares, state, {"reason": reason, "jobs": jobs, "stays": STAYS, "left": _left(messages)})
-
-
-def forget_at_server(folder: Path, stored: Sequence[Path], state: Path, reason: str) -> dict[str, Any]:
-    """Delete a run's files at the server, `stored`, where FLARE keeps its jobs, included, and put that on record in `state`.
-
-    Returns what was recorded. Raises ConfigError for a run that goes on.
-    """
-    jobs, lock = sorted(path.name for path in stored), file_lock(folder / LOCK, wait=False)
-    try:
-        with lock:
-            return _delete(folder, stored, state, {"reason": reason, "jobs": jobs, "stays": AT_SERVER, "left": RECEIVED})
-    except Timeout:
-        raise ConfigError(f"{folder.name}: is going on; wait for its end, or `consilium abort` it") from None
-
-
-def _delete(folder: Path, flares: Sequence[Path], state: Path, said: dict[str, Any]) -> dict[str, Any]:
-    """Delete a run's files, with the files and folders that its jobs have elsewhere, and record it; empty folders go too."""
-    inside = [path for one in flares for path in (one, *(() if one.is_symlink() else one.rglob("*")))]
-    others = [path for path in inside if path.is_symlink() or path.is_file()]
-    files = [*_files(folder), *others]
-    size = sum(path.lstat().st_size for path in files)
-    for path in files:
-        path.unlink()
-    for one in flares:
-        if one.is_dir():
-            shutil.rmtree(one)
-    for place in sorted((p for p in folder.rglob("*") if p.is_dir() and not p.is_symlink()), reverse=True):
-        if not any(place.iterdir()):
-            place.rmdir()
-    said = {"run": folder.name, "files": len(files), "bytes": size} | said
-    Record(state / FILE).add({"kind": KIND, "by": getpass.getuser(), **said}, again=True)
-    return said | {"record": str(state / FILE)}
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    """Yield what is there to forget in a run's folder; links themselves, never what they lead to."""
-    found = [path for path in folder.rglob("*") if path.is_symlink() or path.is_file()]
-    return (path for path in found if path.name not in KEPT and path.suffix != ".lock")
-
-
-def _left(messages: list[dict[str, Any]]) -> str:
-    sent = [one for one in messages if one.get("tensors")]
-    if not sent:
-        return "nothing: no update has left in this run"
-    return f"{len(sent)} updates that the server had, and the models that it and other sites made of them"
-
-
-def _runs(job: str) -> bool:
-    """Tell whether a process of this machine works at a job of FLARE."""
-    return any(job in word for one in psutil.process_iter(["cmdline"]) for word in one.info["cmdline"] or ())

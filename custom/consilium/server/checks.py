@@ -16,8 +16,8 @@ from consilium.core.errors import ConsiliumError, Reason, RefusedError
 from consilium.core.linalg.together import norm, unusable
 from consilium.core.messages import CAPACITY, Hello, Payload, Tensors, allowed_metrics, is_hash
 from consilium.core.sanitize import shown
+from consilium.federation.compatibility import check_versions
 from consilium.federation.job import Job, metric_names
-from consilium.federation.trainable_checks import check_versions
 from consilium.privacy.guard.release_checks import NUMBERS, is_adapter_tensor, upload_shapes
 from consilium.privacy.plan import Plan
 from consilium.privacy.secagg.arithmetic import layout, size_of

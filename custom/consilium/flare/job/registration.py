@@ -9,7 +9,7 @@ from nvflare.apis.shareable import Shareable
 from consilium.core.errors import RefusedError
 from consilium.core.messages import PROTOCOL, Hello
 from consilium.core.sanitize import shown
-from consilium.federation.trainable_checks import check_versions, warnings
+from consilium.federation.compatibility import check_versions, warnings
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.tasks import TaskSender
 

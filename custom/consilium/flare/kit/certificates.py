@@ -16,7 +16,7 @@ from cryptography import x509
 from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
 from nvflare.lighter.utils import load_crt
 
-from consilium.client.machine_check import Finding
+from consilium.client.finding import Finding
 from consilium.core.errors import ConfigError
 from consilium.flare.kit.local_folder import certificate
 

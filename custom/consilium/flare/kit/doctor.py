@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from consilium.client.approval import approvals
+from consilium.client.finding import Finding
 from consilium.client.machine_check import (
-    Finding,
     checked,
     examine_checkpoints,
     examine_datasets,

@@ -22,7 +22,7 @@ from nvflare.private.fed.client.fed_client_base import FederatedClientBase
 
 from consilium import __version__
 from consilium.core.messages import PROTOCOL
-from consilium.federation.trainable_checks import libraries
+from consilium.federation.compatibility import libraries
 from consilium.flare import patches
 
 KEY = "consilium_attendance"

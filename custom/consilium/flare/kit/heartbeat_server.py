@@ -21,8 +21,8 @@ from nvflare.private.fed.server.training_cmds import TrainingCommandModule
 
 from consilium.core.errors import ConfigError
 from consilium.core.storage import private_folder, write_atomic
+from consilium.federation.compatibility import are_libraries, is_version
 from consilium.federation.run_folders import ATTENDANCE, STATE
-from consilium.federation.trainable_checks import are_libraries, is_version
 from consilium.flare import patches
 from consilium.flare.kit.heartbeat_client import KEY, Facts, own_facts
 from consilium.flare.kit.revocation import latest_heartbeat
