@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -15,11 +16,16 @@ from torch import Tensor, nn
 from consilium.adapters import layers, lora
 from consilium.adapters.names import linear_layers
 from consilium.adapters.parts import cut_of
+from consilium.client.evaluator import Evaluator
+from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError
+from consilium.core.messages import Payload
+from consilium.federation.job import assemble_job
 from consilium.models import folder
 from consilium.models.causal_lm.network import load_tokenizer
 from consilium.models.registry import MODELS
 from consilium.tasks.registry import TASKS
+from tests.conftest import small_config
 from tests.models.classes import CLASSIFIERS, PROMPTABLE, SIDE, Made, kinds, make
 
 RANK = 2
@@ -286,3 +292,22 @@ def test_an_encoder_that_hands_on_several_maps_is_named_where_a_strategy_needs_o
     model = _build("sam", made, {"name": "segmentation", "classes": ["disc"], "prompt": "box"})
     with pytest.raises(ConfigError, match=r"SAM 2 and 3 .*; use weights of the first SAM"):
         cut_of(model, MODELS["sam"])
+
+
+@pytest.mark.parametrize("kind", kinds(("sam2", "sam3_tracker"), "sam2"))
+def test_similarity_to_a_sites_records_is_refused_before_training_where_an_encoder_has_no_one_end(
+    kind: str, tmp_path: Path
+) -> None:
+    """The remedy of the message is taken: a fixed weight needs no such place, in the evaluation either."""
+    made = make(tmp_path / "base", kind, PROMPTABLE[kind])
+    config, _ = _job("sam", made, {"name": "segmentation", "classes": ["disc"], "prompt": "box"})
+    raw = small_config("feddpa").model_dump() | {"model": config.model_dump(), "task": {"classes": ["disc"], "prompt": "box"}}
+    with pytest.raises(ConfigError, match=r"^job\.yaml: model: .*SAM 2 and 3.*; or write strategy\.weighting: fixed$"):
+        assemble_job(JobConfig.model_validate(raw))
+    fixed = JobConfig.model_validate(raw | {"strategy": {"name": "feddpa", "weighting": "fixed", "most": 0.3}})
+    shares: list[float] = []
+    context: Any = SimpleNamespace(
+        model=nn.Linear(1, 1), config=fixed, task=None, mix=shares.append, seed=lambda *words: 0, strategy=fixed.strategy
+    )
+    with Evaluator(context).personalized(assemble_job(fixed).strategy.traits.interpolation, Payload(0, 0, {})):
+        assert shares == [0.3]

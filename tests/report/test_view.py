@@ -43,6 +43,15 @@ def test_a_table_with_hd95_says_which_of_two_usual_ones_it_is(metric: str, named
     assert any("as in MONAI; medpy" in note for note in found.notes) == named
 
 
+def test_hd95_in_two_units_is_explained_once() -> None:
+    results = {
+        "a": {"test/global/dice": 0.5, "test/global/hd95": 7.0},
+        "b": {"test/global/dice": 0.5, "test/global/hd95_mm": 7.0},
+    }
+    found = results_table(results, segmentation_scores(SegmentationScoresConfig()), "job")
+    assert sum("as in MONAI" in note for note in found.notes) == 1
+
+
 def test_validation_is_named_where_no_site_has_a_test_split() -> None:
     assert "validation split" in shown(result_table({"a": {"validation/pretrained/dice": 0.2}}, "job", DICE))
 

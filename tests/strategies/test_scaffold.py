@@ -13,6 +13,7 @@ from consilium.server.aggregation import RoundAggregate
 from consilium.strategies.scaffold import CONTROL, Scaffold
 from consilium.strategies.strategy import Role, ServerState
 from consilium.training.loop import train
+from tests.conftest import JOBS
 from tests.strategies.scripted import Scripted
 
 CURVES = {"a": (np.array([1.0, 3.0]), np.array([2.0, -1.0])), "b": (np.array([2.0, 0.5]), np.array([-1.0, 4.0]))}
@@ -76,7 +77,7 @@ def rounds(strategy: Scaffold, present: list[dict[str, int]], **training: object
 
 
 def paper(present: list[dict[str, int]], eta_g: float) -> np.ndarray:
-    """Return x after Algorithm 1, option II; sums by each site's last weight, c over the sites that have reported."""
+    """Return x after Algorithm 1, option II, weighted; sums by each site's last weight, c over the sites that have reported."""
     x, control, last = np.zeros(2), dict[str, np.ndarray](), dict[str, int]()
     for weights in present:
         c = sum(last[n] * control[n] for n in last) / max(sum(last.values()), 1)
@@ -96,6 +97,31 @@ def paper(present: list[dict[str, int]], eta_g: float) -> np.ndarray:
 def test_three_rounds_of_the_papers_loop(eta_g: float) -> None:
     found = rounds(Scaffold(global_lr=eta_g), BOTH * 3).shared["w"].numpy()
     assert found == pytest.approx(paper(BOTH * 3, eta_g), rel=1e-12)
+
+
+def source(rounds_: int) -> np.ndarray:
+    """Return x after Algorithm 1, option II, as printed: all N sites in every round, plain means."""
+    x, c, controls = np.zeros(2), np.zeros(2), {name: np.zeros(2) for name in CURVES}
+    for _ in range(rounds_):
+        ends, found = [], {}
+        for name, (h, o) in CURVES.items():
+            y = x.copy()
+            for _ in range(STEPS):
+                y = y - ETA * (h * (y - o) - controls[name] + c)
+            found[name] = controls[name] - c + (x - y) / (STEPS * ETA)
+            ends.append(y)
+        c = c + np.mean([found[name] - controls[name] for name in CURVES], 0)
+        x, controls = np.mean(ends, 0), found
+    return x
+
+
+def test_it_is_the_sources_with_equal_weights_alone_and_its_row_says_so() -> None:
+    equal = rounds(Scaffold(), [dict.fromkeys(WEIGHTS, 1)] * 3).shared["w"].numpy()
+    assert equal == pytest.approx(source(3), rel=1e-12)
+    assert np.abs(rounds(Scaffold(), BOTH * 3).shared["w"].numpy() - source(3)).max() > 0.1
+    rows = [row for row in (JOBS / "algorithms.md").read_text().splitlines() if row.startswith("| `") and "scaffold" in row]
+    assert len(rows) == 2
+    assert all("equal steps, `federation.weighting: uniform` and all sites" in row for row in rows)
 
 
 def test_sites_that_miss_rounds_keep_their_control_variates_and_weights() -> None:

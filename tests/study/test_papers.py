@@ -191,7 +191,10 @@ FEDSCA = {
     "training.rounds": 100, "training.local_epochs": 1, "training.batch_size": 32, "training.optimizer": "adam",
     "training.lr": 1e-4,
 }  # fmt: skip
-DEER = {"adapter.rank": 8, "adapter.alpha": 8, "training.rounds": 50, "training.optimizer": "sgd"}
+DEER = {
+    "adapter.rank": 8, "adapter.alpha": 8, "training.rounds": 50, "training.optimizer": "sgd", "privacy.unit": "site",
+    "privacy.adjacency": "zero-out",
+}  # fmt: skip
 SEGMENTS = {"training.local_steps": 3, "task.prompt": "box", "task.scores.iou": "both", "model.variant": "med2d"}
 CLASSIFIES = {"training.local_steps": 5, "model.variant": "biomedclip"}
 SETTINGS: dict[str, dict[str, object]] = {
@@ -212,6 +215,30 @@ SETTINGS: dict[str, dict[str, object]] = {
     "e2e_fedhera": {**HERA, "model.checkpoint": "${SITE}/Llama-3.2-3B-Instruct", "task.evaluate": "generation"},
 }
 """What the papers print: IAT + SOR, Section 4.1; FedSCA, 4.2; DEeR, V-B; FedHera, Tables 4 and 5, Appendices C and E."""
+PLACES = {
+    "fedhera": {"federation.fraction_evaluate": "Section 5.2", "federation.fraction_train": "Appendix E.1",
+                "strategy.aggregation": "Section 5.1", "training.lr": "Table 5", "strategy.profile": "Table 4"},
+    "deer": {"privacy.unit": "Section III, Definition 1", "privacy.adjacency": "Section III, Definition 1",
+             "training.rounds": "Section V-B"},
+    "fedsca": {"model.image_size": "Section 4.1", "training.lr": "Section 4.2", "task.loss": "Eq. 3"},
+    "fediat": {"strategy.sor_weight": "Section 4.3", "training.rounds": "Section 4.1", "adapter.rank": "Table 1, upper half"},
+    "fedit": {"training.rounds": "Section 4.1", "adapter.rank": "Table 1, upper half"},
+}  # fmt: skip
+"""By a job's last word, where a paper prints a setting."""
+OURS = {
+    "fedhera": {"strategy.allocation", "strategy.decay", "training.seed"},
+    "deer": {"privacy.accountant", "privacy.clip", "privacy.delta", "task.augment", "training.seed"},
+    "fedsca": {"strategy.alpha", "task.augment"},
+    "fediat": {"strategy.ema", "strategy.eps", "strategy.eps_scale", "adapter.targets", "task.augment"},
+    "fedit": {"adapter.targets", "task.augment"},
+}
+"""By a job's last word, settings that are not the paper's though no line of the job writes some of them."""
+SAID = {
+    ("deer", "training.seed"): "three trials", ("fedhera", "training.seed"): "three seeds",
+    ("deer", "federation.min_sites"): "all sites in every round", ("fediat", "federation.min_sites"): "not printed",
+    ("fedit", "federation.min_sites"): "not printed",
+}  # fmt: skip
+"""What a paper has in the place of a setting of ours."""
 NAMED = {
     "name", "strategy.name", "model.name", "model.variant", "model.config", "model.checkpoint", "adapter.kind", "task.name",
     "task.classes",
@@ -247,6 +274,18 @@ def test_a_job_marks_what_is_the_papers_and_what_is_ours(job: str) -> None:
     places = {mark.field: mark.why for mark in found if not mark.ours}
     assert all(re.search(r"Section|Table|Figure|Eq\.|Appendix", why) for why in places.values())
     assert written(job) - NAMED <= {mark.field for mark in found}
+
+
+@pytest.mark.parametrize("job", SETTINGS)
+def test_a_job_says_where_its_paper_prints_a_setting_and_hides_no_default_of_ours(job: str) -> None:
+    found, kind = marks(JOBS / job / "app" / "config" / "job.yaml"), job.rpartition("_")[2]
+    theirs, ours = ({mark.field: mark for mark in found if mark.ours is of} for of in (False, True))
+    assert {field: theirs[field].why.startswith(place) for field, place in PLACES[kind].items()} == dict.fromkeys(
+        PLACES[kind], True
+    )
+    assert ours.keys() >= OURS[kind]
+    assert all(ours[field].row[1].startswith(said) for (of, field), said in SAID.items() if of == kind)
+    assert not theirs.keys() & ours.keys()
 
 
 def test_every_job_of_a_paper_is_checked_and_the_page_has_their_tables() -> None:

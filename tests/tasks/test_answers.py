@@ -1,8 +1,18 @@
 """Reading written answers: first valid label, final answer."""
 
+import time
+
 import pytest
 
-from consilium.tasks.language.answers import final_answer, first_label, gsm8k_answer, metamath_answer, settled
+from consilium.tasks.language.answers import (
+    MOST,
+    final_answer,
+    first_label,
+    gsm8k_answer,
+    metamath_answer,
+    metamath_reference,
+    settled,
+)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +180,11 @@ def test_the_final_answer_stands_behind_the_mark_or_is_the_last_number(text: str
         ("#### 100,000 - 20 = 99,980", "99980"),
         ("#### 2 * 3 = 6 = 6", "6"),
         ("#### $5 + $2 = $7", "7"),
+        ("#### $5 x 2 = $10", "10"),
+        ("#### 2 x (3 + 4) = 14", "14"),
+        ("#### 50% of 10 = 5", "5"),
+        ("#### 10 ÷ 2 = 5", "5"),
+        ("#### 2 x = 6", "2 x=6"),
         ("#### 2x = 6", "2x=6"),
         ("#### \uff11\uff12", "12"),
         ("#### \uff21", "a"),
@@ -187,6 +202,12 @@ def test_the_answer_is_and_other_spellings(text: str, answer: str) -> None:
         ("The answer is not yes, it is no", "no"),
         ("It is not (B). The answer is C", "C"),
         ("yes, not no", "yes"),
+        ("The answer isn't yes", None),
+        ("The answer isn\u2019t yes", None),
+        ("The answer cannot be yes", None),
+        ("The answer can't be the option B, so C", "C"),
+        ("The answer is never a yes", None),
+        ("I want no", "no"),
         ("The answer is \uff22", "B"),
         ("not entailment", "not entailment"),
     ],
@@ -198,13 +219,18 @@ def test_what_stands_behind_not_is_no_answer(text: str, answer: str | None) -> N
 @pytest.mark.parametrize(
     ("text", "gsm8k", "metamath"),
     [
-        ("3 + 4 = 7\n#### 7", "7", "7"),
-        ("#### 1,234.50", "1234.50", "1234"),
-        ("#### -5 apples", "-5", "-5"),
-        ("#### 7\n#### 8", "7", "8"),
-        ("####7", None, "7"),
-        ("#### $5", None, "5"),
+        ("3 + 4 = 7\n#### 7", "7", None),
+        ("#### 1,234.50", "1234.50", None),
+        ("#### -5 apples", "-5", None),
+        ("#### 7\n#### 8", "7", None),
+        ("####7", None, None),
+        ("#### $5", None, None),
+        ("#### 7\nThe answer is: 8", "7", "8"),
+        ("The answer is: 8\n#### 7", "7", "8"),
         ("so it is 7", None, None),
+        ("The answer is: 1,234.50", None, "1234"),
+        ("The answer is: -5 apples", None, "-5"),
+        ("The answer is:7", None, None),
         ("The answer is: 18\\pi", None, "18"),
         ("The answer is: 3. The answer is: 4", None, "4"),
         ("The answer is: 7/2", None, "4"),
@@ -216,6 +242,29 @@ def test_what_stands_behind_not_is_no_answer(text: str, answer: str | None) -> N
 def test_the_published_rules_read_less(text: str, gsm8k: str | None, metamath: str | None) -> None:
     """Worked by hand from the papers' code: GSM8K takes the first mark's text, MetaMath the last ending's number, rounded."""
     assert (gsm8k_answer(text), metamath_answer(text)) == (gsm8k, metamath)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("3 + 4 = 7\n#### 7", "7"),
+        ("#### 1,234", "1234"),
+        ("#### 7\nThe answer is: 8", "8"),
+        ("The answer is: 7", "7"),
+        ("7", None),
+    ],
+)
+def test_a_reference_of_metamath_may_end_as_gsm8k_s_do(text: str, answer: str | None) -> None:
+    """Only the reference: its evaluation of a written text knows no "####"."""
+    assert metamath_reference(text) == answer
+
+
+@pytest.mark.parametrize("part", ["( = ", "1 x 1 = ", "1 x ", "= ", " 1 of 1"])
+def test_a_long_equation_without_an_end_is_read_at_once(part: str) -> None:
+    text = part * (MOST // len(part)) + "z"
+    start = time.perf_counter()
+    final_answer(f"#### {text}")
+    assert time.perf_counter() - start < 5
 
 
 @pytest.mark.parametrize(

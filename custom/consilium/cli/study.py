@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,11 +31,11 @@ from consilium.config.site import Given
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import line, number_of
 from consilium.report.run_record import earlier_cells, keep_cells
-from consilium.study.estimate import bytes_of, cached_flops, count_flops, known_flops
+from consilium.study.estimate import bytes_of, cached_flops, count_flops, fewer_steps, known_flops
 from consilium.study.plan import Planner
 from consilium.study.run_cell import CellRecord, log_of, record_of
 from consilium.study.runner import run_study
-from consilium.study.study import STUDIES, Study, load, named, pick
+from consilium.study.study import STUDIES, Cell, Study, load, named, pick
 from consilium.study.view import StudyView, cells_table, duration
 
 StudyArgument = Annotated[Path, typer.Argument(help="a file, or a name in jobs/studies")]
@@ -128,6 +128,7 @@ def _print_study(study: Study, records: dict[str, CellRecord], sizes: dict[str, 
         _say(f"{cell.name}: failed: {records[cell.id].reason}")
     for labels, reason in study.excluded():
         _say(f"{named(labels)}: left out: {reason}")
+    _tell_fewer_steps(cells)
     if None in sizes.values():
         _say("MB: --data FOLDER tells how many sites there are")
     if older := earlier_cells(study.workspace, study.title, (cell.id for cell in cells)):
@@ -171,6 +172,7 @@ def _run(study: Study, only: list[str], given: Given, workers: int, again: bool)
     keep_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()}, study.config.named_axes)
     there = {one.cell.name: (record_of(one.cell.folder).held(one.data), one.code) for one in cells}
     _tell_outdated({name: stands for name, stands in there.items() if stands[0].state != "done"})
+    _tell_fewer_steps([one.cell for one in cells])
     with StudyView(Console(), study.heading, cells, workers) as view:
         ended = run_study(cells, workers, view)
     failed = [one.cell.name for one in cells if ended[one.cell.id].state == "failed"]
@@ -181,6 +183,14 @@ def _run(study: Study, only: list[str], given: Given, workers: int, again: bool)
         if (ended_so := ended[one.cell.id]).state == "failed":
             _say(f"{one.cell.name}: failed: {ended_so.reason}; its text is in {log_of(one.cell.folder)}", "red")
     return done, len(failed)
+
+
+def _tell_fewer_steps(cells: Sequence[Cell]) -> None:
+    """Say which cells on pooled data are no upper bound, because they train less than all sites together."""
+    if names := [cell.name for cell in fewer_steps(cells)]:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        what = "pooled data see fewer samples a round than all sites together, so they are no upper bound"
+        _say(f"{'; '.join(names[:3])}{more}: {what}; raise its training.local_steps, or set training.local_epochs", "yellow")
 
 
 def _tell_outdated(standing: Mapping[str, tuple[CellRecord, str]]) -> None:

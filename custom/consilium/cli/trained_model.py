@@ -189,9 +189,8 @@ def _print_scores(found: Mapping[str, float], opened: TrainedModel, split: Split
         rows.add_row("n", f"{found[COUNT]:.0f}", "")
     typer.echo(shown(title))
     page().print(rows)
-    for metric, meaning in scores.meanings.items():
-        if metric in found:
-            typer.echo(meaning)
+    for meaning in dict.fromkeys(meaning for metric, meaning in scores.meanings.items() if metric in found):
+        typer.echo(meaning)
     for name in sorted(found):
         metric, _, part = name.partition(f"/{split}/")
         if part and metric == scores.too_small:

@@ -122,7 +122,8 @@ class Evaluator:
         context = self.context
         if interpolation is None:
             return nullcontext()
-        cut, seed = cut_of(context.model, MODELS[context.config.model.name]), context.seed("blend", payload)
+        base, seed = MODELS[context.config.model.name], context.seed("blend", payload)
+        cut = cut_of(context.model, base) if interpolation.examples else None
         return interpolated(context.model, cut, context.task, context.mix, interpolation, seed)
 
 

@@ -87,7 +87,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
     check_base(config, names, source)
     for name in job.initial:
         job.strategy.role(name, 0, 0)
-    check_blend(job.strategy, base, source)
+    check_blend(job.strategy, model, base, source)
     _check_privacy(job, source)
     check_optimizers(config, job.strategy, job.initial, source)
     check_start(config, job.initial, source)

@@ -18,6 +18,7 @@ from consilium.adapters.names import (
     is_local,
     is_magnitude,
 )
+from consilium.adapters.parts import cut_of
 from consilium.adapters.registry import AdapterConfig, Decoder, Shapes
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
@@ -64,11 +65,17 @@ def check_start(config: JobConfig, names: Iterable[str], source: Path | str) -> 
             raise ConfigError(f"{what}: sites keep {name!r} and start it from the base; share or freeze the decoder")
 
 
-def check_blend(strategy: Strategy, base: ModelKind, source: Path | str) -> None:
-    """Raise ConfigError for samples that would be weighed with the answer in sight."""
-    if (blend := strategy.traits.interpolation) and blend.examples and base.tokenizer:
+def check_blend(strategy: Strategy, model: nn.Module, base: ModelKind, source: Path | str) -> None:
+    """Raise ConfigError for samples that would be weighed with the answer in sight, or by an encoder without one end."""
+    if not (blend := strategy.traits.interpolation) or not blend.examples:
+        return
+    if base.tokenizer:
         what = "would weigh a text by prompt and answer, which scores must not see"
         raise ConfigError(f"{source}: strategy.weighting: 'similarity' {what}; use fixed")
+    try:
+        cut_of(model, base)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}; or write strategy.weighting: fixed") from None
 
 
 def decoder_rule(strategy: Strategy, names: list[str]) -> Decoder | None:

@@ -59,7 +59,7 @@ def results_table(
     rows += [[which, *(_mean_cell(inside, key, which == BY_N) for key, *_ in there)] for which in means]
     rows += [[site, *(_cell(one, key) for key, *_ in there)] for site, one in below.items()]
     notes = _notes(results, split, scores)
-    notes += [scores.meanings[key.metric] for key, *_ in there if key.metric in scores.meanings]
+    notes += dict.fromkeys(scores.meanings[key.metric] for key, *_ in there if key.metric in scores.meanings)
     notes += ["n: how many a site scored, and its weight in the mean by n"] if BY_N in means else []
     notes += [f"{INTERVAL}: bootstrap over a site's patients (volumes, images, records)"] if LOW in "".join(names) else []
     notes += [f"test only, in no mean: {', '.join(below)}"] if below else []

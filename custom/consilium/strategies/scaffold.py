@@ -12,10 +12,11 @@ FedIT. Down, beside each tensor, "control/<tensor>" carries u - u_i, which the s
 
 Our reading. With equal numbers of steps at all sites, as in the paper, this is the paper's arithmetic for SGD; with unequal
 ones u is the mean way, not the mean gradient. For Adam or momentum, where (x - y_i) / (K eta) is no gradient, the *step* is
-corrected after the optimizer has made it, and its state sees only the site's own gradients. Means are weighted as the job
-says. c is the mean over the sites that have reported, with the last c_i of those that miss a round; one that has not reported
-gets no correction. The paper knows all N sites from the start: one that has not reported has c_i = 0, counts in c and is
-corrected. A server here does not know who will come, so only with all sites in every round is this the source's.
+corrected after the optimizer has made it, and its state sees only the site's own gradients. The paper's means are plain ones.
+Here they are weighted as the job says, by default by samples; `federation.weighting: uniform` is the paper's. c is the mean
+over the sites that have reported, with the last c_i of those that miss a round; one that has not reported gets no correction.
+The paper knows all N sites from the start: one that has not reported has c_i = 0, counts in c and is corrected. A server here
+does not know who will come, so only with all sites in every round is this the source's.
 
 Privacy: corrections are made of what the sites have released, so they cost nothing; the noise of a site's last update comes
 back with them. The server sees single sites, so noise must be theirs (`trust: local`).

@@ -20,11 +20,17 @@ Mix = Callable[[float | Tensor], None]
 
 
 @contextmanager
-def interpolated(model: nn.Module, cut: Cut, task: Task, mix: Mix, interpolation: Interpolation, seed: int) -> Iterator[None]:
-    """Let every call of `model` inside the block weigh the local adapter as `interpolation` says; `mix` sets the share."""
-    known = references(model, cut, task, mix, interpolation.examples, seed) if interpolation.examples else torch.zeros(0)
+def interpolated(
+    model: nn.Module, cut: Cut | None, task: Task, mix: Mix, interpolation: Interpolation, seed: int
+) -> Iterator[None]:
+    """Let every call of `model` inside the block weigh the local adapter as `interpolation` says; `mix` sets the share.
+
+    `cut`: where similar samples look alike; None for a share that is fixed.
+    """
+    examples, handle = interpolation.examples, None
+    if cut is not None and examples and len(known := references(model, cut, task, mix, examples, seed)):
+        handle = model.register_forward_pre_hook(_weigher(cut, mix, interpolation, known), with_kwargs=True)
     mix(fixed_share(interpolation))
-    handle = model.register_forward_pre_hook(_weigher(cut, mix, interpolation, known), with_kwargs=True) if len(known) else None
     try:
         yield
     finally:

@@ -340,12 +340,29 @@ def cost_table(group: Group) -> Table:
     notes = ["parameters: how many train at a site; shared: how many of them travel; MiB: tensors up and down in training, all "
              "sites; seconds: the sites' training, summed; epsilon: none is not private"]  # fmt: skip
     notes += ["the methods do not all train the same set of parameters"] if len(sets) > 1 else []
+    notes += _fewer_steps(group)
     marked = any(cell.endswith(MARK) for row in rows for cell in row[1:])
     notes += [f"{MARK} without runs that have not all of it on record"] if marked else []
     early = [f"{method}, seed {seed}: {ending(run.ended)}" for (method, seed), run in group.runs.items() if run.ended]
     notes += early[:MOST_LISTED]
     notes += [f"and {len(early) - MOST_LISTED} more that ended early"] if len(early) > MOST_LISTED else []
     return Table(group.titled("What it costs"), columns, rows, notes)
+
+
+def _fewer_steps(group: Group) -> list[str]:
+    """Return a line per method on pooled data that sees fewer samples a round than all sites of another method together."""
+
+    def work(run: RunRecord, times: float) -> tuple[float, str]:
+        steps, batch = run.config.training.local_steps, run.config.training.batch_size
+        return (times * steps * batch, f"{times * steps:.0f} steps of batch {batch}") if steps else (0.0, "")
+
+    firsts = {method: group.of(method)[0] for method in group.methods if group.of(method)}
+    sites = {method: len(one.sites) * one.config.federation.fraction_train for method, one in firsts.items()}
+    most, said = max((work(one, sites[method]) for method, one in firsts.items() if not one.pooled), default=(0.0, ""))
+    found = {method: work(one, 1) for method, one in firsts.items() if one.pooled}
+    less = {method: own for method, (seen, own) in found.items() if 0 < seen < most}
+    what = "no upper bound; set training.local_steps to the sites' sum"
+    return [f"{method}: pooled data train {own} a round, the sites together {said}: {what}" for method, own in less.items()]
 
 
 def _mean_of_known(values: Sequence[float | None], digits: int) -> str:

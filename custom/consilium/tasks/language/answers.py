@@ -47,8 +47,12 @@ _ANSWER = r"\banswer\b(?:\s+(?:is|should be|would be))?[\s*_]{0,8}[:=]?[\s*_]{0,
 _SAYS = rf"(?:{_ANSWER}|\\boxed\s*\{{\s*){_MARKS}"
 _BOX = re.compile(r"\\boxed\s*\{")
 _ANSWER_IS = re.compile(r"\banswer\s+is\b\s*(?P<colon>:?)\s*", re.IGNORECASE)
-_NOT = re.compile(r"\b(?:not|n't)\s+(?:(?:the|option|choice)\s+)?[\s*_`\"'(]{0,8}$", re.IGNORECASE)
-_ARITHMETIC = re.compile(r"(?:[\d\s.,%()+\-*/×·]+=\s*)+(?=[-+\\.\d])")
+_METAMATH = "The answer is: "
+_NOT = re.compile(
+    r"(?:\b(?:not|never|cannot)|n['\u2019]t)\s+(?:(?:be|necessarily|the|an?|option|choice)\s+){0,3}[\s*_`\"'(]{0,8}$",
+    re.IGNORECASE,
+)
+_ARITHMETIC = re.compile(r"(?:(?:[\d\s.,%()+\-*/×·÷]|(?<=[\d%)] )(?:x|of)(?= [\d(]))+=)+\s*(?=[-+\\.\d])")
 """The left side of an equation of numbers, 100,000 - 20 = 99,980; its answer is on the right."""
 _GROUPS = re.compile(r"(?<![\d.,/])(?!0)(\d{1,3})((?:[ \u00a0\u2009\u202f]\d{3})+)(?![\d/]|\s*/)")
 """1 000 and 12 345 678, with a blank of any width."""
@@ -141,10 +145,10 @@ def gsm8k_answer(text: str) -> str | None:
 def metamath_answer(text: str) -> str | None:
     """Return the answer as MetaMath's evaluation on GSM8K reads it: the number behind the last "The answer is: ", rounded.
 
-    Of a reference with "####", what stands behind it. Source: L. Yu et al., "MetaMath: Bootstrap Your Own Mathematical
-    Questions for Large Language Models", ICLR 2024, arXiv 2309.12284: its published code.
+    Source: L. Yu et al., "MetaMath: Bootstrap Your Own Mathematical Questions for Large Language Models", ICLR 2024,
+    arXiv 2309.12284: its published code.
     """
-    _, marked, said = text.rpartition("####" if "####" in text else "The answer is: ")
+    _, marked, said = text.rpartition(_METAMATH)
     found = re.search(r"[-+]?\d*[.,/]?\d+", said[:MOST]) if marked else None
     if found is None or len(found[0]) > _LONGEST:
         return None
@@ -152,6 +156,11 @@ def metamath_answer(text: str) -> str | None:
     if over and not top.strip("+-"):
         return None
     return str(round(Fraction(top) / int(bottom)) if over and int(bottom) else round(Fraction(top)))
+
+
+def metamath_reference(text: str) -> str | None:
+    """Return the answer of a reference for `metamath_answer`: its own ending, or the number behind GSM8K's "####"."""
+    return metamath_answer(text if _METAMATH in text else text.replace("####", _METAMATH))
 
 
 def _plain(answer: str) -> str:

@@ -5,15 +5,22 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from consilium.core.errors import UnfitError
 from consilium.data.text import Text
 from consilium.tasks.language import LanguageConfig
-from consilium.tasks.language.answers import final_answer, first_label, gsm8k_answer, metamath_answer, settled
+from consilium.tasks.language.answers import (
+    final_answer,
+    first_label,
+    gsm8k_answer,
+    metamath_answer,
+    metamath_reference,
+    settled,
+)
 
 Reader = Callable[[str], str | None]
-READERS: Mapping[str, tuple[Reader, Reader]] = {
-    "any": (final_answer, settled),
-    "gsm8k": (gsm8k_answer, lambda alone: gsm8k_answer(f"#### {alone}")),
-    "metamath": (metamath_answer, lambda alone: metamath_answer(f"The answer is: {alone}")),
+READERS: Mapping[str, tuple[Reader, Reader, Reader]] = {
+    "any": (final_answer, final_answer, settled),
+    "gsm8k": (gsm8k_answer, gsm8k_answer, lambda alone: gsm8k_answer(f"#### {alone}")),
+    "metamath": (metamath_answer, metamath_reference, lambda alone: metamath_answer(f"The answer is: {alone}")),
 }
-"""By `task.extraction`: what reads the answer of a text, and of one that stands alone."""
+"""By `task.extraction`: what reads the answer of a written text, of a reference, and of an answer that stands alone."""
 
 
 def truth(text: Text, config: LanguageConfig) -> frozenset[str]:
@@ -23,7 +30,7 @@ def truth(text: Text, config: LanguageConfig) -> frozenset[str]:
         found, known = [_label_or_answer(one, text, config) for one in given], text.labels or config.labels
         what = f"output has none of the labels ({', '.join(known) or 'none given'}); set task.labels"
     elif config.evaluate == "exact":
-        read, read_alone = READERS[config.extraction]
+        _, read, read_alone = READERS[config.extraction]
         found = [read_alone(text.final_answer)] if text.final_answer else [read(one) for one in text.outputs]
         what = "has no final answer; add final_answer, or a number behind ####"
     else:
