@@ -1,7 +1,7 @@
 """Noise of every unit and trust: clipped integers plus exact discrete Gaussians, so that no rounding tells what noise hides.
 
 All is in whole units of the grid on which sums are made. What is clipped is rounded to it: a site's update, or the gradient of
-each unit of a DP-SGD step. Noise is an exact discrete Gaussian of variance s^2 (discrete_gaussian.py). It is one share (K = 1)
+each unit of a DP-SGD step. Noise is an exact discrete Gaussian of variance s^2. It is one share (K = 1)
 where one site or the server adds all of it. With `trust: distributed` every site adds a share, and only the sum carries the
 whole. Of the sites in a sum, K are honest for certain: the fewest that a sum may have without the colluders. Their shares
 together are no discrete Gaussian, but close to one:

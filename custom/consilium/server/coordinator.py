@@ -39,7 +39,7 @@ from consilium.strategies.strategy import RoundResults, SiteResult, scaling_of
 # The last seal of each site's privacy ledger that the server has received, over all runs.
 #
 # A site cannot detect that its ledger and records were restored together from an older state. The server sends the seal with
-# its next hello (Coordinator), and the site looks for it in its ledger (ledger_recovery.py).
+# its next hello (Coordinator), and the site looks for it in its ledger (ledger.py).
 
 FILE = "seals.json"
 """In the server kit's folder of ours: {site: seal}."""

@@ -135,7 +135,7 @@ class Stopped(ConsiliumError):
 class Progress:
     """After an optimizer step: `step` of `steps` (1-based), the loss averaged so far, and the learning rate of the step.
 
-    The loss is None where it was not looked at: on a GPU that is done once a second, see losses.py.
+    The loss is None where it was not looked at: on a GPU that is done once a second, see `Losses`.
     """
 
     step: int
@@ -168,7 +168,7 @@ def train(
     `optimizer_state`, which is brought up to date. `correction` is added to the parameters of its names over the round, to each
     step by its share of the learning rate. With `dp` the steps are record-level private, and repeatable only with a seed of its
     own. Without samples there is no step. The model is in evaluation mode afterwards. Raises ConsiliumError when the loss is
-    not finite, but under DP-SGD, see losses.py.
+    not finite, but under DP-SGD, see `Losses`.
     """
     active = set_requires_grad(params, trained)
     if dp is None and not task.num_samples:  # at site level noise hides whether a site has any; without noise none gets here

@@ -133,7 +133,7 @@ def register() -> None:
 def encode(payload: Payload, run: str, update: bool, num_samples: int = 1, packed: bool = False) -> Shareable:
     """Return a payload as a shareable: values (down) or, with `update`, a difference (up) with its weight.
 
-    `packed`: see tensor_packing.py. FLARE's own controllers need the tensors under their names.
+    `packed`: see `pack`. FLARE's own controllers need the tensors under their names.
     """
     tensors, rest = _contents(payload, run)
     if packed and not payload.masking:  # keys and signatures are bytes

@@ -2,7 +2,7 @@
 
 The guard authorizes one task at a time, and exactly the authorized object runs. It checks names, roles and values of the
 answer, clips it, adds noise, stores the release, writes the ledger, and only then returns it. A replayed task gets the same
-answer again and spends nothing, see replay.py. On any doubt nothing is sent.
+answer again and spends nothing, see release_store.py. On any doubt nothing is sent.
 """
 
 from collections.abc import Callable, Collection, Mapping, Set

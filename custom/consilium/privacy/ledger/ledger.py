@@ -100,7 +100,7 @@ class Ledger:
     def reseal(self) -> int:
         """Give every row a new seal, so that the file counts as it stands; return how many seals have changed.
 
-        For an administrator who has looked at a broken chain; see ledger_recovery.py, which records it.
+        For an administrator who has looked at a broken chain; see `accept`, which records it.
         """
         with self._writing() as db:
             sealed = _select(db, self.path, whole=False)

@@ -1,11 +1,11 @@
 """A site's ledger of sums: with which hospitals its data were summed without noise, over all runs, in sums.jsonl.
 
-It lies beside the privacy ledger and outlives every run, see differencing.py for the rule that it serves. A line is written and
+It lies beside the privacy ledger and outlives every run, see `differencing` below for its rule. A line is written and
 flushed to disk before the masked update of a new set leaves, in one step with the check, so two runs at once cannot both pass.
 Whether the sum was opened later does not matter: a server may have opened it.
 
 Lines are chained by SHA-256, as those of audit.jsonl are, and every update's line there names one of them. A file that is lost,
-cut or edited stops all jobs with masks and without noise until the administrator has accepted that (ledger_recovery.py). Which
+cut or edited stops all jobs with masks and without noise until the administrator has accepted that (ledger.py). Which
 hospitals lost lines named is then taken from the records of what left. So are sums that a former version made, which kept no
 ledger of them. Their data are not known: they count for all.
 
@@ -164,7 +164,7 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class PastSum:
-    """A sum without noise: its hospitals, and its `least`, see differencing.py.
+    """A sum without noise: its hospitals, and its `least`, see `differencing` above.
 
     `weights`: the rule by which updates were weighed. `data` and `weights` are None where they are not known.
     """

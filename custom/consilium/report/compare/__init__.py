@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Test(StrEnum):
-    """How two methods are compared, see significance.py."""
+    """How two methods are compared, see scores.py."""
 
     WILCOXON = "wilcoxon"
     PERMUTATION = "permutation"

@@ -501,7 +501,7 @@ def ranks(scores: GroupScores) -> tuple[dict[str, float], int]:
         return {}, 0
     from scipy.stats import rankdata
 
-    rounded = np.round(blocks, 12)  # a difference of rounding alone is none, as in significance.py
+    rounded = np.round(blocks, 12)  # a difference of rounding alone is none, as in `_compare`
     placed = rankdata(rounded * (1 if scores.lower else -1), axis=1).mean(0)
     return dict(zip(methods, map(float, placed), strict=True)), len(blocks)
 
