@@ -97,7 +97,7 @@ def test_image_and_mask_stay_aligned_when_resized(tmp_path: Path) -> None:
 
 
 def test_bad_masks_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"m\.png: mask is \(5, 5\), its image i\.png \(20, 30\)"):
+    with pytest.raises(DataError, match=r"m\.png: mask is 5x5 pixels \(width x height\), its image .*i\.png 30x20; make"):
         read_sample(save(tmp_path, scene(), np.zeros((5, 5), np.uint8)), CLASSES, 32)
     with pytest.raises(
         DataError,

@@ -3,18 +3,31 @@
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
 from consilium.core.errors import DataError
 from consilium.data.file_kinds import MOST_FILES, PICTURES
-from consilium.data.pairs import holds_pairs, kind_of
+from consilium.data.pairs import holds_pairs, kind_of, words
 
 _SPLIT = re.compile(r"(train(?:ings?)?|val(?:id(?:ation)?)?|test(?:ings?)?)[\W_]*(?:sets?|data|daten)?", re.IGNORECASE)
 """Names that a split's folder may have: train, Training, Testing, valid, test_set, Trainingsdaten."""
 _SPLITS = {"tr": "training", "va": "validation", "te": "test"}
 """By the first two letters of such a name."""
+
+
+_PATIENT = re.compile(
+    r"p|pt|pat|pati?en[tn]e?n?s?|pa[cz]ient[ei]|cases?|subj?|subjects?|proband|volunteer|tcga|brats|lidc", re.IGNORECASE
+)
+"""Words that the folders of patients are called by, beside a number."""
+
+
+def are_patients(names: Iterable[str]) -> bool:
+    """Tell whether folders are called after patients, most of them: a word for a patient with a number, such as patient001."""
+    every = list(names)
+    own = [one for one in every if re.search(r"\d", one) and any(map(_PATIENT.fullmatch, words(one)))]
+    return len(own) > 0.8 * len(every)
 
 
 def split_of(name: str) -> str | None:
