@@ -104,8 +104,8 @@ def test_bad_masks_are_named(tmp_path: Path) -> None:
         match=r"label value 255 belongs to no class; write task.classes: {disc: \[1, 2\], cup: \[2\], value-255: \[255\]}",
     ):
         read_sample(save(tmp_path, scene(), np.full((20, 30), 255, np.uint8)), CLASSES, 32)
-    with pytest.raises(DataError, match="3 channels"):
-        read_sample(save(tmp_path, scene(), np.zeros((20, 30, 3), np.uint8)), CLASSES, 32)
+    with pytest.raises(DataError, match=r"mask has colours, such as \(9, 0, 0\)"):
+        read_sample(save(tmp_path, scene(), np.full((20, 30, 3), (9, 0, 0), np.uint8)), CLASSES, 32)
     with pytest.raises(DataError, match='has no "label"'):
         read_sample(Item(tmp_path / "i.png", None), CLASSES, 32)
     (tmp_path / "broken.png").write_bytes(b"no picture")

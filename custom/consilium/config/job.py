@@ -25,6 +25,7 @@ from consilium.config.training import TrainingConfig
 from consilium.core.errors import ConfigError
 from consilium.core.registry import NO_PLUGINS, KindField, Plugins
 from consilium.core.schema import SMALLEST_NOISE, Name, Section, read_yaml, validate
+from consilium.models.architecture import refuse_adapter
 from consilium.models.registry import MODELS, ModelConfig
 from consilium.strategies.registry import STRATEGIES
 from consilium.tasks.registry import TASKS, TaskConfig
@@ -271,7 +272,12 @@ def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins:
 
 
 def _check_used(config: JobConfig, path: Path) -> None:
-    """Raise ConfigError for a setting without effect beside the others. Finished runs may have one and stay readable."""
+    """Raise ConfigError for a setting without effect beside the others. Finished runs may have one and stay readable.
+
+    Raises CheckpointError for an adapter's folder as the base, where the job names a place of this machine.
+    """
+    if config.model.checkpoint and "${SITE}" not in config.model.checkpoint:
+        refuse_adapter(Path(config.model.checkpoint), f"{path}: model.checkpoint")
     training, most = config.training, config.federation.max_weight
     if training.momentum and training.optimizer != "sgd":
         what = f"is of optimizer sgd, not {training.optimizer}; use sgd, or momentum 0"

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from consilium.config.capacity import CapacityConfig
 from consilium.config.data import DatasetName
-from consilium.config.datasets import DatasetConfig, check_apart, choose
+from consilium.config.datasets import DatasetConfig, LabelMap, Mapped, check_apart, choose
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.config.secure_aggregation import SitePartnersConfig
@@ -127,6 +127,12 @@ class SiteConfig(Section):
         dict[DatasetName, DatasetConfig],
         Field(max_length=256, description="several data sets by name, instead of `datalist`; a job names one (`data.dataset`)"),
     ] = Field(default_factory=dict)
+    labels: Annotated[
+        LabelMap | None, Field(description="of the one data set `datalist`: as `labels` of an entry of `datasets`, see there")
+    ] = None
+    annotated: Annotated[
+        Mapped | None, Field(description="of the one data set `datalist`: as `annotated` of an entry of `datasets`")
+    ] = None
     nifti_affine: Annotated[
         NiftiAffine | None,
         Field(
@@ -242,6 +248,8 @@ class SiteConfig(Section):
     def _one_form(self) -> Self:
         if self.datasets and self.datalist is not None:
             raise ValueError("datalist is the short form of a site with one data set; give it or datasets")
+        if self.datasets and not self.labels is self.annotated is None:
+            raise ValueError("labels and annotated here are of `datalist`; write them in the entries of datasets")
         return self
 
     @field_validator("devices", mode="before")
@@ -274,8 +282,12 @@ class SiteConfig(Section):
 
     def dataset(self, wanted: str | None, who: str) -> tuple[str | None, DatasetConfig | None]:
         """Return the data set that a job gets, see datasets.choose. Raises RefusedError."""
-        name, found = choose(self.datasets, self.datalist, wanted, who)
+        name, found = choose(self.datasets, self.of_list(self.datalist) if self.datalist else None, wanted, who)
         return name, found and self._placed(found)
+
+    def of_list(self, datalist: Path) -> DatasetConfig:
+        """Return a list without a name as a data set."""
+        return self._placed(DatasetConfig(datalist=datalist, labels=self.labels, annotated=self.annotated))
 
     def named_datasets(self) -> dict[str, DatasetConfig]:
         """Return the data sets by name, each as a job gets it."""
