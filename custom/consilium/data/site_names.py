@@ -50,7 +50,7 @@ def renamed_sites(
         raise DataError(f"--rename: no site {unknown[0]!r}; there are {', '.join(every)}")
     for name in every:
         new = name if re.fullmatch(valid, name) else slug(name)
-        new = (chosen or {}).get(name) or (chosen or {}).get(new) or new
+        new = (chosen or {}).get(name) or (chosen or {}).get("" if new in every else new) or new
         if not new:
             left.append(name)
             continue

@@ -2,13 +2,15 @@
 
 import re
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from consilium.core.errors import DataError
-from consilium.data.file_kinds import PICTURES
-from consilium.data.folders import are_patients, has_folders, lone_masks, read_folders, split_of
+from consilium.data.file_kinds import PICTURES, is_dicom
+from consilium.data.folders import UNREAD, are_patients, has_folders, lone_masks, read_folders, split_of
 from consilium.data.identifiers import check_identifier
 from consilium.data.importers.base import (
     Importer,
@@ -21,6 +23,7 @@ from consilium.data.importers.base import (
 from consilium.data.importers.labels import labelled, named_values
 from consilium.data.importers.table import Table, find_table
 from consilium.data.pairs import Names, Pairs, Pattern, find_pairs, holds_pairs, kind_of, unpaired, words
+from consilium.data.safe_open import FOREIGN
 from consilium.data.site_names import asked_sites
 
 LAYOUT = (
@@ -34,6 +37,8 @@ _SITE = re.compile(
     r"(?i)site|hosp|h[oô]pital|osped|spital|kranken|cent[re]|zentrum|clinic|klinik|praxis|client|instit|uni|domain|node|vendor"
 )
 """Parts of names that a site's folder has, and a patient's has not."""
+_UNREAD = (*chain.from_iterable(FOREIGN), ".webp", ".heic", ".avif", ".jp2", ".j2k", ".pgm", ".ppm")
+"""Endings of pictures that are not read."""
 _SPLITS = {"tr": "training", "ts": "test"}
 """Words of nnU-Net's and the Decathlon's folders: imagesTr."""
 Site = tuple[list[SourceSample], list[str]]
@@ -54,7 +59,8 @@ def read_own(source: Path, options: Options) -> ImportResult:
     if not sites or all(map(_named_split, sites)):
         whole = _site(source, options)
         if whole is None:
-            raise wrong_layout(source, LAYOUT)
+            told = _not_read(source)
+            raise DataError(f"{source}: {told}; {UNREAD}") if told else wrong_layout(source, LAYOUT)
         sites = {source.resolve().name: whole}
     else:
         _check_sites(source, {name: len(found) for name, (found, _) in sites.items()}, options)
@@ -66,6 +72,8 @@ def read_own(source: Path, options: Options) -> ImportResult:
             notes.append(f"{table.path.name}: not read; `{command}` adds it")
     samples = [one for found, _ in sites.values() for one in found]
     told = [f"{name}: {note}" for name, (_, own) in sites.items() for note in own]
+    places = [source / name for name in sites if (source / name).is_dir()] or [source]
+    told += [f"{place.name}: {unread}; {UNREAD}" for place in places if (unread := _not_read(place))]
     named = [own for folder in (source, *(source / name for name in sites)) if (own := named_values(folder))]
     if agreed := all(own == named[0] for own in named):
         notes += ["the names of classes are those of dataset.json"] if named else []
@@ -126,7 +134,7 @@ def _site(folder: Path, options: Options) -> Site | None:
         return _of_table(table, folder, options)
     if what := lone_masks(folder):
         raise DataError(f"{folder}: holds {what}")
-    return _of_classes(folder) if classes else None
+    return _of_classes(folder) if classes else _of_classes_by_patient(folder)
 
 
 def _of_table(table: Table, folder: Path, options: Options) -> Site:
@@ -143,6 +151,30 @@ def _of_classes(folder: Path) -> Site:
         SourceSample(name, str(picture.relative_to(folder)), picture, label, split=part if split else None)
         for part, picture, label in found
     ], []
+
+
+def _of_classes_by_patient(folder: Path) -> Site | None:
+    """Return the pictures of folders of classes with a folder for each patient in them, None of any other layout."""
+    patients = {one: [two for two in sorted(one.iterdir()) if two.is_dir()] for one in sorted(folder.iterdir()) if one.is_dir()}
+    if not patients or not all(are_patients(two.name for two in inner) for inner in patients.values()):
+        return None
+    return [
+        SourceSample(folder.resolve().name, check_identifier(str(two), "patient", two.name), path, one.name, is_patient=True)
+        for one, inner in patients.items()
+        for two in inner
+        for path in files(two, PICTURES)
+    ], []
+
+
+def _not_read(folder: Path) -> str:
+    """Return which files below a folder are pictures of kinds that are not read, "" for none."""
+    found = Counter(
+        "DICOM" if is_dicom(path) else path.suffix.lower()
+        for path in files(folder, ("",))
+        if not path.name.lower().endswith(PICTURES) and (path.name.lower().endswith(_UNREAD) or is_dicom(path))
+    )
+    kinds = ", ".join(f"{kind} ({count})" for kind, count in sorted(found.items()))
+    return f"files of kinds that are not imported by folder: {kinds}" if kinds else ""
 
 
 def _of_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:

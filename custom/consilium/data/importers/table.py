@@ -164,7 +164,7 @@ def _columns(
         raise ConfigError(f"--column: {'; '.join(wrong)}")
     paths = [name for name in there if name not in named.values() and _of_paths(source, name, rows)]
     paths.sort(key=lambda name: kind_of(name) == "mask")
-    notes, lacking = [], []
+    notes, lacking = list[str](), dict[str, str]()
     for one in NEEDED:
         left = [name for name in there if name not in named.values()]
         if one not in named and paths:
@@ -174,10 +174,12 @@ def _columns(
             named[one] = ",".join(flags)
             notes.append(f"--column {shlex.quote(f'label={named[one]}')}: these columns of 0 and 1 are the classes")
         elif one not in named:
-            lacking.append((one, shlex.quote(f"{one}={_proposed(one, left, rows)}")))
+            proposed = _proposed(one, [name for name in left if name not in lacking.values()], rows)
+            lacking[one] = proposed
     if lacking:
-        what = f"{source}: no column {' and no column '.join(repr(one) for one, _ in lacking)}; there are {', '.join(there)}"
-        raise ConfigError(f"--column: {what}; write {' '.join(f'--column {remedy}' for _, remedy in lacking)}")
+        remedy = " ".join(f"--column {shlex.quote(f'{one}={name}')}" for one, name in lacking.items())
+        what = f"{source}: no column {' and no column '.join(map(repr, lacking))}; there are {', '.join(there)}"
+        raise ConfigError(f"--column: {what}; write {remedy}")
     return named, notes
 
 
