@@ -441,3 +441,21 @@ def test_labels_beside_datalist_are_those_of_the_list(tmp_path: Path, monkeypatc
     (tmp_path / "site.yaml").write_text("datasets: {a: {datalist: datalist.json}}\nlabels: {7: nucleus}\n")
     with pytest.raises(ConfigError, match="write them in the entries of datasets"):
         load_site(tmp_path / "site.yaml")
+
+
+# what a job does with folds ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("privacy", "training"), [("", 3), ("{unit: record, noise_multiplier: 1}", 6)])
+def test_the_check_cuts_folds_as_the_job_does(
+    privacy: str, training: int, tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    listed = []
+    for number in range(6):
+        photo(tmp_path / f"{number}.png"), drawn(tmp_path / f"m{number}.png", 1, 2)
+        listed.append({"image": f"{number}.png", "label": f"m{number}.png", "fold": number % 2})
+    (tmp_path / "d.json").write_text(json.dumps({"training": listed}))
+    changes = ("--set", f"privacy={privacy}", "--set", "strategy={name: fedit}") if privacy else ()
+    told = said(monkeypatch, capsys, "data", "check", tmp_path / "d.json", "--job", "jobs/quickstart", *changes)
+    assert f"{training} training, {6 - training} validation" in told
+    assert ("`fold` is not used under record" in told) == bool(privacy)

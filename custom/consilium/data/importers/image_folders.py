@@ -21,7 +21,7 @@ from consilium.data.importers.base import (
     wrong_layout,
 )
 from consilium.data.importers.labels import labelled, named_values
-from consilium.data.importers.table import Table, find_table
+from consilium.data.importers.table import Table, find_table, open_table
 from consilium.data.pairs import Names, Pairs, Pattern, find_pairs, holds_pairs, kind_of, unpaired, words
 from consilium.data.safe_open import FOREIGN
 from consilium.data.site_names import asked_sites
@@ -32,7 +32,7 @@ LAYOUT = (
 )
 PATIENTS = "; name them as `patient` in the lists and cut again by `data split`"
 _MANY, _FEW, _MOST = 5, 2, 20
-"""Sites that may be patients: so many with so few samples each, or so many with any."""
+"""Sites that may be patients: so many that are numbered or have so few samples each, or so many with any."""
 _SITE = re.compile(
     r"(?i)site|hosp|h[oô]pital|osped|spital|kranken|cent[re]|zentrum|clinic|klinik|praxis|client|instit|uni|domain|node|vendor"
 )
@@ -59,6 +59,8 @@ def read_own(source: Path, options: Options) -> ImportResult:
     if not sites or all(map(_named_split, sites)):
         whole = _site(source, options)
         if whole is None:
+            for path in sorted(source.glob("[!.]*.[cC][sS][vV]")):
+                open_table(path, {})  # says what is wrong with it
             told = _not_read(source)
             raise DataError(f"{source}: {told}; {UNREAD}") if told else wrong_layout(source, LAYOUT)
         sites = {source.resolve().name: whole}
@@ -107,7 +109,8 @@ def _of_patients(below: Sequence[Path], options: Options) -> bool:
 def _check_sites(source: Path, counts: Mapping[str, int], options: Options) -> None:
     """Raise DataError for many sites, or for some with hardly a picture, that may be patients."""
     half = sorted(counts.values())[len(counts) // 2]
-    few = len(counts) >= _MANY and half <= _FEW
+    numbered = len({re.sub(r"\d+", "", name) for name in counts}) == 1
+    few = len(counts) >= _MANY and (half <= _FEW or numbered)
     if options.patient_folders is None and (few or len(counts) >= _MOST) and not any(map(_SITE.search, counts)):
         names = sorted(counts)
         what = f"{len(counts)} folders, {names[0]} to {names[-1]}, half of them with at most {half} samples"
