@@ -29,11 +29,8 @@ UNREAD = "name DICOM files and their masks in a table for `consilium data import
 def are_patients(names: Iterable[str]) -> bool:
     """Tell whether folders are called after patients, most of them: a word for a patient with a number, such as patient001."""
     every = list(names)
-    own = [
-        one
-        for one in every
-        if re.search(r"\d", one) and any(map(_PATIENT.fullmatch, (*words(one), *re.split(r"[\W_\d]+", one))))
-    ]
+    parts = {one: (*words(one), *re.split(r"[\W_\d]+", one)) for one in every if re.search(r"\d", one)}
+    own = [one for one in every if any(map(_PATIENT.fullmatch, parts.get(one, ())))]
     return len(own) > 0.8 * len(every)
 
 

@@ -163,9 +163,7 @@ def unpaired(pairs: Pairs, folder: Path) -> str:
         remedy = "write --mask-pattern 'IMAGE=MASK' with {} for what both names share, such as '{}_0000={}'"
         if pairs.found:
             some = f"{len(pairs.found)} pictures such as {pairs.found[0][0].path.name}"
-            remedy = (
-                f"--mask-pattern '{pairs.pattern}' takes {some} and leaves others out, such as another sequence; or {remedy}"
-            )
+            remedy = f"--mask-pattern '{pairs.pattern}' takes {some} and leaves others out, as other sequences; or {remedy}"
         return f"{pairs.alone[0].path}: expected a mask of its name; found {there}; {remedy}"
     every = len(pairs.found) + len(pairs.alone)
     what = f"by --mask-pattern '{pairs.pattern}' {len(pairs.found)} of {every} pictures have one"

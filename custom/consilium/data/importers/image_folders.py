@@ -132,12 +132,33 @@ def _site(folder: Path, options: Options) -> Site | None:
     pairs, classes = find_pairs(folder, pictures, options.mask_patterns), has_folders(folder)
     whole = pairs is not None and not pairs.alone and not pairs.unused
     if pairs is not None and (whole or not classes or holds_pairs(folder, pictures)) and (pairs.found or table is None):
-        return _of_pairs(folder, pairs, options)
+        try:
+            return _of_pairs(folder, pairs, options)
+        except DataError:
+            if (by_split := _of_splits(folder, options)) is None:
+                raise
+            return by_split
     if table is not None:
         return _of_table(table, folder, options)
     if what := lone_masks(folder):
         raise DataError(f"{folder}: holds {what}")
     return _of_classes(folder) if classes else _of_classes_by_patient(folder)
+
+
+def _of_splits(folder: Path, options: Options) -> Site | None:
+    """Return what the folders of splits hold, each by names of its own, None of a folder without several. Raises DataError."""
+    parts = {one: split for one in sorted(folder.iterdir()) if one.is_dir() and (split := _named_split(one.name))}
+    found = [(one, _site(one, options)) for one in parts] if len(set(parts.values())) > 1 else []
+    sites = [(one, own) for one, own in found if own is not None]
+    if not found or len(sites) < len(found):
+        return None
+    name = folder.resolve().name
+    samples = [
+        replace(one, site=name, group=one.group if one.is_patient else f"{place.name}/{one.group}", split=parts[place])
+        for place, (own, _) in sites
+        for one in own
+    ]
+    return samples, [f"{place.name}: {note}" for place, (_, notes) in sites for note in notes]
 
 
 def _of_table(table: Table, folder: Path, options: Options) -> Site:
