@@ -119,7 +119,7 @@ def find_pairs(folder: Path, files: Sequence[Path], patterns: Sequence[Pattern] 
     unused = [mask.path for mask in masks if mask.path not in used]
     more = {} if pattern in patterns else _numbered(pattern, list(used), unused)
     taken = {path for paths in more.values() for path in paths}
-    others = [one for one in others if not more or _unnumbered(one.mask) != _unnumbered(pattern.mask)]
+    others = [one for one in others if not taken.issuperset(mask for _, mask in _paired(one, images, known))]
     return Pairs(pattern, found, alone, [path for path in unused if path not in taken], others, more)
 
 

@@ -51,8 +51,9 @@ def read_own(source: Path, options: Options) -> ImportResult:
     Raises DataError for another layout, a picture without a mask, sizes that differ, and masks that are no label pictures.
     """
     below = sorted(one for one in source.iterdir() if one.is_dir() and not one.name.startswith("."))
-    roles = {kind_of(one.name) for one in below} | {"image" for one in source.iterdir() if one.name.lower().endswith(PICTURES)}
-    one_site = roles >= {"image", "mask"} or _of_patients(below, options)
+    roles = {kind_of(one.name) for one in below} | {"image" for one in source.iterdir() if _is_picture(one)}
+    plain = [one for one in below if kind_of(one.name) is None and any(map(_is_picture, one.iterdir()))]
+    one_site = roles >= {"image", "mask"} or ("mask" in roles and bool(plain)) or _of_patients(below, options)
     asked = [] if one_site else _asked(source, below, options)
     sites = {one.name: site for one in asked if (site := _site(one, replace(options, only=())))}
     notes: list[str] = []
@@ -82,6 +83,10 @@ def read_own(source: Path, options: Options) -> ImportResult:
     else:
         notes.append("the names of classes are not those of dataset.json, which differ by site")
     return labelled(source, samples, [*told, *notes], options, PATIENTS, named[0] if agreed and named else None)
+
+
+def _is_picture(path: Path) -> bool:
+    return path.name.lower().endswith(PICTURES)
 
 
 def _asked(source: Path, below: Sequence[Path], options: Options) -> Sequence[Path]:
@@ -232,6 +237,7 @@ def _of_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
     splits = [_split(image) for image, _ in pairs.found]
     published = None not in splits and len(set(splits)) > 1
     whose = _patients(folder, [image for image, _ in pairs.found], options)
+    together = len({image.short.rpartition("/")[0] for image, _ in pairs.found}) >= _MANY  # may be patients
     if whose:
         notes.append(f"folders are taken as {len(set(whose))} patients, such as {whose[0]}; --no-patient-folders does not")
     if pairs.more:
@@ -240,7 +246,7 @@ def _of_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
     return [
         SourceSample(
             folder.resolve().name,
-            whose[number] if whose else image.short,
+            whose[number] if whose else image.short.rpartition("/")[0] if together else image.short,
             image.path,
             mask,
             split=split if published else None,

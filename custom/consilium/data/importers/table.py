@@ -31,7 +31,7 @@ NEEDED = FIELDS[:2]
 SEPARATOR = re.compile(r"\s*\"?sep=(.)\"?[\s,;]*", re.IGNORECASE)
 """Excel's line that says which character separates its columns."""
 ONE = "one list for all, no sites: share it out with `consilium data partition` of its datalist.json"
-_FLAGS = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
+_FLAGS = {"0": False, "0.0": False, "false": False, "no": False, "1": True, "1.0": True, "true": True, "yes": True}
 _TOLD, _SEARCHED = 5, 20_000
 """Missing files that are named; names of files that are compared with theirs."""
 _LOOKED_AT = 20
