@@ -391,6 +391,20 @@ def test_all_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
         import_set("csv", path, tmp_path / "lists", Options(columns={"image": "file", "label": "kind"}))
 
 
+def test_a_picture_is_never_its_own_mask(tmp_path: Path) -> None:
+    for number in range(4):
+        photo(tmp_path / "raw/a" / f"{number}.png")
+    (tmp_path / "raw/t.csv").write_text("\n".join(["image,label", *(f"{n}.png,{n}.png" for n in range(4))]))
+    with pytest.raises(DataError, match=r"line 2: label '0\.png', .*no such file"):
+        import_set("csv", tmp_path / "raw/t.csv", tmp_path / "lists")
+    for number in range(4):
+        drawn(tmp_path / "raw/masks" / f"{number}.png", 1)
+        (tmp_path / "raw/images").mkdir(exist_ok=True)
+        (tmp_path / "raw/a" / f"{number}.png").rename(tmp_path / "raw/images" / f"{number}.png")
+    import_set("csv", tmp_path / "raw/t.csv", tmp_path / "lists")
+    assert all("/images/" in entry["image"] and "/masks/" in entry["label"] for entry in entries(tmp_path / "lists", "t"))
+
+
 # files that are damaged or of other kinds -------------------------------------------------------------------------------------
 
 

@@ -141,8 +141,8 @@ def _check(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
     if kind.check is None:
         return _read_only(path, kind)
     if config is None:
-        more = {} if name == "language" else {"change": lambda data: with_affine(arranged(data), own.nifti_affine)}
-        return kind.check(path, **more)
+        change = None if name == "language" else lambda data: with_affine(arranged(data), own.nifti_affine)
+        return kind.check(path, change=change) if change else kind.check(path)
     whose = site if site.checkpoints else SiteConfig(checkpoints=checkpoints)
     if whose.checkpoints:
         checkpoint_of(config.model, whose)  # refuses an adapter
@@ -153,7 +153,7 @@ def _check(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
         data = with_affine(arranged(data, as_listed=config.dpsgd is not None), own.nifti_affine)
         return relabelled(data, own.labels, own.annotated, classes)
 
-    more = {"change": used} if isinstance(config.task, PictureSettings) or own.labels or own.annotated else {}
+    more: dict[str, Any] = {"change": used} if isinstance(config.task, PictureSettings) or own.labels or own.annotated else {}
     room = getattr(config.model, "max_length", 0) or config.model.image_side
     return kind.check(path, config.task, tokenizer, room, **more)
 

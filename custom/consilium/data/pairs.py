@@ -234,7 +234,7 @@ def _is_labels(path: Path) -> bool:
                 own = picture.convert("I") if picture.mode.startswith("I") else picture
                 return own.getcolors(MOST_VALUES) is not None
             colours = picture.convert("RGB").getcolors(MOST_VALUES) or []
-            return len(colours) > 1 and all(len(set(colour)) == 1 for _, colour in colours)
+            return len(colours) > 1 and all(isinstance(one, tuple) and len(set(one)) == 1 for _, one in colours)
     except DataError:
         return False
 

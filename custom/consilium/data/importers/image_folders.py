@@ -62,8 +62,8 @@ def read_own(source: Path, options: Options) -> ImportResult:
         if whole is None:
             for path in sorted(source.glob("[!.]*.[cC][sS][vV]")):
                 open_table(path, {})  # says what is wrong with it
-            told = _not_read(source)
-            raise DataError(f"{source}: {told}; {UNREAD}") if told else wrong_layout(source, LAYOUT)
+            unread = _not_read(source)
+            raise DataError(f"{source}: {unread}; {UNREAD}") if unread else wrong_layout(source, LAYOUT)
         sites = {source.resolve().name: whole}
     else:
         _check_sites(source, {name: len(found) for name, (found, _) in sites.items()}, options)
@@ -76,7 +76,7 @@ def read_own(source: Path, options: Options) -> ImportResult:
     samples = [one for found, _ in sites.values() for one in found]
     told = [f"{name}: {note}" for name, (_, own) in sites.items() for note in own]
     places = [source / name for name in sites if (source / name).is_dir()] or [source]
-    told += [f"{place.name}: {unread}; {UNREAD}" for place in places if (unread := _not_read(place))]
+    told += [f"{place.name}: {lost}; {UNREAD}" for place in places if (lost := _not_read(place))]
     named = [own for folder in (source, *(source / name for name in sites)) if (own := named_values(folder))]
     if agreed := all(own == named[0] for own in named):
         notes += ["the names of classes are those of dataset.json"] if named else []

@@ -32,6 +32,8 @@ SEPARATOR = re.compile(r"\s*\"?sep=(.)\"?[\s,;]*", re.IGNORECASE)
 """Excel's line that says which character separates its columns."""
 ONE = "one list for all, no sites: share it out with `consilium data partition` of its datalist.json"
 _FLAGS = {"0": False, "0.0": False, "false": False, "no": False, "1": True, "1.0": True, "true": True, "yes": True}
+_OTHER = {"image": "mask", "label": "image"}
+"""Folders in which no file of a field lies."""
 _TOLD, _SEARCHED = 5, 20_000
 """Missing files that are named; names of files that are compared with theirs."""
 _LOOKED_AT = 20
@@ -245,15 +247,15 @@ def _files(table: Table, rows: Sequence[Row]) -> dict[tuple[str, str], Path]:
         for name in {path.name, without_ending(path.name)}:
             below.setdefault(composed(name).casefold(), []).append(path)
     lost, hints = list[str](), list[str]()
-    for one, cell in sorted(lines.keys() - found.keys(), key=lines.__getitem__):
+    for one, cell in sorted(lines.keys() - found.keys(), key=lambda key: (lines[key], key)):
         name = composed(cell.replace("\\", "/").rpartition("/")[2]).casefold()
-        alike = [path for path in below.get(name, []) if name == cell.casefold()]  # a path that is wrong names no file
-        if len(alike) > 1:
-            alike = [path for path in alike if (kind_of(path.parent.name) == "mask") is (one == "label")]
-        if len(alike) == 1:
+        # a path that is wrong names no file, and a picture is not its own mask
+        named = below.get(name, []) if name == composed(cell).casefold() else []
+        alike = [path for path in named if kind_of(path.parent.name) != _OTHER[one]]
+        if len(alike) == 1 and alike[0] not in found.values():
             found[one, cell] = alike[0]
             continue
-        near = get_close_matches(without_ending(name), below, 1)
+        near = get_close_matches(without_ending(name), below, 1) if len(lost) < _TOLD else []
         hints += [f"{cell!r} may be {below[near[0]][0].relative_to(table.path.parent)}"] if near else []
         lost.append(f"line {lines[one, cell]}: {one} {cell!r}")
     if lost:
