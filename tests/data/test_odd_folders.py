@@ -431,6 +431,8 @@ def test_dicom_and_other_kinds_are_named_with_the_way_in(tmp_path: Path, monkeyp
     told = said(monkeypatch, capsys, "data", "import", "own", tmp_path / "raw", tmp_path / "lists", codes=(2,))
     assert "DICOM (6)" in told
     assert "in a table for `consilium data import csv`" in told
+    (tmp_path / "raw/t.csv").write_text("image,label\n" + "\n".join(f"{c}/IM{n},{c}" for c in "ab" for n in range(3)))
+    assert "DICOM (6)" not in said(monkeypatch, capsys, "data", "import", "own", tmp_path / "raw", tmp_path / "lists")
     hospital(tmp_path / "mixed/a", "images/{}.png", "masks/{}.png")
     (tmp_path / "mixed/a/images/7.webp").write_bytes(b"RIFF")
     told = said(monkeypatch, capsys, "data", "import", "own", tmp_path / "mixed", tmp_path / "other")

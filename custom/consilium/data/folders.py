@@ -23,7 +23,7 @@ _PATIENT = re.compile(
 """Words that the folders of patients are called by, beside a number."""
 
 
-UNREAD = "name DICOM files and their masks in a table for `consilium data import csv`, and save others as PNG"
+UNREAD = "name DICOM files with their masks or classes in a table for `consilium data import csv`, and save others as PNG"
 
 
 def are_patients(names: Iterable[str]) -> bool:

@@ -3,7 +3,7 @@
 import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -76,7 +76,8 @@ def read_own(source: Path, options: Options) -> ImportResult:
     samples = [one for found, _ in sites.values() for one in found]
     told = [f"{name}: {note}" for name, (_, own) in sites.items() for note in own]
     places = [source / name for name in sites if (source / name).is_dir()] or [source]
-    told += [f"{place.name}: {lost}; {UNREAD}" for place in places if (lost := _not_read(place))]
+    taken = {path for one in samples for path in (one.image, one.label)}
+    told += [f"{place.name}: {lost}; {UNREAD}" for place in places if (lost := _not_read(place, taken))]
     named = [own for folder in (source, *(source / name for name in sites)) if (own := named_values(folder))]
     if agreed := all(own == named[0] for own in named):
         notes += ["the names of classes are those of dataset.json"] if named else []
@@ -195,13 +196,11 @@ def _of_classes_by_patient(folder: Path) -> Site | None:
     ], []
 
 
-def _not_read(folder: Path) -> str:
-    """Return which files below a folder are pictures of kinds that are not read, "" for none."""
-    found = Counter(
-        "DICOM" if is_dicom(path) else path.suffix.lower()
-        for path in files(folder, ("",))
-        if not path.name.lower().endswith(PICTURES) and (path.name.lower().endswith(_UNREAD) or is_dicom(path))
-    )
+def _not_read(folder: Path, taken: Collection[object] = ()) -> str:
+    """Return which files below a folder are pictures of kinds that are not read, and none of those `taken`, "" for none."""
+    left = [path for path in files(folder, ("",)) if not (_is_picture(path) or path in taken or path.parent in taken)]
+    kinds_of = ("DICOM" if is_dicom(path) else path.suffix.lower() for path in left)
+    found = Counter(kind for kind in kinds_of if kind == "DICOM" or kind in _UNREAD)
     kinds = ", ".join(f"{kind} ({count})" for kind, count in sorted(found.items()))
     return f"files of kinds that are not imported by folder: {kinds}" if kinds else ""
 
