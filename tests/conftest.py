@@ -5,21 +5,25 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
 import torch
+from cryptography.hazmat.primitives import serialization
 from torch import nn
 
 from consilium.adapters import layers
 from consilium.adapters.names import is_base
 from consilium.cli.main import main
+from consilium.client import site_data
 from consilium.config.job import JobConfig
 from consilium.core.registry import KindField
 from consilium.core.schema import Section, validate
 from consilium.federation.job import Job, assemble_job
+from consilium.report import best_worst_cases, image_grid, predictions, run_log
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Strategy
 
@@ -38,6 +42,41 @@ def pytest_collection_finish() -> None:
 def _equal_threads() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _equal_work_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Draw equal phantoms, check a private key and look a package up once a process: they depend on their arguments alone."""
+    draw, drawn = site_data.make_phantoms, dict[str, Path]()
+
+    def copied(folder: Path, kind: str, *how: Any, **more: Any) -> Path:
+        if kind not in ("fundus", "nuclei", "cells") or folder.exists():
+            return draw(folder, kind, *how, **more)
+        key = repr((kind, how, more))
+        if key not in drawn:
+            drawn[key] = draw(tmp_path_factory.mktemp("phantoms") / "site", kind, *how, **more)
+        shutil.copytree(drawn[key].parent, folder)
+        return folder / drawn[key].name
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(site_data, "make_phantoms", copied)
+        patch.setattr(serialization, "load_pem_private_key", cache(serialization.load_pem_private_key))
+        patch.setattr(run_log, "version", cache(run_log.version))
+        yield
+
+
+PICTURES_ASIDE = ("adapters", "adversary", "federation", "privacy", "strategies", "training")
+"""Rooms that look at no picture: their runs draw small ones, which cost a seventh less."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.relative_to(Path(__file__).parent).parts[0] in PICTURES_ASIDE:
+            for module, name in ((predictions, "PANEL"), (predictions, "SMALL"), (best_worst_cases, "SIDE")):
+                patch.setattr(module, name, 64)
+            patch.setattr(image_grid, "FINE", 1)
+        yield
 
 
 @pytest.fixture(autouse=True)
