@@ -65,7 +65,7 @@ def _equal_work_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
 
 
-PICTURES_ASIDE = ("adapters", "adversary", "federation", "privacy", "strategies", "training")
+PICTURES_ASIDE = ("adapters", "adversary", "federation", "plugin", "privacy", "recipes", "strategies", "training")
 """Rooms that look at no picture: their runs draw small ones, which cost a seventh less."""
 
 
