@@ -51,7 +51,10 @@ def _equal_threads() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _equal_work_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Draw equal phantoms, check a private key and look a package up once a process: they depend on their arguments alone."""
+    """Draw equal phantoms, check a private key and look a package up once a process: they depend on their arguments alone.
+
+    Nor does anything wait for the disk, as nobody cuts the power.
+    """
     draw, drawn = site_data.make_phantoms, dict[str, Path]()
 
     def copied(folder: Path, kind: str, *how: Any, **more: Any) -> Path:
@@ -67,6 +70,7 @@ def _equal_work_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         patch.setattr(site_data, "make_phantoms", copied)
         patch.setattr(serialization, "load_pem_private_key", cache(serialization.load_pem_private_key))
         patch.setattr(run_log, "version", cache(run_log.version))
+        patch.setattr(os, "fsync", lambda file: None)
         yield
 
 
