@@ -30,6 +30,9 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
         "predict": f"{CLI}.predict:predict",
         "evaluate": f"{CLI}.evaluate:evaluate",
         "export-model": f"{CLI}.export_model:export_model",
+        "models": Group(
+            "Import language models: GGUF files, folders, adapters.", {"import": f"{CLI}.models_import:models_import"}
+        ),
     },
     DATA: {
         "data": Group(

@@ -18,7 +18,7 @@ from consilium.federation.saved_model import CARD, TENSORS, SavedModel, export_a
 from consilium.models.dtypes import QUANTIZED
 from consilium.use import bundle, merge, onnx
 from consilium.use.model import TrainedModel
-from consilium.use.output_folder import RECORD, check_destination, new_folder, write_record
+from consilium.use.output_folder import RECORD, as_the_umask_says, check_destination, new_folder, write_record
 
 Format = Literal["peft", "merged", "bundle", "onnx"]
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*")
@@ -64,7 +64,7 @@ def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, f
         write_atomic(made / name, _page(found, format, about, difference).encode(), PUBLIC)
         record = {"format": format, "consilium": __version__, "job": found.config.title, "model": found.card.name}
         write_record(made, record | {"difference": difference})
-        _as_the_umask_says(made)
+        as_the_umask_says(made, made / RECORD)
     return Exported(folder, difference)
 
 
@@ -77,14 +77,6 @@ def _check_blend(kept: SavedModel, format: Format) -> None:
         raise ConfigError(f"--format peft: the model is two adapters, {1 - kept.share:g} and {kept.share:g}; use merged")
     if format == "peft" and kept.scaling != 1:
         raise ConfigError(f"--format peft: the adapter is scaled by {kept.scaling:g}, which PEFT does not read; use merged")
-
-
-def _as_the_umask_says(made: Path) -> None:
-    """Give all files the mode of those that we wrote; some libraries make theirs private."""
-    mode = (made / RECORD).stat().st_mode
-    for path in made.rglob("*"):
-        if path.is_file():
-            path.chmod(mode)
 
 
 def _write(found: TrainedModel, format: Format, made: Path, own: SiteConfig) -> tuple[str, float | None]:

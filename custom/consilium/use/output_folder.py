@@ -28,6 +28,13 @@ def write_record(folder: Path, told: dict[str, Any]) -> None:
     write_atomic(folder / RECORD, json.dumps(told | {"files": files}, indent=1).encode(), PUBLIC)
 
 
+def as_the_umask_says(made: Path, like: Path) -> None:
+    """Give all files the mode of one that we wrote; some libraries make theirs private."""
+    for path in made.rglob("*"):
+        if path.is_file():
+            path.chmod(like.stat().st_mode)
+
+
 def check_destination(folder: Path, force: bool) -> None:
     """Raise ConfigError unless `folder` is new, empty, or an unchanged earlier export that is to be replaced."""
     if not folder.exists() and not folder.is_symlink():

@@ -1,5 +1,6 @@
 """Prompts: the job's template around a record's instruction and input."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -90,6 +91,23 @@ class Prompt:
             raise _no_chat(f"the tokenizer's template ends answers by {behind[:40]!r}, which is no special token")
         return before if before.strip(" ") else "", behind
 
+    @cached_property
+    def default_system(self) -> str:
+        """The system prompt that a chat template adds to a conversation without one; "" for none.
+
+        Raises ConfigError for a template that renders no question with its answer.
+        """
+        _, before = self._around, self._said("?")
+        try:
+            lead, found, rest = self._render(
+                [{"role": "system", "content": PROBE}, {"role": "user", "content": "?"}]
+            ).partition(PROBE)
+        except TemplateFailure:  # a template without system prompts
+            return ""
+        if not (found and before.startswith(lead) and before.endswith(rest)):
+            return ""
+        return before[len(lead) : len(before) - len(rest)].strip()
+
     def _chat(self, message: str) -> str:
         """Return a record's prompt. Raises ConfigError without the template's words, which may be the record's."""
         try:
@@ -100,11 +118,15 @@ class Prompt:
     def _said(self, message: str, answer: str | None = None) -> str:
         turns = [{"role": "user", "content": message}]
         turns += [] if answer is None else [{"role": "assistant", "content": answer}]
+        return self._render(turns, asks=answer is None)
+
+    def _render(self, turns: Sequence[Mapping[str, str]], asks: bool = True) -> str:
+        """Return the template's text of some turns, with the opening of an answer if it `asks` for one."""
         try:
             template = CLOCK + self.tokenizer.get_chat_template()
         except (TypeError, ValueError) as error:  # several templates, and none is the default
             raise _no_chat(f"the tokenizer has no template to take: {shown(' '.join(str(error).split()), 200)}") from None
-        return rendered(template, turns, {**self.tokenizer.special_tokens_map, "add_generation_prompt": answer is None})
+        return rendered(template, turns, {**self.tokenizer.special_tokens_map, "add_generation_prompt": asks})
 
 
 def _no_chat(why: str) -> ConfigError:
