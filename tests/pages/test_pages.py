@@ -30,7 +30,7 @@ NOT_RUN = {
         "consilium allow WORKSPACE",
         "consilium simulate jobs/quickstart --mlflow",
     ],
-    "jobs/models.md": ["python -m tests.pretraining"],
+    "jobs/models.md": ["consilium models import", "python -m tests.pretraining"],
     "jobs/papers.md": ["consilium study run iat_table1"],
     "custom/consilium/data/README.md": [
         "consilium data cache STATE",

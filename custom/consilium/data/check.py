@@ -118,7 +118,8 @@ def check_texts(path: Path, length_of: Callable[[Text], int] | None = None, max_
             length = length_of(text)
             report.lengths[length] += 1
             if length > max_length:
-                report.warn(f"longer than {max_length} tokens", f"{text.name}: {length}")
+                note = report.problem if text.history else report.warn  # a conversation is refused, other records are cut
+                note(f"longer than {max_length} tokens", f"{text.name}: {length}")
         key = hashlib.blake2b(text.prompt.encode(), digest_size=16).hexdigest()
         marks = (("duplicate between {}", key), *([(PATIENT, text.patient)] if text.patient else []))
         report.traces.append(Trace(split, text.name, marks, training=split == "training"))

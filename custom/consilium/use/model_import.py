@@ -210,15 +210,16 @@ def _of_folder(source: Path) -> _Source:
         model = build_causal_lm("folder", source, config)
         tokenizer = load_tokenizer("folder", source, config)
     files = _weight_files(source)
+    kinds = Counter(kind for name in files for kind in _dtypes(source / name))
     told = {
         "source": source.resolve().name,
         "format": "transformers",
         "files": {name: file_hash(source / name) for name in ("config.json", *files)},
         "licence": _licence_of(source),
         "named": {},
-        "weights": dict(sorted(Counter(kind for name in files for kind in _dtypes(source / name)).items())),
+        "weights": dict(sorted(kinds.items())),
     }
-    return _Source(model, tokenizer, told, _stored(told["weights"]), source)
+    return _Source(model, tokenizer, told, _stored(kinds), source)
 
 
 @contextmanager
