@@ -35,8 +35,7 @@ from consilium.models.folder import short
 from consilium.models.gguf import gguf_files
 from consilium.models.model_folder import INDEX, WEIGHTS, plain_file, read_json
 from consilium.tasks.language.prompts import Prompt
-from consilium.use.export import LICENCES
-from consilium.use.output_folder import as_the_umask_says, check_destination, new_folder
+from consilium.use.output_folder import LICENCES, as_the_umask_says, check_destination, new_folder
 
 PROVENANCE = "provenance.json"
 UNKNOWN = "unknown"
@@ -215,7 +214,7 @@ def _of_folder(source: Path) -> _Source:
         "source": source.resolve().name,
         "format": "transformers",
         "files": {name: file_hash(source / name) for name in ("config.json", *files)},
-        "licence": _licence_of(source),
+        "licence": licence_of(source),
         "named": {},
         "weights": dict(sorted(kinds.items())),
     }
@@ -273,8 +272,10 @@ def _check_tied(source: Path, config: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{key}: false: the weights hold no lm_head.weight; write true there, or fetch all parts")
 
 
-def _licence_of(folder: Path) -> str:
-    """Return the licence in the first lines of a folder's README.md, as model hubs read it."""
+def licence_of(folder: Path) -> str:
+    """Return the licence in a folder's record of its import, or in the first lines of its README.md, as model hubs read it."""
+    if (folder / PROVENANCE).is_file():
+        return str(read_json(folder, PROVENANCE).get("licence", UNKNOWN))[:200]
     path = folder / "README.md"
     if not path.is_file() or path.is_symlink() or path.stat().st_size > LONGEST_TEMPLATE:
         return UNKNOWN

@@ -18,6 +18,7 @@ from consilium.core.storage import PUBLIC, file_hash, write_atomic
 
 RECORD = "export.json"
 """Says what wrote a folder and which files; a folder without it, or with anything else in it, is never replaced."""
+LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*")
 KEYS = frozenset({"format", "consilium", "job", "model", "difference", "files"})
 
 
