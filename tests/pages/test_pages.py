@@ -25,6 +25,7 @@ from tests.pages.reading import PAGES, ROOT, anchors, blocks, code, links, text_
 NOT_RUN = {
     "README.md": ["python3 -m venv .venv", "python3 -m venv .venv"],
     "jobs/README.md": [
+        "consilium data import medquad",
         "consilium simulate jobs/nuclei_fediat",
         "consilium data import own",
         "consilium allow WORKSPACE",

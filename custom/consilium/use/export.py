@@ -3,7 +3,7 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from consilium import __version__
 from consilium.adapters.names import SHIFT, is_local
@@ -15,6 +15,7 @@ from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.job import checkpoint_of, tokenizer_of
 from consilium.federation.model_card import FILES
 from consilium.federation.saved_model import CARD, TENSORS, SavedModel, export_adapter, read_kept, with_parameters
+from consilium.models.causal_lm import CausalLmConfig
 from consilium.models.causal_lm.network import TINY_FOLDER
 from consilium.models.dtypes import QUANTIZED
 from consilium.use import bundle, merge, onnx, peft_folder
@@ -99,7 +100,8 @@ def _write(found: TrainedModel, format: Format, made: Path, own: SiteConfig, bas
         about = _write_peft(found, made)
         if _library(found, format):
             about = about.replace(_PEFT, _PEFT_TEXT)
-            peft_folder.complete(made, found.config.model, tokenizer_of(found.config, own), base or str(_base(found, own)))
+            model = cast(CausalLmConfig, found.config.model)
+            peft_folder.complete(made, model, tokenizer_of(found.config, own), base or str(_base(found, own)))
         return about, None
     model, config = found.model.cpu().float(), found.config  # a base that is kept in bfloat16 too
     if format == "merged":
