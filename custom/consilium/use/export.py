@@ -100,8 +100,8 @@ def _write(found: TrainedModel, format: Format, made: Path, own: SiteConfig, bas
         about = _write_peft(found, made)
         if _library(found, format):
             about = about.replace(_PEFT, _PEFT_TEXT)
-            model = cast(CausalLmConfig, found.config.model)
-            peft_folder.complete(made, model, tokenizer_of(found.config, own), base or str(_base(found, own)))
+            section = cast(CausalLmConfig, found.config.model)
+            peft_folder.complete(made, section, tokenizer_of(found.config, own), base or str(_base(found, own)))
         return about, None
     model, config = found.model.cpu().float(), found.config  # a base that is kept in bfloat16 too
     if format == "merged":
