@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from consilium.core.errors import CheckpointError, ConfigError
+from consilium.core.errors import ConfigError
 from consilium.core.schema import read_yaml
 from consilium.models.architecture import refuse_adapter
 from consilium.models.gguf import refuse_gguf
@@ -43,10 +43,7 @@ def _named(raw: Any) -> str:
 
 def _read(path: Path, named: str, job: Path) -> dict[str, Any]:
     refuse_adapter(path, f"{job}: model.config")
-    try:
-        refuse_gguf(path)
-    except CheckpointError as error:
-        raise ConfigError(f"{job}: model.config: {str(error).removeprefix('model.checkpoint: ')}") from None
+    refuse_gguf(path, f"{job}: model.config")
     path = path / "config.json" if path.is_dir() else path
     found: Any = None
     try:
