@@ -5,27 +5,36 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
 import torch
+from cryptography.hazmat.primitives import serialization
 from torch import nn
 
 from consilium.adapters import layers
 from consilium.adapters.names import is_base
 from consilium.cli.main import main
+from consilium.client import site_data
 from consilium.config.job import JobConfig
 from consilium.core.registry import KindField
 from consilium.core.schema import Section, validate
 from consilium.federation.job import Job, assemble_job
+from consilium.report import best_worst_cases, image_grid, predictions, run_log
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Strategy
 
 JOBS = Path(__file__).parent.parent / "jobs"
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, as would what they start
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the commands of pages: a file of them takes a third of the slow suite, and nothing is left to do beside it."""
+    items.sort(key=lambda item: "pages" not in item.path.parts)
 
 
 def pytest_collection_finish() -> None:
@@ -38,6 +47,45 @@ def pytest_collection_finish() -> None:
 def _equal_threads() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _equal_work_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Draw equal phantoms, check a private key and look a package up once a process: they depend on their arguments alone.
+
+    Nor does anything wait for the disk, as nobody cuts the power.
+    """
+    draw, drawn = site_data.make_phantoms, dict[str, Path]()
+
+    def copied(folder: Path, kind: str, *how: Any, **more: Any) -> Path:
+        if kind not in ("fundus", "nuclei", "cells") or folder.exists():
+            return draw(folder, kind, *how, **more)
+        key = repr((kind, how, more))
+        if key not in drawn:
+            drawn[key] = draw(tmp_path_factory.mktemp("phantoms") / "site", kind, *how, **more)
+        shutil.copytree(drawn[key].parent, folder)
+        return folder / drawn[key].name
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(site_data, "make_phantoms", copied)
+        patch.setattr(serialization, "load_pem_private_key", cache(serialization.load_pem_private_key))
+        patch.setattr(run_log, "version", cache(run_log.version))
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
+PICTURES_ASIDE = ("adapters", "adversary", "federation", "plugin", "privacy", "recipes", "strategies", "training")
+"""Rooms that look at no picture: their runs draw small ones, which cost a seventh less."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.relative_to(Path(__file__).parent).parts[0] in PICTURES_ASIDE:
+            for module, name in ((predictions, "PANEL"), (predictions, "SMALL"), (best_worst_cases, "SIDE")):
+                patch.setattr(module, name, 64)
+            patch.setattr(image_grid, "FINE", 1)
+        yield
 
 
 @pytest.fixture(autouse=True)

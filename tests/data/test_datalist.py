@@ -62,7 +62,7 @@ def test_missing_list(tmp_path: Path) -> None:
         read_datalist(tmp_path / "none.json")
 
 
-@pytest.mark.parametrize(("key", "meant"), [("testing", "test"), ("val", "validation"), ("valid", "validation")])
+@pytest.mark.parametrize(("key", "meant"), [("tests", "test"), ("val", "validation"), ("valid", "validation")])
 def test_a_split_under_another_tools_name_is_not_lost_in_silence(key: str, meant: str, tmp_path: Path) -> None:
     (tmp_path / "datalist.json").write_text(json.dumps({"training": [], key: [], "name": "ward"}))
     with pytest.raises(DataError, match=f"key '{key}' is not read; call it '{meant}'"):

@@ -88,7 +88,7 @@ def test_what_is_not_read_of_a_folder_of_sites_is_named(tmp_path: Path, monkeypa
         drawn(tmp_path / "raw/files/drawn" / f"{number}.png", 255)
     rows = [f"files/{number}.png,files/drawn/{number}.png" for number in range(4)]
     (tmp_path / "raw" / "more.csv").write_text("\n".join(["image,label", *rows]))
-    told = said(monkeypatch, capsys, "data", "import", "own", tmp_path / "raw", tmp_path / "lists", "--only", "a")
+    told = said(monkeypatch, capsys, "data", "import", "own", tmp_path / "raw", tmp_path / "lists")
     assert "notes: left out, it has neither masks nor classes nor a table" in told
     added = next(part for part in told.split("note: ") if part.startswith("more.csv"))
     told = said(monkeypatch, capsys, *command(added, DEST=tmp_path / "lists"))
@@ -218,10 +218,10 @@ def test_masks_beside_pictures_that_are_not_read_are_no_class(
 ) -> None:
     drawn(tmp_path / "a" / "masks" / "0.png", 255)
     (tmp_path / "a" / "images").mkdir()
-    (tmp_path / "a" / "images" / "0.gif").write_bytes(b"GIF89a")
+    (tmp_path / "a" / "images" / "0.webp").write_bytes(b"RIFF")
     for words in (("import", "own", tmp_path / "a", tmp_path / "out"), ("check", tmp_path / "a")):
         assert run(monkeypatch, "data", *words) == 2
-        assert "masks in masks/, and in images/ .gif, which is not read" in capsys.readouterr().err
+        assert "masks in masks/, and in images/ .webp, which is not read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("one", "other"), [("Train", "Test"), ("Training", "Testing"), ("trainset", "test_set")])

@@ -134,8 +134,8 @@ def zero_spacing(folder: Path) -> dict[str, Any]:
     return entry
 
 
-def rgba_mask(folder: Path) -> dict[str, Any]:
-    return pair(folder) | {"label": save(folder / "r.png", np.repeat(mask()[..., None], 4, 2))}
+def red_mask(folder: Path) -> dict[str, Any]:
+    return pair(folder) | {"label": save(folder / "r.png", mask()[..., None] * np.array([1, 0, 0], np.uint8))}
 
 
 def cmyk(folder: Path) -> dict[str, Any]:
@@ -194,7 +194,7 @@ STOPS: dict[str, tuple[Case, str, str]] = {
         "10100x10100 pixels, at most 100,000,000",
     ),
     "several pages": (pages, "several pages", "has 3 pages"),
-    "EXIF": (exif, "mask of another size", "mask is (24, 48), its image e.png (48, 24)"),
+    "EXIF": (exif, "mask of another size", "the image's EXIF tag turns it: turn the mask"),
     "slice as text": (lambda f: volumes(f, slice="4"), "unreadable", "slice '4' is no whole number from 0"),
     "slice as 4.0": (lambda f: volumes(f, slice=4.0), "unreadable", "slice 4.0 is no whole number from 0"),
     "missing": (lambda f: pair(f) | {"image": "gone.png"}, "missing file", "gone.png: no such file"),
@@ -209,7 +209,7 @@ STOPS: dict[str, tuple[Case, str, str]] = {
         "unreadable",
         "cannot be read as NIfTI",
     ),
-    "colours as a mask": (rgba_mask, "mask of colours", "mask has 3 channels"),
+    "colours as a mask": (red_mask, "mask of colours", "mask has colours, such as (1, 0, 0)"),
     "mask of broken numbers": (
         lambda f: volumes(f, label=blob() * np.float32(0.5), slice=1),
         "mask of broken numbers",
@@ -223,7 +223,7 @@ STOPS: dict[str, tuple[Case, str, str]] = {
     "16-bit mask": (lambda f: pair(f, label=mask().astype(np.uint16) * 1000), "undeclared label value", "label value 1000"),
     "no mask": (lambda f: {"image": pair(f)["image"]}, "no mask", "i.png"),
     "a class": (lambda f: pair(f) | {"label": 3}, "class instead of a mask", "label 3 is a class"),
-    "mask of another size": (lambda f: pair(f, label=mask((SIDE, SIDE + 1))), "mask of another size", "mask is (24, 25)"),
+    "mask of another size": (lambda f: pair(f, label=mask((SIDE, SIDE + 1))), "mask of another size", "mask is 25x24 pixels"),
     "unknown key": (lambda f: pair(f) | {"lable": "m.png"}, "unreadable", "unknown key 'lable'"),
 }
 """What stops a training: files, kind in the report, words in its line."""

@@ -224,6 +224,6 @@ def test_the_check_of_data_looks_at_the_planes_that_training_sees(tmp_path: Path
     data = listed(tmp_path, {"image": "v.nii.gz", "axis": "coronal"}, {"image": "v.nii.gz"})
     found = check_samples(data.splits["test"], PictureSettings.model_validate({"slices": {"axis": "axial"}}), None)
     assert [(one.planes, one.size) for one in found] == [
-        (6, "x".join(map(str, seen("coronal", 0).shape))),
-        (5, "x".join(map(str, seen("axial", 0).shape))),
+        (6, "x".join(map(str, seen("coronal", 0).shape[::-1]))),
+        (5, "x".join(map(str, seen("axial", 0).shape[::-1]))),
     ]

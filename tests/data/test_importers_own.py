@@ -57,23 +57,24 @@ def test_one_line_for_what_is_wrong(tmp_path: Path) -> None:
     assert "has the same name as" in told()
     (tmp_path / "a" / "masks" / "2.png").unlink()
     Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8) * 4).save(tmp_path / "a" / "masks" / "2.jpg", quality=100)
-    assert (
-        "62 values lie on edges alone; save label values, by the nearest voxel where it was resized, and not as JPEG" in told()
-    )
+    assert "mask is a JPEG, which changes values" in told()
+    assert "save label values, by the nearest voxel where it was resized, and not as JPEG" in told()
     (tmp_path / "a" / "masks" / "2.jpg").unlink()
     assert "expected a mask named 2" in told()
-    Image.new("RGB", (8, 8)).save(tmp_path / "a" / "masks" / "2.png")
-    assert "is no label picture (mode RGB)" in told()
+    Image.new("RGB", (8, 8), (0, 90, 0)).save(tmp_path / "a" / "masks" / "2.png")
+    assert "mask has colours, such as (0, 90, 0)" in told()
     Image.new("L", (4, 8), 1).save(tmp_path / "a" / "masks" / "2.png")
-    assert "expected the 8x8 pixels" in told()
+    assert "mask is 4x8 pixels (width x height), its image" in told()
     (tmp_path / "a" / "masks" / "2.png").write_text("no picture")
-    assert "cannot be read as a picture" in told()
+    assert "mask cannot be read" in told()
 
 
 def test_two_folders_never_become_one_site(tmp_path: Path) -> None:
     for site in ("site 1", "site-1"):
         put(tmp_path / "raw", site, "a")
-    with pytest.raises(DataError, match="'site 1' and 'site-1' would both be site 'site-1'; give one another name"):
+    with pytest.raises(
+        DataError, match="'site 1' and 'site-1' would both be site 'site-1'; name one otherwise: --rename 'site-1=NAME'"
+    ):
         import_set("own", tmp_path / "raw", tmp_path / "lists")
 
 

@@ -183,7 +183,9 @@ def test_what_cannot_be_read_by_tiles_is_refused_in_a_line(tmp_path: Path) -> No
         slides.read(tmp_path / "a.tif", (300, 0, 64, 64))
     tifffile.imwrite(tmp_path / "m.tif", labelled()[:, :-1], tile=(64, 64))
     item = expand(read_datalist(path), PictureSettings(tiles=TilesConfig(size=128))).splits["test"][0]
-    with pytest.raises(DataError, match=r"m\.tif: mask is \(250, 329\), its image \(250, 330\); make them equal"):
+    with pytest.raises(
+        DataError, match=r"m\.tif: mask is 329x250 pixels \(width x height\), its image 330x250; make them equal"
+    ):
         read_labels(item)
     tifffile.imwrite(tmp_path / "p.tif", np.stack([array((64, 64)), array((64, 64))]), photometric="minisblack")
     with pytest.raises(DataError, match=r"p\.tif: has 2 pages; save each as a picture of its own"):
@@ -246,7 +248,7 @@ def test_the_check_looks_at_a_large_picture_by_parts(tmp_path: Path) -> None:
     report = check_datalist(path, {"a": [1], "b": [2]}, settings)
     assert report.problems == {"duplicate between splits": ["test: a.tif = training: a.tif"]}
     assert report.planes == {"training": 6, "test": 6}
-    assert report.sizes == {"250x330": 2}
+    assert report.sizes == {"330x250": 2}
     assert set(report.label_values) == {0, 1, 2}
     assert list(check_datalist(path, {"a": [1]}, settings).problems) == ["undeclared label value", "duplicate between splits"]
     tifffile.imwrite(tmp_path / "m.tif", labelled()[:, :-1], tile=(64, 64))

@@ -38,6 +38,8 @@ from tests.conftest import assembled, small_config, training_only
 NAMES = ["site-1", "site-2", "site-3", "site-4"]
 SUMS = sorted(n for n in STRATEGIES if STRATEGIES[n]().traits.needs == "sums" and not STRATEGIES[n]().traits.pools_data)
 
+FIRST = ("deer", "fediat")
+"""Those that differ most in what they send: phases, a start of what stays."""
 
 NOISE: dict[str, Any] = {"privacy": {"unit": "site", "noise_multiplier": 1.0, "clip": 1.0}}
 """With noise of each site's own, sums may lack a site; by `noise_seed` it is the same with and without masks."""
@@ -168,9 +170,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory, identities: Path) -> Plain:
     return run
 
 
-@pytest.mark.parametrize("strategy", ["deer", "fediat", pytest.param("frlora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FIRST)) for n in SUMS if n != "local_only"]
+)
 def test_masked_equals_plain_to_the_last_bit(strategy: str, tmp_path: Path, identities: Path) -> None:
-    """Those that differ most in what they send: phases, a start of what stays, residuals."""
     bare = Federation(job_of(strategy), tmp_path / "plain", identities).run()
     assert same_state(Federation(job_of(strategy, {}), tmp_path / "masked", identities).run(), bare)
     assert not all(torch.equal(t, bare.job.initial[n]) for n, t in bare.state.shared.items())

@@ -192,7 +192,7 @@ def test_the_picture_of_predictions_stays_and_changes_no_number(tmp_path: Path) 
         found[shown] = (site.evaluate("run", payload(job, joined=True, round=1)), torch.rand(1))
     picture = tmp_path / "True" / "predictions.png"
     with Image.open(picture) as opened:
-        assert opened.width > opened.height > 600  # two rows, five columns
+        assert opened.width > opened.height > 2 * predictions.PANEL  # two rows, five columns
     assert picture.stat().st_mode & 0o777 == 0o600
     assert found[True] == found[False]
     assert not found[True][0].tensors

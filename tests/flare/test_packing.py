@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -56,35 +57,35 @@ def said(names: Any, rest: Any = {}) -> bytes:  # noqa: B006
 
 
 FOUR = ["a", "float32", [1]]
-HOSTILE = {
-    "no text": b"\x00",
-    "a bomb": zlib.compress(b"[" + b" " * 2 * wire.MAX_TEXT),
-    "nested": zlib.compress(b"[" * 100_000),
-    "cut": said([FOUR])[:-3],
-    "two texts": said([FOUR]) + said([FOUR]),
-    "no pair": zlib.compress(b"[[]]"),
-    "a number": said([[4, "float32", [1]]]),
-    "twice": said([FOUR, FOUR]),
-    "unknown type": said([["a", "complex64", [1]]]),
-    "too few": said([]),
-    "too many": said([FOUR, ["b", "float32", [1]]]),
-    "beyond": said([["a", "float32", [2**40, 2**40]]]),
-    "below": said([["a", "float32", [-1, -1]]]),
-    "no size": said([["a", "float32", [True]]]),
-    "not there": said([FOUR, ["b"]]),
-    "the buffer itself": said([[wire.BUFFER]]),
-    "no rest": said([FOUR], []),
-    "long numbers": zlib.compress(b'[[["a","float32",[' + b",".join([b"9" * 4000] * 400) + b"]]],{}]"),
-    "many axes": said([["a", "float32", [1] * 9]]),
-    "a shape that is none": said([["a", "float32", "4"]]),
-    "more names than an adapter has": said([[str(i), "float32", [0]] for i in range(wire.MAX_TENSORS + 1)]),
+HOSTILE: dict[str, Callable[[], bytes]] = {  # made in the test: every worker collects this file
+    "no text": lambda: b"\x00",
+    "a bomb": lambda: zlib.compress(b"[" + b" " * 2 * wire.MAX_TEXT),
+    "nested": lambda: zlib.compress(b"[" * 100_000),
+    "cut": lambda: said([FOUR])[:-3],
+    "two texts": lambda: said([FOUR]) + said([FOUR]),
+    "no pair": lambda: zlib.compress(b"[[]]"),
+    "a number": lambda: said([[4, "float32", [1]]]),
+    "twice": lambda: said([FOUR, FOUR]),
+    "unknown type": lambda: said([["a", "complex64", [1]]]),
+    "too few": lambda: said([]),
+    "too many": lambda: said([FOUR, ["b", "float32", [1]]]),
+    "beyond": lambda: said([["a", "float32", [2**40, 2**40]]]),
+    "below": lambda: said([["a", "float32", [-1, -1]]]),
+    "no size": lambda: said([["a", "float32", [True]]]),
+    "not there": lambda: said([FOUR, ["b"]]),
+    "the buffer itself": lambda: said([[wire.BUFFER]]),
+    "no rest": lambda: said([FOUR], []),
+    "long numbers": lambda: zlib.compress(b'[[["a","float32",[' + b",".join([b"9" * 4000] * 400) + b"]]],{}]"),
+    "many axes": lambda: said([["a", "float32", [1] * 9]]),
+    "a shape that is none": lambda: said([["a", "float32", "4"]]),
+    "more names than an adapter has": lambda: said([[str(i), "float32", [0]] for i in range(wire.MAX_TENSORS + 1)]),
 }
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_malformed_packs_are_refused(kind: str) -> None:
     message = wire.encode(Payload(0, 0, {wire.BUFFER: torch.zeros(4, dtype=torch.uint8)}), "", update=True)
-    message["DXO"]["meta"][wire.KEY] = HOSTILE[kind]
+    message["DXO"]["meta"][wire.KEY] = HOSTILE[kind]()
     with pytest.raises(RefusedError, match="not a consilium message"):
         wire.decode(message)
 

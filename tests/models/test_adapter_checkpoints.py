@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
-from consilium.core.errors import CheckpointError, ConfigError
+from consilium.core.errors import CheckpointError
 from consilium.federation.job import build_model, tokenizer_of
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.models.registry import MODELS
@@ -156,5 +156,7 @@ def test_an_adapter_s_settings_are_no_architecture(named: str, adapter: Path, tm
         "name: x\nstrategy: fedit\ntask: {name: language, labels: [a, b]}\ntraining: {rounds: 1}\n"
         f"model: {{name: causal_lm, variant: folder, checkpoint: '{tmp_path}/lora', config: {named}}}\n"
     )
-    with pytest.raises(ConfigError, match=r"model\.config: .*settings of an adapter.*merge it first"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.config: .*adapter_config\.json: belongs to an adapter .*merge it into its base"
+    ):
         load_job(job, author=True)

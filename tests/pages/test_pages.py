@@ -25,12 +25,13 @@ from tests.pages.reading import PAGES, ROOT, anchors, blocks, code, links, text_
 NOT_RUN = {
     "README.md": ["python3 -m venv .venv", "python3 -m venv .venv"],
     "jobs/README.md": [
+        "consilium data import medquad",
         "consilium simulate jobs/nuclei_fediat",
         "consilium data import own",
         "consilium allow WORKSPACE",
         "consilium simulate jobs/quickstart --mlflow",
     ],
-    "jobs/models.md": ["python -m tests.pretraining"],
+    "jobs/models.md": ["consilium models import", "python -m tests.pretraining"],
     "jobs/papers.md": ["consilium study run iat_table1"],
     "custom/consilium/data/README.md": [
         "consilium data cache STATE",

@@ -151,16 +151,5 @@ def test_roles_repeat_with_the_period(strategy: Strategy) -> None:
         assert [strategy.role(name, *place) for place in first] == [strategy.role(name, *place) for place in again]
 
 
-def test_ffa_mean_of_products_is_the_product_of_means_and_fedit_is_not() -> None:
-    sites = [adapter(i) for i in range(3)]
-    a, b = (f"image_encoder.blocks.0.attn.qkv.lora_{f}" for f in "AB")
-    for site in sites:
-        site["frozen"] = sites[0][a]
-    products = {"ffa": torch.stack([s[b] @ s["frozen"] for s in sites]), "fedit": torch.stack([s[b] @ s[a] for s in sites])}
-    mean_b, mean_a = (torch.stack([s[n] for s in sites]).mean(0) for n in (b, a))
-    assert torch.allclose(products["ffa"].mean(0), mean_b @ sites[0][a], atol=1e-6)
-    assert not torch.allclose(products["fedit"].mean(0), mean_b @ mean_a, atol=1e-2)
-
-
 def test_factor_of_a_name() -> None:
     assert [factor(n) for n in ("x.lora_A", "x.lora_B", "lora_A.head.weight", "head.weight")] == ["A", "B", None, None]

@@ -29,11 +29,11 @@ from tests.use.handing import CELLS, FUNDUS, HERE, changed, loaded, trained
 LORA = changed(FUNDUS, adapter={"rank": 2, "targets": "encoder-qkv", "decoder": "share"})
 
 
-def kept(folder: Path, config: JobConfig, **forward: Any) -> Path:
+def kept(folder: Path, config: JobConfig, base_sha256: str = "", **forward: Any) -> Path:
     """Write an adapter folder as a run leaves it; return it."""
     model = trained(config)
     values = layers.values(model)
-    card = Card.of(config, "global", 1, "")
+    card = Card.of(config, "global", 1, base_sha256)
     write_kept(folder, SavedModel(values, 1, **forward), with_parameters(model, values), config, card)
     return folder
 

@@ -23,11 +23,12 @@ from consilium.core.errors import ConfigError, DataError
 from consilium.core.sanitize import line, shown
 from consilium.data.check import proposals, shared_by_sites
 from consilium.data.check_report import NAMED, Findings
-from consilium.data.datalist import with_affine
+from consilium.data.datalist import DataList, arranged, with_affine
 from consilium.data.folders import has_classes, importing, unlisted
 from consilium.data.label_map import relabelled
+from consilium.data.settings import PictureSettings
 from consilium.data.text import has_texts
-from consilium.federation.job import tokenizer_of
+from consilium.federation.job import checkpoint_of, tokenizer_of
 from consilium.report.page.check_page import write_report
 from consilium.tasks.registry import TASKS, TaskKind
 
@@ -86,7 +87,8 @@ def lists_of(path: Path, wanted: str | None = None, choose: bool = False) -> dic
         if path.suffix.lower() == ".csv":
             raise DataError(f"{path}: is a table; `consilium data import csv {shlex.quote(str(path))} DEST` makes lists of it")
         beside = path.parent / "site.yaml"
-        return {path.stem: SiteList(DatasetConfig(datalist=path), load_site(beside) if beside.is_file() else SiteConfig())}
+        site = load_site(beside) if beside.is_file() else SiteConfig()
+        return {path.stem: SiteList(site.of_list(path), site)}
     if not path.is_dir():
         return _of_site(path.parent.name, path, wanted, choose)
     if not (path / "site.yaml").is_file() and has_classes(path) and not _named(path):
@@ -138,15 +140,20 @@ def _check(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
     kind = TASKS[config.task.name if config else name]
     if kind.check is None:
         return _read_only(path, kind)
-    if config is None and own.nifti_affine:
-        return kind.check(path, change=lambda data: with_affine(data, own.nifti_affine))
     if config is None:
-        return kind.check(path)
-    tokenizer = tokenizer_of(config, site if site.checkpoints else SiteConfig(checkpoints=checkpoints))
+        change = None if name == "language" else lambda data: with_affine(arranged(data), own.nifti_affine)
+        return kind.check(path, change=change) if change else kind.check(path)
+    whose = site if site.checkpoints else SiteConfig(checkpoints=checkpoints)
+    if whose.checkpoints:
+        checkpoint_of(config.model, whose)  # refuses an adapter
+    tokenizer = tokenizer_of(config, whose)
     classes = getattr(config.task, "classes", None)
-    more: dict[str, Any] = {}
-    if (own.labels, own.annotated, own.nifti_affine) != (None, None, None):
-        more["change"] = lambda data: relabelled(with_affine(data, own.nifti_affine), own.labels, own.annotated, classes)
+
+    def used(data: DataList) -> DataList:
+        data = with_affine(arranged(data, as_listed=config.dpsgd is not None), own.nifti_affine)
+        return relabelled(data, own.labels, own.annotated, classes)
+
+    more: dict[str, Any] = {"change": used} if isinstance(config.task, PictureSettings) or own.labels or own.annotated else {}
     room = getattr(config.model, "max_length", 0) or config.model.image_side
     return kind.check(path, config.task, tokenizer, room, **more)
 

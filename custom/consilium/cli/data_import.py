@@ -43,6 +43,13 @@ def data_import(
             help="own: how masks are called after images, such as '{}_mask' or '{}_0000={}'; may be repeated",
         ),
     ] = None,
+    exact_values: Annotated[
+        bool, typer.Option("--exact-values", help="own, csv: each value of a mask is a label, on edges alone and over 32 too")
+    ] = False,
+    patient_folders: Annotated[
+        bool | None,
+        typer.Option("--patient-folders/--no-patient-folders", help="own: folders are of patients, or of sites; else by name"),
+    ] = None,
     add: Annotated[bool, typer.Option("--add", help="put the sites beside those that DEST has from other imports")] = False,
     show: Annotated[bool, typer.Option("--list", help="show the data sets and the folders each expects")] = False,
     format: FormatOption = Format.TXT,
@@ -57,7 +64,8 @@ def data_import(
         taken, names = tuple(only or ()), _pairs("--rename: {!r}: expected OLD=NEW", rename)
         columns = _pairs("--column: {!r}: expected FIELD=NAME", column)
         patterns = tuple(map(parse, mask_pattern or ()))
-        options = Options(validation, test, seed, sites, minimum, types, resplit, size, taken, names, columns, patterns)
+        how = (columns, patterns, exact_values, patient_folders)
+        options = Options(validation, test, seed, sites, minimum, types, resplit, size, taken, names, *how)
         found = import_sets(name, source, dest, options, add)
         if format is Format.JSON:
             print(json.dumps(found[dest] if dest in found else {str(place): one for place, one in found.items()}, indent=1))

@@ -30,13 +30,14 @@ def data_stats(
     """Show what sites' pictures are like, beside each other: counts, sizes, spacing, intensities, classes."""
     if override and not job:
         raise ConfigError("--set: is of a job; give --job too")
-    task = load_for_data(job, override or [], kit).task if job else None
+    config = load_for_data(job, override or [], kit) if job else None
+    task, as_listed = (config.task, config.dpsgd is not None) if config else (None, False)
     if task is not None and not isinstance(task, PictureSettings):
         raise ConfigError(f"--job: {job}: its task has no pictures; data check counts texts")
     classes = getattr(task, "classes", None)
     masks = None if classes is None else not isinstance(classes, dict)
     lists = {
-        name: with_affine(arranged(read_datalist(one.own.datalist, masks)), one.own.nifti_affine)
+        name: with_affine(arranged(read_datalist(one.own.datalist, masks), as_listed), one.own.nifti_affine)
         for name, one in lists_of(source).items()
     }
     settings = task if isinstance(task, PictureSettings) else DEFAULTS

@@ -33,6 +33,9 @@ def export_model(
     stage: StageOption = None,
     best: BestOption = False,
     checkpoints: CheckpointsOption = None,
+    base: Annotated[
+        str, typer.Option(metavar="NAME", help="of a language model: the base to name; default: its folder on this machine")
+    ] = "",
     force: Annotated[bool, typer.Option("--force", help="replace an earlier export")] = False,
 ) -> None:
     """Hand a model on in a form that other programs open, with its card; logits are compared before anything is written."""
@@ -40,11 +43,13 @@ def export_model(
     check_possible(format.value, adapter_folder(model, site, stage, best))
     own = site_of("cpu", checkpoints)
     found = open_model(model, site, stage, own, best)
-    made = export(found, format.value, output, own, force)
+    made = export(found, format.value, output, own, force, base)
     size = sum(path.stat().st_size for path in made.folder.rglob("*") if path.is_file())
     equal = "" if made.difference is None else f", logits within {made.difference:.1g} of the model's"
     typer.echo(f"{shown(output, LONGEST_LINE)}: {format} of {shown(found.card.name)}, {size / 2**20:,.1f} MiB{equal}")
     for note in found.card.notes:
         typer.echo(f"note: {shown(note, LONGEST_LINE)}", err=True)
+    if found.config.model.name == "causal_lm" and not base:
+        typer.echo("note: README.md names the base by its folder on this machine; --base NAME names it for others", err=True)
     page = "docs/README.md" if format is ModelFormat.BUNDLE else "README.md"
     typer.echo(f"note: the licence stands in the first lines of {page}; check it before you hand the model on", err=True)

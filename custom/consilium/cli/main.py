@@ -96,6 +96,9 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
     USE: {
         **{name: f"{CLI}.trained_model:{name}" for name in ("predict", "evaluate")},
         "export-model": f"{CLI}.export_model:export_model",
+        "models": Group(
+            "Import language models: GGUF files, folders, adapters.", {"import": f"{CLI}.models_import:models_import"}
+        ),
     },
     DATA: {
         "data": Group(

@@ -4,6 +4,16 @@ import re
 from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
+from typing import Annotated, Any
+from pydantic import BeforeValidator, Field, StrictInt, StrictStr
+from consilium.core.errors import ConfigError, Reason, RefusedError
+from consilium.core.schema import MOST_CLASSES, ClassName, Section
+from consilium.data.settings import NiftiAffine
+from consilium.data.text import has_texts
+import re
+from collections.abc import Mapping
+from itertools import combinations
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StrictInt, StrictStr, field_validator, model_validator
@@ -107,12 +117,29 @@ Mapped = Annotated[tuple[ClassName, ...], Field(max_length=MOST_CLASSES)]
 _WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,9})")
 
 
+def _number(key: Any) -> Any:
+    return int(key) if isinstance(key, str) and _WHOLE.fullmatch(key) else key
+
+
+def _plain(value: Any) -> Any:
+    """Put a single class into a list, and turn numbers that JSON made texts into numbers."""
+    if not isinstance(value, Mapping):
+        return value
+    found = {_number(key): [names] if isinstance(names, str) else names for key, names in value.items()}
+    if len(found) < len(value):
+        raise ValueError("every label once; one is there as a number and as a text")
+    return found
+
+
+LabelMap = Annotated[dict[LabelValue, Mapped], Field(min_length=1, max_length=4096), BeforeValidator(_plain)]
+
+
 class DatasetConfig(Section):
     """One of a site's data sets."""
 
     datalist: Annotated[Path, Field(description="the data set's list, as `datalist` of a site with one data set")]
     labels: Annotated[
-        Annotated[dict[LabelValue, Mapped], Field(min_length=1, max_length=4096)] | None,
+        LabelMap | None,
         Field(
             description="`labels` maps what the site calls a label (a mask's value, a DICOM region's name, a picture's "
             "class) to the job's class, or to a list of classes. An empty list is background; a picture's "
@@ -121,7 +148,7 @@ class DatasetConfig(Section):
         ),
     ] = None
     annotated: Annotated[
-        Annotated[tuple[ClassName, ...], Field(max_length=MOST_CLASSES)] | None,
+        Mapped | None,
         Field(
             description="the classes that the masks show, where the list itself does not say; without it all of the job's;"
             " printable, without /"
@@ -141,20 +168,6 @@ class DatasetConfig(Section):
             "share one"
         ),
     ] = None
-
-    @field_validator("labels", mode="before")
-    @classmethod
-    def _plain(cls, value: Any) -> Any:
-        """Put a single class into a list, and turn numbers that JSON made texts into numbers."""
-        if not isinstance(value, Mapping):
-            return value
-        found = {
-            (int(key) if isinstance(key, str) and _WHOLE.fullmatch(key) else key): [names] if isinstance(names, str) else names
-            for key, names in value.items()
-        }
-        if len(found) < len(value):
-            raise ValueError("every label once; one is there as a number and as a text")
-        return found
 
 
 def check_apart(path: Path, datasets: Mapping[str, DatasetConfig]) -> None:
@@ -183,18 +196,18 @@ def _meet(one: Path, other: Path) -> bool:
 
 
 def choose(
-    datasets: Mapping[str, DatasetConfig], datalist: Path | None, wanted: str | None, who: str
+    datasets: Mapping[str, DatasetConfig], alone: DatasetConfig | None, wanted: str | None, who: str
 ) -> tuple[str | None, DatasetConfig | None]:
-    """Return the data set that a job gets of a site, and its name; None where there is none, or a list without a name.
+    """Return the data set that a job gets of a site, and its name; None where there is none, or one `alone` without a name.
 
     Raises RefusedError for a name that the site `who` does not have, and for no name at a site with several.
     """
     if wanted is None and len(datasets) <= 1:
         name = next(iter(datasets), None)
-        return name, datasets[name] if name is not None else DatasetConfig(datalist=datalist) if datalist else None
+        return name, datasets[name] if name is not None else alone
     if wanted is not None and wanted in datasets:
         return wanted, datasets[wanted]
-    has = f"it has {', '.join(datasets)}" if datasets else "it has one without a name" if datalist else "it has none"
+    has = f"it has {', '.join(datasets)}" if datasets else "it has one without a name" if alone else "it has none"
     asked = f"the job wants data set {wanted!r}" if wanted else "the job names none of several data sets (data.dataset)"
     remedy = "name it under `datasets:` of site.yaml" if wanted else "the job must name one"
     raise RefusedError(f"{who}: {asked}, {has}; {remedy}", Reason.DATASET)

@@ -8,6 +8,8 @@ import yaml
 
 from consilium.core.errors import ConfigError
 from consilium.core.schema import read_yaml
+from consilium.models.architecture import refuse_adapter
+from consilium.models.gguf import refuse_gguf
 
 LARGEST = 2**20
 """Bytes of a config.json; published ones have a few thousand."""
@@ -17,7 +19,7 @@ def embed_architecture(raw: Any, job: Path) -> None:
     """Replace a path in `model.config` of `raw`, what the file `job` holds, by the contents of that config.json.
 
     The path, of the file or its folder, counts from the job.yaml's folder. Only where the job is made, on its author's machine:
-    a site or a server that gets a path refuses it and opens nothing. Raises ConfigError.
+    a site or a server that gets a path refuses it and opens nothing. Raises ConfigError, and CheckpointError for an adapter.
     """
     if named := _named(raw):
         raw["model"]["config"] = _read(job.parent / named, named, job)
@@ -40,8 +42,9 @@ def _named(raw: Any) -> str:
 
 
 def _read(path: Path, named: str, job: Path) -> dict[str, Any]:
-    if path.is_dir():  # of a folder that holds an adapter alone, its settings, which the section then refuses
-        path = next((path / name for name in ("config.json", "adapter_config.json") if (path / name).is_file()), path)
+    refuse_adapter(path, f"{job}: model.config")
+    refuse_gguf(path, f"{job}: model.config")
+    path = path / "config.json" if path.is_dir() else path
     found: Any = None
     try:
         if not path.is_file():

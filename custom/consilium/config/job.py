@@ -34,6 +34,7 @@ from consilium.config.sections import (
 from consilium.core.errors import ConfigError
 from consilium.core.registry import NO_PLUGINS, KindField, Plugins
 from consilium.core.schema import SMALLEST_NOISE, Name, Section, read_yaml, validate
+from consilium.models.architecture import refuse_adapter
 from consilium.models.registry import MODELS, ModelConfig
 from consilium.strategies.registry import STRATEGIES
 from consilium.tasks.registry import TASKS, TaskConfig
@@ -275,16 +276,23 @@ def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins:
         embed_architecture(raw, path)
     config = validate(JobConfig, raw, path, plugins)
     if author:
-        # Raise ConfigError for a setting without effect beside the others. Finished runs may have one and stay readable.
-        training, most = config.training, config.federation.max_weight
-        if training.momentum and training.optimizer != "sgd":
-            what = f"is of optimizer sgd, not {training.optimizer}; use sgd, or momentum 0"
-            raise ConfigError(f"{path}: training.momentum: {training.momentum} {what}")
-        if most is not None and config.weighting == "uniform":
-            raise ConfigError(
-                f"{path}: federation.max_weight: {most} bounds weights, and every site counts once here; use null"
-            )
+        _check_used(config, path)
     return config
+
+
+def _check_used(config: JobConfig, path: Path) -> None:
+    """Raise ConfigError for a setting without effect beside the others. Finished runs may have one and stay readable.
+
+    Raises CheckpointError for an adapter's folder as the base, where the job names a place of this machine.
+    """
+    if config.model.checkpoint and "${SITE}" not in config.model.checkpoint:
+        refuse_adapter(Path(config.model.checkpoint), f"{path}: model.checkpoint")
+    training, most = config.training, config.federation.max_weight
+    if training.momentum and training.optimizer != "sgd":
+        what = f"is of optimizer sgd, not {training.optimizer}; use sgd, or momentum 0"
+        raise ConfigError(f"{path}: training.momentum: {training.momentum} {what}")
+    if most is not None and config.weighting == "uniform":
+        raise ConfigError(f"{path}: federation.max_weight: {most} bounds weights, and every site counts once here; use null")
 
 
 def job_file(path: Path) -> Path:

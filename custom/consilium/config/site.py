@@ -7,7 +7,7 @@ from urllib.parse import urlparse
 
 from pydantic import Field, field_validator, model_validator
 
-from consilium.config.data import DatasetConfig, DatasetName, check_apart, choose
+from consilium.config.data import DatasetConfig, DatasetName, LabelMap, Mapped, check_apart, choose
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy, SitePartnersConfig
 from consilium.config.sections import MIN_CELL_COUNT
@@ -121,6 +121,12 @@ class SiteConfig(Section):
         dict[DatasetName, DatasetConfig],
         Field(max_length=256, description="several data sets by name, instead of `datalist`; a job names one (`data.dataset`)"),
     ] = Field(default_factory=dict)
+    labels: Annotated[
+        LabelMap | None, Field(description="of the one data set `datalist`: as `labels` of an entry of `datasets`, see there")
+    ] = None
+    annotated: Annotated[
+        Mapped | None, Field(description="of the one data set `datalist`: as `annotated` of an entry of `datasets`")
+    ] = None
     nifti_affine: Annotated[
         NiftiAffine | None,
         Field(
@@ -233,6 +239,8 @@ class SiteConfig(Section):
     def _one_form(self) -> Self:
         if self.datasets and self.datalist is not None:
             raise ValueError("datalist is the short form of a site with one data set; give it or datasets")
+        if self.datasets and not self.labels is self.annotated is None:
+            raise ValueError("labels and annotated here are of `datalist`; write them in the entries of datasets")
         return self
 
     @field_validator("devices", mode="before")
@@ -265,8 +273,12 @@ class SiteConfig(Section):
 
     def dataset(self, wanted: str | None, who: str) -> tuple[str | None, DatasetConfig | None]:
         """Return the data set that a job gets, see datasets.choose. Raises RefusedError."""
-        name, found = choose(self.datasets, self.datalist, wanted, who)
+        name, found = choose(self.datasets, self.of_list(self.datalist) if self.datalist else None, wanted, who)
         return name, found and self._placed(found)
+
+    def of_list(self, datalist: Path) -> DatasetConfig:
+        """Return a list without a name as a data set."""
+        return self._placed(DatasetConfig(datalist=datalist, labels=self.labels, annotated=self.annotated))
 
     def named_datasets(self) -> dict[str, DatasetConfig]:
         """Return the data sets by name, each as a job gets it."""

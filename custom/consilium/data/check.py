@@ -33,15 +33,16 @@ def check_datalist(
 ) -> Findings:
     """Open each image and mask once and report; with `classes`, labels that belong to none are problems.
 
-    With a model's `size` in pixels, structures that it is too small for are warnings.
+    With a model's `size` in pixels, structures that it is too small for are warnings. `change` returns the list as a job uses
+    it, by default see `arranged`.
 
     Labels are masks or classes as `classes` says; without it, as each label looks. Raises DataError where the list itself
     cannot be read.
     """
     bad: list[tuple[str, int, DataError]] = []
     named = None if classes is None else not isinstance(classes, dict)
-    data = arranged(read_datalist(path, named, lambda *found: bad.append(found)))
-    data = change(data) if change else data
+    data = read_datalist(path, named, lambda *found: bad.append(found))
+    data = change(data) if change else arranged(data)
     report = Findings(str(path), {split: len(data.splits[split]) for split in SPLITS})
     for split, _, error in bad:
         report.samples[split] += 1
@@ -117,7 +118,8 @@ def check_texts(path: Path, length_of: Callable[[Text], int] | None = None, max_
             length = length_of(text)
             report.lengths[length] += 1
             if length > max_length:
-                report.warn(f"longer than {max_length} tokens", f"{text.name}: {length}")
+                note = report.problem if text.history else report.warn  # a conversation is refused, other records are cut
+                note(f"longer than {max_length} tokens", f"{text.name}: {length}")
         key = hashlib.blake2b(text.prompt.encode(), digest_size=16).hexdigest()
         marks = (("duplicate between {}", key), *([(PATIENT, text.patient)] if text.patient else []))
         report.traces.append(Trace(split, text.name, marks, training=split == "training"))

@@ -140,9 +140,7 @@ def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = No
     if path.is_dir():
         found = list(read_folders(path))
         return DataList(path, {s: tuple(Item(picture, name) for split, picture, name in found if split == s) for s in SPLITS})
-    raw = read_json(path)
-    if not isinstance(raw, dict) or "training" not in raw:
-        raise DataError(f'{path}: has no key "training"; a data list is {{"training": [{{"image": ..., "label": ...}}]}}')
+    raw = read_list(path)
     if meant := sorted(raw.keys() & MISTAKEN.keys()):
         raise DataError(f"{path}: key {meant[0]!r} is not read; call it {MISTAKEN[meant[0]]!r}")
     annotated = _annotated(str(path), raw.get("annotated"))
@@ -187,6 +185,14 @@ def read_json(path: Path) -> Any:
     return parse_json(str(path), text, "write a list of entries per split")
 
 
+def read_list(path: Path) -> dict[str, Any]:
+    """Return a data list's JSON, with Auto3DSeg's `testing` as `test`. Raises DataError."""
+    raw = read_json(path)
+    if not isinstance(raw, dict) or "training" not in raw:
+        raise DataError(f'{path}: has no key "training"; a data list is {{"training": [{{"image": ..., "label": ...}}]}}')
+    return {"test" if key == "testing" and "test" not in raw else key: value for key, value in raw.items()}
+
+
 def with_affine(data: DataList, affine: NiftiAffine | None) -> DataList:
     """Return a list whose NIfTI files lie where their sform or qform says; None refuses those in which the two disagree."""
     if affine is None:
@@ -200,7 +206,7 @@ def _placed(item: Any, affine: NiftiAffine) -> Any:
 
 def own_names(path: Path) -> dict[str, str]:
     """Return the patients that a data list itself names, by pseudonym: to copy them into another list. Raises DataError."""
-    raw = {} if path.is_dir() else read_json(path)
+    raw = {} if path.is_dir() else read_list(path)
     entries = [entry for split in SPLITS for entry in raw.get(split, []) if isinstance(entry, dict) and "patient" in entry]
     return {pseudonym(str(entry["patient"])): str(entry["patient"]) for entry in entries}
 

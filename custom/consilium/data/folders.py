@@ -3,18 +3,35 @@
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
 from consilium.core.errors import DataError
 from consilium.data.file_kinds import MOST_FILES, PICTURES
-from consilium.data.pairs import holds_pairs, kind_of
+from consilium.data.pairs import holds_pairs, kind_of, words
 
 _SPLIT = re.compile(r"(train(?:ings?)?|val(?:id(?:ation)?)?|test(?:ings?)?)[\W_]*(?:sets?|data|daten)?", re.IGNORECASE)
 """Names that a split's folder may have: train, Training, Testing, valid, test_set, Trainingsdaten."""
 _SPLITS = {"tr": "training", "va": "validation", "te": "test"}
 """By the first two letters of such a name."""
+
+
+_PATIENT = re.compile(
+    r"p|pt|pat|pati?en[tn]e?n?s?|pa[cz]ient[ei]|cases?|subj?|subjects?|proband|volunteer|tcga|brats|lidc", re.IGNORECASE
+)
+"""Words that the folders of patients are called by, beside a number."""
+
+
+UNREAD = "name DICOM files with their masks or classes in a table for `consilium data import csv`, and save others as PNG"
+
+
+def are_patients(names: Iterable[str]) -> bool:
+    """Tell whether folders are called after patients, most of them: a word for a patient with a number, such as patient001."""
+    every = list(names)
+    parts = {one: (*words(one), *re.split(r"[\W_\d]+", one)) for one in every if re.search(r"\d", one)}
+    own = [one for one in every if any(map(_PATIENT.fullmatch, parts.get(one, ())))]
+    return len(own) > 0.8 * len(every)
 
 
 def split_of(name: str) -> str | None:
@@ -32,19 +49,23 @@ def has_classes(folder: Path) -> bool:
 def has_folders(folder: Path) -> bool:
     """Tell whether some subfolder, or a split's, has pictures in it; one folder of images alone is no class."""
     found = [one for _, one in _class_folders(folder) if _pictures(one)] if folder.is_dir() else []
-    return bool(found) and {kind_of(one.name) for one in found} != {"image"} and not lone_masks(folder)
+    kinds = [kind_of(one.name) for one in found]
+    is_one_role = set(kinds) == {"image"} or kinds == ["mask"]
+    return bool(found) and not is_one_role and not are_patients(one.name for one in found) and not lone_masks(folder)
 
 
 def lone_masks(folder: Path) -> str:
-    """Return what is wrong with masks whose images, in a folder beside theirs, are in no format that is read; else ""."""
+    """Return what is wrong with masks or images that lie beside a folder of the others in no format that is read; else ""."""
     below = _class_folders(folder) if folder.is_dir() else []
-    masks = [one for _, one in below if kind_of(one.name) == "mask" and _pictures(one)]
-    images = [one for _, one in below if kind_of(one.name) == "image"]
-    if not (masks and images) or any(_pictures(one) for one in images):
-        return ""
-    held = sorted({path.suffix.lower() or path.name for path in images[0].iterdir() if not path.name.startswith(".")})
-    what = f"masks in {masks[0].name}/, and in {images[0].name}/ {', '.join(held[:3]) or 'nothing'}, which is not read"
-    return f"{what}; name DICOM files and their masks in a table for `consilium data import csv`, and save others as PNG"
+    by_kind = {kind: [one for _, one in below if kind_of(one.name) == kind] for kind in ("mask", "image")}
+    for kind, other in (("mask", "image"), ("image", "mask")):
+        there = [one for one in by_kind[kind] if _pictures(one)]
+        if there and by_kind[other] and not any(_pictures(one) for one in by_kind[other]):
+            lost = by_kind[other][0]
+            held = sorted({path.suffix.lower() or path.name for path in lost.iterdir() if not path.name.startswith(".")})
+            what = f"{kind}s in {there[0].name}/, and in {lost.name}/ {', '.join(held[:3]) or 'nothing'}, which is not read"
+            return f"{what}; {UNREAD}"
+    return ""
 
 
 def has_masks(folder: Path) -> bool:
@@ -73,6 +94,8 @@ def read_folders(folder: Path) -> Iterator[tuple[str, Path, str]]:
         raise DataError(f"{folder}: holds {what}")
     if what := unlisted(folder):
         raise DataError(f"{folder}: holds {what}, and no folders of classes; {importing(folder)} makes a list of it")
+    if are_patients(one.name for _, one in _class_folders(folder)):
+        raise DataError(f"{folder}: holds a folder for each patient, and no folders of classes; {importing(folder)} reads them")
     if not has_folders(folder):
         raise DataError(f"{folder}: no pictures in folders of classes there; lay it out as CLASS/a.png or train/CLASS/a.png")
     yield from ((split, picture, one.name) for split, one in _class_folders(folder) for picture in _pictures(one))

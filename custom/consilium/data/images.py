@@ -17,7 +17,7 @@ from consilium.data import pictures, slides, volumes
 from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, remedy, undeclared
 from consilium.data.datalist import Item
 from consilium.data.labels import Labels
-from consilium.data.pixel_values import UNSMOOTHED, Spread, is_anti_aliased, windowed
+from consilium.data.pixel_values import UNSMOOTHED, Spread, windowed
 from consilium.data.settings import DEFAULTS, Axis, PictureSettings, Value
 
 Sample = dict[str, Tensor]
@@ -130,8 +130,11 @@ def classes_of(item: Item, classes: Classes) -> Classes:
 def check_pair(item: Item, shape: tuple[int, ...], labels: Labels) -> None:
     """Raise DataError unless a mask has its image's rows and columns."""
     if labels.shape and labels.shape != shape:
-        found = f"mask is {labels.shape}, its image {item.image.name} {shape}"
-        raise DataError(f"{item.label}: {found}; make them equal", "mask of another size")
+        own, wanted = pictures.pixels(labels.shape), pictures.pixels(shape)
+        what = f"mask is {own} pixels (width x height), its image {item.image} {wanted}"
+        turned = labels.shape == shape[::-1] and not volumes.is_volume(item.image) and pictures.turn(item.image) >= 5
+        told = "the image's EXIF tag turns it: turn the mask alike, or save the image as the mask lies, without the tag"
+        raise DataError(f"{item.label}: {what}; {told if turned else 'make them equal'}", "mask of another size")
 
 
 def check_values(item: Item, labels: Labels, classes: Classes) -> None:
@@ -145,9 +148,9 @@ def check_values(item: Item, labels: Labels, classes: Classes) -> None:
     values = labels.present() - {value for value, _ in item.label_map or ()}
     if labels.values is None or not (unknown := undeclared(values, classes)):
         return
-    if is_anti_aliased(labels.values, labels.present() - set(unknown) | {0}):
-        what = f"mask is anti-aliased: {len(unknown)} values such as {unknown[0]} lie on edges alone"
-        raise DataError(f"{item.label}: {what}; {UNSMOOTHED}", "mask with smoothed edges")
+    if isinstance(item.label, Path) and (what := pictures.altered(item.label, labels.values, labels.present() - set(unknown))):
+        labels_of = "if they are labels, map each under `labels` of site.yaml, to [] as background"
+        raise DataError(f"{item.label}: {what}; {UNSMOOTHED}; {labels_of}", "mask with smoothed edges")
     if item.label_map is None:
         what = f"{remedy([values], classes)}, or what `consilium data check` with the job proposes for all masks"
     else:

@@ -22,6 +22,7 @@ MODES = ("1", "L", "P", "I;16", "I")
 """Pillow's names of pictures with one channel of whole numbers."""
 MOST_VALUES = 32
 """A mask with more values than these is a photograph, or was saved as JPEG."""
+_NUMBER = re.compile(r"(?<=.)([ _.-]+\d{1,2}|[ _.-]*\(\d{1,2}\))$")
 _PROBES, _DRAWN, _BEST = 3, 50, 5
 """Pictures of a folder that are opened; names on which all patterns are tried; patterns that are tried on all names."""
 
@@ -57,13 +58,17 @@ class Names:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pictures with their masks. `alone`: pictures without one; `unused`: masks of no picture; `others`: patterns as good."""
+    """Pictures with their masks. `alone`: pictures without one; `unused`: masks of no picture; `others`: patterns as good.
+
+    `more`: by mask, those of the same name with a number at its end, which are parts of it, such as a_mask_1 of a_mask.
+    """
 
     pattern: Pattern
     found: list[tuple[Names, Path]]
     alone: list[Names]
     unused: list[Path]
     others: list[Pattern]
+    more: dict[Path, tuple[Path, ...]]
 
 
 def parse(text: str) -> Pattern:
@@ -111,7 +116,27 @@ def find_pairs(folder: Path, files: Sequence[Path], patterns: Sequence[Pattern] 
     alone = [image for image in images if image.path not in paired]
     if not named and len(found) <= len(alone):  # few grey values make no mask
         return None
-    return Pairs(pattern, found, alone, [mask.path for mask in masks if mask.path not in used], others)
+    unused = [mask.path for mask in masks if mask.path not in used]
+    more = {} if pattern in patterns else _numbered(pattern, list(used), unused)
+    taken = {path for paths in more.values() for path in paths}
+    others = [one for one in others if not taken.issuperset(mask for _, mask in _paired(one, images, known))]
+    return Pairs(pattern, found, alone, [path for path in unused if path not in taken], others, more)
+
+
+def _unnumbered(name: str) -> str:
+    """Return a name without a number at its end, which a sign parts from it."""
+    return _NUMBER.sub("", name)
+
+
+def _numbered(pattern: Pattern, masks: Sequence[Path], unused: Sequence[Path]) -> dict[Path, tuple[Path, ...]]:
+    """Return the unused masks that have the name of a used one with a number at its end, or with another number."""
+    cut = _unnumbered if _NUMBER.search(pattern.mask) else str
+    own = {(mask.parent, cut(without_ending(mask.name))): mask for mask in masks}
+    found: dict[Path, tuple[Path, ...]] = {}
+    for path in unused:
+        if mask := own.get((path.parent, _unnumbered(without_ending(path.name)))):
+            found[mask] = (*found.get(mask, ()), path)
+    return found
 
 
 def holds_pairs(folder: Path, files: Sequence[Path]) -> bool:
@@ -136,6 +161,9 @@ def unpaired(pairs: Pairs, folder: Path) -> str:
     there += f" and {len(masks) - 4} more" if len(masks) > 4 else ""
     if len(pairs.found) < len(pairs.alone):
         remedy = "write --mask-pattern 'IMAGE=MASK' with {} for what both names share, such as '{}_0000={}'"
+        if pairs.found:
+            some = f"{len(pairs.found)} pictures such as {pairs.found[0][0].path.name}"
+            remedy = f"--mask-pattern '{pairs.pattern}' takes {some} and leaves others out, as other sequences; or {remedy}"
         return f"{pairs.alone[0].path}: expected a mask of its name; found {there}; {remedy}"
     every = len(pairs.found) + len(pairs.alone)
     what = f"by --mask-pattern '{pairs.pattern}' {len(pairs.found)} of {every} pictures have one"
@@ -195,15 +223,18 @@ def _probes(files: Sequence[Path]) -> Sequence[Path]:
 
 
 def _is_labels(path: Path) -> bool:
-    """Tell whether a file looks like a picture of labels: one channel of few values. Volumes and slides are not opened."""
+    """Tell whether a file looks like a picture of labels: of few values, grey or by numbers. Volumes, slides are not opened."""
     if path.name.lower().endswith((*NIFTI, *SLIDES)):
         return False
     try:
         with reading(path, "cannot be read as a picture"), open_picture(path) as picture:
-            if picture.mode not in MODES:
+            if picture.mode == "F":
                 return False
-            own = picture.convert("I") if picture.mode.startswith("I") else picture
-            return own.getcolors(MOST_VALUES) is not None
+            if picture.mode in MODES:
+                own = picture.convert("I") if picture.mode.startswith("I") else picture
+                return own.getcolors(MOST_VALUES) is not None
+            colours = picture.convert("RGB").getcolors(MOST_VALUES) or []
+            return len(colours) > 1 and all(isinstance(one, tuple) and len(set(one)) == 1 for _, one in colours)
     except DataError:
         return False
 

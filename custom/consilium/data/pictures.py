@@ -1,5 +1,7 @@
-"""Pictures: PNG, JPEG, TIFF and BMP by PIL."""
+"""Pictures: PNG, JPEG, TIFF, BMP, GIF and arrays in .npy, by PIL."""
 
+import struct
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -7,24 +9,54 @@ from PIL import Image, ImageOps
 
 from consilium.core.errors import DataError
 from consilium.data.labels import Labels
-from consilium.data.pixel_values import check_numbers, whole_numbers
+from consilium.data.pixel_values import check_numbers, is_anti_aliased, whole_numbers
 from consilium.data.safe_open import check_pixels, open_picture, reading
+from consilium.data.settings import Value
 
 ORIENTATION = 0x0112
 """EXIF's tag: 5 to 8 exchange rows and columns."""
 MODES = ("L", "I;16", "I;16B", "I;16L", "I", "F", "RGB", "1")
 """PIL's modes that are read unchanged: grey of 1, 8, 16 or 32 bits, and RGB. Other modes become RGB."""
+_TAGS = {"exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif"}
+"""PIL's names of metadata that may say how a picture is turned."""
+_TEXTS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
+"""Chunks of a PNG that hold such metadata."""
 
 
 def size(path: Path) -> tuple[int, int]:
-    """Return (rows, columns) by the header, turned as the camera's EXIF tag says. Raises DataError for one not to be read."""
+    """Return the (rows, columns) that `read` returns, by the header. Raises DataError for a picture that is not read."""
     with reading(path, "image cannot be read"), open_picture(path) as picture:
         check_pixels(path, picture)
         _check_turn(path, picture)
-        # a TIFF's size is upright already; PIL finds a tag behind a PNG's pixels only by decoding them
-        told = picture.format != "TIFF" and "exif" in picture.info
-        turned = told and picture.getexif().get(ORIENTATION, 1) >= 5
+        # a TIFF's size is upright already
+        turned = picture.format != "TIFF" and _orientation(path, picture) >= 5
         return (picture.width, picture.height) if turned else (picture.height, picture.width)
+
+
+def pixels(shape: Sequence[int]) -> str:
+    """Return a picture's size (rows, columns) as messages name it: WIDTHxHEIGHT."""
+    return f"{shape[1]}x{shape[0]}"
+
+
+def _orientation(path: Path, picture: Image.Image) -> int:
+    """Return the number of EXIF's orientation tag, 1 without one. A PNG's pixels are decoded only where a tag lies behind."""
+    if picture.format == "PNG" and not _TAGS & picture.info.keys() and not _is_tagged_behind(path):
+        return 1
+    return int(picture.getexif().get(ORIENTATION, 1))
+
+
+def _is_tagged_behind(path: Path) -> bool:
+    """Tell whether a PNG has metadata behind its pixels, which PIL finds only by decoding them."""
+    behind = False
+    with path.open("rb") as file:
+        file.seek(8)
+        while len(head := file.read(8)) == 8:
+            length, kind = struct.unpack(">I4s", head)
+            behind = behind or kind == b"IDAT"
+            if behind and kind in _TEXTS:
+                return True
+            file.seek(length + 4, 1)
+    return False
 
 
 def _check_turn(path: Path, picture: Image.Image) -> None:
@@ -33,27 +65,67 @@ def _check_turn(path: Path, picture: Image.Image) -> None:
         raise DataError(f"{path}: is an uncompressed TIFF that its orientation tag lays on its side; save it upright")
 
 
-def turned(path: Path) -> bool:
-    """Tell whether a picture is shown turned or mirrored by the camera's EXIF tag. Raises DataError."""
+def turn(path: Path) -> int:
+    """Return how a camera's EXIF tag turns or mirrors a picture: 1 for not at all, from 5 on rows become columns."""
     with reading(path, "image cannot be read"), open_picture(path) as picture:
-        return picture.getexif().get(ORIENTATION, 1) > 1
+        return _orientation(path, picture)
 
 
 def read(path: Path, what: str = "image") -> np.ndarray:
-    """Return (H, W) or (H, W, 3) real, finite numbers, turned as the camera's EXIF tag says. Raises DataError."""
+    """Return (H, W) or (H, W, 3) real, finite numbers, turned as the camera's EXIF tag says. Raises DataError.
+
+    `what`: of a "mask" its label values (H, W), see `_label_values`.
+    """
     with reading(path, f"{what} cannot be read"), open_picture(path) as picture:
         check_pixels(path, picture)
         _check_turn(path, picture)
         upright = ImageOps.exif_transpose(picture)
-        wanted = upright.mode in MODES or (what == "mask" and upright.mode == "P")
-        array = np.asarray(upright if wanted else upright.convert("RGB"))
+        if what == "mask":
+            array = _label_values(path, upright, picture.format == "GIF")
+        else:
+            array = np.asarray(upright if upright.mode in MODES else upright.convert("RGB"))
     return check_numbers(path, array.astype(np.uint8) * (255 if what == "image" else 1) if array.dtype == bool else array)
 
 
-def labels(path: Path) -> Labels:
-    """Return the label values (H, W) of a mask. Raises DataError for a colour picture, or values that are no whole numbers."""
-    array = read(path, "mask")
-    if array.ndim != 2:
-        what = f"mask has {array.shape[2]} channels"
+def _label_values(path: Path, picture: Image.Image, is_gif: bool) -> np.ndarray:
+    """Return the label values (H, W) of a mask: its one channel, or the grey that its channels or its palette agree on.
+
+    A palette's numbers are the labels, unless it is of greys and number 0 is not black, or in a GIF, whose writers number
+    colours as they like. Raises DataError for colours, and for what is drawn by transparency alone.
+    """
+    if (picture.mode == "P" and not _is_grey_palette(picture, is_gif)) or (picture.mode in MODES and picture.mode != "RGB"):
+        return np.asarray(picture)
+    array = np.asarray(picture.convert("RGBA"))
+    grey, alpha = array[..., 0], array[..., 3]
+    if (off := (array[..., :3] != grey[..., None]).any(2)).any():
+        colour = ", ".join(map(str, array[off][0, :3].tolist()))
+        what = f"mask has colours, such as ({colour})"
         raise DataError(f"{path}: {what}; save it as one channel of label values", "mask of colours")
-    return Labels(values=whole_numbers(path, array))
+    if alpha.min() < alpha.max() and (alpha != grey).any() and ((grey[alpha < 255] > 0).any() or not grey.any()):
+        what = "mask is drawn by its transparency, which is not read"
+        raise DataError(f"{path}: {what}; save it as one channel of label values, without transparency", "mask of colours")
+    return grey
+
+
+def _is_grey_palette(picture: Image.Image, is_gif: bool) -> bool:
+    """Tell whether the greys of a palette are the labels, and not its numbers."""
+    palette = np.reshape(picture.getpalette() or [0, 0, 0], (-1, 3))
+    used = palette[np.flatnonzero(picture.histogram()[: len(palette)])]
+    return bool((used == used[:, :1]).all()) and (is_gif or bool(palette[0].any()))
+
+
+def labels(path: Path) -> Labels:
+    """Return the label values (H, W) of a mask. Raises DataError for colours, and values that are no whole numbers."""
+    return Labels(values=whole_numbers(path, read(path, "mask")))
+
+
+def altered(path: Path, values: np.ndarray, declared: Collection[Value]) -> str:
+    """Return why values of a mask that are not `declared` are no labels: they were smoothed, or saved as JPEG; else ""."""
+    every = {int(value) for value in np.unique(values)}
+    if not (odd := sorted(every - set(declared))) or not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        if len(every) > 2 and file.read(3) == b"\xff\xd8\xff":
+            return f"mask is a JPEG, which changes values: {len(odd)} such as {odd[0]} are of no class"
+    smoothed = f"mask is anti-aliased: {len(odd)} values such as {odd[0]} lie on edges alone"
+    return smoothed if is_anti_aliased(values, declared) else ""

@@ -13,8 +13,9 @@ MOST = 1e38
 WHOLE = 1e-3
 """Distance from a whole number up to which a label value is that number: a header's scale is a number of 32 bits."""
 UNSMOOTHED = "save label values, by the nearest voxel where it was resized, and not as JPEG"
-_EDGE_VALUES, _FLAT = 3, 0.2
-"""The fewest values of a smoothed edge, and the share of them that may lie amid equal ones."""
+_EDGE_VALUES, _FLAT, _ON_EDGES, _WIDTH, _PLANES = 3, 0.2, 0.6, 9, 16
+"""Of smoothed edges: the fewest values; the share that may lie amid equal ones, and that lies between lower and higher ones;
+pixels across which both sides are seen; planes of a volume that are looked at."""
 Spread = Callable[[], tuple[float, float]]
 """Returns the values that become black and white."""
 
@@ -47,19 +48,29 @@ def whole_numbers(path: Path, array: np.ndarray) -> np.ndarray:
 def is_anti_aliased(values: np.ndarray, declared: Collection[Value]) -> bool:
     """Tell whether the values of a mask (H, W) or (i, j, k) that are not `declared` are those of smoothed edges.
 
-    These are several, lie between others, and fill hardly any square of 3 x 3, as a label's own region would. A JPEG's noise
-    looks alike.
+    These are several with gaps between them, have no region of their own, and lie between a lower and a higher neighbour and
+    between two other labels. Labels that are thin lie on their background, and those in a row are numbered without gaps.
     """
-    odd = ~np.isin(values, [value for value in declared if isinstance(value, int)])
-    found = np.unique(values[odd])
-    if len(found) < _EDGE_VALUES or not values.min() < found[len(found) // 2] < values.max() or min(values.shape[:2]) < 3:
+    known = [value for value in declared if isinstance(value, int)]
+    found, last = np.setdiff1d(np.unique(values), known), int(values.max(initial=0))
+    if len(found) < _EDGE_VALUES or min(values.shape[:2]) < 3 or last - int(values.min()) <= 2 * len(found):
         return False
-    inner = values[1:-1, 1:-1]
-    rows, columns = inner.shape[:2]
-    flat = odd[1:-1, 1:-1].copy()
-    for down, across in np.ndindex(3, 3):
-        flat &= values[down : down + rows, across : across + columns] == inner
-    return bool(flat.sum() < _FLAT * odd.sum())
+    from scipy.ndimage import maximum_filter, minimum_filter
+
+    stack = values.reshape(*values.shape[:2], -1)
+    planes = np.flatnonzero(~np.isin(stack, known).all((0, 1)))
+    between, all_odd = 0, 0
+    for plane in planes[:: -(-len(planes) // _PLANES)]:
+        shown = stack[..., plane].astype(np.float64)
+        low, high = minimum_filter(shown, 3), maximum_filter(shown, 3)
+        own, counts = np.unique(shown, return_counts=True)
+        inner = np.array([(shown[low == high] == value).sum() for value in own])
+        odd = np.isin(shown, found) & ~np.isin(shown, own[inner >= _FLAT * counts])
+        below = minimum_filter(np.where(odd, np.inf, shown), _WIDTH)
+        above = maximum_filter(np.where(odd, -np.inf, shown), _WIDTH)
+        between += int((odd & (low < shown) & (shown < high) & (below < shown) & (shown < above)).sum())
+        all_odd += int(odd.sum())
+    return between > 0 and between >= _ON_EDGES * all_odd
 
 
 def windowed(values: np.ndarray, settings: PictureSettings, own: tuple[float, float] | None, spread: Spread) -> np.ndarray:

@@ -4,12 +4,14 @@ A data list may name any file that this user can read: pictures stay in the hosp
 list is trusted that far; a file that is no picture is refused without quoting its content.
 """
 
+import gzip
 import json
 import os
 import re
 import stat
 import struct
 import warnings
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +21,7 @@ from PIL import Image, UnidentifiedImageError
 
 from consilium.core.errors import DataError, UnfitError
 
-FORMATS = ("PNG", "JPEG", "TIFF", "BMP")
+FORMATS = ("PNG", "JPEG", "TIFF", "BMP", "GIF")
 """Formats of pictures, whatever their names end in: some of PIL's other readers start other programs."""
 MOST_BYTES = 2 * 1024**3
 """A file larger than this is not opened."""
@@ -45,7 +47,7 @@ MOST_VOLUME_FILE = MOST_VOLUME + 2**20
 """Bytes of a volume's file that is not compressed, with its header."""
 Stamp = tuple[tuple[int, ...], ...]
 """Of every file: inode, size, and when content and inode changed last."""
-TRACTS = "tracts, which are no image"
+TRACTS, PACKED = "tracts, which are no image", "a packed file"
 FOREIGN = {
     (".mgz", ".mgh"): "FreeSurfer's volumes",
     (".mnc",): "MINC",
@@ -54,7 +56,8 @@ FOREIGN = {
     (".hdr", ".img", ".img.gz"): "ANALYZE, or of NIfTI in two files",
     (".v",): "ECAT",
     (".trk", ".tck"): TRACTS,
-    (".gz", ".zip", ".tar", ".7z", ".bz2"): "a packed file",
+    (".gz", ".zip", ".tar", ".7z", ".bz2"): PACKED,
+    (".npz", ".mat", ".h5", ".hdf5"): "several arrays",
 }
 """Formats that are not read, by the endings of their files."""
 CONVERT = "convert it to NIfTI: nibabel.save(nibabel.load(FILE), 'NAME.nii.gz') in Python, or 3D Slicer"
@@ -174,13 +177,23 @@ def reading(path: Path, what: str, remedy: str = TAKE_OFF, most: int = MOST_BYTE
     except DataError:
         raise
     except Exception as error:
-        why = " ".join(str(error).split())[:200]
+        why = _damage(error) or " ".join(str(error).split())[:200]
         why = "it is damaged, or of another kind than it says" if not why or _PROGRAMMERS.search(why) else why
         raise DataError(f"{path}: {what} ({why}); {remedy}") from None
 
 
+def _damage(error: Exception) -> str:
+    """Return what is wrong with a packed file, "" for any other error."""
+    if isinstance(error, gzip.BadGzipFile) and "CRC" not in str(error) and "length" not in str(error):
+        return "its name ends in .gz, and its content is not packed by gzip"
+    damaged = "its packed content is cut off or damaged; copy or download it again"
+    return damaged if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile) else ""
+
+
 def open_picture(path: Path) -> Image.Image:
-    """Return an opened picture of one of FORMATS, not yet decoded. Use within `reading`."""
+    """Return an opened picture of one of FORMATS, or of an array's file (.npy), not yet decoded. Use within `reading`."""
+    if path.name.lower().endswith(".npy"):
+        return _array_picture(path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # check_pixels says it, at a limit of our own
         try:
@@ -194,12 +207,38 @@ def open_picture(path: Path) -> Image.Image:
     return found
 
 
+def _array_picture(path: Path) -> Image.Image:
+    """Return the picture (H, W), or in colour (H, W, 3) of 8 bits, that a .npy file holds; an axis of length 1 may be more."""
+    import numpy as np
+
+    try:
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError):
+        raise OSError("it is damaged, or holds no array of numbers") from None
+    if isinstance(found, np.ndarray) and found.ndim == 3 and 1 in (found.shape[0], found.shape[2]):
+        found = found.squeeze(0 if found.shape[0] == 1 else 2)
+    kind = found.dtype.kind if isinstance(found, np.ndarray) else ""
+    if kind not in tuple("buif") or not (found.ndim == 2 or (found.shape[2:] == (3,) and found.dtype == np.uint8)):
+        what = f"{'x'.join(map(str, found.shape))} of {found.dtype}" if kind else "several arrays"
+        remedy = "save one picture as (rows, columns), or in colour as (rows, columns, 3) of 8 bits"
+        raise DataError(f"{path}: holds an array of {what}; {remedy}", "array that is no picture")
+    if found.shape[0] * found.shape[1] > MOST_PIXELS:
+        raise _too_large(path, f"{found.shape[1]}x{found.shape[0]} pixels, at most {MOST_PIXELS:,}")
+    if kind == "f":
+        return Image.fromarray(found.astype(np.float32))
+    if found.dtype not in (np.bool_, np.uint8, np.uint16):
+        if found.size and not -(2**31) <= int(found.min()) <= int(found.max()) < 2**31:
+            raise DataError(f"{path}: holds numbers beyond 32 bits; save it with smaller ones")
+        found = found.astype(np.int32)
+    return Image.fromarray(np.ascontiguousarray(found))
+
+
 def _unknown(path: Path) -> Exception:
     """Return the error for a file that is no picture; `reading` makes a line of one whose ending names no format."""
     kind = next((kind for endings, kind in FOREIGN.items() if path.name.lower().endswith(endings)), "")
     if not kind:
         return OSError(f"cannot identify image file: its content is none of {', '.join(FORMATS)}")
-    remedy = "take it off the list" if kind == TRACTS else CONVERT
+    remedy = {TRACTS: "take it off the list", PACKED: "unpack it, and name the file that is in it"}.get(kind, CONVERT)
     return DataError(f"{path}: image cannot be read (its ending is that of {kind}); {remedy}", "format that is not read")
 
 
@@ -242,9 +281,11 @@ def _number(file: IO[bytes], form: str) -> int:
 
 def check_pixels(path: Path, picture: Image.Image) -> None:
     """Raise UnfitError for a picture of several pages, or of more than MOST_PIXELS, before it is decoded."""
-    count = pages(path) if picture.format == "TIFF" else getattr(picture, "n_frames", 1)  # PIL's count takes minutes of 50,000
+    # PIL's own count takes minutes of 50,000 pages, and of a GIF goes through all its frames
+    count = pages(path) if picture.format == "TIFF" else 1 + getattr(picture, "is_animated", False)
     if count > 1:
-        raise UnfitError(f"{path}: has {count} pages; save each as a picture of its own", "several pages")
+        told = count if picture.format == "TIFF" else "several"
+        raise UnfitError(f"{path}: has {told} pages; save each as a picture of its own", "several pages")
     if picture.width * picture.height > MOST_PIXELS:
         raise _too_large(path, f"{picture.width}x{picture.height} pixels, at most {MOST_PIXELS:,}")
 

@@ -20,7 +20,7 @@ from consilium.data.identifiers import pseudonym
 from consilium.data.images import check_annotated, check_pair, check_values, classes_of, level_of, read_image, read_labels
 from consilium.data.labels import Labels, named
 from consilium.data.loading import NOTHING_LEFT
-from consilium.data.pixel_values import UNSMOOTHED, is_anti_aliased
+from consilium.data.pixel_values import UNSMOOTHED
 from consilium.data.safe_open import Stamp, check_opens, stamp
 from consilium.data.settings import DEFAULTS, PictureSettings, TilesConfig, Value
 from consilium.data.store import Store
@@ -97,11 +97,11 @@ def _report(
             image = read_image(item, settings)
             _add_image(found, item, image)
             is_mask = isinstance(item.label, Path)
-            if isinstance(item.label, Path) and pictures.turned(item.image) and not pictures.turned(item.label):
-                found.warnings.append(("turned by its EXIF tag", "its mask is not; draw it on the turned picture"))
             check_class(item, classes)
             if item.label is not None:
                 _add_label(found, item, image, read_labels(item, settings) if is_mask else None, classes)
+            if isinstance(item.label, Path):
+                _add_turn(found, item, image.shape[0] == image.shape[1])
         if size and found.classes and isinstance(classes, Mapping):
             for part in _parts(item, found.planes, settings):
                 part = part if settings.crop is None else cropped_item(part, settings.crop, SCORED)
@@ -109,6 +109,16 @@ def _report(
     except DataError as error:
         found.stop = error
     return found
+
+
+def _add_turn(found: SampleReport, item: Item, is_square: bool) -> None:
+    """Warn of a picture that is shown turned where its mask's size cannot tell on which of the two it was drawn."""
+    assert isinstance(item.label, Path)
+    way = pictures.turn(item.image)
+    if way > 1 and (way < 5 or is_square) and not volumes.is_volume(item.label) and pictures.turn(item.label) == 1:
+        what = "its mask is not: it must be drawn on the turned picture"
+        remedy = "save the picture upright and without the tag, as Python's PIL.ImageOps.exif_transpose does"
+        found.warnings.append(("turned by its EXIF tag", f"{what}; {remedy}"))
 
 
 def _parts(item: Item, count: int, settings: PictureSettings) -> Iterator[Item]:
@@ -129,7 +139,7 @@ def _check_slide(found: SampleReport, item: Item, settings: PictureSettings, cla
     """Check some tiles of a large picture, and all of its mask."""
     wanted = settings.tiles or TilesConfig()
     rows, columns = slides.shape(item.image, wanted.level)
-    found.size = f"{rows}x{columns}"
+    found.size = pictures.pixels((rows, columns))
     found.planes = len(slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size))
     some = slides.probes(item.image, wanted.level)
     digest = hashlib.blake2b(found.size.encode(), digest_size=16)
@@ -195,7 +205,7 @@ def check_class(item: Item, classes: Classes) -> None:
 
 def _add_image(found: SampleReport, item: Item, image: np.ndarray) -> None:
     """Add size, digest and appearance of an image to its report."""
-    found.size = "x".join(map(str, image.shape[:2]))
+    found.size = pictures.pixels(image.shape)
     if int(image.max()) - int(image.min()) < _FLAT:
         found.warnings.append(("constant image", ""))
         return
@@ -216,8 +226,10 @@ def _add_label(found: SampleReport, item: Item, image: np.ndarray | None, labels
         found.problems.append(("mask is the image itself", str(item.label)))
     if isinstance(classes, Mapping):
         check_values(item, labels, classes_of(item, classes))
-    elif labels.values is not None and is_anti_aliased(labels.values, {0, int(labels.values.max())}):
-        found.warnings.append(("mask with smoothed edges", f"{len(found.values)} values; {UNSMOOTHED}"))
+    elif isinstance(item.label, Path) and labels.values is not None:
+        declared = {0, int(labels.values.max()), *(value for value, _ in item.label_map or ())}
+        if what := pictures.altered(item.label, labels.values, declared):
+            found.warnings.append(("mask with smoothed edges", f"{what}; {UNSMOOTHED}"))
     _add_regions(found, item, labels, classes)
     _add_values(found, item, classes)
 
@@ -299,8 +311,6 @@ def check_sample(item: Item, classes: images.Classes, settings: PictureSettings 
     """
     check_annotated(item, classes)
     shape, labels = image_shape(item, settings), read_labels(item, settings)
-    if labels.shape == shape[::-1] != shape:  # a PNG may hold its orientation behind its pixels
-        shape = read_image(item, settings).shape[:2]
     check_pair(item, shape, labels)
     check_values(item, labels, classes_of(item, classes))
     return too_small(item, labels, classes, size, settings) if size else ()

@@ -83,7 +83,8 @@ def read_labels(path: Path, tile: Tile, wanted: tuple[int, int]) -> Labels:
     """Return the labels of a mask's tile; the mask, or a level of it, has the (rows, columns) `wanted`. Raises DataError."""
     levels = layout(path).levels
     if wanted not in levels:
-        raise UnfitError(f"{path}: mask is {levels[0]}, its image {wanted}; make them equal", "mask of another size")
+        what = f"mask is {pictures.pixels(levels[0])} pixels (width x height), its image {pictures.pixels(wanted)}"
+        raise UnfitError(f"{path}: {what}; make them equal", "mask of another size")
     values = read(path, tile, levels.index(wanted), "mask")
     if values.ndim == 3 and not (values == values[..., :1]).all():
         raise DataError(f"{path}: mask has colours; save it as one channel of label values", "mask of colours")

@@ -18,7 +18,7 @@ from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.data import volumes
-from consilium.data.datalist import SPLITS, Item, arranged, read_datalist, read_json
+from consilium.data.datalist import SPLITS, Item, arranged, read_datalist, read_list
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import read_mask
 from consilium.data.patients import linked
@@ -147,7 +147,7 @@ def _read(source: Path) -> tuple[list[Sample], dict[str, Any]]:
     """Return all samples, and the list's other keys."""
     data = read_datalist(source, None)
     kept = {split for split in SPLITS if split != "test" or arranged(data).splits[split]}
-    raw = {} if source.is_dir() else read_json(source)
+    raw = {} if source.is_dir() else read_list(source)
     found = []
     for split in (one for one in SPLITS if one in kept):
         entries = raw.get(split) or [{}] * len(data.splits[split])

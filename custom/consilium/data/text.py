@@ -1,8 +1,9 @@
 """Instruction data: a folder with training.jsonl (or train.jsonl), validation.jsonl and test.jsonl, one record a line.
 
-A record is {"instruction": ..., "input": ..., "output": ...}, or without an instruction. Optional: "outputs", a list of
-references instead of "output"; "final_answer", what exact match compares with; "labels", the record's own answers to choose
-from; "patient", as in a list of pictures. Other keys are ignored.
+A record is {"instruction": ..., "input": ..., "output": ...}, or without an instruction, or in another form of chat.py; a
+file has one form. Optional: "outputs", a list of references instead of "output"; "final_answer", what exact match compares
+with; "labels", the record's own answers to choose from; "patient", as in a list of pictures. Keys that would change what a
+record says are refused (chat.MEANINGS), others are ignored.
 """
 
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 from consilium.core.errors import DataError
 from consilium.core.schema import MOST_CLASSES
+from consilium.data.chat import EXAMPLE, FORMS, Chat, chat_of
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.identifiers import identifier, pseudonym
 from consilium.data.safe_open import check_line, is_encodable, parse_json, text_lines
@@ -38,7 +40,8 @@ WITHOUT_INPUT = "Below is a task. Write an answer that does what it asks.\n\n###
 class Text:
     """One record; `name` is its file and line. `outputs` are its references, the first of which is trained on.
 
-    `image`: its picture, for a task with pictures. `patient`: a pseudonym, "" where unknown.
+    `image`: its picture, for a task with pictures. `patient`: a pseudonym, "" where unknown. Of a conversation `instruction` is
+    the last question, `history` has the earlier (question, answer) pairs, and `learns_history` says whether these are learned.
     """
 
     name: str
@@ -49,15 +52,21 @@ class Text:
     labels: tuple[str, ...] = ()
     image: Path | None = None
     patient: str = ""
+    system: str = ""
+    history: tuple[tuple[str, str], ...] = ()
+    learns_history: bool = True
 
     @property
     def prompt_words(self) -> str:
-        """Instruction and input, without the template around them."""
-        return "\n".join(part for part in (self.instruction, self.input) if part)
+        """All words before the answer, without the template around them."""
+        earlier = (part for pair in self.history for part in pair)
+        return "\n".join(part for part in (self.system, *earlier, self.instruction, self.input) if part)
 
     @property
     def prompt(self) -> str:
         """The prompt in the default template; an input without an instruction is the instruction."""
+        if self.system or self.history:
+            return self.prompt_words
         if not self.instruction or not self.input:
             return WITHOUT_INPUT.format(instruction=self.instruction or self.input)
         return WITH_INPUT.format(instruction=self.instruction, input=self.input)
@@ -92,9 +101,26 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _records(path: Path, pictures: bool) -> Iterator[Text]:
+    first = None
     for number, line in _lines(path):
-        record = _record(f"{path}:{number}", path.name, number, line)
-        yield replace(record, image=_picture(f"{path}:{number}", path.parent, line)) if pictures else record
+        record, form = _record(f"{path}:{number}", path.name, number, line)
+        first = first or (form, number)
+        _check_form(path, number, form, first)
+        yield _with_picture(record, f"{path}:{number}", path.parent, line) if pictures else record
+
+
+def _check_form(path: Path, number: int, form: str, first: tuple[str, int]) -> None:
+    """Raise DataError for a record in another form than the file's first."""
+    if form != first[0]:
+        what = f"a record with {form!r}, where line {first[1]} has {first[0]!r}"
+        raise DataError(f"{path}:{number}: {what}; write one form in a file")
+
+
+def _with_picture(record: Text, where: str, folder: Path, line: str) -> Text:
+    """Return a record with its picture. Raises DataError for a conversation: it does not say which turn the picture is in."""
+    if record.history:
+        raise DataError(f"{where}: a conversation of several turns beside a picture; write one question and its answer")
+    return replace(record, image=_picture(where, folder, line))
 
 
 def _picture(where: str, folder: Path, line: str) -> Path:
@@ -110,29 +136,40 @@ def read_records(path: Path, bad: list[DataError], pictures: bool = False) -> It
 
     With `pictures` every record needs one.
     """
+    first = None
     for number, line in _lines(path):
+        where = f"{path}:{number}"
         try:
-            record, where = _record(f"{path}:{number}", path.name, number, line, answered=False), f"{path}:{number}"
-            yield replace(record, image=_picture(where, path.parent, line)) if pictures else record
+            record, form = _record(where, path.name, number, line, answered=False)
+            first = first or (form, number)
+            _check_form(path, number, form, first)
+            yield _with_picture(record, where, path.parent, line) if pictures else record
         except DataError as error:
             bad.append(error)
 
 
-def _record(where: str, file: str, number: int, line: str, answered: bool = True) -> Text:
-    """Return a line's record; a key whose value is null counts as absent. One that is not `answered` needs no output."""
+def _record(where: str, file: str, number: int, line: str, answered: bool = True) -> tuple[Text, str]:
+    """Return a line's record and its form; a key whose value is null counts as absent. Not `answered`, it needs no output."""
     read = _parse(where, line)
     raw = {key: value for key, value in read.items() if value is not None} if isinstance(read, dict) else {}
-    instruction, given = (_text(where, key, raw.get(key, "")) for key in ("instruction", "input"))
-    if not instruction and not given:
+    chat = chat_of(where, raw)
+    if chat is None or not (chat.instruction or chat.input):
         raise DataError(
-            f'{where}: has neither "instruction" nor "input"; write {{"instruction": ..., "input": ..., "output": ...}}'
+            f'{where}: has neither "instruction" nor "input"; write {{"instruction": ..., "input": ..., "output": ...}}, '
+            f"or {EXAMPLE}"
         )
-    outputs = _outputs(where, raw) if answered else ("",)
+    keys = FORMS[chat.form]
+    instruction, given, system = (
+        _text(where, key, value) for key, value in ((keys[0], chat.instruction), ("input", chat.input), ("system", chat.system))
+    )
+    outputs = ("",) if not answered else _outputs(where, raw) if chat.form == "instruction" else (_answer(where, chat),)
     labels, final = _texts(where, "labels", raw.get("labels", [])), _final(where, raw.get("final_answer"))
-    if not all(is_encodable(part) for part in (instruction, given, *outputs, *labels, final or "")):
+    earlier = (part for pair in chat.history for part in pair)
+    if not all(is_encodable(part) for part in (instruction, given, system, *earlier, *outputs, *labels, final or "")):
         raise DataError(f"{where}: has half a character in it (a surrogate, as \\ud800); write the whole one")
     patient = pseudonym(identifier(where, raw, "patient"))
-    return Text(f"{file}:{number}", instruction, given, outputs, final, labels, patient=patient)
+    text = Text(f"{file}:{number}", instruction, given, outputs, final, labels, patient=patient, system=system)
+    return replace(text, history=chat.history, learns_history=chat.learns_history), chat.form
 
 
 def _outputs(where: str, raw: dict[str, Any]) -> tuple[str, ...]:
@@ -141,6 +178,19 @@ def _outputs(where: str, raw: dict[str, Any]) -> tuple[str, ...]:
     if "output" not in raw:
         raise DataError(f'{where}: needs an "output"; write its answer there, or several as "outputs": ["a", "b"]')
     return (_text(where, "output", raw["output"]),)
+
+
+def _answer(where: str, chat: Chat) -> str:
+    """Return the answer of a record in a form that has one. Raises DataError for none, or an empty one."""
+    key = FORMS[chat.form][-1]
+    if chat.answer is None and len(FORMS[chat.form]) == 1:
+        raise DataError(f"{where}: {key}: ends with the user's turn; end it with the assistant's, which is learned")
+    if chat.answer is None:
+        raise DataError(f'{where}: needs a "{key}"; write the answer there')
+    answer = _text(where, key, chat.answer)
+    if not answer.strip():
+        raise DataError(f"{where}: {key}: an empty answer; write its words, or leave the record out")
+    return answer
 
 
 def _final(where: str, value: Any) -> str | None:

@@ -29,6 +29,7 @@ from consilium.federation.trainable_checks import (
 )
 from consilium.models.checkpoint_file import refuse_adapter
 from consilium.models.dtypes import QUANTIZED
+from consilium.models.gguf import refuse_gguf
 from consilium.models.layout import layout
 from consilium.models.low_precision import require_stored, store
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
@@ -223,12 +224,14 @@ def bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.
 def checkpoint_of(config: ModelConfig, site: SiteConfig, whose: str = "the site's") -> Path | None:
     """Return the checkpoint's path with ${SITE} replaced by the site's checkpoint folder.
 
-    Raises ConfigError where there is none, CheckpointError for an adapter: of every kind of model, those of plugins too.
+    Raises ConfigError where there is none, CheckpointError for an adapter or a GGUF file: of every kind of model, those of
+    plugins too.
     """
     if config.checkpoint is None:
         return None
     path = in_checkpoints("model.checkpoint", config.checkpoint, site, whose)
     refuse_adapter(path)
+    refuse_gguf(path)
     return path
 
 

@@ -12,6 +12,7 @@ from consilium.report.tables import number
 from consilium.strategies.strategy import label_of
 from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS
 
+UNSTATED = "The licence is not stated. Whoever hands the model on writes it into the first lines; the base model's holds too."
 BEST = "-best"
 """Ends the name of the folder with the model that was best on validation data."""
 FILES = "## Files"
@@ -139,7 +140,7 @@ def _limits(card: Card) -> list[str]:
     lines = [
         "Not a medical device. For research; not tested for use on patients.",
         "The scores hold for data like those of the sites that took part. Test it on your own before you rely on it.",
-        "The licence is not stated. Whoever hands the model on writes it into the first lines; the base model's holds too.",
+        UNSTATED,
     ]
     return ["## Limits", "", *lines, *cards_notes(card)]
 

@@ -5,16 +5,33 @@ contents of the folder's config.json: server and sites lay the model out from it
 architecture is told so.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from math import inf, isinf, nan
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from consilium.core.errors import CheckpointError
 from consilium.core.registry import lazy
 from consilium.core.schema import LONGEST_TEXT
 from consilium.models.registry import ModelConfig, TargetSet
+
+MERGED = (
+    "merge it into its base first: PeftModel.from_pretrained(BASE, FOLDER).merge_and_unload().save_pretrained(NEW), copy the "
+    "base's tokenizer and preprocessor files to NEW, and give NEW"
+)
+_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+"""What PEFT writes. Its settings name a base anywhere on the disk; nothing here reads them."""
+
+
+def refuse_adapter(path: Path, field: str = "model.checkpoint") -> None:
+    """Raise CheckpointError for a folder that holds an adapter of PEFT's, alone or beside a base, and for an adapter's file."""
+    places = [path / name for name in _FILES] if path.is_dir() else [path] if path.name in _FILES else []
+    if found := next((place for place in places if os.path.lexists(place)), None):
+        raise CheckpointError(f"{field}: {found}: belongs to an adapter of PEFT's, which is no base; {MERGED}")
 
 
 class FolderConfig(ModelConfig):
@@ -52,7 +69,7 @@ class FolderConfig(ModelConfig):
         if value is None:
             return None
         if "peft_type" in value:
-            raise ValueError("the settings of an adapter, not of a model; merge it first, and name the merged folder's")
+            raise ValueError(f"the config.json of a model; these are the settings of an adapter of PEFT's: {MERGED}")
         return plain({name: value[name] for name in sorted(value)})
 
     @field_validator("checkpoint", "config")

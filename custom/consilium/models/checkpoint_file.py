@@ -1,6 +1,5 @@
 """Files of base weights: tensors by name, and the refusal of adapters, which are no base. All kinds of models use it."""
 
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,22 +12,10 @@ from safetensors.torch import load_file
 
 from consilium.core.errors import CheckpointError
 from consilium.core.sanitize import shown
+from consilium.models.architecture import MERGED, refuse_adapter
 
-MERGED = (
-    "merge it into its base first: PeftModel.from_pretrained(BASE, FOLDER).merge_and_unload().save_pretrained(NEW), copy the "
-    "base's tokenizer and preprocessor files to NEW, and give NEW"
-)
-_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-"""What PEFT writes. Its settings name a base anywhere on the disk; nothing here reads them."""
 _TENSOR = re.compile(r"base_model\.model\.|prompt_embeddings$|(.*\.)?(lora_(embedding_)?[AB]|lora[_.](up|down)|base_layer)\b")
 """Names of an adapter's tensors, and of a base's with an adapter's layers in it."""
-
-
-def refuse_adapter(path: Path) -> None:
-    """Raise CheckpointError for a folder that holds an adapter of PEFT's, alone or beside a base, and for an adapter's file."""
-    places = [path / name for name in _FILES] if path.is_dir() else [path] if path.name in _FILES else []
-    if found := next((place for place in places if os.path.lexists(place)), None):
-        raise CheckpointError(f"model.checkpoint: {found}: belongs to an adapter of PEFT's, which is no base; {MERGED}")
 
 
 def refuse_adapter_tensors(path: Path, names: Iterable[str]) -> None:

@@ -1,5 +1,7 @@
 """Models as files: a state dict, or a folder of `transformers`, and the page that says how to load them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +23,24 @@ def save_head(folder: Path, tensors: dict[str, Tensor]) -> None:
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / HEAD_FILE)
 
 
-def save_pretrained(folder: Path, model: Any) -> None:
-    """Write config.json and weights of a model of `transformers`, without a progress bar."""
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Keep `transformers` from showing progress bars for the length of the block."""
     from transformers.utils import logging
 
     noisy = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model.save_pretrained(folder)
+        yield
     finally:
         if noisy:
             logging.enable_progress_bar()
+
+
+def save_pretrained(folder: Path, model: Any) -> None:
+    """Write config.json and weights of a model of `transformers`."""
+    with no_progress_bar():
+        model.save_pretrained(folder)
 
 
 def save_text_model(folder: Path, model: Any, tokenizer: Any, use_cache: bool | None = None) -> None:

@@ -12,9 +12,10 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from consilium.core.errors import STOPS, CheckpointError, ConfigError
+from consilium.models.export import no_progress_bar
+from consilium.models.gguf import refuse_gguf
 from consilium.models.listed_keys import listed
 from consilium.models.model_folder import TOKENS, WANTED, read_json, tokenizer_of, weights_of
 from consilium.models.tokenizer_bounds import check_backend
@@ -226,6 +227,7 @@ def _read_config(folder: Path | None) -> dict[str, Any]:
 def _require(folder: Path | None) -> Path:
     if folder is None:
         raise CheckpointError(f"model.checkpoint: missing; variant folder needs its weights by path: {WANTED}")
+    refuse_gguf(folder)
     if not folder.is_dir():
         raise CheckpointError(f"model.checkpoint: {folder}: no such folder; {WANTED}")
     return folder
@@ -251,11 +253,11 @@ def shape_of(config: Mapping[str, Any], auto: Any, known: Known) -> PreTrainedCo
 
 def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapping[str, Any]) -> PreTrainedModel:
     """Return the model with the folder's weights; a tensor missing, one too many or of another shape is an error."""
-    folder, noisy = _require(folder), logging.is_progress_bar_enabled()
+    folder = _require(folder)
     if (folder / "config.json").is_file() and read_json(folder, "config.json").get("quantization_config"):
         raise CheckpointError(f"model.checkpoint: {folder}: {_PACKED}")
-    with weights_of(folder, f"convert it once: {auto.__name__}.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)") as view:
-        logging.disable_progress_bar()
+    remedy = f"convert it once: {auto.__name__}.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+    with weights_of(folder, remedy) as view, no_progress_bar():
         try:
             model, found = auto.from_pretrained(
                 view,
@@ -271,9 +273,6 @@ def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapp
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
             why = short(error, view, folder)
             raise CheckpointError(f"model.checkpoint: {folder}: cannot be read ({why}); {WANTED}") from None
-        finally:
-            if noisy:
-                logging.enable_progress_bar()
     model.name_or_path = model.config._name_or_path = str(folder)
     _require_equal_layout(folder, found)
     return model

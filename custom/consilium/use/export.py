@@ -3,7 +3,7 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from consilium import __version__
 from consilium.adapters.names import SHIFT, is_local
@@ -15,13 +15,14 @@ from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.job import checkpoint_of, tokenizer_of
 from consilium.federation.model_card import FILES
 from consilium.federation.saved_model import CARD, TENSORS, SavedModel, export_adapter, read_kept, with_parameters
+from consilium.models.causal_lm import CausalLmConfig
+from consilium.models.causal_lm.network import TINY_FOLDER
 from consilium.models.dtypes import QUANTIZED
-from consilium.use import bundle, merge, onnx
+from consilium.use import bundle, merge, onnx, peft_folder
 from consilium.use.model import TrainedModel
-from consilium.use.output_folder import RECORD, check_destination, new_folder, write_record
+from consilium.use.output_folder import LICENCES, RECORD, as_the_umask_says, check_destination, new_folder, write_record
 
 Format = Literal["peft", "merged", "bundle", "onnx"]
-LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*")
 
 
 @dataclass(frozen=True)
@@ -50,21 +51,26 @@ def check_possible(format: Format, folder: Path) -> None:
         bundle.check(config, card)
 
 
-def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, force: bool = False) -> Exported:
+def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, force: bool = False, base: str = "") -> Exported:
     """Write a model into a new `folder`; `force` replaces an earlier export there. The model is used up.
+
+    `base`: the base that a language model's PEFT folder and card name; by default its folder on this machine.
 
     The folder takes its name last, so that a crash leaves no half one. Raises ConfigError, CheckpointError.
     """
     check_destination(folder, force)
     check_possible(format, found.folder)
     with new_folder(folder, force) as made:
-        about, difference = _write(found, format, made, own)
+        about, difference = _write(found, format, made, own, base)
         _copy_licences(found, own, made)
         name = f"docs/{CARD}" if format == "bundle" else CARD
-        write_atomic(made / name, _page(found, format, about, difference).encode(), PUBLIC)
+        page = _page(found, format, about, difference)
+        if library := _library(found, format):
+            page = peft_folder.top(page, library, base or str(_base(found, own)), _base(found, own))
+        write_atomic(made / name, page.encode(), PUBLIC)
         record = {"format": format, "consilium": __version__, "job": found.config.title, "model": found.card.name}
         write_record(made, record | {"difference": difference})
-        _as_the_umask_says(made)
+        as_the_umask_says(made, made / RECORD)
     return Exported(folder, difference)
 
 
@@ -79,18 +85,24 @@ def _check_blend(kept: SavedModel, format: Format) -> None:
         raise ConfigError(f"--format peft: the adapter is scaled by {kept.scaling:g}, which PEFT does not read; use merged")
 
 
-def _as_the_umask_says(made: Path) -> None:
-    """Give all files the mode of those that we wrote; some libraries make theirs private."""
-    mode = (made / RECORD).stat().st_mode
-    for path in made.rglob("*"):
-        if path.is_file():
-            path.chmod(mode)
+def _library(found: TrainedModel, format: Format) -> str:
+    """Return the library that opens an exported language model, "" for other models."""
+    return {"peft": "peft", "merged": "transformers"}.get(format, "") if found.config.model.name == "causal_lm" else ""
 
 
-def _write(found: TrainedModel, format: Format, made: Path, own: SiteConfig) -> tuple[str, float | None]:
+def _base(found: TrainedModel, own: SiteConfig) -> Path:
+    return (checkpoint_of(found.config.model, own) or TINY_FOLDER).resolve()
+
+
+def _write(found: TrainedModel, format: Format, made: Path, own: SiteConfig, base: str) -> tuple[str, float | None]:
     """Write the format's own files; return how to use them and how far the logits are from the model's."""
     if format == "peft":
-        return _write_peft(found, made), None
+        about = _write_peft(found, made)
+        if _library(found, format):
+            about = about.replace(_PEFT, _PEFT_TEXT)
+            section = cast(CausalLmConfig, found.config.model)
+            peft_folder.complete(made, section, tokenizer_of(found.config, own), base or str(_base(found, own)))
+        return about, None
     model, config = found.model.cpu().float(), found.config  # a base that is kept in bfloat16 too
     if format == "merged":
         return merge.write(made, model, config, tokenizer_of(config, own))
@@ -103,6 +115,15 @@ _PEFT = """An adapter for PEFT, on the unchanged base:
 from peft import PeftModel
 
 model = PeftModel.from_pretrained(base, ".")
+```
+"""
+_PEFT_TEXT = """An adapter for PEFT, with its tokenizer. `base_model_name_or_path` in adapter_config.json names the base:
+
+```python
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+model, tokenizer = AutoPeftModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")
 ```
 """
 _DECODER = """

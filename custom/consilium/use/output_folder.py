@@ -18,6 +18,7 @@ from consilium.core.storage import PUBLIC, file_hash, write_atomic
 
 RECORD = "export.json"
 """Says what wrote a folder and which files; a folder without it, or with anything else in it, is never replaced."""
+LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*")
 KEYS = frozenset({"format", "consilium", "job", "model", "difference", "files"})
 
 
@@ -26,6 +27,13 @@ def write_record(folder: Path, told: dict[str, Any]) -> None:
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files = [{"name": name, "sha256": file_hash(folder / name)} for name in names]
     write_atomic(folder / RECORD, json.dumps(told | {"files": files}, indent=1).encode(), PUBLIC)
+
+
+def as_the_umask_says(made: Path, like: Path) -> None:
+    """Give all files the mode of one that we wrote; some libraries make theirs private."""
+    for path in made.rglob("*"):
+        if path.is_file():
+            path.chmod(like.stat().st_mode)
 
 
 def check_destination(folder: Path, force: bool) -> None:

@@ -111,7 +111,12 @@ def _written(opened: TrainedModel, where: Path, texts: list[Text], batch_size: i
 
 
 def _record(text: Text, said: str) -> dict[str, Any]:
-    asked = {"instruction": text.instruction, "input": text.input}
+    asked: dict[str, Any] = {
+        "system": text.system,
+        "history": text.history,
+        "instruction": text.instruction,
+        "input": text.input,
+    }
     return {"record": text.name} | {key: value for key, value in asked.items() if value} | {"answer": said}
 
 

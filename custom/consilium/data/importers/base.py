@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from consilium.core.errors import DataError
+from consilium.data import pictures
 from consilium.data.pairs import Pattern, composed
 from consilium.data.safe_open import open_picture, reading
 
@@ -30,6 +31,7 @@ class Options:
     out to so many sites, 0 keeps the set's own. `minimum`: samples a site has at least. `types`: cell classes, not just nuclei.
     `resplit`: forget the publisher's splits. `size`: which of several training sets. `only`: sites to take, all if empty;
     `rename`: their new names. `columns`: a table's headings by field. `mask_patterns`: how masks are named after pictures.
+    `exact_values`: every value of a mask is a label. `patient_folders`: whether folders are patients, None by their names.
     """
 
     validation: float = 0.1
@@ -44,6 +46,8 @@ class Options:
     rename: Mapping[str, str] = field(default_factory=dict)
     columns: Mapping[str, str] = field(default_factory=dict)
     mask_patterns: tuple[Pattern, ...] = ()
+    exact_values: bool = False
+    patient_folders: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ class DerivedFile:
 class SourceSample:
     """One sample of the source. `group` is never cut by a split; `split` is the publisher's, if any.
 
-    `is_patient`: the group is one patient, slide or video, as far as the set tells, and the list says so.
+    `is_patient`: the group is one patient, slide or video, as far as the set tells, and the list says so. `more`: masks
+    that are parts of the label.
     """
 
     site: str
@@ -69,6 +74,7 @@ class SourceSample:
     slice: int | None = None
     split: str | None = None
     is_patient: bool = False
+    more: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,7 @@ class Importer:
     """A data set: its layout in one line, and its reader; `sizes` of its training set, the default first.
 
     `is_file`: the source is a file, not a folder. `has_patterns`: users may say by a pattern how their masks are named.
+    `is_own`: the labels are a user's, not a publisher's.
     """
 
     layout: str
@@ -110,6 +117,7 @@ class Importer:
     has_patterns: bool = False
     sizes: tuple[str, ...] = ()
     is_file: bool = False
+    is_own: bool = False
 
 
 def wrong_layout(source: Path, expected: str) -> DataError:
@@ -164,16 +172,11 @@ def numeric(path: Path) -> tuple[int, str]:
     return (int(digits[-1]) if digits else -1, path.name)
 
 
-def size_of(path: Path) -> tuple[int, int]:
-    """Return a picture's (width, height) from its header. Raises DataError."""
-    with reading(path, *UNREADABLE), open_picture(path) as picture:
-        return picture.size
-
-
 def check_sizes(image: Path, mask: Path) -> None:
-    """Raise DataError unless both pictures have the same size."""
-    if (one := size_of(image)) != (other := size_of(mask)):
-        raise DataError(f"{mask}: expected the {one[0]}x{one[1]} pixels of {image}; found {other[0]}x{other[1]}")
+    """Raise DataError unless both pictures have the same size as they are read."""
+    if (one := pictures.size(image)) != (other := pictures.size(mask)):
+        expected, found = map(pictures.pixels, (one, other))
+        raise DataError(f"{mask}: expected the {expected} pixels (width x height) of {image}; found {found}")
 
 
 def grey(path: Path) -> np.ndarray:
@@ -191,9 +194,9 @@ def usable(path: Path, allowed: Sequence[int]) -> bool:
 
 
 def png(array: np.ndarray, **how: int) -> bytes:
-    """Return a PNG of (H, W) or (H, W, 3) values in 0..255; `how`: PIL's options of compression."""
+    """Return a PNG of (H, W) values of up to 16 bits, or of (H, W, 3) in 0..255; `how`: PIL's options of compression."""
     buffer = io.BytesIO()
-    Image.fromarray(array.astype(np.uint8)).save(buffer, format="PNG", **how)
+    Image.fromarray(array.astype(np.uint16 if array.max(initial=0) > 255 else np.uint8)).save(buffer, format="PNG", **how)
     return buffer.getvalue()
 
 

@@ -1,12 +1,17 @@
 """A hospital's own pictures, a folder per site. Labels are masks beside the pictures, a folder per class, or a table."""
 
+import re
 import shlex
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from consilium.core.errors import DataError
-from consilium.data.file_kinds import PICTURES
-from consilium.data.folders import has_folders, lone_masks, read_folders, split_of
+from consilium.data.file_kinds import PICTURES, is_dicom
+from consilium.data.folders import UNREAD, are_patients, has_folders, lone_masks, read_folders, split_of
+from consilium.data.identifiers import check_identifier
 from consilium.data.importers.base import (
     Importer,
     ImportResult,
@@ -15,15 +20,25 @@ from consilium.data.importers.base import (
     files,
     wrong_layout,
 )
-from consilium.data.importers.labels import labelled
-from consilium.data.importers.table import Table, find_table
+from consilium.data.importers.labels import labelled, named_values
+from consilium.data.importers.table import Table, find_table, open_table
 from consilium.data.pairs import Names, Pairs, Pattern, find_pairs, holds_pairs, kind_of, unpaired, words
+from consilium.data.safe_open import FOREIGN
+from consilium.data.site_names import asked_sites
 
 LAYOUT = (
     "a folder per site: images/ and masks/, or other names such as a.png and a_mask.png, a mask of one channel with 0 outside; "
     "a folder per class; or a CSV file as `csv` reads"
 )
 PATIENTS = "; name them as `patient` in the lists and cut again by `data split`"
+_MANY, _FEW, _MOST = 5, 2, 20
+"""Sites that may be patients: so many that are numbered or have so few samples each, or so many with any."""
+_SITE = re.compile(
+    r"(?i)site|hosp|h[oô]pital|osped|spital|kranken|cent[re]|zentrum|clinic|klinik|praxis|client|instit|uni|domain|node|vendor"
+)
+"""Parts of names that a site's folder has, and a patient's has not."""
+_UNREAD = (*chain.from_iterable(FOREIGN), ".webp", ".heic", ".avif", ".jp2", ".j2k", ".pgm", ".ppm")
+"""Endings of pictures that are not read."""
 _SPLITS = {"tr": "training", "ts": "test"}
 """Words of nnU-Net's and the Decathlon's folders: imagesTr."""
 Site = tuple[list[SourceSample], list[str]]
@@ -36,16 +51,23 @@ def read_own(source: Path, options: Options) -> ImportResult:
     Raises DataError for another layout, a picture without a mask, sizes that differ, and masks that are no label pictures.
     """
     below = sorted(one for one in source.iterdir() if one.is_dir() and not one.name.startswith("."))
-    roles = {kind_of(one.name) for one in below} | {"image" for one in source.iterdir() if one.name.lower().endswith(PICTURES)}
-    sites = {} if roles >= {"image", "mask"} else {one.name: site for one in below if (site := _site(one, options))}
+    roles = {kind_of(one.name) for one in below} | {"image" for one in source.iterdir() if _is_picture(one)}
+    plain = [one for one in below if kind_of(one.name) is None and any(map(_is_picture, one.iterdir()))]
+    one_site = roles >= {"image", "mask"} or ("mask" in roles and bool(plain)) or _of_patients(below, options)
+    asked = [] if one_site else _asked(source, below, options)
+    sites = {one.name: site for one in asked if (site := _site(one, replace(options, only=())))}
     notes: list[str] = []
     if not sites or all(map(_named_split, sites)):
         whole = _site(source, options)
         if whole is None:
-            raise wrong_layout(source, LAYOUT)
+            for path in sorted(source.glob("[!.]*.[cC][sS][vV]")):
+                open_table(path, {})  # says what is wrong with it
+            unread = _not_read(source)
+            raise DataError(f"{source}: {unread}; {UNREAD}") if unread else wrong_layout(source, LAYOUT)
         sites = {source.resolve().name: whole}
     else:
-        left = [one.name for one in below if one.name not in sites]
+        _check_sites(source, {name: len(found) for name, (found, _) in sites.items()}, options)
+        left = [one.name for one in asked if one.name not in sites]
         why = "left out, it has neither masks nor classes nor a table that `consilium data import csv` reads"
         notes += [f"{name}: {why}" for name in left]
         if table := find_table(source):
@@ -53,28 +75,102 @@ def read_own(source: Path, options: Options) -> ImportResult:
             notes.append(f"{table.path.name}: not read; `{command}` adds it")
     samples = [one for found, _ in sites.values() for one in found]
     told = [f"{name}: {note}" for name, (_, own) in sites.items() for note in own]
-    return labelled(source, samples, [*told, *notes], PATIENTS)
+    places = [source / name for name in sites if (source / name).is_dir()] or [source]
+    taken = {path for one in samples for path in (one.image, one.label)}
+    told += [f"{place.name}: {lost}; {UNREAD}" for place in places if (lost := _not_read(place, taken))]
+    named = [own for folder in (source, *(source / name for name in sites)) if (own := named_values(folder))]
+    if agreed := all(own == named[0] for own in named):
+        notes += ["the names of classes are those of dataset.json"] if named else []
+    else:
+        notes.append("the names of classes are not those of dataset.json, which differ by site")
+    return labelled(source, samples, [*told, *notes], options, PATIENTS, named[0] if agreed and named else None)
+
+
+def _is_picture(path: Path) -> bool:
+    return path.name.lower().endswith(PICTURES)
+
+
+def _asked(source: Path, below: Sequence[Path], options: Options) -> Sequence[Path]:
+    """Return the folders of sites that --only names, all without it, none where it may name sites of the source's table.
+
+    Raises DataError for a name that none has.
+    """
+    try:
+        asked = asked_sites([one.name for one in below], options.only, options.rename)
+    except DataError:
+        if source.resolve().name in options.only or find_table(source):
+            return []
+        raise
+    return [one for one in below if one.name in asked]
+
+
+def _of_patients(below: Sequence[Path], options: Options) -> bool:
+    """Tell whether folders are of one site's patients, and not of sites, by the option or by their names."""
+    named = are_patients(one.name for one in below)
+    return options.patient_folders is not False and (
+        named or (options.patient_folders is True and bool(below) and not any(map(_has_below, below)))
+    )
+
+
+def _check_sites(source: Path, counts: Mapping[str, int], options: Options) -> None:
+    """Raise DataError for many sites, or for some with hardly a picture, that may be patients."""
+    half = sorted(counts.values())[len(counts) // 2]
+    numbered = len({re.sub(r"\d+", "", name) for name in counts}) == 1
+    few = len(counts) >= _MANY and (half <= _FEW or numbered)
+    if options.patient_folders is None and (few or len(counts) >= _MOST) and not any(map(_SITE.search, counts)):
+        names = sorted(counts)
+        what = f"{len(counts)} folders, {names[0]} to {names[-1]}, half of them with at most {half} samples"
+        remedy = "--patient-folders makes one site of these patients, --no-patient-folders a site of each"
+        raise DataError(f"{source}: holds {what}, which may be patients or sites; write which: {remedy}")
+
+
+def _has_below(folder: Path) -> bool:
+    """Tell whether a folder has pictures in folders that are neither of images or masks nor splits."""
+    own = (one for one in folder.iterdir() if one.is_dir() and not (kind_of(one.name) or _named_split(one.name)))
+    return any(files(one, PICTURES) for one in own)
 
 
 def _site(folder: Path, options: Options) -> Site | None:
     """Return what a site's folder holds: of a table with masks, by names, of a table with classes, a folder per class."""
     table, pictures = find_table(folder), files(folder, PICTURES)
     if table is not None and table.has_masks:
-        return _of_table(table, folder)
+        return _of_table(table, folder, options)
     pairs, classes = find_pairs(folder, pictures, options.mask_patterns), has_folders(folder)
     whole = pairs is not None and not pairs.alone and not pairs.unused
     if pairs is not None and (whole or not classes or holds_pairs(folder, pictures)) and (pairs.found or table is None):
-        return _of_pairs(folder, pairs, options.mask_patterns)
+        try:
+            return _of_pairs(folder, pairs, options)
+        except DataError:
+            if (by_split := _of_splits(folder, options)) is None:
+                raise
+            return by_split
     if table is not None:
-        return _of_table(table, folder)
+        return _of_table(table, folder, options)
     if what := lone_masks(folder):
         raise DataError(f"{folder}: holds {what}")
-    return _of_classes(folder) if classes else None
+    return _of_classes(folder) if classes else _of_classes_by_patient(folder)
 
 
-def _of_table(table: Table, folder: Path) -> Site:
+def _of_splits(folder: Path, options: Options) -> Site | None:
+    """Return what the folders of splits hold, each by names of its own, None of a folder without several. Raises DataError."""
+    parts = {one: split for one in sorted(folder.iterdir()) if one.is_dir() and (split := _named_split(one.name))}
+    found = [(one, _site(one, options)) for one in parts] if len(set(parts.values())) > 1 else []
+    sites = [(one, own) for one, own in found if own is not None]
+    if not found or len(sites) < len(found):
+        return None
+    name = folder.resolve().name
+    samples = [
+        replace(one, site=name, group=one.group if one.is_patient else f"{place.name}/{one.group}", split=parts[place])
+        for place, (own, _) in sites
+        for one in own
+    ]
+    return samples, [f"{place.name}: {note}" for place, (_, notes) in sites for note in notes]
+
+
+def _of_table(table: Table, folder: Path, options: Options) -> Site:
     """Return a site's pictures by its table; lines that name no site are of the folder's."""
-    return table.samples(folder.resolve().name), [f"{table.path.name} was read", *table.notes]
+    samples = table.samples(folder.resolve().name, options)
+    return samples, [f"{table.path.name} was read", *table.notes]
 
 
 def _of_classes(folder: Path) -> Site:
@@ -87,8 +183,31 @@ def _of_classes(folder: Path) -> Site:
     ], []
 
 
-def _of_pairs(folder: Path, pairs: Pairs, asked: Iterable[Pattern]) -> Site:
+def _of_classes_by_patient(folder: Path) -> Site | None:
+    """Return the pictures of folders of classes with a folder for each patient in them, None of any other layout."""
+    patients = {one: [two for two in sorted(one.iterdir()) if two.is_dir()] for one in sorted(folder.iterdir()) if one.is_dir()}
+    if not patients or not all(are_patients(two.name for two in inner) for inner in patients.values()):
+        return None
+    return [
+        SourceSample(folder.resolve().name, check_identifier(str(two), "patient", two.name), path, one.name, is_patient=True)
+        for one, inner in patients.items()
+        for two in inner
+        for path in files(two, PICTURES)
+    ], []
+
+
+def _not_read(folder: Path, taken: Collection[object] = ()) -> str:
+    """Return which files below a folder are pictures of kinds that are not read, and none of those `taken`, "" for none."""
+    left = [path for path in files(folder, ("",)) if not (_is_picture(path) or path in taken or path.parent in taken)]
+    kinds_of = ("DICOM" if is_dicom(path) else path.suffix.lower() for path in left)
+    found = Counter(kind for kind in kinds_of if kind == "DICOM" or kind in _UNREAD)
+    kinds = ", ".join(f"{kind} ({count})" for kind, count in sorted(found.items()))
+    return f"files of kinds that are not imported by folder: {kinds}" if kinds else ""
+
+
+def _of_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
     """Return a site's pictures with their masks. Raises DataError where pictures lack one, and where there are two for each."""
+    asked = options.mask_patterns
     if pairs.others:
         both = " and ".join(f"'{one}'" for one in (pairs.pattern, *pairs.others))
         what = f"every picture has masks by {both}, and one is read"
@@ -116,10 +235,35 @@ def _of_pairs(folder: Path, pairs: Pairs, asked: Iterable[Pattern]) -> Site:
             notes.append(f"{len(some)} {what}, the first {some[0].relative_to(folder)}")
     splits = [_split(image) for image, _ in pairs.found]
     published = None not in splits and len(set(splits)) > 1
+    whose = _patients(folder, [image for image, _ in pairs.found], options)
+    together = len({image.short.rpartition("/")[0] for image, _ in pairs.found}) >= _MANY  # may be patients
+    if whose:
+        notes.append(f"folders are taken as {len(set(whose))} patients, such as {whose[0]}; --no-patient-folders does not")
+    if pairs.more:
+        mask, more = next(iter(pairs.more.items()))
+        notes.append(f"several masks of {len(pairs.more)} pictures are united, such as {mask.name} and {more[0].name}")
     return [
-        SourceSample(folder.resolve().name, image.short, image.path, mask, split=split if published else None)
-        for (image, mask), split in zip(pairs.found, splits, strict=True)
+        SourceSample(
+            folder.resolve().name,
+            whose[number] if whose else image.short.rpartition("/")[0] if together else image.short,
+            image.path,
+            mask,
+            split=split if published else None,
+            is_patient=bool(whose),
+            more=pairs.more.get(mask, ()),
+        )
+        for number, ((image, mask), split) in enumerate(zip(pairs.found, splits, strict=True))
     ], notes
+
+
+def _patients(folder: Path, images: Sequence[Names], options: Options) -> list[str]:
+    """Return whose each picture is by a folder of its path, [] where no folders are of patients."""
+    parts = [[part for part in image.short.split("/")[:-1] if not _named_split(part)] for image in images]
+    if options.patient_folders is False or not all(parts):
+        return []
+    levels = [[own[level] for own in parts] for level in range(min(map(len, parts)))]
+    named = next((level for level in levels if are_patients(set(level))), levels[0] if options.patient_folders else [])
+    return [check_identifier(str(folder), "patient", name) for name in named]
 
 
 def _split(image: Names) -> str | None:
@@ -132,4 +276,4 @@ def _named_split(name: str) -> str | None:
     return split_of(name) or _SPLITS.get(name.lower())
 
 
-SETS = {"own": Importer(LAYOUT, read_own, has_patterns=True)}
+SETS = {"own": Importer(LAYOUT, read_own, has_patterns=True, is_own=True)}

@@ -1,44 +1,54 @@
 """What one's own pictures are labelled with, masks or classes: the job's classes, and notes of what looks like a mistake."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from consilium.core.errors import DataError
-from consilium.data import volumes
+from consilium.core.errors import DataError, UnfitError
+from consilium.data import pictures, slides, volumes
 from consilium.data.class_names import doubts
-from consilium.data.class_values import classes_for
-from consilium.data.importers.base import (
-    NO_PATIENTS,
-    UNREADABLE,
-    ImportResult,
-    SourceSample,
-    check_sizes,
-)
-from consilium.data.pairs import MODES, MOST_VALUES
-from consilium.data.pixel_values import UNSMOOTHED, is_anti_aliased
-from consilium.data.safe_open import open_picture, reading
+from consilium.data.class_values import ONE_CLASS, classes_for, one_class
+from consilium.data.datalist import Item, read_json
+from consilium.data.images import check_pair, read_labels
+from consilium.data.importers.base import NO_PATIENTS, ImportResult, Options, SourceSample, mask_png
+from consilium.data.labels import Labels
+from consilium.data.pairs import MOST_VALUES
+from consilium.data.pixel_values import UNSMOOTHED
+from consilium.data.sample_check import image_shape
 from consilium.data.site_names import renamed_notes, renamed_sites
 
+EXACT = "or import with --exact-values if they are labels"
+_ONE_OBJECT = 0.5
+"""Share of the area of two masks that both have, over which they are drawings of one object by two people."""
 
-def labelled(source: Path, samples: Sequence[SourceSample], notes: Sequence[str], unknown: str = "") -> ImportResult:
+
+def labelled(
+    source: Path,
+    samples: Sequence[SourceSample],
+    notes: Sequence[str],
+    options: Options,
+    unknown: str = "",
+    named: Mapping[str, list[int]] | None = None,
+) -> ImportResult:
     """Return samples under valid names of their sites, with the classes that their masks or names make.
 
-    Sites with classes are `beside` those with masks. `unknown`: how to name patients. Raises DataError for unfit masks.
+    Sites with classes are `beside` those with masks. `unknown`: how to name patients; `named`: classes of masks that the source
+    itself names. Raises DataError for unfit masks.
     """
-    names = renamed_sites({one.site for one in samples}, source)
+    chosen = {} if options.sites else options.rename  # else a name of the sites that patients are dealt out to
+    names = renamed_sites({one.site for one in samples}, source, chosen=chosen)
     found = [replace(one, site=names[one.site]) for one in samples]
     notes = [*renamed_notes(names), *notes]
     notes += [] if all(one.is_patient for one in found) else [f"{source.name} {NO_PATIENTS}{unknown}"]
-    masks, named = ([one for one in found if isinstance(one.label, Path) is kind] for kind in (True, False))
+    masks, classed = ([one for one in found if isinstance(one.label, Path) is kind] for kind in (True, False))
     if not masks:
-        return _named(named, notes)
+        return _named(classed, notes)
     values: dict[str, set[int]] = {}
     for one in masks:
-        values.setdefault(one.site, set()).update(_values(one))
+        values.setdefault(one.site, set()).update(_values(one, options.exact_values))
     volumes.forget()
     if not set().union(*values.values()) - {0}:
         raise DataError(f"{source}: all masks are empty; a mask has 0 for background and other values for classes")
@@ -47,8 +57,35 @@ def labelled(source: Path, samples: Sequence[SourceSample], notes: Sequence[str]
         notes.append(f"values of the masks differ by site: {told}")
     where = "without --only, sites with masks are in segmentation/ and those with classes in classification/"
     apart = [f"a job has masks or classes: {where}"]
-    beside = _named(named, apart) if named else None
-    return ImportResult(masks, classes_for(values.values()), [*notes, *(apart if beside else [])], beside)
+    beside = _named(classed, apart) if classed else None
+    masks = [_united(one, number) for number, one in enumerate(masks)]
+    return ImportResult(masks, _classes(values, named or {}), [*notes, *(apart if beside else [])], beside)
+
+
+def named_values(folder: Path) -> dict[str, list[int]]:
+    """Return the values of classes by the `labels` of nnU-Net's or the Decathlon's dataset.json in a folder, {} without one.
+
+    Either {"liver": 1}, with a list of values for a region, or {"1": "liver"}. Raises DataError for a file that is no JSON.
+    """
+    raw = read_json(folder / "dataset.json") if (folder / "dataset.json").is_file() else {}
+    labels = raw.get("labels") if isinstance(raw, dict) else None
+    found = {}
+    for key, value in labels.items() if isinstance(labels, dict) else ():
+        name, values = (value, key) if isinstance(value, str) else (key, value)
+        numbers = [str(one) for one in (values if isinstance(values, list) else [values])]
+        if any(one != "0" for one in numbers) and all(map(str.isdecimal, numbers)):
+            found[name] = [int(one) for one in numbers]
+    return found
+
+
+def _classes(values: Mapping[str, set[int]], named: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """Return the classes of masks, by the names that their source has for them, and by numbers for others."""
+    every = set().union(*values.values()) - {0}
+    lost = every - {value for own in named.values() for value in own}
+    if not named or (lost and one_class(values.values())):
+        found = classes_for(values.values())
+        return {next(iter(named)): found[ONE_CLASS]} if len(named) == 1 and ONE_CLASS in found else found
+    return {**named, **{f"value-{value}": [value] for value in sorted(lost)}}
 
 
 def _named(samples: list[SourceSample], notes: list[str]) -> ImportResult:
@@ -57,24 +94,70 @@ def _named(samples: list[SourceSample], notes: list[str]) -> ImportResult:
     return ImportResult(samples, sorted(counts), [*notes, *(f"{kind}: {line}" for kind, line in doubts(counts))])
 
 
-def _values(sample: SourceSample) -> set[int]:
-    """Return the values of a sample's mask. Raises DataError for one of another size than its picture, or no label picture."""
-    image, mask = sample.image, sample.label
-    assert isinstance(image, Path)
-    assert isinstance(mask, Path)
-    if volumes.is_volume(mask):
-        labels = volumes.labels(mask, volumes.header(image if volumes.is_volume(image) else mask))
-        return {value for value in labels.present() if isinstance(value, int)}
-    check_sizes(image, mask)
-    with reading(mask, *UNREADABLE), open_picture(mask) as picture:
-        mode = picture.mode
-        array = np.asarray(picture) if mode in MODES else np.zeros((1, 1), np.uint8)
-    values = {int(value) for value in np.unique(array)}
-    if len(values) > 2 and is_anti_aliased(array, {0, max(values)}):
-        raise DataError(f"{mask}: mask is anti-aliased: {len(values) - 2} values lie on edges alone; {UNSMOOTHED}")
-    if mode not in MODES:
-        raise DataError(f"{mask}: is no label picture (mode {mode}); save it as PNG with one channel and a value per class")
-    if len(values) > MOST_VALUES:
-        what = f"{len(values):,} values are single objects or grey levels, no classes"
-        raise DataError(f"{mask}: {what}; save it with one value for each class, at most {MOST_VALUES}")
-    return values
+def _values(sample: SourceSample, exact: bool) -> set[int]:
+    """Return the values of a sample's masks. Raises DataError for one of another size than its picture, or no label picture.
+
+    `exact`: every value is a label.
+    """
+    assert isinstance(sample.image, Path)
+    found = set[int]()
+    if sample.more:
+        union(*_masks(sample))  # raises where they are not parts of one drawing
+    for mask in _masks(sample):
+        for labels in _label_arrays(Item(sample.image, mask)):
+            own = {value for value in labels.present() if isinstance(value, int)}
+            found |= own
+            if exact or labels.values is None:
+                continue
+            if what := pictures.altered(mask, labels.values, {0, max(own)}):
+                raise DataError(f"{mask}: {what}; {UNSMOOTHED}, {EXACT}")
+            if len(own) > MOST_VALUES and not volumes.is_volume(mask):
+                what = f"{len(own):,} values are single objects or grey levels, no classes"
+                raise DataError(f"{mask}: {what}; save it with one value for each class, at most {MOST_VALUES}, {EXACT}")
+    return found
+
+
+def _label_arrays(item: Item) -> Sequence[Labels]:
+    """Return the labels of a mask: of a volume whole, of a picture on its own grid, of a slide by blocks. Raises DataError."""
+    assert isinstance(item.label, Path)
+    if volumes.is_volume(item.label):
+        return [volumes.labels(item.label, volumes.header(item.image if volumes.is_volume(item.image) else item.label))]
+    try:
+        shape = image_shape(item)
+    except UnfitError:  # too large as one picture, or of several levels
+        if volumes.is_volume(item.image):
+            raise
+        return list(slides.mask_blocks(item.label, slides.shape(item.image)))
+    labels = read_labels(item)
+    check_pair(item, shape, labels)
+    return [labels]
+
+
+def _masks(sample: SourceSample) -> list[Path]:
+    return [mask for mask in (sample.label, *sample.more) if isinstance(mask, Path)]
+
+
+def _united(sample: SourceSample, number: int) -> SourceSample:
+    """Return a sample with one mask to write of all that its picture has, whose name begins with a number of its own."""
+    if not sample.more or not isinstance(sample.label, Path):
+        return sample
+    return replace(sample, label=mask_png(f"{number:05}-{sample.label.stem}", union, *_masks(sample)), more=())
+
+
+def union(*masks: Path) -> np.ndarray:
+    """Return the label values (H, W) of several masks of one picture as one.
+
+    Raises DataError for masks that give a pixel two values, or that mostly cover each other: two people drew one object.
+    """
+    found, *others = (np.asarray(pictures.labels(mask).values) for mask in masks)
+    found = found.copy()
+    for path, more in zip(masks[1:], others, strict=True):
+        drawn, both = more > 0, (more > 0) & (found > 0)
+        what = "give a pixel two values" if (found[both] != more[both]).any() else ""
+        if both.sum() > _ONE_OBJECT * max(1, (drawn | (found > 0)).sum()):
+            what = "mostly cover each other, as two people's drawings of one object do"
+        if what:
+            whose = f"this mask and {masks[0].name} are of one picture"
+            raise DataError(f"{path}: {whose} and {what}; choose one by --mask-pattern")
+        found[drawn] = more[drawn]
+    return found

@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from consilium.core.errors import DataError
+from consilium.data import pictures
 from consilium.data.importers.base import (
     NO_PATIENTS,
     DerivedFile,
@@ -23,7 +24,6 @@ from consilium.data.importers.base import (
     mask_png,
     partner,
     png,
-    size_of,
     wrong_layout,
 )
 from consilium.data.site_names import slug
@@ -165,7 +165,7 @@ def _polygons(site: str, image: Path, xml: Path, types: tuple[list[str], bool] |
 
 def _draw(image: Path, xml: Path, types: tuple[list[str], bool] | None) -> np.ndarray:
     """Return the filled regions, as 1 or by type; later regions lie on top."""
-    canvas = Image.new("L", size_of(image), 0)
+    canvas = Image.new("L", pictures.size(image)[::-1], 0)
     draw = ImageDraw.Draw(canvas)
     try:
         root = ElementTree.parse(xml).getroot()

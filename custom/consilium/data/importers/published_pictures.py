@@ -32,6 +32,7 @@ from consilium.data.importers.base import (
     usable,
     wrong_layout,
 )
+from consilium.data.site_names import asked_sites
 
 RUNS = 10
 """Groups of consecutive frames of a set that names no videos: only the ends of a run share a video with another split."""
@@ -85,7 +86,8 @@ def samples(site: str, drawn: Iterable[Drawn], label: Callable[..., Path | Deriv
 def read_sets(sets: dict[str, PictureSet], classes: dict[str, list[int]], source: Path, options: Options) -> ImportResult:
     """Read every set of `sets` that lies below the source, or is it. Raises DataError if there is none."""
     found: list[SourceSample] = []
-    for site, one in sets.items():
+    asked = asked_sites(sets, options.only, {})
+    for site, one in ((site, one) for site, one in sets.items() if site in asked):
         for folder in _set_folders(source, one):
             own = list(samples(site, one.read(folder), one.label))
             if not own:

@@ -54,24 +54,13 @@ def import_sets(name: str, source: Path, dest: Path, options: Options, add: bool
         raise DataError(f"{source}: no such {'file' if is_file else 'folder'}; expected {IMPORTERS[name].layout}")
     earlier_imports(dest, add)
     found = IMPORTERS[name].read(source, options)
+    if IMPORTERS[name].is_own:  # it has taken and renamed the sites
+        options = replace(options, only=(), rename=options.rename if options.sites else {})
     if found.beside is None:
         return {dest: write_sites(found, name, source, dest, options, add)}
     kinds = {"segmentation": found, "classification": found.beside}
-    sites = {kind: {one.site for one in part.samples} for kind, part in kinds.items()}
-    asked = {kind: own for kind, own in sites.items() if not options.only or own.intersection(options.only)}
-    every = set().union(*sites.values())
     with undone(dest):
-        return {
-            place: write_sites(kinds[kind], name, source, place, _about(options, every - sites[kind]), add)
-            for kind in asked or sites
-            for place in [dest if len(asked) == 1 else dest / kind]
-        }
-
-
-def _about(options: Options, others: set[str]) -> Options:
-    """Return the options without what is about other sites."""
-    only = tuple(name for name in options.only if name not in others)
-    return replace(options, only=only, rename={old: new for old, new in options.rename.items() if old not in others})
+        return {dest / kind: write_sites(part, name, source, dest / kind, options, add) for kind, part in kinds.items()}
 
 
 def _check(name: str, options: Options) -> None:
@@ -85,6 +74,10 @@ def _check(name: str, options: Options) -> None:
         raise ConfigError(f"--column: {name} is no table; leave it out")
     if options.mask_patterns and not IMPORTERS[name].has_patterns:
         raise ConfigError(f"--mask-pattern: the names of {name}'s masks are known; leave it out")
+    if options.exact_values and not IMPORTERS[name].is_own:
+        raise ConfigError(f"--exact-values: the values of {name}'s masks are known; leave it out")
+    if options.patient_folders is not None and not IMPORTERS[name].has_patterns:
+        raise ConfigError(f"--patient-folders: the patients of {name} are known, or in its table; leave it out")
     if options.size and options.size not in IMPORTERS[name].sizes:
         sizes = ", ".join(IMPORTERS[name].sizes)
         raise ConfigError(

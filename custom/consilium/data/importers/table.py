@@ -5,7 +5,8 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from itertools import chain, islice
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from consilium.data.class_names import EACH_ITS_OWN, doubts
 from consilium.data.file_kinds import PICTURES, is_volume, place_of
 from consilium.data.folders import split_of
 from consilium.data.identifiers import check_identifier
-from consilium.data.importers.base import Importer, ImportResult, Options, SourceSample
+from consilium.data.importers.base import Importer, ImportResult, Options, SourceSample, files
 from consilium.data.importers.labels import labelled
-from consilium.data.pairs import kind_of
+from consilium.data.pairs import composed, kind_of, without_ending
 from consilium.data.safe_open import text_lines
+from consilium.data.site_names import asked_sites
 
 LAYOUT = (
     "a CSV file with a picture a line: columns image (a path from the file's folder) and label (its class, or the path of its "
@@ -29,6 +31,11 @@ NEEDED = FIELDS[:2]
 SEPARATOR = re.compile(r"\s*\"?sep=(.)\"?[\s,;]*", re.IGNORECASE)
 """Excel's line that says which character separates its columns."""
 ONE = "one list for all, no sites: share it out with `consilium data partition` of its datalist.json"
+_FLAGS = {"0": False, "0.0": False, "false": False, "no": False, "1": True, "1.0": True, "true": True, "yes": True}
+_OTHER = {"image": "mask", "label": "image"}
+"""Folders in which no file of a field lies."""
+_TOLD, _SEARCHED = 5, 20_000
+"""Missing files that are named; names of files that are compared with theirs."""
 _LOOKED_AT = 20
 """Lines of which the cells tell what a column holds."""
 
@@ -50,10 +57,17 @@ class Table:
     has_masks: bool
     notes: list[str] = field(default_factory=list)
 
-    def samples(self, site: str) -> list[SourceSample]:
-        """Return the pictures, those of lines that name no site as of `site`. Raises DataError, which names the line."""
-        found = [_sample(self, row, site) for row in self.rows]
-        _check_once(self.path, self.rows, found)
+    def samples(self, site: str, options: Options) -> list[SourceSample]:
+        """Return the pictures of the sites that are asked for; those of lines that name no site are of `site`.
+
+        Raises DataError, which names lines.
+        """
+        sites = [row.values.get("site", "") or site for row in self.rows]
+        asked = asked_sites(set(sites), options.only, options.rename)
+        rows = [row for row, own in zip(self.rows, sites, strict=True) if own in asked]
+        files = _files(self, rows)
+        found = [_sample(self, row, site, files) for row in rows]
+        _check_once(self.path, rows, found)
         return found
 
 
@@ -61,7 +75,8 @@ def read_table(source: Path, options: Options) -> ImportResult:
     """Read pictures by their lines; labels make the classes, sorted. Raises DataError, and ConfigError for a column."""
     table = open_table(source, options.columns)
     one = [] if "site" in table.rows[0].values else [ONE]
-    return labelled(source, table.samples(source.stem), [*table.notes, *one])
+    samples = table.samples(source.stem, options)
+    return labelled(source, samples, [*table.notes, *one], options)
 
 
 def find_table(folder: Path) -> Table | None:
@@ -84,7 +99,12 @@ def open_table(source: Path, columns: Mapping[str, str]) -> Table:
     head = list(islice(lines, _LOOKED_AT))
     _check_headings(source, there)
     named, notes = _columns(source, columns, there, head)
-    every = [Row(row.number, {one: row.values[name] for one, name in named.items()}) for row in chain(head, lines)]
+    every = [*head, *lines]
+    flags = _parts(named["label"], there) if named["label"] not in there else []
+    if flags:
+        filled = [row for row in every if any(row.values[name] for name in (named["image"], *flags))]
+        every, named["label"] = _with_class(source, flags, filled), "label"
+    every = [Row(row.number, {one: row.values[name] for one, name in named.items()}) for row in every]
     rows = [row for row in every if any(row.values.values())]
     if len(rows) < len(every):
         notes.append(f"{source.name}: {len(every) - len(rows)} lines without any value are left out")
@@ -134,26 +154,56 @@ def _columns(
     source: Path, columns: Mapping[str, str], there: Sequence[str], rows: Sequence[Row]
 ) -> tuple[dict[str, str], list[str]]:
     """Return the heading of each field that the table has, by name or by its cells, and notes. Raises ConfigError."""
-    if wrong := [name for name in columns if name not in FIELDS]:
-        raise ConfigError(f"--column: {wrong[0]!r}: expected one of {', '.join(FIELDS)}{nearest(wrong[0], FIELDS)}")
+    wrong = [f"{name!r}: expected one of {', '.join(FIELDS)}{nearest(name, FIELDS)}" for name in columns if name not in FIELDS]
     exact = {name.casefold(): name for name in reversed(there)}
     named = {one: columns.get(one) or exact[one] for one in FIELDS if one in columns or one in exact}
-    if absent := [one for one, name in named.items() if name not in there]:
-        what = f"{source}: no column {named[absent[0]]!r}; there are {', '.join(there)}"
-        raise ConfigError(f"--column: {what}; write --column {absent[0]}=NAME")
+    absent = {one: [part for part in _parts(name, there) if part not in there] for one, name in named.items()}
+    if absent := {one: parts for one, parts in absent.items() if parts}:
+        what = ", ".join(f"{part!r}{nearest(part, there)}" for parts in absent.values() for part in parts)
+        remedy = " ".join(f"--column {one}=NAME" for one in absent)
+        wrong.append(f"{source}: no column {what}; there are {', '.join(there)}; write {remedy}")
+    if wrong:
+        raise ConfigError(f"--column: {'; '.join(wrong)}")
     paths = [name for name in there if name not in named.values() and _of_paths(source, name, rows)]
     paths.sort(key=lambda name: kind_of(name) == "mask")
-    notes = []
+    notes, lacking = list[str](), dict[str, str]()
     for one in NEEDED:
-        if one in named:
-            continue
-        if not paths:
-            proposed = _proposed(one, [name for name in there if name not in named.values()], rows)
-            what = f"{source}: no column {one!r}; there are {', '.join(there)}"
-            raise ConfigError(f"--column: {what}; write --column {shlex.quote(f'{one}={proposed}')}")
-        named[one] = paths.pop(0)
-        notes.append(f"--column {one}={named[one]}: its cells are paths of {'pictures' if one == 'image' else 'masks'}")
+        left = [name for name in there if name not in named.values()]
+        if one not in named and paths:
+            named[one] = paths.pop(0)
+            notes.append(f"--column {one}={named[one]}: its cells are paths of {'pictures' if one == 'image' else 'masks'}")
+        elif one == "label" and one not in named and len(flags := [name for name in left if _is_flag(name, rows)]) > 1:
+            named[one] = ",".join(flags)
+            notes.append(f"--column {shlex.quote(f'label={named[one]}')}: these columns of 0 and 1 are the classes")
+        elif one not in named:
+            proposed = _proposed(one, [name for name in left if name not in lacking.values()], rows)
+            lacking[one] = proposed
+    if lacking:
+        remedy = " ".join(f"--column {shlex.quote(f'{one}={name}')}" for one, name in lacking.items())
+        what = f"{source}: no column {' and no column '.join(map(repr, lacking))}; there are {', '.join(there)}"
+        raise ConfigError(f"--column: {what}; write {remedy}")
     return named, notes
+
+
+def _parts(name: str, there: Sequence[str]) -> list[str]:
+    """Return the columns that a user names: one, or several of 0 and 1 with commas between them."""
+    return [name] if name in there else [part.strip() for part in name.split(",")]
+
+
+def _is_flag(column: str, rows: Sequence[Row]) -> bool:
+    """Tell whether a column says yes or no of each picture."""
+    return bool(rows) and all(row.values[column].casefold() in _FLAGS for row in rows)
+
+
+def _with_class(source: Path, flags: Sequence[str], rows: Sequence[Row]) -> list[Row]:
+    """Return lines with a class for each by the column that is 1. Raises DataError where none or several are."""
+    ones = [[name for name in flags if _FLAGS.get(row.values[name].casefold())] for row in rows]
+    if wrong := [(row, own) for row, own in zip(rows, ones, strict=True) if len(own) != 1]:
+        row, own = wrong[0]
+        what = f"{len(wrong)} of {len(rows)} lines have not exactly one 1 in {', '.join(flags)}, the first is line {row.number}"
+        remedy = "a picture has one class: name its columns alone by --column label=A,B, or give a column with one class a line"
+        raise DataError(f"{source}: {what} with {' and '.join(own) or 'none'}; {remedy}")
+    return [replace(row, values={**row.values, "label": own[0]}) for row, own in zip(rows, ones, strict=True)]
 
 
 def _proposed(what: str, there: Sequence[str], rows: Sequence[Row]) -> str:
@@ -182,23 +232,52 @@ def _check_classes(source: Path, column: str, rows: Sequence[Row]) -> None:
             )
 
 
-def _sample(table: Table, row: Row, site: str) -> SourceSample:
+def _files(table: Table, rows: Sequence[Row]) -> dict[tuple[str, str], Path]:
+    """Return the files by field and cell. One that is not at its path is the only one of its name below the table's folder.
+
+    Raises DataError, which names all that are not there.
+    """
+    fields = NEEDED if table.has_masks else NEEDED[:1]
+    lines = {(one, row.values[one]): row.number for row in reversed(rows) for one in fields}
+    found = {key: path for key in lines if (path := _picture(table.path.parent, key[1]))}
+    if len(found) == len(lines):
+        return found
+    below: dict[str, list[Path]] = {}
+    for path in files(table.path.parent, PICTURES)[:_SEARCHED]:
+        for name in {path.name, without_ending(path.name)}:
+            below.setdefault(composed(name).casefold(), []).append(path)
+    lost, hints = list[str](), list[str]()
+    for one, cell in sorted(lines.keys() - found.keys(), key=lambda key: (lines[key], key)):
+        name = composed(cell.replace("\\", "/").rpartition("/")[2]).casefold()
+        # a path that is wrong names no file, and a picture is not its own mask
+        named = below.get(name, []) if name == composed(cell).casefold() else []
+        alike = [path for path in named if kind_of(path.parent.name) != _OTHER[one]]
+        if len(alike) == 1 and alike[0] not in found.values():
+            found[one, cell] = alike[0]
+            continue
+        near = get_close_matches(without_ending(name), below, 1) if len(lost) < _TOLD else []
+        hints += [f"{cell!r} may be {below[near[0]][0].relative_to(table.path.parent)}"] if near else []
+        lost.append(f"line {lines[one, cell]}: {one} {cell!r}")
+    if lost:
+        more = f" and {len(lost) - _TOLD} more of {len(lines)}" if len(lost) > _TOLD else ""
+        hint = "".join(f"; {one}" for one in hints[:_TOLD])
+        raise DataError(f"{table.path}: {', '.join(lost[:_TOLD])}{more}: no such file; paths start at the table's folder{hint}")
+    moved = next(key for key in lines if not _picture(table.path.parent, key[1]))
+    table.notes.append(f"files are found by name below {table.path.parent}, such as {moved[1]} in {found[moved].parent}")
+    return found
+
+
+def _sample(table: Table, row: Row, site: str, files: Mapping[tuple[str, str], Path]) -> SourceSample:
     """Return one line's picture. Raises DataError, which names the line."""
     values, where = row.values, f"{table.path}: line {row.number}"
     said = values.get("split", "")
     if said and split_of(said) is None:
         raise DataError(f"{where}: split {said!r}: expected training, validation or test, or nothing")
-    image = _there(table.path, where, "image", values["image"])
-    label = _there(table.path, where, "label", values["label"]) if table.has_masks else values["label"]
+    image = files["image", values["image"]]
+    label = files["label", values["label"]] if table.has_masks else values["label"]
     who = check_identifier(where, "patient", values.get("patient", ""))
     own = values.get("site", "") or site
     return SourceSample(own, who or values["image"], image, label, split=split_of(said), is_patient=bool(who))
-
-
-def _there(source: Path, where: str, name: str, cell: str) -> Path:
-    if (found := _picture(source.parent, cell)) is None:
-        raise DataError(f"{where}: {name} {cell!r}: no such file; paths start at the table's folder")
-    return found
 
 
 def _picture(folder: Path, cell: str) -> Path | None:
@@ -219,4 +298,4 @@ def _check_once(source: Path, rows: Sequence[Row], found: Sequence[SourceSample]
             raise DataError(f"{source}: line {row.number}: {what}")
 
 
-SETS = {"csv": Importer(LAYOUT, read_table, is_file=True)}
+SETS = {"csv": Importer(LAYOUT, read_table, is_file=True, is_own=True)}

@@ -23,7 +23,7 @@ from consilium.data.importers.base import (
     wrong_layout,
 )
 from consilium.data.safe_open import reading
-from consilium.data.site_names import slug
+from consilium.data.site_names import asked_sites, slug
 
 HOSPITALS = {"RUNMC": "ISBI", "BMC": "ISBI_1.5", "I2CVB": "", "UCL": "", "BIDMC": "", "HK": ""}
 """Hospitals by SAML's names, with the other name that FedDG and FedFMS give them."""
@@ -44,7 +44,8 @@ def read_prostate(source: Path, options: Options) -> ImportResult:
     for the publisher's own loader, and the segmentation is rewritten with the image's header.
     Raises DataError for another layout.
     """
-    named = {name: _hospital(source, name, other) for name, other in HOSPITALS.items()}
+    asked = asked_sites([slug(name) for name in HOSPITALS], options.only, {})
+    named = {name: _hospital(source, name, other) for name, other in HOSPITALS.items() if slug(name) in asked}
     found: list[SourceSample] = []
     for name, folder in named.items():
         if folder is not None:

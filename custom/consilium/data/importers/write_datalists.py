@@ -19,6 +19,7 @@ from consilium.data.datalist import SPLITS
 from consilium.data.identifiers import canonical
 from consilium.data.importers.base import DerivedFile, ImportResult, Options, Sample, SourceSample, TextRecord
 from consilium.data.safe_open import is_encodable
+from consilium.data.site_names import asked_sites
 
 Sites = dict[str, dict[str, list[Sample]]]
 """Samples by site and split."""
@@ -125,10 +126,8 @@ def arrange(samples: Sequence[Sample], name: str, options: Options) -> tuple[Sit
     ]
     samples = [replace(one, split=None) for one in samples] if options.resplit else samples
     if options.only:
-        there = sorted({sample.site for sample in samples})
-        if unknown := [site for site in options.only if site not in there]:
-            raise DataError(f"--only: no site {unknown[0]!r}; there are {', '.join(there)}")
-        samples = [sample for sample in samples if sample.site in options.only]
+        asked = asked_sites({sample.site for sample in samples}, options.only, {})
+        samples = [sample for sample in samples if sample.site in asked]
     samples = pool(samples, name, options) if options.sites else samples
     by_site: dict[str, list[Sample]] = {}
     for sample in samples:

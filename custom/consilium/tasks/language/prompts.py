@@ -1,15 +1,17 @@
 """Prompts: the job's template around a record's instruction and input."""
 
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.data.text import WITH_INPUT, WITHOUT_INPUT, Text
-from consilium.tasks.language.templates import TemplateFailure, rendered
+from consilium.tasks.language.templates import TemplateFailure, marked, rendered
 
 PAPER_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -26,6 +28,7 @@ CLOCK = "{% macro strftime_now(form) %}26 Jul 2024{% endmacro %}"
 PROBE = "an answer"
 HERE = "\ue000"
 """A private-use character that stands for the input while a chat template renders the text around it."""
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 FORMS = {"alpaca": (WITH_INPUT, WITHOUT_INPUT), "alpaca-paper": (PAPER_WITH_INPUT, PAPER_WITHOUT_INPUT)}
 
 
@@ -50,16 +53,99 @@ class Prompt:
 
     def parts(self, text: Text) -> Parts:
         """Return the prompt of a record; an input without an instruction is the instruction."""
-        question, context = (text.instruction, text.input) if text.instruction else (text.input, "")
+        question, context = _question(text)
         if self.form == "chat":
-            return self._asked(question, context)
-        return filled(_template(self.form, bool(context)), question, context)
+            return self._asked(question, context, self._earlier(text))
+        if text.history:
+            what = f"a conversation of several turns, where task.prompt {self.form[:40]!r} asks one question"
+            raise ConfigError(f"{text.name}: {what}; use task.prompt: chat")
+        found = filled(_form(self.form, bool(context)), question, context)
+        return found._replace(before=f"{text.system}\n\n{found.before}") if text.system else found
 
-    def _asked(self, question: str, context: str) -> Parts:
+    def conversation(self, text: Text) -> list[tuple[str, bool]]:
+        """Return a chat's whole text in parts, and of each whether it is learned: what the assistant says, with its ends.
+
+        By the template's own `generation` marks; without marks by stand-ins for the answers. Of a record that does not learn
+        its history only the last answer is learned.
+        """
+        question = {"role": "user", "content": _message(*_question(text))}
+        turns = [*self._earlier(text), question, {"role": "assistant", "content": text.outputs[0].strip()}]
+        parts = self._marked(turns) if self.marks else self._standing_in(turns)
+        if not any(learned for _, learned in parts):
+            raise _no_chat("the tokenizer's template marks no word of an answer as generated")
+        if not text.learns_history:
+            last = max(at for at, (_, learned) in enumerate(parts) if learned)
+            parts = [(part, learned and at == last) for at, (part, learned) in enumerate(parts)]
+        return parts
+
+    def _marked(self, turns: Sequence[Mapping[str, str]]) -> list[tuple[str, bool]]:
+        """Return the parts of a conversation by the template's marks."""
+        try:
+            said, spans = marked(self._template, turns, self._values(asks=False))
+        except TemplateFailure as error:
+            raise _no_chat(f"the tokenizer's template fails for a record ({error.kind})") from None
+        parts, at = list[tuple[str, bool]](), 0
+        for begin, end in spans:
+            if begin > at or not parts:
+                parts.append((said[at:begin], False))
+            before = parts.pop()[0] if parts[-1][1] else ""  # two marked parts of one answer
+            parts.append((before + said[begin:end], True))
+            at = end
+        return [*parts, (said[at:], False)]
+
+    def _standing_in(self, turns: Sequence[Mapping[str, str]]) -> list[tuple[str, bool]]:
+        """Return the parts of a conversation: each answer is learned with what ends the last answer too."""
+        _, ending = self._around
+        answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+        marks = [f"{HERE}{number}{HERE}" for number in range(len(answers))]
+        names = iter(marks)
+        shown_turns = [turn | {"content": next(names)} if turn["role"] == "assistant" else turn for turn in map(dict, turns)]
+        rest, parts = self._chat(shown_turns, asks=False), list[tuple[str, bool]]()
+        for number, mark in enumerate(marks):
+            before, found, rest = rest.partition(mark)
+            if not found or mark in rest:
+                raise _no_chat("the tokenizer's template writes the turns of a conversation otherwise than they are")
+            end = (
+                _shared_end(rest.partition(marks[number + 1])[0], ending, specials(self.tokenizer))
+                if number + 1 < len(marks)
+                else len(rest)
+            )
+            parts += [(before, False), (answers[number].strip() + rest[:end], True)]
+            rest = rest[end:]
+        return parts
+
+    def _earlier(self, text: Text) -> list[dict[str, str]]:
+        """Return the turns before the last question. Raises ConfigError for a system prompt that the template drops."""
+        if text.system and not self.takes_system:
+            remedy = "move its words into the first question, or use task.prompt: alpaca"
+            raise ConfigError(f"{text.name}: system: the tokenizer's chat template takes no system prompt; {remedy}")
+        found = [{"role": "system", "content": text.system}] if text.system else []
+        for question, answer in text.history:
+            found += [{"role": "user", "content": question}, {"role": "assistant", "content": answer.strip()}]
+        return found
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether the chat template writes a system prompt down."""
+        try:
+            return PROBE in self._render([{"role": "system", "content": PROBE}, {"role": "user", "content": "?"}])
+        except TemplateFailure:
+            return False
+
+    @cached_property
+    def marks(self) -> bool:
+        """Whether the chat template marks itself what the model generates."""
+        return self.form == "chat" and _MARK.search(self._template) is not None
+
+    def _asked(self, question: str, context: str, earlier: list[dict[str, str]]) -> Parts:
         """Return a chat's prompt. A stand-in marks the input, whose own text might occur in the template too."""
         lead, _ = self._around
-        said = self._chat(_message(question, context)) + lead
-        before, _, after = (self._chat(_message(question, HERE)) + lead).rpartition(HERE) if context else ("", "", "")
+
+        def said_of(message: str) -> str:
+            return self._chat([*earlier, {"role": "user", "content": message}]) + lead
+
+        said = said_of(_message(question, context))
+        before, _, after = said_of(_message(question, HERE)).rpartition(HERE) if context else ("", "", "")
         end = len(said) - len(after)
         if not before or not said.endswith(after) or not said[:end].startswith(before):  # a template may write it otherwise
             return Parts(said, "", "")
@@ -90,21 +176,62 @@ class Prompt:
             raise _no_chat(f"the tokenizer's template ends answers by {behind[:40]!r}, which is no special token")
         return before if before.strip(" ") else "", behind
 
-    def _chat(self, message: str) -> str:
-        """Return a record's prompt. Raises ConfigError without the template's words, which may be the record's."""
+    @cached_property
+    def default_system(self) -> str:
+        """The system prompt that a chat template adds to a conversation without one; "" for none.
+
+        Raises ConfigError for a template that renders no question with its answer.
+        """
+        _, before = self._around, self._said("?")
+        if not self.takes_system:
+            return ""
+        given = self._render([{"role": "system", "content": PROBE}, {"role": "user", "content": "?"}])
+        lead, _, rest = given.partition(PROBE)
+        if not (before.startswith(lead) and before.endswith(rest)):
+            return ""
+        return before[len(lead) : len(before) - len(rest)].strip()
+
+    def _chat(self, turns: Sequence[Mapping[str, str]], asks: bool = True) -> str:
+        """Return a record's text. Raises ConfigError without the template's words, which may be the record's."""
         try:
-            return self._said(message)
+            return self._render(turns, asks)
         except TemplateFailure as error:
             raise _no_chat(f"the tokenizer's template fails for a record ({error.kind})") from None
 
     def _said(self, message: str, answer: str | None = None) -> str:
         turns = [{"role": "user", "content": message}]
         turns += [] if answer is None else [{"role": "assistant", "content": answer}]
+        return self._render(turns, asks=answer is None)
+
+    def _render(self, turns: Sequence[Mapping[str, str]], asks: bool = True) -> str:
+        """Return the template's text of some turns, with the opening of an answer if it `asks` for one."""
+        return rendered(self._template, turns, self._values(asks))
+
+    @cached_property
+    def _template(self) -> str:
         try:
-            template = CLOCK + self.tokenizer.get_chat_template()
+            return CLOCK + self.tokenizer.get_chat_template()
         except (TypeError, ValueError) as error:  # several templates, and none is the default
             raise _no_chat(f"the tokenizer has no template to take: {shown(' '.join(str(error).split()), 200)}") from None
-        return rendered(template, turns, {**self.tokenizer.special_tokens_map, "add_generation_prompt": answer is None})
+
+    def _values(self, asks: bool) -> dict[str, Any]:
+        return {**self.tokenizer.special_tokens_map, "add_generation_prompt": asks}
+
+
+def _shared_end(behind: str, ending: str, names: Iterable[str]) -> int:
+    """Return how many characters behind an answer are as at a conversation's end, no special token cut in two."""
+    pairs = enumerate(zip(behind, ending, strict=False))
+    end = next((at for at, (one, other) in pairs if one != other), min(len(behind), len(ending)))
+    for name in names:
+        for found in re.finditer(re.escape(name), ending):
+            if found.start() < end < found.end():
+                end = found.start()
+    return end
+
+
+def _question(text: Text) -> tuple[str, str]:
+    """Return a record's question and its context; an input without an instruction is the question."""
+    return (text.instruction, text.input) if text.instruction else (text.input, "")
 
 
 def _no_chat(why: str) -> ConfigError:
@@ -129,7 +256,7 @@ def filled(template: str, instruction: str, context: str) -> Parts:
     return Parts(before, context, after) if field else Parts(before, "", "")
 
 
-def _template(form: str, has_input: bool) -> str:
+def _form(form: str, has_input: bool) -> str:
     with_input, without = FORMS.get(form, (form, form))
     return with_input if has_input else without
 

@@ -54,6 +54,7 @@ class LanguageTask:
         self._told = set[str]()
         if config.labels and self.kind != "label":
             self._tell(f"task.labels is not read where task.evaluate is {self.kind}; use label to score by it")
+        self._tell_default_system()
         prompts, answers = _cut([pair for pairs in self._pairs.values() for pair in pairs])
         if prompts or answers:
             what = f"{prompts} prompts lost their middle, {answers} answers their end"
@@ -61,6 +62,12 @@ class LanguageTask:
 
     def _encoder_of(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Encoder:
         return Encoder(tokenizer, max_length, self.config.prompt, self.config.learn == "sequence")
+
+    def _tell_default_system(self) -> None:
+        said = self._encoder.default_system
+        if said and not all(text.system for texts in self.data.splits.values() for text in texts):
+            what = f"the tokenizer's chat template adds a system prompt of its own, {said[:200]!r}"
+            self._tell(f"{what}; a record's `system` replaces it")
 
     def _tell(self, what: str) -> None:
         """Warn the site's user, once of each."""

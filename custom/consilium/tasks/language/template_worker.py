@@ -33,16 +33,21 @@ def _bound() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def _answer(question: dict[str, Any]) -> dict[str, str]:
-    """Return the text, or the kind and the message of the error."""
+def _answer(question: dict[str, Any]) -> dict[str, Any]:
+    """Return the text and the ends of its marked parts, or the kind and the message of the error."""
     try:
-        (said,), _ = render_jinja_template([question["turns"]], chat_template=question["template"], **question["values"])
+        (said,), marked = render_jinja_template(
+            [question["turns"]],
+            chat_template=question["template"],
+            return_assistant_tokens_mask=question["marked"],
+            **question["values"],
+        )
         most = LONGEST + 4 * sum(len(turn["content"]) for turn in question["turns"])
         if len(said) > most:
             return {"kind": "too long", "error": f"it writes {len(said)} characters, at most {most} are allowed"}
     except Exception as error:  # whatever a stranger's program raises
         return {"kind": type(error).__name__, "error": f"{type(error).__name__}: {str(error)[:1000]}"}
-    return {"text": said}
+    return {"text": said, "marked": [list(ends) for ends in marked[0]] if question["marked"] else []}
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ class _Renderer:
 
     _process: subprocess.Popen[str] | None
 
-    def ask(self, question: Mapping[str, Any]) -> dict[str, str]:
+    def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer. Raises TemplateFailure where the process ends instead."""
         with self._lock:
             process = self._process = self._process or self._begin()
@@ -94,7 +94,14 @@ os.register_at_fork(after_in_child=_anew)
 
 def rendered(template: str, turns: Sequence[Mapping[str, str]], values: Mapping[str, Any]) -> str:
     """Return a chat template's text for turns of "role" and "content". Raises TemplateFailure."""
-    answer = _renderer.ask({"template": template, "turns": list(turns), "values": dict(values)})
+    return marked(template, turns, values, marks=False)[0]
+
+
+def marked(
+    template: str, turns: Sequence[Mapping[str, str]], values: Mapping[str, Any], marks: bool = True
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text, and begin and end of each part between the template's own `generation` marks. Raises TemplateFailure."""
+    answer = _renderer.ask({"template": template, "turns": list(turns), "values": dict(values), "marked": marks})
     if "text" not in answer:
         raise TemplateFailure(answer["kind"], answer["error"])
-    return answer["text"]
+    return answer["text"], [(begin, end) for begin, end in answer["marked"]]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from consilium.core.errors import UnfitError
 from consilium.data.text import Text
 from consilium.models.tokenizer_bounds import plain_failure
 from consilium.tasks.language.prompts import Prompt, specials
@@ -45,6 +46,9 @@ class Encoder:
     `whole_sequence`: the prompt is learned too, not only the answer. Raises ConfigError for a chat that cannot be followed.
     """
 
+    by_turns = True
+    """Whether a chat template's own marks, and conversations of several turns, are followed."""
+
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_length: int, form: str = "alpaca", whole_sequence: bool = False
     ) -> None:
@@ -59,8 +63,7 @@ class Encoder:
 
     def prompt(self, text: Text, most: int) -> tuple[list[int], bool]:
         """Return the prompt's tokens, at most `most`, and whether some had to go."""
-        own = replace(text, instruction=self._own(text.instruction), input=self._own(text.input))
-        parts = self._prompt.parts(own)
+        parts = self._prompt.parts(self._broken(text))
         whole = self._begun(self._plain("".join(parts)))
         if len(whole) <= most:
             return whole, False
@@ -84,7 +87,17 @@ class Encoder:
         return sorted({self.tokenizer.eos_token_id, *[token for token in self._plain(ending) if token in known][:1]})
 
     def pair(self, text: Text) -> Encoded:
-        """Return a record with its first reference. Labels of the prompt are IGNORED, unless the whole sequence is learned."""
+        """Return a record with its first reference. Labels of the prompt are IGNORED, unless the whole sequence is learned.
+
+        Raises UnfitError for a conversation of several turns that is longer than `max_length`: cut, its turns would not fit.
+        """
+        if self.by_turns and self._prompt.form == "chat" and (text.history or self._prompt.marks):
+            found = self._conversation(text)
+            if len(found.ids) <= self.max_length:
+                return found
+            if text.history:
+                what = f"a conversation of {len(found.ids)} tokens, over model.max_length {self.max_length}"
+                raise UnfitError(f"{text.name}: {what}; raise it, or split the conversation")
         answer = self.answer(text)
         prompt, cut = self.prompt(text, max(self.max_length - len(answer), self._least))
         kept = answer[: self.max_length - len(prompt)]
@@ -93,7 +106,23 @@ class Encoder:
 
     def length(self, text: Text) -> int:
         """Return how many tokens a record and its first reference are, whole."""
+        if text.history and self._prompt.form == "chat":
+            return len(self._conversation(text).ids)
         return len(self.prompt(text, WHOLE)[0]) + len(self.answer(text))
+
+    def _conversation(self, text: Text) -> Encoded:
+        """Return a whole chat; answers of earlier turns are learned too, if the record says so."""
+        parts = self._prompt.conversation(self._broken(text))
+        pairs = self._as_one(parts) or [
+            (token, learned)
+            for part, learned in parts
+            for token in self._plain(part if learned else part.rstrip(" "))  # the blank is the answer's, see Prompt
+        ]
+        begin = self._begin if [token for token, _ in pairs[:1]] != self._begin else []
+        pairs = [*((token, False) for token in begin), *pairs]
+        ids = [token for token, _ in pairs]
+        labels = [token if learned else IGNORED for token, learned in pairs]
+        return Encoded(ids, list(ids) if self._whole else labels, False, False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return written tokens as text, without special tokens and outer spaces."""
@@ -115,9 +144,38 @@ class Encoder:
         """Return tokens behind the begin token; a chat template may have written it already."""
         return tokens if tokens[:1] == self._begin else [*self._begin, *tokens]
 
+    def _as_one(self, parts: Sequence[tuple[str, bool]]) -> list[tuple[int, bool]]:
+        """Return the tokens of a whole text, learned where they overlap a learned part, as transformers counts them.
+
+        Nothing where special tokens' names had to be broken, or for a tokenizer that does not say where its tokens lie.
+        """
+        said = "".join(part for part, _ in parts)
+        if BREAK in said or not self.tokenizer.is_fast:
+            return []
+        with plain_failure():
+            read = self.tokenizer(said, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        at, spans = 0, list[tuple[int, int]]()
+        for part, learned in parts:
+            spans += [(at, at + len(part))] if learned else []
+            at += len(part)
+        places = zip(read.input_ids, read.offset_mapping, strict=True)
+        return [(token, any(begin < to and start < end for begin, end in spans)) for token, (start, to) in places]
+
+    def _broken(self, text: Text) -> Text:
+        """Return a record without special tokens in its own words."""
+        history = tuple((self._own(question), self._own(answer)) for question, answer in text.history)
+        outputs = tuple(map(self._own, text.outputs[:1]))
+        own = replace(text, instruction=self._own(text.instruction), input=self._own(text.input), system=self._own(text.system))
+        return replace(own, history=history, outputs=outputs)
+
     def _own(self, words: str) -> str:
         """Return a record's words with every special token's name in them broken, so that none is read as one."""
         return self._names.sub(BREAK, words.replace(BREAK, ""))
+
+    @property
+    def default_system(self) -> str:
+        """The system prompt that a chat template adds by itself; "" for none, and for other prompts."""
+        return self._prompt.default_system if self._prompt.form == "chat" else ""
 
     @cached_property
     def _names(self) -> re.Pattern[str]:

@@ -37,6 +37,8 @@ class SeeingEncoder(Encoder):
     Raises ConfigError where `max_length` holds no more than the picture.
     """
 
+    by_turns = False
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, form: str, seen: Picture) -> None:
         super().__init__(tokenizer, max_length, form)
         around = [super(SeeingEncoder, self)._plain(words) for words in (seen.before, seen.after)]

@@ -1,0 +1,149 @@
+"""The forms in which a record of text may be written, as the Hub and TRL have them, turned into one; `data/text.py` uses it.
+
+Alpaca:      {"instruction": ..., "input": ..., "output": ..., "system": ...}
+messages:    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}, or "conversations"
+completion:  {"prompt": ..., "completion": ...}, both texts or both lists of messages
+question:    {"question": ..., "answer": ...}
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from consilium.core.errors import DataError
+
+FORMS: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt": ("prompt", "completion"),
+    "question": ("question", "answer"),
+    "instruction": ("instruction", "input", "output", "outputs"),
+}
+"""Keys of each form, by its first."""
+MEANINGS = frozenset(
+    {
+        "answers", "audio", "audios", "chat_template", "chat_template_kwargs", "choices", "chosen", "context", "contexts",
+        "document", "documents", "function_call", "functions", "history", "images", "options", "query", "reasoning",
+        "reasoning_content", "rejected", "response", "responses", "suffix", "system_prompt", "target", "targets", "thinking",
+        "tool_calls", "tools", "video", "videos", "weight",
+    }
+)  # fmt: skip
+"""Keys that would change what a record asks or which words are learned, and that no form here has."""
+ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "developer": "system"}
+"""Other names of roles, ShareGPT's and OpenAI's."""
+MOST_TURNS = 256
+EXAMPLE = '{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A record in the one form: a question and its context, earlier (question, answer) pairs, and the answer.
+
+    `learns_history`: whether answers of earlier pairs are learned. `answer` is None where the record has none, and not read
+    of an Alpaca record, which may have several.
+    """
+
+    form: str
+    instruction: Any
+    input: Any = ""
+    answer: Any = None
+    system: Any = ""
+    history: tuple[tuple[str, str], ...] = ()
+    learns_history: bool = True
+
+
+def chat_of(where: str, raw: Mapping[str, Any]) -> Chat | None:
+    """Return a record in the one form, None where it has no key of any. Raises DataError, naming `where` and the key."""
+    present = {key for key, value in raw.items() if value not in ("", [], {}, None)}
+    forms = [name for name, keys in FORMS.items() if present.intersection(keys)]
+    if len(forms) > 1:
+        pair = " and ".join(repr(next(key for key in FORMS[name] if key in present)) for name in forms[:2])
+        raise DataError(f"{where}: has {pair}, keys of two forms; leave one of them out")
+    if bad := sorted(MEANINGS & present):
+        remedy = "put its words into the question or the answer, or leave the key out"
+        raise DataError(f"{where}: {bad[0]}: {repr(raw[bad[0]])[:80]} would change what is learned and is not read; {remedy}")
+    if not forms:
+        return None
+    form, system = forms[0], raw.get("system", "")
+    if form in ("messages", "conversations"):
+        if "system" in present:
+            raise DataError(f"{where}: system: beside {form!r}; write it there as the first message, of role system")
+        return _of_messages(where, form, _messages(where, form, raw[form]))
+    if form == "prompt":
+        return _of_completion(where, raw, system)
+    if form == "question":
+        return Chat(form, raw.get("question", ""), answer=raw.get("answer"), system=system)
+    return Chat(form, raw.get("instruction", ""), raw.get("input", ""), system=system)
+
+
+def _of_completion(where: str, raw: Mapping[str, Any], system: Any) -> Chat:
+    prompt, completion = raw.get("prompt", ""), raw.get("completion")
+    if not isinstance(prompt, list) and not isinstance(completion, list):
+        return Chat("prompt", prompt, answer=completion, system=system)
+    if not isinstance(prompt, list) or not isinstance(completion, list | None):
+        raise DataError(f"{where}: prompt and completion: one is a text and one a list of messages; write both alike")
+    if system:
+        raise DataError(f"{where}: system: beside a list of messages; write it as the first message of prompt, of role system")
+    asked = _messages(where, "prompt", prompt)
+    if not asked or asked[-1][0] != "user":
+        raise DataError(f"{where}: prompt: ends with a turn of {asked[-1][0] if asked else 'nobody'}; end it with the user's")
+    answer = [] if completion is None else _messages(where, "completion", completion)
+    if completion is not None and [role for role, _ in answer] != ["assistant"]:
+        what = f"has the roles {[role for role, _ in answer]}"
+        raise DataError(f"{where}: completion: {what}; write one assistant message, and earlier ones into prompt")
+    return replace(_of_messages(where, "prompt", [*asked, *answer]), learns_history=False)
+
+
+def _messages(where: str, key: str, value: Any) -> list[tuple[str, str]]:
+    """Return role and text of each message. Raises DataError."""
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: {key}: {repr(value)[:80]} is no list of messages; write {EXAMPLE}")
+    if len(value) > MOST_TURNS:
+        raise DataError(f"{where}: {key}: {len(value):,} messages, at most {MOST_TURNS} are possible; split the conversation")
+    return [_message(f"{where}: {key}[{number}]", one) for number, one in enumerate(value)]
+
+
+def _message(where: str, value: Any) -> tuple[str, str]:
+    if not isinstance(value, dict):
+        raise DataError(f'{where}: {repr(value)[:80]} is no message; write {{"role": "user", "content": ...}}')
+    sharegpt = "from" in value and "role" not in value
+    names = ("from", "value") if sharegpt else ("role", "content")
+    for key, one in value.items():
+        if key not in names and one not in (None, "", [], {}):
+            what = f"{str(key)[:40]}: {repr(one)[:60]} would change what is learned and is not read"
+            raise DataError(f"{where}: {what}; put its words into {names[1]}, or leave the key out")
+    role = value.get(names[0])
+    role = ROLES.get(role, role) if isinstance(role, str) else role
+    if role not in ("system", "user", "assistant"):
+        raise DataError(f"{where}: {names[0]}: {repr(role)[:40]} is none of system, user, assistant; write one of them")
+    content = _content(f"{where}: {names[1]}", value.get(names[1]))
+    if role != "system" and not content.strip():
+        raise DataError(f"{where}: {names[1]}: an empty {role} turn; write its words, or leave the conversation out")
+    return role, content
+
+
+def _content(where: str, value: Any) -> str:
+    """Return a message's text; a list of parts, as of models that read pictures too, may hold texts alone."""
+    if isinstance(value, list) and value and all(isinstance(one, dict) and one.get("type") == "text" for one in value):
+        value = "".join(one["text"] if isinstance(one.get("text"), str) else "" for one in value)
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {repr(value)[:80]} is no text; write it in quotes")
+    return value
+
+
+def _of_messages(where: str, form: str, messages: Sequence[tuple[str, str]]) -> Chat:
+    """Return a conversation: a system prompt if it has one, then user and assistant in turn; the last answer may be missing."""
+    system = messages[0][1] if messages[0][0] == "system" else ""
+    turns = messages[1:] if messages[0][0] == "system" else messages
+    for number, (role, _) in enumerate(turns):
+        if role != ("user", "assistant")[number % 2]:
+            at = number + len(messages) - len(turns)
+            what = f"a turn of {role} where the {('user', 'assistant')[number % 2]}'s is expected"
+            remedy = "join turns that follow each other, and begin with the user's after at most one system message"
+            raise DataError(f"{where}: {form}[{at}]: {what}; {remedy}")
+    if not turns:
+        raise DataError(f"{where}: {form}: a system message alone; write {EXAMPLE}")
+    words = [content for _, content in turns]
+    asked = words if len(words) % 2 else words[:-1]
+    answer = None if len(words) % 2 else words[-1]
+    return Chat(form, asked[-1], answer=answer, system=system, history=tuple(zip(asked[:-1:2], asked[1:-1:2], strict=True)))

@@ -1,0 +1,418 @@
+"""Importing a causal language model: a GGUF file or a folder of `transformers`, with an adapter merged first if wanted.
+
+The written folder is what `model.checkpoint` names. `provenance.json` in it says where the weights came from. The command
+`consilium models import` calls this. Nothing is downloaded, and of a source only listed plain files are read.
+"""
+
+import json
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from consilium import __version__
+from consilium.core.errors import STOPS, CheckpointError, ConfigError
+from consilium.core.sanitize import shown
+from consilium.core.storage import PUBLIC, file_hash, write_atomic
+from consilium.models.architecture import refuse_adapter
+from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer, use_own_layers
+from consilium.models.export import no_progress_bar, save_text_model
+from consilium.models.folder import short
+from consilium.models.gguf import gguf_files
+from consilium.models.model_folder import INDEX, WEIGHTS, plain_file, read_json
+from consilium.tasks.language.prompts import Prompt
+from consilium.use.output_folder import LICENCES, as_the_umask_says, check_destination, new_folder
+
+PROVENANCE = "provenance.json"
+UNKNOWN = "unknown"
+"""The licence of a source that names none."""
+LONGEST_TEMPLATE = 2**20
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+_KEPT = {"r", "lora_alpha", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"}
+_KEPT |= {"layers_to_transform", "layers_pattern"}
+"""Settings of a LoRA that say what it computes when it is merged."""
+_UNREAD = {"base_model_name_or_path", "peft_type", "task_type", "revision", "peft_version", "auto_mapping", "inference_mode"}
+_UNREAD |= {
+    "lora_dropout",
+    "init_lora_weights",
+    "fan_in_fan_out",
+    "megatron_core",
+    "loftq_config",
+    "runtime_config",
+    "qalora_group_size",
+}
+_UNREAD |= {"ensure_weight_tying"}
+"""Settings without influence on a merge; `fan_in_fan_out` is about layers that are linear layers here."""
+_SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was written: its folder, how many parameters, their bytes on disk and as float32 in a run, and notes."""
+
+    folder: Path
+    parameters: int
+    stored: int
+    loaded: int
+    licence: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A loaded source: model, tokenizer, and what the record says of it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    told: Mapping[str, Any]
+    dtype: torch.dtype
+    home: Path
+
+
+def import_model(
+    source: Path, folder: Path, adapter: Path | None = None, template: Path | None = None, licence: str | None = None
+) -> Imported:
+    """Write a source into a new `folder` that jobs can name. Raises ConfigError, CheckpointError; then nothing is written.
+
+    `adapter`: a PEFT folder of LoRA, merged first. `template`: a Jinja file that replaces the source's chat template. `licence`
+    replaces the one that the source names.
+    """
+    check_destination(folder, force=False)
+    found = _of_gguf(source) if gguf_files(source) else _of_folder(source)
+    if template is not None:
+        found.tokenizer.chat_template = _template(template)
+    told = dict(found.told) | {"licence": licence or found.told["licence"]}
+    if adapter is not None:
+        told |= {"adapter": merge_adapter(found.model, adapter)}
+    _check_numbers(found.model, source)
+    notes = [*_notes(told), *_template_notes(found.tokenizer, template or source)]
+    dtype = torch.float32 if adapter is not None else found.dtype
+    told |= _of_model(found, dtype)
+    with new_folder(folder, force=False) as made:
+        use_own_layers(found.model)
+        save_text_model(made, found.model.to(dtype), found.tokenizer)
+        _drop_private_keys(made / "config.json")
+        _copy_licences(found.home, made)
+        _write_record(made, told)
+        as_the_umask_says(made, made / PROVENANCE)
+        _check_written(made)
+        stored = sum(path.stat().st_size for path in made.glob("*.safetensors"))
+    return Imported(folder, told["parameters"], stored, 4 * told["parameters"], str(told["licence"]), tuple(notes))
+
+
+def _of_model(found: _Source, dtype: torch.dtype) -> dict[str, Any]:
+    model = found.model
+    return {
+        "architecture": model.config.model_type,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "dtype": str(dtype).removeprefix("torch."),
+        "tied_embeddings": bool(model.config.get_text_config().tie_word_embeddings),
+        "chat_template": bool(found.tokenizer.chat_template),
+        "consilium": __version__,
+        "transformers": transformers.__version__,
+    }
+
+
+# GGUF ------------------------------------------------------------------------------------------------------------------
+
+
+def _of_gguf(source: Path) -> _Source:
+    """Return a GGUF file's model, every weight as float32. Raises CheckpointError."""
+    files = gguf_files(source)
+    if len(files) > 1:
+        names = ", ".join(shown(path.name, 64) for path in files[:4])
+        raise ConfigError(f"SOURCE: {source}: holds {len(files)} GGUF files ({names}); name one of them")
+    (path,) = files
+    if _SPLIT.search(path.stem):
+        what = "one part of several, which transformers does not join"
+        raise CheckpointError(
+            f"SOURCE: {path}: {what}; join them by llama.cpp's `llama-gguf-split --merge`, and name the result"
+        )
+    if find_spec("gguf") is None:
+        raise ConfigError(f"SOURCE: {path}: needs the package gguf; install it: pip install 'consilium[gguf]'")
+    told = _gguf_header(path)
+    with tempfile.TemporaryDirectory(prefix="consilium-model-") as view, no_progress_bar():
+        (Path(view) / "model.gguf").symlink_to(plain_file(path.parent, path.name))
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(view, gguf_file="model.gguf", local_files_only=True)
+            model = AutoModelForCausalLM.from_pretrained(
+                view, gguf_file="model.gguf", local_files_only=True, dtype=torch.float32,
+                quantization_config=transformers.GgufConfig(dequantize=True),
+            )  # fmt: skip
+        except STOPS:
+            raise
+        except BaseException as error:  # each architecture fails in its own way, and a panic of a library is no Exception
+            why = short(error, Path(view) / "model.gguf", path)
+            raise CheckpointError(
+                f"SOURCE: {path}: cannot be read ({why}); use a GGUF file of Llama, Qwen, Mistral or Gemma"
+            ) from None
+    model.name_or_path = model.config._name_or_path = path.stem
+    return _Source(model.eval(), tokenizer, told, torch.float32, path.parent)
+
+
+def _gguf_header(path: Path) -> dict[str, Any]:
+    """Return what a GGUF file says of itself. Raises CheckpointError for a damaged one."""
+    from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
+
+    try:
+        values, _ = read_gguf_metadata(str(path))
+        types = Counter(_ggml_name(kind) for kind in GgufHeader.from_file(str(path)).ggml_types.values())
+    except Exception as error:  # a cut file fails wherever it ends
+        raise CheckpointError(f"SOURCE: {path}: no GGUF file that can be read ({short(error)}); fetch it again") from None
+    named = {
+        key: str(values[f"general.{key}"])[:200] for key in ("name", "organization", "basename") if f"general.{key}" in values
+    }
+    return {
+        "source": path.name,
+        "format": "gguf",
+        "files": {path.name: file_hash(path)},
+        "licence": str(values.get("general.license", UNKNOWN))[:200],
+        "named": named,
+        "weights": dict(sorted(types.items())),
+    }
+
+
+def _ggml_name(kind: int) -> str:
+    from gguf import GGMLQuantizationType
+
+    return str(GGMLQuantizationType(kind).name)
+
+
+# a folder ----------------------------------------------------------------------------------------------------------------
+
+
+def _of_folder(source: Path) -> _Source:
+    """Return the model of a folder of `transformers`. Raises CheckpointError, ConfigError."""
+    if any((source / name).exists() for name in _ADAPTER) and not (source / "config.json").exists():
+        remedy = f"name its base, and the adapter beside it: consilium models import BASE --adapter {source} -o FOLDER"
+        raise ConfigError(f"SOURCE: {source}: an adapter alone, without the base's weights; {remedy}")
+    if not source.is_dir():
+        raise CheckpointError(f"SOURCE: {source}: no such folder or GGUF file; give a GGUF file or a transformers folder")
+    with _as_source():
+        refuse_adapter(source)
+        config = read_json(source, "config.json")
+        _check_tied(source, config)
+        model = build_causal_lm("folder", source, config)
+        tokenizer = load_tokenizer("folder", source, config)
+    files = _weight_files(source)
+    kinds = Counter(kind for name in files for kind in _dtypes(source / name))
+    told = {
+        "source": source.resolve().name,
+        "format": "transformers",
+        "files": {name: file_hash(source / name) for name in ("config.json", *files)},
+        "licence": licence_of(source),
+        "named": {},
+        "weights": dict(sorted(kinds.items())),
+    }
+    return _Source(model, tokenizer, told, _stored(kinds), source)
+
+
+@contextmanager
+def _as_source() -> Iterator[None]:
+    """Let errors of a job's model folder name the command's argument."""
+    try:
+        yield
+    except (CheckpointError, ConfigError) as error:
+        text = str(error).replace("model.checkpoint:", "SOURCE:", 1)
+        text = text.replace("another architecture than model.config", "another architecture than its config.json says")
+        text = text.replace("copy the folder's config.json into model.config", "fetch weights and config.json again")
+        raise type(error)(text) from None
+
+
+def _weight_files(source: Path) -> list[str]:
+    if (source / WEIGHTS).exists():
+        return [WEIGHTS]
+    return sorted(set(read_json(source, INDEX)["weight_map"].values()))
+
+
+def _dtypes(path: Path) -> list[str]:
+    with safe_open(path, "pt") as file:
+        return [file.get_slice(name).get_dtype() for name in file.keys()]  # noqa: SIM118
+
+
+def _stored(weights: Mapping[str, int]) -> torch.dtype:
+    """Return a type of number that holds all weights without rounding."""
+    kinds = set(weights)
+    return torch.bfloat16 if kinds == {"BF16"} else torch.float16 if kinds == {"F16"} else torch.float32
+
+
+def _check_tied(source: Path, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where config.json and weights disagree whether input and output embeddings are one tensor."""
+    tied = config.get("tie_word_embeddings")
+    if not isinstance(tied, bool) or not ((source / WEIGHTS).exists() or (source / INDEX).exists()):
+        return
+    found = dict[str, Tensor]()
+    for name in _weight_files(source):
+        try:
+            with safe_open(plain_file(source, name), "pt") as file:
+                for key in file.keys():  # noqa: SIM118
+                    if key == "lm_head.weight" or key.endswith("embed_tokens.weight"):
+                        found[key.rpartition(".")[0].rpartition(".")[2] or key] = file.get_tensor(key)
+        except (SafetensorError, OSError):
+            return  # of which the reader tells
+    head, rows = found.get("lm_head"), found.get("embed_tokens")
+    key = f"SOURCE: {source / 'config.json'}: tie_word_embeddings"
+    if tied and head is not None and rows is not None and not torch.equal(head, rows):
+        raise CheckpointError(f"{key}: true: the weights hold an lm_head.weight of their own; write false there")
+    if not tied and rows is not None and head is None:
+        raise CheckpointError(f"{key}: false: the weights hold no lm_head.weight; write true there, or fetch all parts")
+
+
+def licence_of(folder: Path) -> str:
+    """Return the licence in a folder's record of its import, or in the first lines of its README.md, as model hubs read it."""
+    if (folder / PROVENANCE).is_file():
+        return str(read_json(folder, PROVENANCE).get("licence", UNKNOWN))[:200]
+    path = folder / "README.md"
+    if not path.is_file() or path.is_symlink() or path.stat().st_size > LONGEST_TEMPLATE:
+        return UNKNOWN
+    found = re.match(r"---\n(.*?)\n---", path.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    try:
+        top = yaml.safe_load(found[1]) if found else None
+    except (yaml.YAMLError, RecursionError):
+        return UNKNOWN
+    licence = top.get("license") if isinstance(top, dict) else None
+    return licence[:200] if isinstance(licence, str) and licence else UNKNOWN
+
+
+# an adapter ----------------------------------------------------------------------------------------------------------------
+
+
+def merge_adapter(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
+    """Merge a PEFT folder of LoRA into the model's weights, in place; return what the record says of it.
+
+    Raises ConfigError for an adapter that no base can hold, CheckpointError for one of another base.
+    """
+    from peft import LoraConfig, get_peft_model
+    from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+
+    settings, where = read_json(folder, _ADAPTER[0]), f"--adapter: {folder}"
+    kept = _lora_settings(settings, where)
+    path = plain_file(folder, _ADAPTER[1])
+    try:
+        tensors = load_file(path)
+        adapted = get_peft_model(model, LoraConfig(**kept))
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{where}: is none of this base ({short(error)}); name the base it was trained on") from None
+    wanted = {name: tensor.shape for name, tensor in get_peft_model_state_dict(adapted, save_embedding_layers=False).items()}
+    if bad := sorted(
+        name for name in wanted.keys() | tensors.keys() if wanted.get(name) != getattr(tensors.get(name), "shape", None)
+    ):
+        raise CheckpointError(f"{where}: tensor {shown(bad[0], 120)!r} does not fit this base; name the base it was trained on")
+    if bad := sorted(name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()):
+        raise CheckpointError(f"{where}: tensor {shown(bad[0], 120)!r} has NaN or Inf; fetch it again")
+    if tied := _tied_target(model, adapted):
+        raise ConfigError(
+            f"{where}: it changes {tied!r}, whose weight the embeddings share; merge it by PEFT where they are apart"
+        )
+    set_peft_model_state_dict(adapted, tensors)
+    adapted.merge_and_unload()
+    return {
+        "source": folder.resolve().name,
+        "base": str(settings.get("base_model_name_or_path"))[:200],
+        "files": {n: file_hash(folder / n) for n in _ADAPTER},
+    }
+
+
+def _lora_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the settings that PEFT takes. Raises ConfigError for another kind of adapter, or one with more parts."""
+    if (kind := settings.get("peft_type")) != "LORA":
+        raise ConfigError(f"{where}: peft_type {kind!r}: only LORA is merged; merge it by PEFT, and import the merged folder")
+    for key, value in settings.items():
+        unset = value in (None, False, "none", [], {})
+        if key not in _KEPT | _UNREAD and not unset:
+            what = f"{shown(key, 64)}: {ascii(value)[:80]} is not merged here"
+            raise ConfigError(f"{where}: {what}; merge it by PEFT's merge_and_unload, and import the merged folder")
+    return {key: value for key, value in settings.items() if key in _KEPT and value is not None}
+
+
+def _tied_target(model: PreTrainedModel, adapted: Any) -> str:
+    """Return the output layer's name if the adapter changes it and its weight is the embeddings' too."""
+    head, rows = model.get_output_embeddings(), model.get_input_embeddings()
+    base = getattr(head, "base_layer", head), getattr(rows, "base_layer", rows)
+    changed = hasattr(head, "base_layer") or hasattr(rows, "base_layer")
+    return "lm_head" if changed and base[0].weight is base[1].weight else ""
+
+
+# checks --------------------------------------------------------------------------------------------------------------------
+
+
+def _check_numbers(model: PreTrainedModel, source: Path) -> None:
+    """Raise CheckpointError for a weight that is not finite."""
+    for name, tensor in model.named_parameters():
+        if not torch.isfinite(tensor).all():
+            count = int((~torch.isfinite(tensor)).sum())
+            raise CheckpointError(f"SOURCE: {source}: {shown(name, 120)}: {count:,} numbers are NaN or Inf; fetch it again")
+
+
+def _template_notes(tokenizer: PreTrainedTokenizerBase, source: Path) -> list[str]:
+    """Return what to know of a chat template. Raises CheckpointError for one that renders no conversation."""
+    if not tokenizer.chat_template:
+        return ["no chat template: use task.prompt alpaca or a template of your own; or import with --template FILE"]
+    try:
+        said = Prompt("chat", tokenizer).default_system
+    except ConfigError as error:
+        why = str(error).removeprefix("task.prompt: 'chat': ").rpartition("; ")[0]
+        raise CheckpointError(f"SOURCE: {source}: chat template: {why}; give another by --template FILE") from None
+    return [f"its chat template adds a system prompt of its own: {shown(said, 200)!r}"] if said else []
+
+
+def _template(path: Path) -> str:
+    try:
+        if path.stat().st_size > LONGEST_TEMPLATE:
+            raise ConfigError(f"--template: {path}: over {LONGEST_TEMPLATE:,} bytes; give a chat template in Jinja")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "no UTF-8"
+        raise ConfigError(f"--template: {path}: cannot be read ({why}); give a chat template in Jinja") from None
+
+
+def _notes(told: Mapping[str, Any]) -> list[str]:
+    notes = list[str]()
+    if quantized := [kind for kind in told["weights"] if not re.fullmatch(r"B?F\d+", kind)]:
+        notes.append(f"weights were kept as {', '.join(quantized)}: they are the quantized model's, not the original's")
+    if told["licence"] == UNKNOWN:
+        notes.append("the source names no licence; write it with --licence NAME once you know it")
+    base = told.get("adapter", {}).get("base", "")
+    if base and Path(base).name.lower() != Path(str(told["source"])).stem.lower():
+        notes.append(f"the adapter names {shown(base, 120)!r} as its base; its layers fit {shown(told['source'], 120)!r}")
+    return notes
+
+
+def _copy_licences(home: Path, made: Path) -> None:
+    for pattern in LICENCES:
+        for path in sorted(home.glob(pattern)):
+            if path.is_file():
+                shutil.copyfile(path, made / path.name)
+
+
+def _drop_private_keys(path: Path) -> None:
+    """Remove what `transformers` keeps for itself of a GGUF file: no config.json of a job may hold it."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    write_atomic(path, json.dumps({k: v for k, v in found.items() if not k.startswith("_")}, indent=2).encode(), PUBLIC)
+
+
+def _write_record(made: Path, told: Mapping[str, Any]) -> None:
+    written = {path.name: file_hash(path) for path in sorted(made.iterdir())}
+    write_atomic(made / PROVENANCE, json.dumps({**told, "written": written}, indent=1).encode(), PUBLIC)
+
+
+def _check_written(made: Path) -> None:
+    """Read the folder back as a job does. Raises CheckpointError, ConfigError."""
+    with _as_source():
+        config = read_json(made, "config.json")
+        build_causal_lm("folder", made, config)
+        load_tokenizer("folder", made, config)

@@ -1,0 +1,186 @@
+"""Conversations: which tokens are learned, against masks of TRL; system prompts; and what cannot be followed."""
+
+import itertools
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from consilium.core.errors import ConfigError, UnfitError
+from consilium.core.schema import validate
+from consilium.data.datalist import DataList
+from consilium.data.text import Text
+from consilium.tasks.language import LanguageConfig
+from consilium.tasks.language.task import LanguageTask
+from consilium.tasks.language.tokens import IGNORED, Encoder
+from tests.tasks.test_prompts import chatting
+
+LLAMA_3 = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
+    "message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}"
+    "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}"
+    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
+)
+PHI_3 = (
+    "{% for message in messages %}{% if message['role'] == 'system' %}{{'<|system|>\n' + message['content'] + '<|end|>\n'}}"
+    "{% elif message['role'] == 'user' %}{{'<|user|>\n' + message['content'] + '<|end|>\n'}}"
+    "{% elif message['role'] == 'assistant' %}{{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+"""As their publishers have them."""
+PHI_3_MARKED = PHI_3.replace(
+    "'<|assistant|>\n' + message['content'] + '<|end|>\n'}}",
+    "'<|assistant|>\n'}}{% generation %}{{ message['content'] + '<|end|>\n'}}{% endgeneration %}",
+).replace("{% else %}{{ eos_token }}{% endif %}", "{% else %}{% generation %}{{ eos_token }}{% endgeneration %}{% endif %}")
+"""With the marks of TRL's phi3_training.jinja."""
+SPECIAL = (
+    "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<start_of_turn>", "<end_of_turn>", "<|start_header_id|>",
+    "<|end_header_id|>", "<|eot_id|>",
+)  # fmt: skip
+SMOLLM = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<s>system\nYou help.</s>\n' }}"
+    "{% endif %}{{'<s>' + message['role'] + '\n' + message['content'] + '</s>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+)
+"""SmolLM2's, with the tiny tokenizer's special tokens and a shorter system prompt."""
+ONE = Text("training.jsonl:1", "Is it urgent?", "", ("Yes. Call now.",))
+TWO = Text(
+    "training.jsonl:2", "And the rash?", "", ("It needs a look too.",), history=(("Fever for 3 days.", "See a doctor."),)
+)
+TRL = {
+    ("llama3", 1): [24, 12], ("llama3", 2): [27, 10, 27, 15], ("gemma", 1): [18, 13], ("gemma", 2): [21, 11, 21, 16],
+    ("phi3", 1): [11, 14], ("phi3", 2): [14, 11, 15, 17],
+}  # fmt: skip
+"""How many tokens in turn are not learned and learned, by TRL 1.16.0: its `return_assistant_tokens_mask`
+of the tiny tokenizer with SPECIAL added, and TRL's llama3_training, gemma_training and phi3_training templates."""
+SUMS = {
+    ("llama3", 1): 7944, ("llama3", 2): 17668, ("gemma", 1): 6411, ("gemma", 2): 14602, ("phi3", 1): 5165, ("phi3", 2): 12109,
+}  # fmt: skip
+"""The sums of the tokens' numbers there."""
+
+
+def speaking(template: str) -> Any:
+    tokenizer = chatting(template)
+    tokenizer.add_tokens(list(SPECIAL), special_tokens=True)
+    return tokenizer
+
+
+def encoder(template: str, most: int = 1000, **more: Any) -> Encoder:
+    return Encoder(speaking(template), most, "chat", **more)
+
+
+def learned(made: Encoder, text: Text) -> str:
+    found = made.pair(text)
+    return made.tokenizer.decode([token for token, label in zip(found.ids, found.labels, strict=True) if label != IGNORED])
+
+
+@pytest.mark.parametrize(
+    ("name", "template"), [("llama3", LLAMA_3), ("gemma", GEMMA), ("phi3", PHI_3), ("phi3", PHI_3_MARKED)],
+    ids=["llama3", "gemma", "phi3", "phi3 marked"],
+)  # fmt: skip
+@pytest.mark.parametrize("text", [ONE, TWO], ids=["one turn", "two turns"])
+def test_learned_tokens_are_those_of_trls_assistant_masks(name: str, template: str, text: Text) -> None:
+    tokenizer = chatting(template)  # TRL's numbers are of the tiny tokenizer without ChatML's two tokens
+    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path)
+    tokenizer.add_tokens(list(SPECIAL), special_tokens=True)
+    tokenizer.chat_template = template
+    found = Encoder(tokenizer, 1000, "chat").pair(text)
+    runs = [len(list(group)) for _, group in itertools.groupby(label != IGNORED for label in found.labels)]
+    key = (name, 1 + len(text.history))
+    assert (runs, sum(found.ids)) == (TRL[key], SUMS[key])
+
+
+def test_a_conversation_is_written_as_the_tokenizer_writes_it() -> None:
+    tokenizer = speaking(SMOLLM)
+    found = Encoder(tokenizer, 1000, "chat").pair(replace(TWO, system="You are a nurse."))
+    (earlier,) = TWO.history
+    words = [("system", "You are a nurse."), *zip(("user", "assistant"), earlier, strict=True), ("user", TWO.instruction)]
+    turns = [{"role": role, "content": content} for role, content in [*words, ("assistant", TWO.outputs[0])]]
+    assert found.ids == tokenizer.apply_chat_template(turns, tokenize=True)["input_ids"]
+
+
+def test_earlier_answers_of_a_prompt_are_given_and_not_learned() -> None:
+    assert learned(encoder(SMOLLM), TWO) == "See a doctor.</s>\nIt needs a look too.</s>\n"
+    given = replace(TWO, learns_history=False)
+    assert learned(encoder(SMOLLM), given) == "It needs a look too.</s>\n"
+    assert learned(encoder(PHI_3_MARKED), given) == "It needs a look too.<|end|>\n</s>"
+
+
+def test_a_prompt_to_be_answered_has_the_earlier_turns() -> None:
+    made = encoder(SMOLLM)
+    said = made.tokenizer.decode(made.prompt(TWO, 1000)[0])
+    assert said.endswith("<s>assistant\nSee a doctor.</s>\n<s>user\nAnd the rash?</s>\n<s>assistant\n")
+
+
+def test_special_tokens_in_a_conversation_s_own_words_are_letters() -> None:
+    made = encoder(SMOLLM)
+    sly = replace(TWO, history=(("a</s>b", "c<s>d"),), system="e</s>f")
+    ends = made.pair(sly).ids.count(made.tokenizer.eos_token_id)
+    assert ends == made.pair(replace(TWO, system="e f")).ids.count(made.tokenizer.eos_token_id)
+    assert learned(made, sly) == "c<s>d</s>\nIt needs a look too.</s>\n"
+
+
+def test_a_conversation_over_the_context_is_refused_and_fits_when_the_context_is_raised() -> None:
+    with pytest.raises(
+        UnfitError, match=r"training\.jsonl:2: a conversation of (\d+) tokens, over model\.max_length 30"
+    ) as found:
+        encoder(SMOLLM, 30).pair(TWO)
+    needed = int(str(found.value).split(" tokens")[0].split()[-1])
+    assert len(encoder(SMOLLM, needed).pair(TWO).ids) == needed == encoder(SMOLLM, 30).length(TWO)
+
+
+def test_a_prompt_of_one_question_refuses_several_turns() -> None:
+    made = Encoder(speaking(SMOLLM), 1000, "alpaca")
+    with pytest.raises(ConfigError, match=r"training\.jsonl:2: a conversation of several turns, .* use task.prompt: chat"):
+        made.pair(TWO)
+    said = made.tokenizer.decode(made.pair(replace(ONE, system="You are a nurse.")).ids)
+    assert said.startswith("You are a nurse.\n\nBelow is a task.")
+
+
+@pytest.mark.parametrize(
+    "template", [GEMMA, "{% for m in messages if m.role != 'system' %}" + PHI_3.partition("%}")[2].replace("message", "m")]
+)
+def test_a_system_prompt_that_the_template_refuses_or_drops_is_refused(template: str) -> None:
+    made = encoder(template)
+    with pytest.raises(ConfigError, match=r"system: the tokenizer's chat template takes no system prompt; move its words"):
+        made.pair(replace(ONE, system="You are a nurse."))
+    assert made.pair(replace(ONE, instruction=f"You are a nurse. {ONE.instruction}")).ids
+
+
+@pytest.mark.parametrize(
+    "more", ["{% for m in messages %}<s>x</s>{% endfor %}", "{% if messages|length > 2 %}{{ nothing.at.all }}{% endif %}"]
+)
+def test_a_template_that_cannot_write_a_conversation_is_one_line(more: str) -> None:
+    template = f"{{% if messages|length > 2 %}}{more}{{% else %}}{SMOLLM}{{% endif %}}"
+    with pytest.raises(
+        ConfigError, match=r"task\.prompt: 'chat': the tokenizer's template (writes the turns|fails for a record)"
+    ):
+        encoder(template).pair(TWO)
+
+
+def test_marks_around_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="marks no word of an answer"):
+        encoder(SMOLLM + "{% if false %}{% generation %}{% endgeneration %}{% endif %}").pair(ONE)
+
+
+@pytest.mark.parametrize(("template", "said"), [(SMOLLM, "You help."), (PHI_3, ""), (GEMMA, ""), (LLAMA_3, "")])
+def test_the_template_s_own_system_prompt_is_said(template: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = validate(LanguageConfig, {"name": "language", "prompt": "chat"}, None)
+    data = DataList(None, {"training": (ONE,), "validation": (), "test": ()})
+    with caplog.at_level(logging.WARNING):
+        LanguageTask(data, speaking(template), 1000, config)
+    assert ("system prompt of its own, 'You help.'" in caplog.text) == bool(said)
+    caplog.clear()
+    told = DataList(None, {"training": (replace(ONE, system="Be kind."),), "validation": (), "test": ()})
+    if said:
+        LanguageTask(told, speaking(template), 1000, config)
+        assert "of its own" not in caplog.text
