@@ -4,19 +4,9 @@ import re
 from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any
-from pydantic import BeforeValidator, Field, StrictInt, StrictStr
-from consilium.core.errors import ConfigError, Reason, RefusedError
-from consilium.core.schema import MOST_CLASSES, ClassName, Section
-from consilium.data.settings import NiftiAffine
-from consilium.data.text import has_texts
-import re
-from collections.abc import Mapping
-from itertools import combinations
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StrictInt, StrictStr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, StrictInt, StrictStr, model_validator
 
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.schema import MOST_CLASSES, ClassName, Section, Share
