@@ -23,7 +23,7 @@ from consilium.config.job import JobConfig
 from consilium.core.registry import KindField
 from consilium.core.schema import Section, validate
 from consilium.federation.job import Job, assemble_job
-from consilium.report import best_worst_cases, image_grid, predictions, run_log
+from consilium.report import best_worst_cases, predictions, run_log
 from consilium.strategies.registry import STRATEGIES
 from consilium.strategies.strategy import Strategy
 
@@ -84,7 +84,7 @@ def _small_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.path.relative_to(Path(__file__).parent).parts[0] in PICTURES_ASIDE:
             for module, name in ((predictions, "PANEL"), (predictions, "SMALL"), (best_worst_cases, "SIDE")):
                 patch.setattr(module, name, 64)
-            patch.setattr(image_grid, "FINE", 1)
+            patch.setattr(predictions, "FINE", 1)
         yield
 
 
