@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
+from consilium.core.errors import ExitCode
 from consilium.core.sanitize import line
 from consilium.flare.admin.session import Admin
 from consilium.report.progress import ending
@@ -15,13 +16,13 @@ LOST_AFTER = 60.0
 """Seconds with status LOST after which a job counts as lost."""
 
 
-def exit_code(status: str) -> int:
-    """Return the exit code of a job's status: 0 completed, 1 failed or aborted, 3 not ended, 4 lost with its server."""
+def exit_code(status: str) -> ExitCode:
+    """Return the exit code of a job's status."""
     if status == LOST:
-        return 4
+        return ExitCode.LOST
     if not status.startswith("FINISHED"):
-        return 3
-    return 0 if status == "FINISHED:COMPLETED" else 1
+        return ExitCode.RUNNING
+    return ExitCode.DONE if status == "FINISHED:COMPLETED" else ExitCode.FAILED
 
 
 def watch_job(admin: Admin, job_id: str, console: Console) -> dict[str, Any]:

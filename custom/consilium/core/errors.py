@@ -1,6 +1,7 @@
 """The errors a user meets, one line each: what is wrong (file, field, value), what to do, and what of it may leave a site."""
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
+from typing import Self
 
 STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 """What ends a process or a generator. All else is a failure, also what is no Exception: a panic of a library in Rust."""
@@ -55,14 +56,35 @@ _TEXTS = {
 }
 
 
+class ExitCode(IntEnum):
+    """Exit codes of all commands, with their meanings."""
+
+    DONE = 0, "done; of a job: completed"
+    FAILED = 1, "the run or job failed or was aborted, or problems were found"
+    USAGE = 2, "wrong usage, configuration, data or checkpoint; nothing was begun"
+    RUNNING = 3, "the job has not ended"
+    LOST = 4, "the job is lost with its server; `consilium resume` goes on with it"
+    UNREACHABLE = 5, "the server does not answer, or refuses this kit; nothing is known of the job"
+    INTERRUPTED = 130, "Ctrl-C, SIGTERM or SIGHUP"
+
+    meaning: str
+
+    def __new__(cls, value: int, meaning: str) -> Self:
+        """Make a code with its meaning."""
+        made = int.__new__(cls, value)
+        made._value_, made.meaning = value, meaning
+        return made
+
+
 class ConsiliumError(Exception):
     """Base of every error that is shown to a user as one line instead of a traceback.
 
     `reason`: what may leave a site of it; `told`: what FLARE's logs there say in the place of a text that may name data, "" of
-    others.
+    others; `exit_code`: of the command that it ends.
     """
 
     reason = Reason.ERROR
+    exit_code = ExitCode.FAILED
     told = ""
 
     def __init__(self, message: str, reason: Reason | None = None, told: str = "") -> None:
@@ -74,12 +96,20 @@ class ConfigError(ConsiliumError):
     """job.yaml or site.yaml holds something that cannot run."""
 
     reason = Reason.JOB
+    exit_code = ExitCode.USAGE
+
+
+class UnreachableError(ConsiliumError):
+    """The server does not answer, or does not let this kit in."""
+
+    exit_code = ExitCode.UNREACHABLE
 
 
 class DataError(ConsiliumError):
     """A data list, an image or a mask cannot be used. `kind`: what is wrong, as a report counts it."""
 
     reason = Reason.DATA
+    exit_code = ExitCode.USAGE
     told = "the data cannot be used"
 
     def __init__(self, message: str, kind: str = "unreadable") -> None:
@@ -98,6 +128,7 @@ class CheckpointError(ConsiliumError):
     """A weights file or a saved state is missing, damaged or of another model."""
 
     reason = Reason.CHECKPOINT
+    exit_code = ExitCode.USAGE
 
 
 class RefusedError(ConsiliumError):

@@ -16,7 +16,7 @@ from nvflare.apis.fl_exception import FLCommunicationError
 from nvflare.fuel.flare_api import api_spec
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
-from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.errors import ConfigError, ConsiliumError, UnreachableError
 from consilium.core.sanitize import shown
 from consilium.core.schema import read_yaml
 from consilium.federation.run_folders import default_name
@@ -31,6 +31,8 @@ TIMESTAMP = len("2026-11-22 20:30:00: ")
 LOST = "LOST"
 """Our status of a job whose server process is gone; `consilium resume` continues its run."""
 NO_REASON = "no reason was left; see the logs of the server and of the sites"
+UNLISTED = "is not in allow_list"
+"""In FLARE's error for a kit without our classes, such as one of FLARE's own."""
 REJECTED = "error:client_registration "
 """The beginning of FLARE's error with the server's reason for refusing a certificate."""
 MAX_REASONS = 5
@@ -242,6 +244,8 @@ def reason_left(result: Path) -> str | None:
         return ours
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     found = [line for pattern in (_RAISED, _LOGGED) for line in re.findall(pattern, text, re.MULTILINE)]
+    if found and UNLISTED in found[0]:
+        return f"{found[0].strip()}; run `consilium allow KIT` at each participant with its kit, and restart it"
     return found[0].strip() if found else None
 
 
@@ -259,7 +263,7 @@ def _connected(user: str, kit: Path, seconds: float) -> Session:
     try:
         return new_secure_session(user, str(kit.resolve()), timeout=seconds)
     except TypeError:  # FLARE's: the answer has no certificate
-        raise ConsiliumError(f"{kit}: the server is only just starting; try again in a minute") from None
+        raise UnreachableError(f"{kit}: the server is only just starting; try again in a minute") from None
 
 
 @contextmanager
@@ -278,6 +282,6 @@ def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
         finally:
             session.close()
     except (api_spec.NoConnection, FLCommunicationError) as error:
-        raise ConsiliumError(f"{kit}: {_no_connection(kit, error)}") from None
+        raise UnreachableError(f"{kit}: {_no_connection(kit, error)}") from None
     except FLARE_ERRORS as error:
         raise ConsiliumError(f"FLARE: {error}") from None
