@@ -129,7 +129,7 @@ def test_flares_own_poc_takes_our_jobs_after_one_command(
         lead = kits / "lead@nvidia.com"
         assert run(monkeypatch, "submit", job, "--kit", lead, "--experiment", "before", "--wait") == 1
         told = capsys.readouterr().err
-        assert "not in allow_list; run `consilium allow KIT`" in " ".join(told.split())
+        assert "not in allow_list; at each participant stop it, run `consilium allow KIT`" in " ".join(told.split())
         flare("stop")
         assert run(monkeypatch, "allow", *sorted(kits.iterdir())) == 0
         flare("start")

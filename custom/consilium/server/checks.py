@@ -32,6 +32,8 @@ SAMPLES = 10**9
 """The most training samples that a site may report."""
 _NAME = re.compile(r"[\w@+-][\w @+.-]{0,127}")
 """A site's name, which becomes a folder's in TensorBoard and a part of tensors' names in the checkpoint."""
+MOST_NAMED = 5
+"""Sites that an error names, of those that gave one reason."""
 
 
 def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
@@ -217,6 +219,22 @@ def check_next(strategy: Strategy, state: ServerState, merged: ServerState | Non
             if merged.shared[name].shape != tensor.shape:
                 shapes = f"shape {tuple(merged.shared[name].shape)}, expected {tuple(tensor.shape)}"
                 raise ConsiliumError(f"{who} returned {name!r} with {shapes}; keep the shape of every tensor")
+
+
+def refusals(reasons: Mapping[str, str], what: str = "gave no result") -> str:
+    """Return which sites did `what` and why, as the beginning of a sentence about what follows from it; "" for none.
+
+    Sites with one reason are named together.
+    """
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in sorted(reasons.items()):
+        by_reason.setdefault(reason, []).append(name)
+    told = [f"{_named(names)}: {reason}" for reason, names in by_reason.items()]
+    return f"{len(reasons)} sites {what}: {'. '.join(told)}. So " if reasons else ""
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
 
 
 def next_step(reasons: Mapping[str, str], asked: Sized, quorum: int) -> str:

@@ -15,6 +15,7 @@ from nvflare.lighter.utils import load_crt
 from consilium import __version__
 from consilium.config.site import SiteConfig, load_site
 from consilium.core.errors import ConsiliumError
+from consilium.core.sanitize import shown
 from consilium.federation.run_folders import RUNS, STATE
 from consilium.flare.kit.certificates import days_left
 from consilium.flare.kit.local_folder import certificate, kit_role
@@ -27,6 +28,8 @@ from consilium.report.metrics_file import read_events
 
 RECENT = 30 * 86400.0
 """Seconds without an event after which a run is left out."""
+MOST_CAUSE = 300
+"""Characters of a cause in a label."""
 HELP = {
     "info": "version of the package that wrote this",
     "written_timestamp_seconds": "when this was written",
@@ -35,7 +38,9 @@ HELP = {
     "revoked_names": "names whose credentials the server refuses",
     "run_round": "rounds that a run has concluded",
     "run_rounds": "rounds that a run has",
-    "run_finished": "1 if a run has reached its end",
+    "run_state": "1: the run is running, completed or stopped by its label; a run whose server died counts as running",
+    "run_end_timestamp_seconds": "when a run was completed or stopped",
+    "run_stopped": "1, with why a run was stopped before its end",
     "run_last_event_timestamp_seconds": "when anything was last written of a run",
     "run_round_seconds": "how long the last concluded round took",
     "run_refusals_total": "answers of a site that were not used, or did not come",
@@ -80,7 +85,7 @@ def _run(folder: Path, lines: list[dict[str, Any]], seen: dict[str, float]) -> I
     began = {(x["round"], x["phase"]): x["time"] for x in lines if x["event"] == "started"}
     yield Sample("run_round", len({x["round"] for x in done}), of)
     yield Sample("run_rounds", yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))["training"]["rounds"], of)
-    yield Sample("run_finished", float((folder / "results.json").is_file()), of)
+    yield from _ending(folder, lines, of)
     if lines:
         yield Sample("run_last_event_timestamp_seconds", lines[-1]["time"], of)
     if done and (start := began.get((done[-1]["round"], done[-1]["phase"]))) is not None:
@@ -93,6 +98,21 @@ def _run(folder: Path, lines: list[dict[str, Any]], seen: dict[str, float]) -> I
             seen[line["site"]] = max(seen.get(line["site"], 0.0), line["time"])
     for site, count in sorted(refused.items()):
         yield Sample("run_refusals_total", count, of | {"site": site})
+
+
+def _ending(folder: Path, lines: list[dict[str, Any]], of: dict[str, str]) -> Iterator[Sample]:
+    """Yield a run's state, and for one that has ended when, and why if it was before its end."""
+    results = folder / "results.json"
+    last = next((line for line in reversed(lines) if line["event"] in ("stopped", "resumed")), None)
+    if last and last["event"] == "stopped":
+        yield Sample("run_state", 1, of | {"state": "stopped"})
+        yield Sample("run_end_timestamp_seconds", last["time"], of)
+        yield Sample("run_stopped", 1, of | {"cause": shown(last["reason"], MOST_CAUSE)})
+    elif results.is_file():
+        yield Sample("run_state", 1, of | {"state": "completed"})
+        yield Sample("run_end_timestamp_seconds", results.stat().st_mtime, of)
+    else:
+        yield Sample("run_state", 1, of | {"state": "running"})
 
 
 def _site(site: SiteConfig, state: Path) -> Iterator[Sample]:

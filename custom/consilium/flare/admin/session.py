@@ -102,7 +102,7 @@ class Admin:
         found = self.session._do_command("check_status server")["meta"].get(KEY)
         if found is None:
             what = "the server's kit has nothing that counts its sites"
-            raise ConsiliumError(f"{what}; run `consilium allow KIT` there, restart it")
+            raise ConsiliumError(f"{what}; there stop it, run `consilium allow KIT`, start it")
         return found
 
     def await_sites(self, wanted: set[str], seconds: float) -> set[str]:
@@ -245,7 +245,7 @@ def reason_left(result: Path) -> str | None:
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     found = [line for pattern in (_RAISED, _LOGGED) for line in re.findall(pattern, text, re.MULTILINE)]
     if found and UNLISTED in found[0]:
-        return f"{found[0].strip()}; run `consilium allow KIT` at each participant with its kit, and restart it"
+        return f"{found[0].strip()}; at each participant stop it, run `consilium allow KIT`, start it"
     return found[0].strip() if found else None
 
 

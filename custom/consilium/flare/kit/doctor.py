@@ -234,7 +234,7 @@ def _promised_gpus(kit: Path) -> int:
 def _revocation(kit: Path) -> Finding | str:
     """Return whether the server checks revocations, and how many names are revoked."""
     if not is_checked(kit):
-        return Finding("revocation", "the server takes revoked credentials", "run `consilium allow KIT`, then restart it")
+        return Finding("revocation", "the server takes revoked credentials", "stop it, run `consilium allow KIT`, start it")
     return f"{len(read_revoked(kit / 'local'))} names have had their credentials revoked"
 
 
@@ -243,7 +243,7 @@ def _components(kit: Path, role: str) -> Finding | str:
     missing = lacking(kit, role)
     if not missing or (role == "server" and not is_checked(kit)):  # the finding about revocation says it
         return "all of this version"
-    return Finding("components", f"without {', '.join(missing)}", advice="run `consilium allow KIT`, then restart it")
+    return Finding("components", f"without {', '.join(missing)}", advice="stop it, run `consilium allow KIT`, start it")
 
 
 def _json(path: Path) -> dict[str, Any]:

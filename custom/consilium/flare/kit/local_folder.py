@@ -17,6 +17,7 @@ from consilium.flare.job import late_join
 from consilium.flare.kit import heartbeat_client, heartbeat_server, revocation
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, allow_classes
 from consilium.flare.kit.kit_hardening import is_signed, leave_callers_folder, pin_settings
+from consilium.flare.kit.processes import check_stopped
 
 SITE_HEADER = "# This hospital's own settings; they win over every job. provisioning/administrator.md lists all fields.\n"
 MAY_BRING_CODE = ("project_admin", "lead")
@@ -63,8 +64,9 @@ def write_local(folder: Path, entry: SiteEntry | ServerEntry) -> None:
 def apply_local(sites: Path, kit: Path) -> Path:
     """Write local/ of a startup kit from its entry in a sites.yml, close the kit to jobs, and return local/.
 
-    For kits that a hospital made with its own key. Raises ConfigError if the kit or its entry is missing.
+    For kits that a hospital made with its own key. Raises ConfigError if the kit or its entry is missing, or the kit runs.
     """
+    check_stopped(kit)
     folder = kit / "local"
     write_local(folder, find_entry(load_deployment(sites), kit_name(kit), sites))
     close(kit)
@@ -75,8 +77,9 @@ def update(folder: Path) -> Path:
     """Put our classes, and no other name of ours, on the allow-list of a startup kit or simulator workspace; return its file.
 
     A kit gets the classes and components of its role, and is closed to jobs; a kit of FLARE's own without any policy gets ours.
-    A workspace has no role and gets all classes. Raises ConfigError if the list cannot be read.
+    A workspace has no role and gets all classes. Raises ConfigError if the list cannot be read, or the kit runs.
     """
+    check_stopped(folder)
     if (role := kit_role(folder)) is None:
         return allow_classes(folder, *CLASSES)
     close(folder)
