@@ -14,6 +14,7 @@ import psutil
 import pytest
 import yaml
 
+from consilium.core.errors import Reason
 from tests.conftest import run, small_config
 from tests.deployment.federation import ROOT, Federation
 
@@ -36,6 +37,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
     yield
+    ends = time.monotonic() + 20  # FLARE's own scripts look every five seconds
+    while living(tmp_path) and time.monotonic() < ends:
+        time.sleep(0.5)
     assert living(tmp_path) == []
 
 
@@ -69,8 +73,8 @@ def test_a_job_that_fails_says_why(
     assert not (tmp_path / "federation").exists()
     words = poc(tmp_path, job, "--sites", "2", "--set", "model.checkpoint=/nowhere")
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode in (1, 2)
-    assert "checkpoint" in done.stderr
+    assert done.returncode == 1
+    assert f"2 sites refused: site-1, site-2: {Reason.CHECKPOINT.text}" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -88,7 +92,7 @@ def test_ctrl_c_stops_all(when: str, number: int, job: Path, tmp_path: Path, env
         time.sleep(1)
         process.send_signal(number)  # an impatient user
         output = process.stdout.read()
-        assert process.wait(60) == 130, output
+        assert process.wait(60) in (130, -number), output  # the second may come when all is stopped
     assert "interrupted" in output
     assert "Traceback" not in output
 

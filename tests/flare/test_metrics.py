@@ -13,6 +13,7 @@ import yaml
 from consilium.core.errors import ConfigError
 from consilium.federation.run_folders import STATE
 from consilium.flare.admin.metrics import HELP, collect
+from consilium.flare.kit import admission
 from consilium.flare.kit.provision import provision
 from consilium.privacy.ledger.audit import FILE, Record
 from consilium.report.exposition import Sample, exposition
@@ -221,6 +222,8 @@ def test_alerts_on_recorded_metrics(server: Path, site: Path, alerts: dict[str, 
 def test_alerts_use_written_metrics(server: Path, site: Path, alerts: dict[str, str]) -> None:
     Record(site / STATE / "runs/r/sites/clinic" / FILE).add({"kind": "hello"})
     stop(server, "no room", 1_000_030.0)
+    admission.note(site, admission.Cause.REVOKED)
+    assert numbers(site)['consilium_refused{site="clinic",cause="revoked"}'] == 1
     written = {name.partition("{")[0] for kit in (server, site) for name in numbers(kit)}
     spoken = {name for rule in alerts.values() for name in re.findall(r"consilium_\w+", rule)}
     assert spoken <= written

@@ -6,6 +6,7 @@ They are read from files, so FLARE need not run.
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from nvflare.lighter.utils import load_crt
 
 from consilium import __version__
 from consilium.config.site import SiteConfig, load_site
-from consilium.core.errors import ConsiliumError
+from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.sanitize import shown
 from consilium.federation.run_folders import RUNS, STATE
+from consilium.flare.kit import heartbeat_server
+from consilium.flare.kit.admission import noted
 from consilium.flare.kit.certificates import days_left
-from consilium.flare.kit.local_folder import certificate, kit_role
+from consilium.flare.kit.local_folder import certificate, kit_name, kit_role
 from consilium.flare.kit.revocation import read as revoked
 from consilium.privacy.accounting.composition import epsilon_for
 from consilium.privacy.ledger import audit
@@ -36,6 +39,7 @@ HELP = {
     "certificate_days_left": "whole days until a certificate in the kit ends",
     "disk_free_bytes": "free space where the participant's files go",
     "revoked_names": "names whose credentials the server refuses",
+    "refused": "1 if the server does not let a site in, with the cause",
     "run_round": "rounds that a run has concluded",
     "run_rounds": "rounds that a run has",
     "run_state": "1: the run is running, completed or stopped by its label; a run whose server died counts as running",
@@ -64,6 +68,8 @@ def collect(kit: Path) -> list[Sample]:
     site = load_site(settings) if settings.is_file() else SiteConfig()
     state = site.state or kit / STATE
     found.append(Sample("disk_free_bytes", shutil.disk_usage(state if state.is_dir() else kit).free))
+    if cause := noted(kit):
+        found.append(Sample("refused", 1, {"site": kit_name(kit), "cause": cause}))
     return [*found, *(_server(kit, state) if role == "server" else _site(site, state))]
 
 
@@ -74,6 +80,10 @@ def _server(kit: Path, state: Path) -> Iterator[Sample]:
         path = folder / "metrics.jsonl"
         if path.is_file() and (path.parent / "job.yaml").is_file() and time.time() - path.stat().st_mtime < RECENT:
             yield from _run(folder, read_events(path)[0], seen)
+    with suppress(ConfigError):  # no site was seen, or the file is damaged, which `consilium sites` says
+        for name, one in heartbeat_server.read(kit)["sites"].items():
+            if one.get("cause"):
+                yield Sample("refused", 1, {"site": name, "cause": one["cause"]})
     for site, when in sorted(seen.items()):
         yield Sample("site_last_seen_timestamp_seconds", when, {"site": site})
 

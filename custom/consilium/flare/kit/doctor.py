@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from nvflare.apis.fl_exception import FLCommunicationError
+
 from consilium.client.approval import approvals
 from consilium.client.finding import Finding
 from consilium.client.machine_check import (
@@ -22,10 +24,12 @@ from consilium.core.errors import ConfigError
 from consilium.federation.run_folders import STATE
 from consilium.flare import patches
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
+from consilium.flare.kit import admission
 from consilium.flare.kit.certificates import examine_own, examine_servers
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, is_ours
 from consilium.flare.kit.kit_hardening import COMM, is_as_signed, is_pinned, is_signed, leaves_callers_folder
 from consilium.flare.kit.local_folder import certificate, kit_name, kit_role, lacking
+from consilium.flare.kit.processes import processes
 from consilium.flare.kit.revocation import is_checked
 from consilium.flare.kit.revocation import read as read_revoked
 from consilium.privacy.accounting.composition import VOID
@@ -68,7 +72,25 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
         own = certificate(kit).read_text(encoding="utf-8")
         yield checked("fingerprint", lambda: f"{fingerprint(public_key(own))} (for others' secure_aggregation.partners)")
         yield from _site(kit)
-        yield checked("server", lambda: examine_servers(kit))
+        server = checked("server", lambda: examine_servers(kit))
+        yield server
+        if server.ok:
+            yield _admission(kit)
+
+
+def _admission(kit: Path) -> Finding:
+    """Return whether the server lets the site in: as its own process found, or by registering as the site would."""
+    if running := processes(kit):
+        cause, said = admission.noted(kit), f"as the running site found (process {running[0].pid})"
+    else:
+        try:
+            said = admission.ask(kit)
+            cause = None if said is None else admission.cause_of(said)
+        except FLCommunicationError as error:
+            return Finding("admission", f"the server does not answer a registration ({error})", advice="try again in a minute")
+    if cause is None:
+        return Finding("admission", "the server lets this site in")
+    return Finding("admission", f"the server does not let this site in: {cause}: {cause.text} ({said})", cause.remedy)
 
 
 def _signature(kit: Path) -> Finding:

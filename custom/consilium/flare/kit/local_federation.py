@@ -75,12 +75,13 @@ class LocalFederation:
 
 
 def stop_all(kits: Path) -> None:
-    """End all processes of the kits in a folder; Ctrl-C does not interrupt it."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """End all processes of the kits in a folder; no other signal interrupts it."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         processes.stop([kit for kit in kits.iterdir() if (kit / "startup" / processes.START).is_file()])
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def own_environment(sites: int) -> dict[str, str]:
