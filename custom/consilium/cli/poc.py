@@ -72,7 +72,10 @@ def poc(
                 stack.pop_all()
     except KeyboardInterrupt:
         exit_interrupted("; server and sites are stopped")
-    console.print(line(_left(federation, folder, keep), limit=1000))
+    left = f"are stopped; kits, logs and results stay in {folder}"
+    if keep:
+        left = f"run on; ask them with --kit {federation.kit(LEAD)}; stop them: consilium poc --stop {folder}"
+    console.print(line(f"server and sites {left}", limit=1000))
     if job is None:
         return None
     if "folder" not in status:
@@ -116,9 +119,3 @@ def _run(federation: LocalFederation, job: Path, overrides: dict[str, Any], name
         if exit_code(status["status"]) == 0:
             status["folder"] = admin.download(job_id, federation.folder / "results")
     return status
-
-
-def _left(federation: LocalFederation, folder: Path, keep: bool) -> str:
-    if not keep:
-        return f"server and sites are stopped; kits, logs and results stay in {folder}"
-    return f"server and sites run on; ask them with --kit {federation.kit(LEAD)}; stop them: consilium poc --stop {folder}"

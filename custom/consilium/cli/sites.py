@@ -63,7 +63,7 @@ def _row(name: str, one: Mapping[str, Any], server: Mapping[str, Any], now: floa
     ago = round(max(now - one["last_seen"], 0.0))
     return {
         "site": name,
-        "state": _state(one, ago),
+        "state": one.get("cause") or "gone" if not one["here"] else "silent" if ago > SILENT else "here",
         "seen_seconds_ago": ago,
         "version": one.get("version"),
         "protocol": one.get("protocol"),
@@ -73,12 +73,6 @@ def _row(name: str, one: Mapping[str, Any], server: Mapping[str, Any], now: floa
         "jobs": one["jobs"],
         "notes": _notes(one, server, days),
     }
-
-
-def _state(one: Mapping[str, Any], ago: int) -> str:
-    if not one["here"]:
-        return str(one.get("cause") or "gone")
-    return "silent" if ago > SILENT else "here"
 
 
 def _notes(one: Mapping[str, Any], server: Mapping[str, Any], days: int | None) -> list[str]:

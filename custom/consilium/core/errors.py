@@ -1,7 +1,6 @@
 """The errors a user meets, one line each: what is wrong (file, field, value), what to do, and what of it may leave a site."""
 
 from enum import IntEnum, StrEnum
-from typing import Self
 
 STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 """What ends a process or a generator. All else is a failure, also what is no Exception: a panic of a library in Rust."""
@@ -57,23 +56,9 @@ _TEXTS = {
 
 
 class ExitCode(IntEnum):
-    """Exit codes of all commands, with their meanings."""
+    """Exit codes of all commands; provisioning/engineer.md says what they mean."""
 
-    DONE = 0, "done; of a job: completed"
-    FAILED = 1, "the run or job failed or was aborted, or problems were found"
-    USAGE = 2, "wrong usage, configuration, data or checkpoint; nothing was begun"
-    RUNNING = 3, "the job has not ended"
-    LOST = 4, "the job is lost with its server; `consilium resume` goes on with it"
-    UNREACHABLE = 5, "the server does not answer, or refuses this kit; nothing is known of the job"
-    INTERRUPTED = 130, "Ctrl-C, SIGTERM or SIGHUP"
-
-    meaning: str
-
-    def __new__(cls, value: int, meaning: str) -> Self:
-        """Make a code with its meaning."""
-        made = int.__new__(cls, value)
-        made._value_, made.meaning = value, meaning
-        return made
+    DONE, FAILED, USAGE, RUNNING, LOST, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
 
 
 class ConsiliumError(Exception):

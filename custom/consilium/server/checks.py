@@ -229,12 +229,9 @@ def refusals(reasons: Mapping[str, str], what: str = "gave no result") -> str:
     by_reason: dict[str, list[str]] = {}
     for name, reason in sorted(reasons.items()):
         by_reason.setdefault(reason, []).append(name)
-    told = [f"{_named(names)}: {reason}" for reason, names in by_reason.items()]
+    more = {reason: f" and {len(names) - MOST_NAMED} more" * (len(names) > MOST_NAMED) for reason, names in by_reason.items()}
+    told = [f"{', '.join(names[:MOST_NAMED])}{more[reason]}: {reason}" for reason, names in by_reason.items()]
     return f"{len(reasons)} sites {what}: {'. '.join(told)}. So " if reasons else ""
-
-
-def _named(names: list[str]) -> str:
-    return ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
 
 
 def next_step(reasons: Mapping[str, str], asked: Sized, quorum: int) -> str:

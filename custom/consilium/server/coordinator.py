@@ -316,10 +316,6 @@ class Coordinator:
                 self.folder, self.job.config, kept, self.sites, self.log.results, self.checkpoint, self.plan, self.log.seeded
             )
 
-    def stopped(self, reason: str) -> None:
-        """Note why the run ends before its end; `consilium metrics` and alerts tell it."""
-        self.log.stopped(reason)
-
     def close(self) -> None:
         """Close the run's files."""
         self.log.close()

@@ -31,8 +31,6 @@ from consilium.report.metrics_file import read_events
 
 RECENT = 30 * 86400.0
 """Seconds without an event after which a run is left out."""
-MOST_CAUSE = 300
-"""Characters of a cause in a label."""
 HELP = {
     "info": "version of the package that wrote this",
     "written_timestamp_seconds": "when this was written",
@@ -117,7 +115,7 @@ def _ending(folder: Path, lines: list[dict[str, Any]], of: dict[str, str]) -> It
     if last and last["event"] == "stopped":
         yield Sample("run_state", 1, of | {"state": "stopped"})
         yield Sample("run_end_timestamp_seconds", last["time"], of)
-        yield Sample("run_stopped", 1, of | {"cause": shown(last["reason"], MOST_CAUSE)})
+        yield Sample("run_stopped", 1, of | {"cause": shown(last["reason"], 300)})
     elif results.is_file():
         yield Sample("run_state", 1, of | {"state": "completed"})
         yield Sample("run_end_timestamp_seconds", results.stat().st_mtime, of)

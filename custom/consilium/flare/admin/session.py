@@ -20,6 +20,7 @@ from consilium.core.errors import ConfigError, ConsiliumError, UnreachableError
 from consilium.core.sanitize import shown
 from consilium.core.schema import read_yaml
 from consilium.federation.run_folders import default_name
+from consilium.flare.kit.admission import cause_of, refusal
 from consilium.flare.kit.certificates import check_time, why_no_connection
 from consilium.flare.kit.heartbeat_client import KEY
 from consilium.report.progress import progress
@@ -33,8 +34,6 @@ LOST = "LOST"
 NO_REASON = "no reason was left; see the logs of the server and of the sites"
 UNLISTED = "is not in allow_list"
 """In FLARE's error for a kit without our classes, such as one of FLARE's own."""
-REJECTED = "error:client_registration "
-"""The beginning of FLARE's error with the server's reason for refusing a certificate."""
 MAX_REASONS = 5
 """Reasons in a list of jobs: each is in a result that must be downloaded."""
 MAX_APPS = 64
@@ -127,7 +126,7 @@ class Admin:
         found: Job = {"job_id": meta["job_id"], "experiment": experiment_of(meta), "status": meta["status"]}
         found["problems"] = [line for line in meta.get("job_deploy_detail", []) if not line.endswith(": OK")]
         if meta["status"] == LOST:
-            return found | {"progress": None}
+            return found | {"progress": None, "reason": self._why(meta)}
         if not meta["status"].startswith(ENDED):
             waits = self._unscheduled(meta["job_id"]) if meta["status"] == WAITING else ""
             return found | {"progress": self._running(meta["job_id"])} | ({"waits": waits} if waits else {})
@@ -251,11 +250,10 @@ def reason_left(result: Path) -> str | None:
 
 def _no_connection(kit: Path, error: Exception) -> str:
     """Return why there is no session: the server's reason for refusing this kit, else the fault of the connection."""
-    inner = error.__context__  # FLARE wraps an error with a reason in one without
-    text = str(inner if isinstance(inner, FLCommunicationError) else error)
-    if text.startswith(REJECTED):
-        return f"the server refuses this kit ({text.removeprefix(REJECTED)}); ask the hub whether it was revoked"
-    return f"no connection to the server ({text}); {why_no_connection(kit) or 'see that it runs and can be reached'}"
+    if (said := refusal(error)) is not None:
+        cause = cause_of(said)
+        return f"the server refuses this kit: {cause}: {cause.text} ({said}); ask the hub"
+    return f"no connection to the server ({error}); {why_no_connection(kit) or 'see that it runs and can be reached'}"
 
 
 def _connected(user: str, kit: Path, seconds: float) -> Session:

@@ -84,7 +84,7 @@ class RoundController(Controller):
         """Write why the job ends early to the run's record and the published files."""
         with suppress(OSError):  # a full disk
             if self.coordinator:
-                self.coordinator.stopped(reason)
+                self.coordinator.log.stopped(reason)
             job_context.publish_reason(fl_ctx, reason)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:

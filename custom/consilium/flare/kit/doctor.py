@@ -27,7 +27,7 @@ from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
 from consilium.flare.kit import admission
 from consilium.flare.kit.certificates import examine_own, examine_servers
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, is_ours
-from consilium.flare.kit.kit_hardening import COMM, is_as_signed, is_pinned, is_signed, leaves_callers_folder
+from consilium.flare.kit.kit_hardening import COMM, altered, is_as_signed, is_pinned, is_signed, leaves_callers_folder
 from consilium.flare.kit.local_folder import certificate, kit_name, kit_role, lacking
 from consilium.flare.kit.processes import processes
 from consilium.flare.kit.revocation import is_checked
@@ -54,6 +54,11 @@ def examine(kit: Path, job: Path | None = None) -> list[Finding]:
 
 
 def _examine_kit(kit: Path) -> Iterator[Finding]:
+    if (kit / "startup" / "fed_admin.json").is_file():  # a person has no site: no list, policies or classes
+        yield _signature(kit)
+        yield from examine_own(kit)
+        yield checked("server", lambda: examine_servers(kit))
+        return
     named = checked("startup kit", lambda: f"{kit}: {kit_name(kit)}")
     yield named
     if not named.ok:
@@ -99,7 +104,7 @@ def _signature(kit: Path) -> Finding:
         return Finding("signature", found)
     if is_as_signed(kit / "startup"):
         return Finding("signature", "startup/ is as it was made")
-    return Finding("signature", "startup/ was altered", "restore it")
+    return Finding("signature", f"startup/ was altered: {', '.join(altered(kit / 'startup'))}", "restore it")
 
 
 def _start_script(kit: Path) -> Finding:

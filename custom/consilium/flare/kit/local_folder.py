@@ -30,7 +30,7 @@ COMPONENTS = {
 POLICIES = ("authorization.json", "privacy.json", "site.yaml")
 """Files of which each of our kits has one, and none of FLARE's has any: a kit that has lost some of them is not FLARE's."""
 ROLES = {"client.crt": "site", "server.crt": "server"}
-"""A kit's role by the certificate it holds."""
+"""A kit's role by the certificate it holds; a person's has client.crt too, and is neither."""
 
 
 def write_local(folder: Path, entry: SiteEntry | ServerEntry) -> None:

@@ -20,10 +20,8 @@ JOBS = (".worker_process", ".runner_process")
 """Modules of the processes of jobs."""
 MARKS = ("pid.fl", "daemon_pid.fl")
 """FLARE's pid files; start.sh refuses to start while they name any living process."""
-PATIENCE = 10.0
-"""Seconds that processes have to end after a signal."""
-ATTEMPTS = 5
-"""How often signals are sent: a process may have started another meanwhile."""
+PATIENCE, ATTEMPTS = 10.0, 5
+"""Seconds that processes have to end after a signal, and how often it is sent: a process may have started another meanwhile."""
 
 
 def processes(kit: Path, jobs_only: bool = False) -> list[psutil.Process]:
