@@ -30,7 +30,7 @@ import venv
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -76,6 +76,9 @@ class Federation(LocalFederation):
         super().__init__(folder, sites, bundles, make)
         self.installed, self.admin, self.closed = installed, admin, closed
         self.variables: dict[str, dict[str, str]] = {}
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
         for name in ["server", *self.sites, *self.started]:

@@ -1,5 +1,6 @@
 """The command `consilium poc`: a real federation on this machine, from startup kits."""
 
+import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +21,7 @@ from consilium.core.sanitize import line
 from consilium.federation.sites import site_names
 from consilium.flare.admin.session import connect
 from consilium.flare.admin.submission import prepare, submitting
-from consilium.flare.kit.local_federation import LEAD, LocalFederation, own_environment, stop_all
+from consilium.flare.kit.local_federation import LEAD, LocalFederation, stop_all
 
 PATIENCE = 180.0
 """Seconds that server and sites have to connect; some ten on an idle machine."""
@@ -61,10 +62,12 @@ def poc(
     console = Console(stderr=format is Format.JSON, soft_wrap=True, highlight=False)
     try:
         with stoppable(), ExitStack() as stack:
-            federation = stack.enter_context(LocalFederation(folder, found))
+            federation = LocalFederation(folder, found)
+            stack.callback(federation.stop)
             console.print(line(f"{federation.kits}: kits of the server and {', '.join(names)}"))
+            threads = str(max(1, (os.cpu_count() or 1) // len(names)))  # sites share the cores, unless the environment says how
             for one in ("server", *names):
-                federation.start(one, own_environment(len(names)))
+                federation.start(one, {"OMP_NUM_THREADS": threads} | os.environ)
             _await(federation)
             console.print(line(f"server and {len(names)} sites run and are connected (port {federation.port} of this machine)"))
             status = _run(federation, job, overrides, name, console) if job else {}

@@ -1,12 +1,11 @@
 """A federation on this machine: startup kits of a server and its sites, and their processes, on loopback."""
 
-import os
 import re
 import signal
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import yaml
 
@@ -24,7 +23,7 @@ class LocalFederation:
     """The kits of a server, `sites` and two people under `folder`, and the processes that were started of them.
 
     `sites`: by name, the settings that go into each site.yaml; `bundles`: names of participants that let jobs bring code
-    ("server" too); `make`: makes the kits of a sites.yml in a folder. Leaving the context ends all processes.
+    ("server" too); `make`: makes the kits of a sites.yml in a folder.
     """
 
     def __init__(
@@ -46,12 +45,6 @@ class LocalFederation:
         write_atomic(self.file, yaml.safe_dump(deployment | {"admins": people}).encode())
         self.kits = make(self.file, self.folder / "kits")
         self.started: dict[str, subprocess.Popen[bytes]] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     def kit(self, name: str) -> Path:
         """Return the startup kit of the server ("server"), a site or a person."""
@@ -82,8 +75,3 @@ def stop_all(kits: Path) -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def own_environment(sites: int) -> dict[str, str]:
-    """Return this process' environment for participants; they share the cores unless it says how many each has."""
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // max(sites, 1)))} | os.environ

@@ -13,13 +13,10 @@ import psutil
 
 from consilium.core.errors import ConfigError, ConsiliumError
 
-START = "sub_start.sh"
-MODULES = "nvflare.private.fed.app."
-"""FLARE runs a module of this package in every process of a kit; start.sh runs START."""
-JOBS = (".worker_process", ".runner_process")
-"""Modules of the processes of jobs."""
-MARKS = ("pid.fl", "daemon_pid.fl")
-"""FLARE's pid files; start.sh refuses to start while they name any living process."""
+START, MODULES = "sub_start.sh", "nvflare.private.fed.app."
+"""start.sh runs the script; FLARE runs a module of the package in every process of a kit."""
+JOBS, MARKS = (".worker_process", ".runner_process"), ("pid.fl", "daemon_pid.fl")
+"""Modules of the processes of jobs, and FLARE's pid files: start.sh refuses to start while they name any living process."""
 PATIENCE, ATTEMPTS = 10.0, 5
 """Seconds that processes have to end after a signal, and how often it is sent: a process may have started another meanwhile."""
 
