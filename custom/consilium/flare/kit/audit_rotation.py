@@ -10,9 +10,8 @@ from nvflare.fuel.sec.audit import AuditService
 
 from consilium.core.storage import open_private
 
-MAX_BYTES = 20_000_000
-"""Size from which audit.log becomes audit.log.1, as FLARE's other logs do."""
-ACTIONS = "audit_actions.log"
+MAX_BYTES, ACTIONS = 20_000_000, "audit_actions.log"
+"""Size from which audit.log becomes audit.log.1, as FLARE's other logs do, and the file of people's actions."""
 LOOKS = ("check_status", "list_jobs", "show_stats", "show_errors", "get_job_meta", "sys_info", "report_resources", "report_env")
 """Commands that change nothing."""
 
