@@ -85,14 +85,12 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
 
 def _admission(kit: Path) -> Finding:
     """Return whether the server lets the site in: as its own process found, or by registering as the site would."""
-    if running := processes(kit):
-        cause, said = admission.noted(kit), f"as the running site found (process {running[0].pid})"
-    else:
-        try:
-            said = admission.ask(kit)
-            cause = None if said is None else admission.cause_of(said)
-        except FLCommunicationError as error:
-            return Finding("admission", f"the server does not answer a registration ({error})", advice="try again in a minute")
+    try:
+        running = processes(kit)
+        said = "as the running site found" if running else admission.ask(kit)
+    except FLCommunicationError as error:
+        return Finding("admission", f"the server does not answer a registration ({error})", advice="try again in a minute")
+    cause = admission.noted(kit) if running else None if said is None else admission.cause_of(said)
     if cause is None:
         return Finding("admission", "the server lets this site in")
     return Finding("admission", f"the server does not let this site in: {cause}: {cause.text} ({said})", cause.remedy)
