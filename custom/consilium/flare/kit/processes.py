@@ -40,7 +40,7 @@ def _is_same(pid: int, folder: str, kit: Path) -> bool:
     for root in (f"/proc/{pid}/root", ""):
         with suppress(OSError):  # it has ended, or is another user's
             return os.path.samefile(root + folder, kit)
-    return False
+    return folder == str(kit.resolve())  # also where its files were deleted
 
 
 def check_stopped(kit: Path) -> None:
