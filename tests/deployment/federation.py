@@ -15,18 +15,14 @@
 capabilities; `make(sites_yml, folder)` makes other kits than ours; with `installed` False no participant has the package;
 `admin` is who logs in where nobody else is named (to shut down one must be a project_admin, as ADMIN is). `variables` maps
 names to what their environment has besides.
-Kits are made by `consilium.flare.kit.provision`, so they are what users get; change files under `kit(name)` before start().
-A participant runs as `startup/sub_start.sh --once`, which is start.sh without FLARE's own restarts (what is killed stays
-dead), in a session of its own, with a scratch HOME, one thread and this checkout's package. All its processes, those of jobs
-included, have the kit's path in their command line: by it they are found, and nothing else is ever killed. Leaving the
-context kills what is left.
+It is what `consilium poc` starts, with a scratch HOME, one thread and this checkout's package; change files under `kit(name)`
+before start(). What is killed stays dead. Leaving the context kills what is left.
 """
 
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import sysconfig
 import time
@@ -45,11 +41,13 @@ from nvflare.lighter.utils import sign_folders
 from consilium.config.job import JobConfig
 from consilium.federation.run_folders import STATE
 from consilium.flare.job.recipe import export_job
+from consilium.flare.kit import processes
+from consilium.flare.kit.local_federation import ADMIN, LEAD, SERVER, LocalFederation
+from consilium.flare.kit.processes import free_port
 from consilium.flare.kit.provision import provision
 
+__all__ = ["ADMIN", "LEAD", "ROOT", "SERVER", "Federation", "free_port", "listening"]
 ROOT = Path(__file__).parents[2]
-ADMIN, LEAD = "admin@hub.example", "lead@hub.example"
-SERVER = "localhost"
 WALLS = """set -e
 mount --make-rprivate /
 mount --bind "$2" "$2"
@@ -62,7 +60,7 @@ exec setpriv --no-new-privs --bounding-set=-all --inh-caps=-all "$@"
 """What a closed participant's command runs behind; $1 is its temporary folder, $2 its kit. Needs root."""
 
 
-class Federation:
+class Federation(LocalFederation):
     """See the module. `folder` receives everything; times are in seconds."""
 
     def __init__(
@@ -75,41 +73,21 @@ class Federation:
         admin: str = ADMIN,
         closed: Collection[str] = (),
     ) -> None:
-        self.folder, self.sites, self.port = folder.resolve(), list(sites), free_port()
+        super().__init__(folder, sites, bundles, make)
         self.installed, self.admin, self.closed = installed, admin, closed
-        self.file = self.folder / "sites.yml"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(yaml.safe_dump(self._deployment(sites, bundles)))
-        self.kits = make(self.file, self.folder / "kits")
         self.variables: dict[str, dict[str, str]] = {}
-        self._started: dict[str, subprocess.Popen] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in ["server", *self.sites, *self._started]:
+        for name in ["server", *self.sites, *self.started]:
             self.kill(name)
-
-    def kit(self, name: str) -> Path:
-        """Return the startup kit of the server ("server"), a site or an admin."""
-        return self.kits / (SERVER if name == "server" else name)
 
     def start(self, *names: str, wait: float = 90) -> None:
         """Start these participants, all by default, and wait until the server has every site that runs."""
         for name in names or ["server", *self.sites]:
-            output = open(self.folder / f"{name}.log", "ab")  # noqa: SIM115 - the process keeps it
-            command = [*self._walls(name), "/bin/bash", str(self.kit(name) / "startup" / "sub_start.sh"), "--once"]
-            self._started[name] = subprocess.Popen(
-                command,
-                cwd=self.folder,
-                env=self.environment() | self.variables.get(name, {}),
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            output.close()
+            super().start(name, self.environment() | self.variables.get(name, {}), self._walls(name))
         if wait:
             self.until(self._connected, wait, "server and sites to be connected")
 
@@ -224,22 +202,19 @@ class Federation:
 
     def processes(self, name: str = "", jobs_only: bool = False) -> dict[int, str]:
         """Return pid and command line of the living processes of one participant, or of all."""
-        kit = str(self.kit(name) if name else self.kits)
-        found = {pid: words for pid, words in _commands() if any(w == kit or w.startswith(f"{kit}/") for w in words)}
-        return {pid: " ".join(words) for pid, words in found.items() if not jobs_only or _is_job(words)}
+        kits = [self.kit(name)] if name else [kit for kit in self.kits.iterdir() if kit.is_dir()]
+        return {one.pid: " ".join(one.info["cmdline"]) for kit in kits for one in processes.processes(kit, jobs_only)}
 
     def kill(self, name: str) -> None:
         """SIGKILL all processes of a participant and wait until they are gone: its machine has lost power."""
-        self._kill(name, False)
-        if process := self._started.pop(name, None):
+        processes.stop([self.kit(name)], signal.SIGKILL)
+        if process := self.started.pop(name, None):
             process.wait()
-        for mark in ("pid.fl", "daemon_pid.fl"):
-            (self.kit(name) / mark).unlink(missing_ok=True)
 
     def kill_job(self, name: str) -> None:
         """SIGKILL the job processes of a participant; the participant itself lives on."""
         assert self.processes(name, jobs_only=True), f"{name} has no job process"
-        self._kill(name, True)
+        processes.stop([self.kit(name)], signal.SIGKILL, jobs_only=True)
 
     def shutdown(self) -> None:
         """Abort what runs, shut all down as an admin does, and fail if a process is left after it."""
@@ -249,9 +224,9 @@ class Federation:
         self.until(lambda: not self.processes(jobs_only=True), 60, "the jobs to end")
         with self.session() as session, suppress(NoConnection):  # the server may be gone before it has answered
             session.shutdown("all", timeout=60)
-        for process in self._started.values():
+        for process in self.started.values():
             process.wait(60)
-        self._started.clear()
+        self.started.clear()
         self.until(lambda: not self.processes(), 30, "all processes to end")
 
     def until(self, condition: Callable[[], bool], timeout: float, what: str) -> None:
@@ -267,19 +242,8 @@ class Federation:
             time.sleep(0.2)
             late = time.monotonic() > ends
 
-    def _deployment(self, sites: Mapping[str, Mapping[str, Any]], bundles: Collection[str]) -> dict[str, Any]:
-        state, opened = str(self.folder / "server-state"), {n: n in bundles for n in ["server", *sites]}
-        server = {"name": SERVER, "org": "hub", "port": self.port, "hosts": ["127.0.0.1"], "state": state}
-        people = {ADMIN: "project_admin", LEAD: "lead"}
-        return {
-            "name": "test",
-            "server": server | {"bundles": opened["server"]},
-            "sites": [{"name": n, "org": n.replace("-", "_"), "bundles": opened[n], "site": dict(v)} for n, v in sites.items()],
-            "admins": [{"name": name, "org": "hub", "role": role} for name, role in people.items()],
-        }
-
     def _connected(self) -> bool:
-        if dead := [name for name, process in self._started.items() if process.poll() is not None]:
+        if dead := [name for name, process in self.started.items() if process.poll() is not None]:
             raise AssertionError(f"{dead[0]} has ended:\n{self.log(dead[0])[-3000:]}")
         if not listening(self.port):
             return False
@@ -288,15 +252,7 @@ class Federation:
                 known = {client.name for client in session.get_system_info().client_info}
         except TypeError:  # FLARE's own, where a server answers before it has read its certificate
             return False
-        return known >= self._started.keys() & set(self.sites)
-
-    def _kill(self, name: str, jobs_only: bool) -> None:
-        ends = time.monotonic() + 20
-        while found := self.processes(name, jobs_only):
-            for pid in found:
-                _send(pid, signal.SIGKILL)
-            assert time.monotonic() < ends, f"{name}: cannot be killed: {found}"
-            time.sleep(0.1)
+        return known >= self.started.keys() & set(self.sites)
 
 
 def _python_without_us(folder: Path) -> Path:
@@ -308,35 +264,8 @@ def _python_without_us(folder: Path) -> Path:
     return folder / "bin"
 
 
-def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def listening(port: int) -> bool:
     """Tell whether something accepts connections there."""
     with socket.socket() as probe:
         probe.settimeout(1)
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _commands() -> Iterator[tuple[int, list[str]]]:
-    """Yield pid and words of the command of every living process; a zombie has none."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if line := (entry / "cmdline").read_bytes().decode(errors="replace"):
-                    yield int(entry.name), line.rstrip("\0").split("\0")
-            except OSError:  # ended meanwhile
-                continue
-
-
-def _is_job(words: list[str]) -> bool:
-    return any(word.endswith((".worker_process", ".runner_process")) for word in words)
-
-
-def _send(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)

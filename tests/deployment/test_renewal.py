@@ -11,12 +11,18 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from nvflare.lighter.utils import sign_folders
 
+from consilium.core.errors import ConfigError
+from consilium.federation.run_folders import STATE
+from consilium.flare.admin.metrics import collect
+from consilium.flare.kit import admission
+from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.doctor import examine
 from consilium.flare.kit.local_folder import certificate
 from consilium.flare.kit.renewal import renew, update_kit
 from consilium.flare.kit.revocation import revoke
 from tests.conftest import small_config
 from tests.deployment.federation import ADMIN, Federation
+from tests.deployment.jobs import consilium
 
 
 def age(kit: Path, state: Path, days: float) -> None:
@@ -74,16 +80,39 @@ def test_revoked_hospital_needs_a_later_kit(tmp_path: Path) -> None:
         federation.abort(job)
         federation.until(lambda: sites(federation) == {"site-1", "site-2"}, 60, "site-3 to be out")
         federation.kill("site-3")
+        assert "does not let this site in: revoked: " in federation.log("site-3")  # it ran meanwhile
+        kit = federation.kit("site-3")
+        assert admission_of(kit) == Cause.REVOKED.remedy  # stopped: the doctor registers
+        (kit / STATE / admission.FILE).unlink()
         federation.start("site-3", wait=0)
+        federation.until(lambda: admission.noted(kit) is Cause.REVOKED, 60, "the cause at the site")
         federation.until(lambda: "its credential was revoked" in federation.log("server"), 60, "the refusal")
         time.sleep(3)
         assert sites(federation) == {"site-1", "site-2"}
+        assert "System is in trouble" not in federation.log("site-3")
+        assert "Login failed" not in federation.log("site-3")
+        assert admission_of(kit) == Cause.REVOKED.remedy  # it runs: the doctor asks it
+        rows = json.loads(consilium(federation, "sites", "--format", "json"))["sites"]
+        assert {row["site"]: row["state"] for row in rows} == {"site-1": "here", "site-2": "here", "site-3": "revoked"}
+        for name in ("server", "site-3"):
+            assert [one.labels for one in collect(federation.kit(name)) if one.name == "refused"] == [
+                {"site": "site-3", "cause": "revoked"}
+            ]
+        with pytest.raises(ConfigError, match="stop it first: kill"):
+            update_kit(kit, kit)
         federation.kill("site-3")
         new = renew(federation.file, federation.kits.parents[1], ["site-3"])
         update_kit(federation.kit("site-3"), new / "site-3")
+        assert admission_of(kit) == ""
         federation.start("site-3")
         assert sites(federation) == {"site-1", "site-2", "site-3"}
+        federation.until(lambda: admission.noted(kit) is None, 60, "the site to know that it is in")
         federation.shutdown()
+
+
+def admission_of(kit: Path) -> str:
+    """Return the remedy that the doctor names where the server does not let the site in; "" where it does."""
+    return {one.check: one.remedy for one in examine(kit)}["admission"]
 
 
 def sites(federation: Federation) -> set[str]:

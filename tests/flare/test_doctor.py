@@ -230,3 +230,32 @@ def test_void_rows_are_named(kit: Path) -> None:
     assert found.ok
     assert "2 rows (jobs fundus, job) are void: " in found.advice
     assert "seed of 32 bits" in found.advice
+
+
+@pytest.mark.parametrize("name", ["lead", "clinic"])
+def test_altered_files_are_named(name: str, made: Path, tmp_path: Path) -> None:
+    kit = Path(shutil.copytree(made / {"lead": "a@hub.example"}.get(name, name), tmp_path / name, symlinks=True))
+    found = {one.check: one for one in examine(kit)}
+    assert found["signature"].ok
+    script = next((kit / "startup").glob("*.sh"))
+    script.write_text(script.read_text() + "# mine\n")
+    (kit / "startup" / "more.txt").write_text("1")
+    signature = {one.check: one for one in examine(kit)}["signature"]
+    assert signature.found == f"startup/ was altered: {', '.join(sorted([script.name, 'more.txt']))}"
+
+
+def test_a_persons_kit_is_no_site(made: Path) -> None:
+    """Nothing is asked of it that only a site has, or obeying the doctor would write a site's list into it."""
+    checks = {one.check: one for one in examine(made / "a@hub.example")}
+    assert not checks.keys() & {
+        "allow-list",
+        "rights",
+        "privacy scope",
+        "data list",
+        "components",
+        "site.yaml",
+        "disk",
+        "admission",
+    }
+    assert {"signature", "clock", "root", "server"} <= checks.keys()
+    assert [name for name, one in checks.items() if not one.ok and name in ("signature", "clock", "root")] == []

@@ -13,6 +13,7 @@ import yaml
 from consilium.core.errors import ConfigError
 from consilium.federation.run_folders import STATE
 from consilium.flare.admin.metrics import HELP, collect
+from consilium.flare.kit import admission
 from consilium.flare.kit.provision import provision
 from consilium.privacy.ledger.audit import FILE, Record
 from consilium.report.exposition import Sample, exposition
@@ -68,7 +69,8 @@ def test_server_metrics(server: Path) -> None:
     run = '{run="fundus-1"}'
     assert found[f"consilium_run_round{run}"] == 2
     assert found[f"consilium_run_rounds{run}"] == 3
-    assert found[f"consilium_run_finished{run}"] == 0
+    assert states(found) == {"running": 1}
+    assert "consilium_run_end_timestamp_seconds" not in str(found)
     assert found[f"consilium_run_round_seconds{run}"] == 5
     assert found[f"consilium_run_last_event_timestamp_seconds{run}"] == 1_000_020
     assert found['consilium_run_refusals_total{run="fundus-1",site="b"}'] == 1
@@ -76,6 +78,36 @@ def test_server_metrics(server: Path) -> None:
     assert found['consilium_site_last_seen_timestamp_seconds{site="b"}'] == 1_000_000
     assert found['consilium_certificate_days_left{of="root"}'] == 359
     assert found["consilium_revoked_names"] == 0
+
+
+def states(found: dict[str, float]) -> dict[str, float]:
+    """Return the states of the one run."""
+    return {re.findall('state="(\\w+)"', name)[0]: value for name, value in found.items() if "run_state" in name}
+
+
+def stop(kit: Path, reason: str, when: float) -> Path:
+    """Have the run's record say that it was stopped; return the run's folder."""
+    folder = kit / STATE / "runs" / "fundus-1"
+    line = {"event": "stopped", "reason": reason, "time": when}
+    (folder / "metrics.jsonl").write_text(
+        "\n".join([*(folder / "metrics.jsonl").read_text().splitlines()[:-1], json.dumps(line), ""])
+    )
+    return folder
+
+
+def test_a_run_that_was_stopped_says_when_and_why_until_it_is_resumed(server: Path) -> None:
+    folder = stop(server, "3 sites refused: budget", 1_000_030.0)
+    found = numbers(server)
+    assert states(found) == {"stopped": 1}
+    assert found['consilium_run_end_timestamp_seconds{run="fundus-1"}'] == 1_000_030
+    assert found['consilium_run_stopped{run="fundus-1",cause="3 sites refused: budget"}'] == 1
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"event": "resumed", "round": 2, "phase": 0, "time": 1_000_040.0}) + "\n")
+    assert states(numbers(server)) == {"running": 1}
+    (folder / "results.json").write_text("{}")
+    found = numbers(server)
+    assert states(found) == {"completed": 1}
+    assert not [name for name in found if "run_stopped" in name]
 
 
 def test_old_runs_are_left_out(server: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,11 +152,79 @@ def test_collector_file(
         collect(tmp_path)
 
 
-def test_alerts_use_written_metrics(server: Path, site: Path) -> None:
-    Record(site / STATE / "runs/r/sites/clinic" / FILE).add({"kind": "hello"})
-    written = {name.partition("{")[0] for kit in (server, site) for name in numbers(kit)}
+DAY = 86400.0
+ON = re.compile(r"\((.+?)\) and on \((.+?)\) \((.+)\)$")
+INCREASE = re.compile(r"increase\((\w+)\[1h\]\)")
+
+
+def firing(rule: str, kits: list[Path], now: float, before: dict[str, float] | None = None) -> set[str]:
+    """Return the series, as text, for which an alert's expression holds now; those without labels as "".
+
+    The part of Prometheus' language that the rules use: `and on (labels) (...)`, `or`, a comparison of numbers, time() and
+    increase over an hour, whose `before` are the numbers an hour ago.
+    """
+    if " or " in rule:
+        return set().union(*(firing(one, kits, now, before) for one in rule.split(" or ")))
+    if joined := ON.fullmatch(rule):
+        left, labels, right = joined.groups()
+        wanted = [label.strip() for label in labels.split(",")]
+        keys = {key(one, wanted) for one in firing(right, kits, now, before)}
+        return {one for one in firing(left, kits, now, before) if key(one, wanted) in keys}
+    found = {name: value for kit in kits for name, value in numbers(kit).items()}
+    said = {selector: value for selector, value in re.findall(r"(consilium_\w+)(\{[^}]*\})?", rule)}
+    (main, only), *_ = said.items()
+    named = re.compile(re.escape(main) + r"(\{.*\})?")
+    rule = rule.replace(only, "") if only else rule
+    labels = {one.removeprefix(main) for one in found if named.fullmatch(one) and only.strip("{}") in one}
+    return {one for one in labels if holds(rule, {name: found.get(name + one, 0.0) for name in said}, one, now, before or {})}
+
+
+def holds(rule: str, values: dict[str, float], labels: str, now: float, before: dict[str, float]) -> bool:
+    """Return whether a comparison holds of the numbers of one series' labels."""
+    text = INCREASE.sub(lambda found: str(values[found[1]] - before.get(found[1] + labels, 0.0)), rule)
+    text = re.sub(r"consilium_\w+", lambda found: repr(values[found[0]]), text).replace("time()", repr(now))
+    return bool(eval(text, {"__builtins__": {}}))
+
+
+def key(labels: str, wanted: list[str]) -> tuple[str, ...]:
+    return tuple("".join(re.findall(f'{name}="([^"]*)"', labels)) for name in wanted)
+
+
+@pytest.fixture
+def alerts() -> dict[str, str]:
     (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
-    spoken = {name for rule in group["rules"] for name in re.findall(r"consilium_\w+", rule["expr"])}
+    assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"])
+    return {rule["alert"].removeprefix("Consilium"): rule["expr"] for rule in group["rules"]}
+
+
+def test_alerts_on_recorded_metrics(server: Path, site: Path, alerts: dict[str, str]) -> None:
+    """The times of the records are by hand; a day after its end nothing fires of a run any more."""
+    run = '{run="fundus-1"}'
+    t = 1_000_020.0
+    assert firing(alerts["RunStands"], [server], t + 7199) == set()
+    assert firing(alerts["RunStands"], [server], t + 7201) == {run}
+    assert firing(alerts["RunStopped"], [server], t) == set()
+    stop(server, "no room", t)
+    assert firing(alerts["RunStands"], [server], t + 30 * DAY) == set()  # no false alarm for a run that has ended
+    assert firing(alerts["RunStopped"], [server], t + DAY - 1) == {'{run="fundus-1",cause="no room"}'}
+    assert firing(alerts["RunStopped"], [server], t + DAY + 1) == set()
+    assert firing(alerts["SiteSilent"], [server], t + DAY - 10) == {'{site="b"}'}
+    assert firing(alerts["Refusals"], [server], t) == set()
+    assert firing(alerts["CertificateEnds"], [server], t) == set()
+    assert firing(alerts["LedgerBroken"], [site], t) == set()
+    assert firing(alerts["MetricsOld"], [site], time.time() + 3700) == {""}
+    assert firing(alerts["BudgetLow"], [site], t) == set()
+    (site / STATE).mkdir(exist_ok=True)
+    (site / STATE / "ledger.sqlite").write_text("no ledger")
+    assert firing(alerts["LedgerBroken"], [site], t) == {""}
+
+
+def test_alerts_use_written_metrics(server: Path, site: Path, alerts: dict[str, str]) -> None:
+    Record(site / STATE / "runs/r/sites/clinic" / FILE).add({"kind": "hello"})
+    stop(server, "no room", 1_000_030.0)
+    admission.note(site, admission.Cause.REVOKED)
+    assert numbers(site)['consilium_refused{site="clinic",cause="revoked"}'] == 1
+    written = {name.partition("{")[0] for kit in (server, site) for name in numbers(kit)}
+    spoken = {name for rule in alerts.values() for name in re.findall(r"consilium_\w+", rule)}
     assert spoken <= written
     assert written == {f"consilium_{name}" for name in HELP}
-    assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"]) == 9

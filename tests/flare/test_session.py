@@ -124,7 +124,7 @@ def test_refused_login_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (kit / "startup/fed_admin.json").write_text('{"admin": {"username": "a"}}')
     monkeypatch.setattr("consilium.flare.admin.session.check_time", lambda kit: None)
     for error, says in (
-        (registration_refused(), r"refuses this kit \(its credential was revoked\); ask the hub"),
+        (registration_refused(), r"refuses this kit: revoked: .*ask the hub"),
         (
             NoConnection("cannot connect for 15 seconds"),
             r"\(cannot connect for 15 seconds\); hub:8002: connection refused; start it",

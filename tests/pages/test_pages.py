@@ -43,6 +43,7 @@ NOT_RUN = {
     "custom/consilium/privacy/README.md": ["consilium privacy sums KIT"],
     "custom/README.md": ["pip install ./my-algorithms", "ruff check .", "python -m build"],
     "custom/consilium/use/README.md": ["consilium submit"],
+    "provisioning/README.md": ["consilium poc jobs/quickstart_cells", "consilium allow /tmp/nvflare"],
     "provisioning/engineer.md": [
         "consilium provision sites.yml",
         "consilium submit",

@@ -91,7 +91,7 @@ def download(
 
 def show(found: dict[str, Any]) -> None:
     """Print one job's status for people."""
-    console, progress = Console(soft_wrap=True, highlight=False), found["progress"]
+    console, progress, tables = Console(soft_wrap=True, highlight=False), found["progress"], page()
     console.print(line(f"{found['experiment']}: {found['status']}  (job {found['job_id']})"))
     for problem in found["problems"]:
         console.print(line(f"not deployed: {problem}", "red"))
@@ -103,7 +103,7 @@ def show(found: dict[str, Any]) -> None:
         return
     console.print(line(place(progress)))
     if progress["sites"]:
-        console.print(_table(progress, page().width))
+        tables.print(_table(progress, tables.width))
     for one in progress["refused"]:
         console.print(line(f"refused {when(one, last_round(progress))}: {one['site']}: {one['reason']}", "yellow"))
 

@@ -21,12 +21,19 @@ from consilium.flare.kit.root_keys import fingerprint as root_fingerprint
 from consilium.report.exposition import exposition
 
 
-def allow(folder: Annotated[Path, typer.Argument(help="workspace of `nvflare simulator`, or a startup kit")]) -> None:
+def allow(
+    folders: Annotated[list[Path], typer.Argument(metavar="KIT...", help="startup kits, or a simulator's workspace")],
+) -> None:
     """Let FLARE run our classes there, and no other name of ours: their list by the kit's role, in local/resources.json.
 
-    This also brings a kit of an older version up to date. Restart the participant after it.
+    This also brings kits of an older version up to date. Kits that `nvflare provision` or `nvflare poc` made, which have no
+    policies yet, get ours. People's kits need nothing. Restart the participants after it.
     """
-    typer.echo(f"{update(folder)}: lists the classes that jobs may name")
+    for folder in folders:
+        if (folder / "startup" / "fed_admin.json").is_file():
+            typer.echo(f"{folder}: a person's kit; it needs no list")
+        else:
+            typer.echo(f"{update(folder)}: lists the classes that jobs may name")
 
 
 def revoke(

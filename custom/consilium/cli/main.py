@@ -1,4 +1,4 @@
-"""The command `consilium`. Exit codes: 0 done, 1 the run failed or problems were found, 2 wrong usage or configuration."""
+"""The command `consilium`; its exit codes are core.errors.ExitCode."""
 
 import ast
 import io
@@ -17,7 +17,7 @@ from typer.exceptions import TyperException
 from consilium import __version__
 from consilium.cli.options import LONGEST_LINE
 from consilium.cli.resume_hint import FULL, again, no_room
-from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, DataError
+from consilium.core.errors import ConfigError, ConsiliumError, ExitCode
 from consilium.core.registry import resolve
 from consilium.core.sanitize import line
 
@@ -122,6 +122,7 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
         **{name: f"{CLI}.submit:{name}" for name in ("submit", "resume")},
         **{name: f"{CLI}.jobs:{name}" for name in ("status", "abort", "download")},
         "sites": f"{CLI}.sites:sites",
+        "poc": f"{CLI}.poc:poc",
         "provision": f"{CLI}.kits:provision",
         "export": f"{CLI}.export:export",
         **{name: f"{CLI}.kits:{name}" for name in ("allow", "revoke", "renew", "wheels", "prepare")},
@@ -169,17 +170,18 @@ def main() -> None:
         code = app(standalone_mode=False, prog_name="consilium")
     except TyperException as error:  # wrong usage; without any words the help was shown
         _fail([_usage(error)] if error.format_message() else [], error.exit_code)
-    except ConfigError as error:
-        _fail(str(error).split("\n"), 2)
     except ConsiliumError as error:
-        _fail([str(error)], 2 if isinstance(error, DataError | CheckpointError) else 1)
+        _fail(str(error).split("\n") if isinstance(error, ConfigError) else [str(error)], error.exit_code)
     except OSError as error:  # a path that may not be used, a full or broken disk, a server that does not answer
         if error.errno is None:
             raise
         if error.errno in FULL:
-            _fail([no_room(error, "." if error.filename is None else error.filename, again())], 1)
+            _fail([no_room(error, "." if error.filename is None else error.filename, again())], ExitCode.FAILED)
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-        _fail([f"{where}{error.strerror}; check the paths given, their permissions and the disk"], 2 if where else 1)
+        _fail(
+            [f"{where}{error.strerror}; check the paths given, their permissions and the disk"],
+            ExitCode.USAGE if where else ExitCode.FAILED,
+        )
     raise SystemExit(code if isinstance(code, int) else 0)
 
 

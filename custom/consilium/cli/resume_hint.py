@@ -14,10 +14,8 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from consilium.core.errors import ConsiliumError
+from consilium.core.errors import ConsiliumError, ExitCode
 
-INTERRUPTED = 130
-"""The exit code of a command that Ctrl-C ended."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -37,7 +35,7 @@ def stoppable() -> Iterator[None]:
 
 @contextmanager
 def print_resume_hint(folder: Path, resumable: bool) -> Iterator[None]:
-    """Print how to resume a run after Ctrl-C, and exit with INTERRUPTED; raise ConsiliumError for a full disk."""
+    """Print how to resume a run after Ctrl-C, and exit; raise ConsiliumError for a full disk."""
     try:
         yield
     except KeyboardInterrupt:
@@ -52,7 +50,7 @@ def print_resume_hint(folder: Path, resumable: bool) -> Iterator[None]:
 def exit_interrupted(way: str) -> None:
     """Print that the command was interrupted and how to resume, and exit."""
     Console(stderr=True, soft_wrap=True, highlight=False).print(f"interrupted{way}", markup=False)
-    raise typer.Exit(INTERRUPTED) from None
+    raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 
 def no_room(error: OSError, where: str | bytes | Path, way: str) -> str:

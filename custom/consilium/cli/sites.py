@@ -14,6 +14,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.sanitize import line, shown
 from consilium.federation.compatibility import OWN, Verdict, differences
 from consilium.flare.admin.session import connect
+from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.certificates import WARN_DAYS
 from consilium.flare.kit.heartbeat_server import read
 from consilium.report.tables import fit
@@ -53,7 +54,7 @@ def sites(
 
 
 def told(found: Mapping[str, Any], now: float) -> list[dict[str, Any]]:
-    """Return a row per site; `state` is here, silent or gone; None: the site has not reported it."""
+    """Return a row per site; `state` is here, silent, gone, or a Cause. None: the site has not reported it."""
     return [_row(name, one, found["server"], now) for name, one in found["sites"].items()]
 
 
@@ -62,7 +63,7 @@ def _row(name: str, one: Mapping[str, Any], server: Mapping[str, Any], now: floa
     ago = round(max(now - one["last_seen"], 0.0))
     return {
         "site": name,
-        "state": "gone" if not one["here"] else "silent" if ago > SILENT else "here",
+        "state": one.get("cause") or "gone" if not one["here"] else "silent" if ago > SILENT else "here",
         "seen_seconds_ago": ago,
         "version": one.get("version"),
         "protocol": one.get("protocol"),
@@ -76,6 +77,8 @@ def _row(name: str, one: Mapping[str, Any], server: Mapping[str, Any], now: floa
 
 def _notes(one: Mapping[str, Any], server: Mapping[str, Any], days: int | None) -> list[str]:
     """Return a line for each thing that an administrator should check."""
+    if not one["here"] and (cause := one.get("cause")) in list(Cause):
+        return [f"{Cause(cause).text}, so the server does not let it in"]
     if "version" not in one:
         return ["tells no version: its kit or package is of 0.2.0 or before; run `consilium allow KIT` there"]
     has, wanted = ({OWN: facts["version"], **facts.get("libraries", {})} for facts in (one, server))

@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
+from consilium.core.errors import ExitCode
 from consilium.core.sanitize import line
 from consilium.flare.admin.session import Admin
 from consilium.report.live_view import ending
@@ -13,20 +14,22 @@ LOST = "LOST"
 """The status in flare/admin/session.py. A job also has it for moments between its end and its final status."""
 LOST_AFTER = 60.0
 """Seconds with status LOST after which a job counts as lost."""
+SOON, LATE = 1.0, 15.0
+"""Seconds between two looks at a job: after a change, and the most. FLARE's server writes three lines for each."""
 
 
-def exit_code(status: str) -> int:
-    """Return the exit code of a job's status: 0 completed, 1 failed or aborted, 3 not ended, 4 lost with its server."""
+def exit_code(status: str) -> ExitCode:
+    """Return the exit code of a job's status."""
     if status == LOST:
-        return 4
+        return ExitCode.LOST
     if not status.startswith("FINISHED"):
-        return 3
-    return 0 if status == "FINISHED:COMPLETED" else 1
+        return ExitCode.RUNNING
+    return ExitCode.DONE if status == "FINISHED:COMPLETED" else ExitCode.FAILED
 
 
 def watch_job(admin: Admin, job_id: str, console: Console) -> dict[str, Any]:
     """Print a line at every change until the job has ended or is lost; return its last status."""
-    said, ends = "", time.monotonic() + LOST_AFTER
+    said, ends, pause = "", time.monotonic() + LOST_AFTER, SOON
     while not (found := admin.status(job_id))["status"].startswith("FINISHED"):
         ends = ends if found["status"] == LOST else time.monotonic() + LOST_AFTER
         if time.monotonic() > ends:
@@ -34,8 +37,9 @@ def watch_job(admin: Admin, job_id: str, console: Console) -> dict[str, Any]:
         now = place(found["progress"]) if found["progress"] else found["status"]
         if now.split("; ETA")[0] != said and now != LOST:  # between a job's end and its final status
             console.print(line(now))
-            said = now.split("; ETA")[0]
-        time.sleep(1)
+            said, pause = now.split("; ETA")[0], SOON
+        time.sleep(pause)
+        pause = min(pause * 1.5, LATE)
     return found
 
 

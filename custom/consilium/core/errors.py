@@ -1,6 +1,6 @@
 """The errors a user meets, one line each: what is wrong (file, field, value), what to do, and what of it may leave a site."""
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 """What ends a process or a generator. All else is a failure, also what is no Exception: a panic of a library in Rust."""
@@ -55,14 +55,21 @@ _TEXTS = {
 }
 
 
+class ExitCode(IntEnum):
+    """Exit codes of all commands; provisioning/engineer.md says what they mean."""
+
+    DONE, FAILED, USAGE, RUNNING, LOST, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
+
+
 class ConsiliumError(Exception):
     """Base of every error that is shown to a user as one line instead of a traceback.
 
     `reason`: what may leave a site of it; `told`: what FLARE's logs there say in the place of a text that may name data, "" of
-    others.
+    others; `exit_code`: of the command that it ends.
     """
 
     reason = Reason.ERROR
+    exit_code = ExitCode.FAILED
     told = ""
 
     def __init__(self, message: str, reason: Reason | None = None, told: str = "") -> None:
@@ -74,12 +81,20 @@ class ConfigError(ConsiliumError):
     """job.yaml or site.yaml holds something that cannot run."""
 
     reason = Reason.JOB
+    exit_code = ExitCode.USAGE
+
+
+class UnreachableError(ConsiliumError):
+    """The server does not answer, or does not let this kit in."""
+
+    exit_code = ExitCode.UNREACHABLE
 
 
 class DataError(ConsiliumError):
     """A data list, an image or a mask cannot be used. `kind`: what is wrong, as a report counts it."""
 
     reason = Reason.DATA
+    exit_code = ExitCode.USAGE
     told = "the data cannot be used"
 
     def __init__(self, message: str, kind: str = "unreadable") -> None:
@@ -98,6 +113,7 @@ class CheckpointError(ConsiliumError):
     """A weights file or a saved state is missing, damaged or of another model."""
 
     reason = Reason.CHECKPOINT
+    exit_code = ExitCode.USAGE
 
 
 class RefusedError(ConsiliumError):

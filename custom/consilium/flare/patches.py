@@ -129,6 +129,14 @@ CLIENT_HEARTBEAT = Patch(
 """The start of a client's heartbeats. FLARE waits a minute for the client's engine by the wall clock. Where the clock is set
 forward meanwhile, it never sends one; the server forgets the site, which by its own log is connected."""
 
+CLIENT_REGISTRATION = Patch(
+    "nvflare.private.fed.client.communicator",
+    "Communicator.client_registration",
+    "dff0019bd85cf5ff966dc73587d9a0f9fbedff0c0601138e481d9b53b8bbaa8c",
+)
+"""A site's registration. Where the server refuses it, FLARE's client ends with a traceback that has no cause, is started anew
+five times, and then is gone."""
+
 SITE_PROCESSES = Patch(
     "nvflare.private.fed.app.simulator.simulator_runner",
     "subprocess",
@@ -147,7 +155,7 @@ tasks twice a second: two hundred threads a site in the server's process."""
 
 PATCHES = {
     "server": (SERVER_HEARTBEAT, STATUS, CERTIFICATE, NEW_SESSION, SESSION, OLD_SESSION, TIMERS),
-    "site": (CLIENT_HEARTBEAT, TIMERS),
+    "site": (CLIENT_HEARTBEAT, CLIENT_REGISTRATION, TIMERS),
     "simulation": (SITE_PROCESSES, TIMERS),
 }
 """By who applies them."""

@@ -102,7 +102,7 @@ _METRICS: dict[str, Any] = _SITE | {"metrics": dict[str, Number]}
 _FIELDS: dict[str, dict[str, Any]] = {
     "started": _PLACE | {"sites": list[str]}, "concluded": _PLACE | {"sites": list[str]}, "joined": _SITE,
     "result": _METRICS | {"phase": _Count}, "held_out": _METRICS, "final": _METRICS, "refused": _SITE | {"reason": str},
-    "resumed": _PLACE, "diagnostics": _PLACE | {"values": dict[str, Number]},
+    "stopped": {"reason": str}, "resumed": _PLACE, "diagnostics": _PLACE | {"values": dict[str, Number]},
     "ended": dict.fromkeys(("round", "rounds", "validations", "best_round"), _Count),
     "parameters": _PLACE | dict.fromkeys(("shared", "local", "frozen"), _Size),
 }  # fmt: skip

@@ -142,6 +142,10 @@ class RunLog:
         """Record why a site's message was not used; see Coordinator.refuse."""
         self._line(refusal)
 
+    def stopped(self, reason: str) -> None:
+        """Record why the run ends before its end; the time of the line says when."""
+        self._line({"event": "stopped", "reason": reason})
+
     def concluded(
         self, state: ServerState, sites: list[str], epsilon: float | None = None, mean: RoundResults | None = None
     ) -> None:

@@ -31,6 +31,8 @@ SAMPLES = 10**9
 """The most training samples that a site may report."""
 _NAME = re.compile(r"[\w@+-][\w @+.-]{0,127}")
 """A site's name, which becomes a folder's in TensorBoard and a part of tensors' names in the checkpoint."""
+MOST_NAMED = 5
+"""Sites that an error names, of those that gave one reason."""
 
 
 def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
@@ -216,6 +218,19 @@ def check_next(strategy: Strategy, state: ServerState, merged: ServerState | Non
             if merged.shared[name].shape != tensor.shape:
                 shapes = f"shape {tuple(merged.shared[name].shape)}, expected {tuple(tensor.shape)}"
                 raise ConsiliumError(f"{who} returned {name!r} with {shapes}; keep the shape of every tensor")
+
+
+def refusals(reasons: Mapping[str, str], what: str = "gave no result") -> str:
+    """Return which sites did `what` and why, as the beginning of a sentence about what follows from it; "" for none.
+
+    Sites with one reason are named together.
+    """
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in sorted(reasons.items()):
+        by_reason.setdefault(reason, []).append(name)
+    more = {reason: f" and {len(names) - MOST_NAMED} more" * (len(names) > MOST_NAMED) for reason, names in by_reason.items()}
+    told = [f"{', '.join(names[:MOST_NAMED])}{more[reason]}: {reason}" for reason, names in by_reason.items()]
+    return f"{len(reasons)} sites {what}: {'. '.join(told)}. So " if reasons else ""
 
 
 def next_step(reasons: Mapping[str, str], asked: Sized, quorum: int) -> str:

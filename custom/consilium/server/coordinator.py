@@ -29,7 +29,7 @@ from consilium.report.run_log import RunLog
 from consilium.report.tracking import Tracker
 from consilium.server import initialization
 from consilium.server.aggregation import RoundAggregate, merged, penalized
-from consilium.server.checks import check_evaluation, check_hello, check_update, next_step
+from consilium.server.checks import check_evaluation, check_hello, check_update, next_step, refusals
 from consilium.server.early_stopping import ending, unheard, validated
 from consilium.server.initialization import Saved, server_start
 from consilium.server.statistics_round import StatisticsRound
@@ -102,6 +102,8 @@ class Coordinator:
         self.sent: dict[str, Payload] = {}
         self._results: dict[str, SiteResult] = {}
         self.accepted, self._trained, self.reasons = set[str](), list[dict[str, float]](), dict[str, str]()
+        self.declined: dict[str, str] = {}
+        """Why sites may not join, or did not, by name."""
         self._lock = threading.Lock()
         self.survey = StatisticsRound(job.config, folder, observer)
         self.aggregate = aggregate or RoundAggregate(job.strategy, job.config.server)
@@ -170,7 +172,9 @@ class Coordinator:
         with self._lock:
             if len(self.trainers) < self.quorum:
                 have = f"{len(self.trainers)} sites are here, federation.min_sites is {self.quorum}"
-                raise ConsiliumError(f"round {self.state.round}: {have}; wait for more sites or lower it")
+                out = {name: reason for name, reason in self.declined.items() if name not in self.sites}
+                step = "mend that, then submit the job again" if out else "wait for more sites or lower it"
+                raise ConsiliumError(f"round {self.state.round}: {refusals(out, 'refused')}{have}; {step}")
             self.asked = {name: self.sites[name] for name in names or self._sample()}
             self.accepted, self._results, self._trained, self.reasons = set(), {}, [], {}
             self.aggregate.reset(max(len(self.asked), 1))
@@ -241,11 +245,12 @@ class Coordinator:
     def refuse(self, name: str, reason: str, joining: bool = False, word: Reason | None = None) -> str:
         """Note why a site has no usable answer, or may not join; return it, bounded. `word`: the kind of a site's own text."""
         reason = shown(reason, 1000)
-        self.reasons |= {} if joining else {name: word.text if word else reason}
+        told = self.declined if joining else self.reasons
+        told[name] = word.text if word else reason  # a site's own text does not leave it
         refusal = {"event": "refused", "site": name, "round": self.state.round, "reason": reason, "joining": joining}
         self.observer(refusal)
         self.log.refused(refusal)
-        self.survey.decline(name, word.text if word else reason)  # a site's own text does not leave it
+        self.survey.decline(name, told[name])
         return reason
 
     def check(self, name: str, result: Payload) -> Payload:
@@ -266,7 +271,8 @@ class Coordinator:
         with self._lock:
             if not self.has_quorum:
                 few = f"{len(self.accepted)} of {len(self.asked)} results, federation.min_sites is {self.quorum}"
-                raise ConsiliumError(f"round {self.state.round}: {few}; {next_step(self.reasons, self.asked, self.quorum)}")
+                step = next_step(self.reasons, self.asked, self.quorum)
+                raise ConsiliumError(f"round {self.state.round}: {refusals(self.reasons)}{few}; {step}")
             if plan := self._central:  # sigma S of noise over the number of sites that answered
                 noised = in_reals(noised_sum(plan, self.aggregate.sums(), Randomness.secret()))
                 means = {name: tensor / len(self.accepted) for name, tensor in noised.items()}

@@ -21,7 +21,7 @@ from consilium.privacy.secagg.messages import cancellations
 from consilium.privacy.secagg.server import Attempt, Collector
 from consilium.privacy.secagg.terms import Message
 from consilium.server.aggregation import RoundAggregate
-from consilium.server.checks import next_step
+from consilium.server.checks import next_step, refusals
 from consilium.server.coordinator import Coordinator
 from consilium.strategies.strategy import ServerState
 
@@ -96,7 +96,7 @@ class MaskedRounds:
             opened = self._attempted(ask, attempt, payloads) or self._attempted(ask, self._again(ask, attempt), payloads)
             if opened is None:
                 what = "secure aggregation: too few sites stay to the end of a phase"
-                raise ConsiliumError(f"{what}; {self._next_step(attempt)}")
+                raise self._failed(what, attempt)
             self._conclude(opened)
         finally:
             for name in self._away:
@@ -149,7 +149,7 @@ class MaskedRounds:
         try:
             parties = attempt.close_prepared()
         except ConsiliumError as few:
-            raise ConsiliumError(f"{few}; {self._next_step(attempt)}") from None
+            raise self._failed(str(few), attempt) from None
         sent = c.job.strategy.payload(c.state, SiteInfo("", 1, joined=False))
         order = layout(upload_shapes(c.job.strategy, sent))
         summed = Sum(attempt, parties, order, attempt.mask_context(parties, order, sent))
@@ -209,12 +209,14 @@ class MaskedRounds:
             ask(Kind.MASKS, dict.fromkeys(asked, question), attempt.take_cancelled, lambda: attempt.is_cancelled)
         if not attempt.is_cancelled:
             what = "too few sites are left to open this phase's sum, and too few to cancel it and ask anew"
-            raise ConsiliumError(f"secure aggregation: {what}; {self._next_step(attempt)}")
+            raise self._failed(f"secure aggregation: {what}", attempt)
         return self.collector.again(attempt)
 
-    def _next_step(self, attempt: Attempt) -> str:
-        """Return the remedy for a phase that too few sites completed."""
-        return next_step(self.coordinator.reasons, self.coordinator.asked, attempt.terms.least)
+    def _failed(self, what: str, attempt: Attempt) -> ConsiliumError:
+        """Return the error of a phase that too few sites completed: why, what follows, and the remedy."""
+        reasons = self.coordinator.reasons
+        step = next_step(reasons, self.coordinator.asked, attempt.terms.least)
+        return ConsiliumError(f"{refusals(reasons)}{what}; {step}")
 
     def _there(self, attempt: Attempt) -> list[str]:
         """Return the sites that answered the last question, or have cancelled."""

@@ -6,6 +6,7 @@ They are read from files, so FLARE need not run.
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from nvflare.lighter.utils import load_crt
 
 from consilium import __version__
 from consilium.config.site import SiteConfig, load_site
-from consilium.core.errors import ConsiliumError
+from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.sanitize import shown
 from consilium.federation.run_folders import RUNS, STATE
+from consilium.flare.kit import heartbeat_server
+from consilium.flare.kit.admission import noted
 from consilium.flare.kit.certificates import days_left
-from consilium.flare.kit.local_folder import certificate, kit_role
+from consilium.flare.kit.local_folder import certificate, kit_name, kit_role
 from consilium.flare.kit.revocation import read as revoked
 from consilium.privacy.accounting.composition import epsilon_for
 from consilium.privacy.ledger import audit
@@ -33,9 +37,12 @@ HELP = {
     "certificate_days_left": "whole days until a certificate in the kit ends",
     "disk_free_bytes": "free space where the participant's files go",
     "revoked_names": "names whose credentials the server refuses",
+    "refused": "1 if the server does not let a site in, with the cause",
     "run_round": "rounds that a run has concluded",
     "run_rounds": "rounds that a run has",
-    "run_finished": "1 if a run has reached its end",
+    "run_state": "1: the run is running, completed or stopped by its label; a run whose server died counts as running",
+    "run_end_timestamp_seconds": "when a run was completed or stopped",
+    "run_stopped": "1, with why a run was stopped before its end",
     "run_last_event_timestamp_seconds": "when anything was last written of a run",
     "run_round_seconds": "how long the last concluded round took",
     "run_refusals_total": "answers of a site that were not used, or did not come",
@@ -59,6 +66,8 @@ def collect(kit: Path) -> list[Sample]:
     site = load_site(settings) if settings.is_file() else SiteConfig()
     state = site.state or kit / STATE
     found.append(Sample("disk_free_bytes", shutil.disk_usage(state if state.is_dir() else kit).free))
+    if cause := noted(kit):
+        found.append(Sample("refused", 1, {"site": kit_name(kit), "cause": cause}))
     return [*found, *(_server(kit, state) if role == "server" else _site(site, state))]
 
 
@@ -69,6 +78,10 @@ def _server(kit: Path, state: Path) -> Iterator[Sample]:
         path = folder / "metrics.jsonl"
         if path.is_file() and (path.parent / "job.yaml").is_file() and time.time() - path.stat().st_mtime < RECENT:
             yield from _run(folder, read_events(path)[0], seen)
+    with suppress(ConfigError):  # no site was seen, or the file is damaged, which `consilium sites` says
+        for name, one in heartbeat_server.read(kit)["sites"].items():
+            if one.get("cause"):
+                yield Sample("refused", 1, {"site": name, "cause": one["cause"]})
     for site, when in sorted(seen.items()):
         yield Sample("site_last_seen_timestamp_seconds", when, {"site": site})
 
@@ -80,7 +93,7 @@ def _run(folder: Path, lines: list[dict[str, Any]], seen: dict[str, float]) -> I
     began = {(x["round"], x["phase"]): x["time"] for x in lines if x["event"] == "started"}
     yield Sample("run_round", len({x["round"] for x in done}), of)
     yield Sample("run_rounds", yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))["training"]["rounds"], of)
-    yield Sample("run_finished", float((folder / "results.json").is_file()), of)
+    yield from _ending(folder, lines, of)
     if lines:
         yield Sample("run_last_event_timestamp_seconds", lines[-1]["time"], of)
     if done and (start := began.get((done[-1]["round"], done[-1]["phase"]))) is not None:
@@ -93,6 +106,21 @@ def _run(folder: Path, lines: list[dict[str, Any]], seen: dict[str, float]) -> I
             seen[line["site"]] = max(seen.get(line["site"], 0.0), line["time"])
     for site, count in sorted(refused.items()):
         yield Sample("run_refusals_total", count, of | {"site": site})
+
+
+def _ending(folder: Path, lines: list[dict[str, Any]], of: dict[str, str]) -> Iterator[Sample]:
+    """Yield a run's state, and for one that has ended when, and why if it was before its end."""
+    results = folder / "results.json"
+    last = next((line for line in reversed(lines) if line["event"] in ("stopped", "resumed")), None)
+    if last and last["event"] == "stopped":
+        yield Sample("run_state", 1, of | {"state": "stopped"})
+        yield Sample("run_end_timestamp_seconds", last["time"], of)
+        yield Sample("run_stopped", 1, of | {"cause": shown(last["reason"], 300)})
+    elif results.is_file():
+        yield Sample("run_state", 1, of | {"state": "completed"})
+        yield Sample("run_end_timestamp_seconds", results.stat().st_mtime, of)
+    else:
+        yield Sample("run_state", 1, of | {"state": "running"})
 
 
 def _site(site: SiteConfig, state: Path) -> Iterator[Sample]:

@@ -16,10 +16,11 @@ from nvflare.apis.fl_exception import FLCommunicationError
 from nvflare.fuel.flare_api import api_spec
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
-from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.errors import ConfigError, ConsiliumError, UnreachableError
 from consilium.core.sanitize import shown
 from consilium.core.schema import read_yaml
 from consilium.federation.run_folders import default_name
+from consilium.flare.kit.admission import cause_of, refusal
 from consilium.flare.kit.certificates import check_time, why_no_connection
 from consilium.flare.kit.heartbeat_client import KEY
 from consilium.report.live_view import progress
@@ -31,8 +32,8 @@ TIMESTAMP = len("2026-11-22 20:30:00: ")
 LOST = "LOST"
 """Our status of a job whose server process is gone; `consilium resume` continues its run."""
 NO_REASON = "no reason was left; see the logs of the server and of the sites"
-REJECTED = "error:client_registration "
-"""The beginning of FLARE's error with the server's reason for refusing a certificate."""
+UNLISTED = "is not in allow_list"
+"""In FLARE's error for a kit without our classes, such as one of FLARE's own."""
 MAX_REASONS = 5
 """Reasons in a list of jobs: each is in a result that must be downloaded."""
 MAX_APPS = 64
@@ -100,7 +101,7 @@ class Admin:
         found = self.session._do_command("check_status server")["meta"].get(KEY)
         if found is None:
             what = "the server's kit has nothing that counts its sites"
-            raise ConsiliumError(f"{what}; run `consilium allow KIT` there, restart it")
+            raise ConsiliumError(f"{what}; there stop it, run `consilium allow KIT`, start it")
         return found
 
     def await_sites(self, wanted: set[str], seconds: float) -> set[str]:
@@ -125,7 +126,7 @@ class Admin:
         found: Job = {"job_id": meta["job_id"], "experiment": experiment_of(meta), "status": meta["status"]}
         found["problems"] = [line for line in meta.get("job_deploy_detail", []) if not line.endswith(": OK")]
         if meta["status"] == LOST:
-            return found | {"progress": None}
+            return found | {"progress": None, "reason": self._why(meta)}
         if not meta["status"].startswith(ENDED):
             waits = self._unscheduled(meta["job_id"]) if meta["status"] == WAITING else ""
             return found | {"progress": self._running(meta["job_id"])} | ({"waits": waits} if waits else {})
@@ -242,16 +243,17 @@ def reason_left(result: Path) -> str | None:
         return ours
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     found = [line for pattern in (_RAISED, _LOGGED) for line in re.findall(pattern, text, re.MULTILINE)]
+    if found and UNLISTED in found[0]:
+        return f"{found[0].strip()}; at each participant stop it, run `consilium allow KIT`, start it"
     return found[0].strip() if found else None
 
 
 def _no_connection(kit: Path, error: Exception) -> str:
     """Return why there is no session: the server's reason for refusing this kit, else the fault of the connection."""
-    inner = error.__context__  # FLARE wraps an error with a reason in one without
-    text = str(inner if isinstance(inner, FLCommunicationError) else error)
-    if text.startswith(REJECTED):
-        return f"the server refuses this kit ({text.removeprefix(REJECTED)}); ask the hub whether it was revoked"
-    return f"no connection to the server ({text}); {why_no_connection(kit) or 'see that it runs and can be reached'}"
+    if (said := refusal(error)) is not None:
+        cause = cause_of(said)
+        return f"the server refuses this kit: {cause}: {cause.text} ({said}); ask the hub"
+    return f"no connection to the server ({error}); {why_no_connection(kit) or 'see that it runs and can be reached'}"
 
 
 def _connected(user: str, kit: Path, seconds: float) -> Session:
@@ -259,7 +261,7 @@ def _connected(user: str, kit: Path, seconds: float) -> Session:
     try:
         return new_secure_session(user, str(kit.resolve()), timeout=seconds)
     except TypeError:  # FLARE's: the answer has no certificate
-        raise ConsiliumError(f"{kit}: the server is only just starting; try again in a minute") from None
+        raise UnreachableError(f"{kit}: the server is only just starting; try again in a minute") from None
 
 
 @contextmanager
@@ -278,6 +280,6 @@ def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
         finally:
             session.close()
     except (api_spec.NoConnection, FLCommunicationError) as error:
-        raise ConsiliumError(f"{kit}: {_no_connection(kit, error)}") from None
+        raise UnreachableError(f"{kit}: {_no_connection(kit, error)}") from None
     except FLARE_ERRORS as error:
         raise ConsiliumError(f"FLARE: {error}") from None

@@ -77,9 +77,15 @@ class RoundController(Controller):
 
     def _give_up(self, error: ConsiliumError, fl_ctx: FLContext) -> None:
         """End the job with one line that says why, also in the published files."""
-        with suppress(OSError):  # a full disk
-            job_context.publish_reason(fl_ctx, str(error))
+        self._note(str(error), fl_ctx)
         self.system_panic(str(error), fl_ctx)
+
+    def _note(self, reason: str, fl_ctx: FLContext) -> None:
+        """Write why the job ends early to the run's record and the published files."""
+        with suppress(OSError):  # a full disk
+            if self.coordinator:
+                self.coordinator.log.stopped(reason)
+            job_context.publish_reason(fl_ctx, reason)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Answer an administrator's `consilium status` or `nvflare job stats` with the run's progress."""
@@ -107,7 +113,7 @@ class RoundController(Controller):
             with suppress(Aborted):
                 RunSequence(c, FlareTransport(tasks, self.registration), self.masked, self.crossing).run()
             if tasks.aborted:
-                job_context.publish_reason(fl_ctx, self._abort_reason(tasks, self.registration))
+                self._note(self._abort_reason(tasks, self.registration), fl_ctx)
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
         except OSError as error:

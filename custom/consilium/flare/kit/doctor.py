@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from nvflare.apis.fl_exception import FLCommunicationError
+
 from consilium.client.approval import approvals
 from consilium.client.finding import Finding
 from consilium.client.machine_check import (
@@ -22,10 +24,12 @@ from consilium.core.errors import ConfigError
 from consilium.federation.run_folders import STATE
 from consilium.flare import patches
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
+from consilium.flare.kit import admission
 from consilium.flare.kit.certificates import examine_own, examine_servers
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, is_ours
-from consilium.flare.kit.kit_hardening import COMM, is_as_signed, is_pinned, is_signed, leaves_callers_folder
+from consilium.flare.kit.kit_hardening import COMM, altered, is_as_signed, is_pinned, is_signed, leaves_callers_folder
 from consilium.flare.kit.local_folder import certificate, kit_name, kit_role, lacking
+from consilium.flare.kit.processes import processes
 from consilium.flare.kit.revocation import is_checked
 from consilium.flare.kit.revocation import read as read_revoked
 from consilium.privacy.accounting.composition import VOID
@@ -48,6 +52,11 @@ def examine(kit: Path, job: Path | None = None) -> list[Finding]:
 
 
 def _examine_kit(kit: Path) -> Iterator[Finding]:
+    if (kit / "startup" / "fed_admin.json").is_file():  # a person has no site: no list, policies or classes
+        yield _signature(kit)
+        yield from examine_own(kit)
+        yield checked("server", lambda: examine_servers(kit))
+        return
     named = checked("startup kit", lambda: f"{kit}: {kit_name(kit)}")
     yield named
     if not named.ok:
@@ -66,7 +75,23 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
         own = certificate(kit).read_text(encoding="utf-8")
         yield checked("fingerprint", lambda: f"{fingerprint(public_key(own))} (for others' secure_aggregation.partners)")
         yield from _site(kit)
-        yield checked("server", lambda: examine_servers(kit))
+        server = checked("server", lambda: examine_servers(kit))
+        yield server
+        if server.ok:
+            yield _admission(kit)
+
+
+def _admission(kit: Path) -> Finding:
+    """Return whether the server lets the site in: as its own process found, or by registering as the site would."""
+    try:
+        running = processes(kit)
+        said = "as the running site found" if running else admission.ask(kit)
+    except FLCommunicationError as error:
+        return Finding("admission", f"the server does not answer a registration ({error})", advice="try again in a minute")
+    cause = admission.noted(kit) if running else None if said is None else admission.cause_of(said)
+    if cause is None:
+        return Finding("admission", "the server lets this site in")
+    return Finding("admission", f"the server does not let this site in: {cause}: {cause.text} ({said})", cause.remedy)
 
 
 def _signature(kit: Path) -> Finding:
@@ -75,7 +100,7 @@ def _signature(kit: Path) -> Finding:
         return Finding("signature", found)
     if is_as_signed(kit / "startup"):
         return Finding("signature", "startup/ is as it was made")
-    return Finding("signature", "startup/ was altered", "restore it")
+    return Finding("signature", f"startup/ was altered: {', '.join(altered(kit / 'startup'))}", "restore it")
 
 
 def _start_script(kit: Path) -> Finding:
@@ -232,7 +257,7 @@ def _promised_gpus(kit: Path) -> int:
 def _revocation(kit: Path) -> Finding | str:
     """Return whether the server checks revocations, and how many names are revoked."""
     if not is_checked(kit):
-        return Finding("revocation", "the server takes revoked credentials", "run `consilium allow KIT`, then restart it")
+        return Finding("revocation", "the server takes revoked credentials", "stop it, run `consilium allow KIT`, start it")
     return f"{len(read_revoked(kit / 'local'))} names have had their credentials revoked"
 
 
@@ -241,7 +266,7 @@ def _components(kit: Path, role: str) -> Finding | str:
     missing = lacking(kit, role)
     if not missing or (role == "server" and not is_checked(kit)):  # the finding about revocation says it
         return "all of this version"
-    return Finding("components", f"without {', '.join(missing)}", advice="run `consilium allow KIT`, then restart it")
+    return Finding("components", f"without {', '.join(missing)}", advice="stop it, run `consilium allow KIT`, start it")
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -18,12 +18,14 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
 from nvflare.fuel.utils.log_utils import configure_logging
 from nvflare.lighter.utils import load_crt
+from nvflare.private.fed.client.communicator import Communicator
 from nvflare.private.fed.client.fed_client_base import FederatedClientBase
 
 from consilium import __version__
 from consilium.core.messages import PROTOCOL
 from consilium.federation.compatibility import libraries
 from consilium.flare import patches
+from consilium.flare.kit.admission import HeartbeatFilter, await_admission, note
 
 KEY = "consilium_attendance"
 """The key in a heartbeat's context, and in the server's status."""
@@ -82,6 +84,8 @@ class AttendanceReport(FLComponent):
         if Path(sys.argv[0]).stem != JOB:  # the processes of jobs make this component too
             await_certificate(Path.cwd())  # FLARE makes its components in the kit's folder, before it connects
             patches.CLIENT_HEARTBEAT.wrap(await_engine)
+            patches.CLIENT_REGISTRATION.wrap(await_admission)
+            logging.getLogger(f"{Communicator.__module__}.{Communicator.__qualname__}").addFilter(HeartbeatFilter(Path.cwd()))
         self._ends: float | None = None
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -91,3 +95,5 @@ class AttendanceReport(FLComponent):
             self._ends = load_crt(Path(workspace.get_startup_kit_dir()) / "client.crt").not_valid_after_utc.timestamp()
         elif event_type == EventType.BEFORE_CLIENT_HEARTBEAT:
             fl_ctx.set_prop(KEY, own_facts(self._ends), private=False, sticky=False)
+        elif event_type == EventType.AFTER_CLIENT_HEARTBEAT:
+            note(Path.cwd(), None)

@@ -4,6 +4,7 @@ heartbeat_client.py puts the facts into FLARE's heartbeats. No job needs to run.
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -24,6 +25,9 @@ from consilium.core.storage import private_folder, write_atomic
 from consilium.federation.compatibility import are_libraries, is_version
 from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare import patches
+from consilium.flare.kit import revocation
+from consilium.flare.kit.admission import Cause
+from consilium.flare.kit.audit_rotation import rotate
 from consilium.flare.kit.heartbeat_client import KEY, Facts, own_facts
 from consilium.flare.kit.revocation import latest_heartbeat
 
@@ -52,13 +56,15 @@ class Attendance(FLComponent):
         patches.STATUS.wrap(self._status)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Read the sites that were seen before a restart; write them every ten seconds."""
+        """Read the sites that were seen before a restart; write them every ten seconds, and rotate audit.log."""
         if event_type == EventType.SYSTEM_BOOTSTRAP:
             self._kit = Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT).get_root_dir())
             self._latest = latest_heartbeat(self._kit / STATE / ATTENDANCE)
             with suppress(ConfigError):  # no file yet, or a damaged one, which is written anew
                 former = read(self._kit)["sites"]
-                self._sites = {n: {k: v for k, v in one.items() if k not in ("here", "jobs")} for n, one in former.items()}
+                self._sites = {
+                    n: {k: v for k, v in one.items() if k not in ("here", "jobs", "cause")} for n, one in former.items()
+                }
         elif event_type == EventType.CLIENT_HEARTBEAT_PROCESSED:
             self._engine = fl_ctx.get_engine()
             if self._kit and time.monotonic() - self._written >= EVERY:
@@ -67,6 +73,7 @@ class Attendance(FLComponent):
                     write_atomic(
                         private_folder(path.parent) / path.name, json.dumps(self._answer() | {"latest": self._latest}).encode()
                     )
+                    rotate(self._kit)
                 except OSError as error:  # FLARE would log a traceback every ten seconds
                     self.logger.warning(f"{path}: cannot be written ({error.strerror}); make room")
 
@@ -88,13 +95,26 @@ class Attendance(FLComponent):
         """Return the server's own facts, and for each site its facts, whether it is connected, and its jobs."""
         jobs: dict[str, list[str]] = {}
         here: set[str] = set()
+        disabled: set[str] = set()
         if self._engine:
             here = {client.name for client in self._engine.get_clients()}
+            disabled = {name for name in self._sites if self._engine.server.client_manager.is_client_disabled(name)}
             for job_id, process in list(self._engine.run_processes.items()):
                 for client in process[RunProcessKey.PARTICIPANTS].values():
                     jobs.setdefault(client.name, []).append(job_id)
         sites = {n: facts | {"here": n in here, "jobs": jobs.get(n, [])} for n, facts in sorted(self._sites.items())}
+        for name, cause in self._causes(here, disabled).items():
+            sites[name]["cause"] = cause
         return {"server": own_facts(), "sites": sites}
+
+    def _causes(self, here: set[str], disabled: set[str]) -> dict[str, Cause]:
+        """Return why sites that are not here would not be let in, as far as the server knows."""
+        found = {n: Cause.ENDED for n, one in self._sites.items() if one.get("certificate_ends", math.inf) < time.time()}
+        with suppress(ConfigError):  # a damaged list has its own line
+            revoked = revocation.read(self._kit / "local") if self._kit else {}
+            late = {n: self._sites[n]["last_seen"] for n in revoked.keys() & self._sites.keys()}
+            found |= {n: Cause.REVOKED for n, seen in late.items() if seen <= revoked[n]}  # later: by a later kit
+        return {n: cause for n, cause in (found | dict.fromkeys(disabled, Cause.REFUSED)).items() if n not in here}
 
 
 def _is_time(value: Any) -> bool:
@@ -143,6 +163,7 @@ def _is_row(one: Facts) -> bool:
         all(VALID[name](one[name]) for name in VALID.keys() & one.keys())
         and _is_time(one["last_seen"])
         and type(one["here"]) is bool
+        and one.get("cause") in (None, *Cause)
         and isinstance(jobs, list)
         and all(isinstance(job, str) for job in jobs)
         and type(skew) in (int, float)

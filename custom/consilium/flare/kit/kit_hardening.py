@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from cryptography.exceptions import InvalidSignature
 from nvflare.lighter.constants import ProvFileName
-from nvflare.lighter.utils import verify_folder_signature
+from nvflare.lighter.utils import load_crt, verify_content, verify_folder_signature
 
 from consilium.core.errors import ConsiliumError
 from consilium.core.storage import write_atomic
@@ -75,6 +77,21 @@ def is_as_signed(startup: Path) -> bool:
     """Return whether startup/ is signed, and no file of it was changed since."""
     root = str(startup / "rootCA.pem")
     return is_signed(startup) and verify_folder_signature(str(startup), root, True, ProvFileName.SIGNATURE_JSON)
+
+
+def altered(startup: Path) -> list[str]:
+    """Return the files of a signed startup/ that are not as they were signed, are missing or were added."""
+    key = load_crt(startup / "rootCA.pem").public_key()
+    signatures = json.loads((startup / ProvFileName.SIGNATURE_JSON).read_text(encoding="utf-8"))
+
+    def is_signed_so(name: str) -> bool:
+        with suppress(OSError, KeyError, ValueError, InvalidSignature):
+            verify_content((startup / name).read_bytes(), signatures[name], key)
+            return True
+        return False
+
+    names = {path.name for path in startup.iterdir()} - {ProvFileName.SIGNATURE_JSON}
+    return sorted(name for name in names | signatures.keys() if not is_signed_so(name))
 
 
 def _unsafe(startup: Path) -> list[Path]:

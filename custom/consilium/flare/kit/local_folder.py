@@ -12,10 +12,12 @@ from nvflare.lighter.utils import load_crt
 from consilium.config.deployment import DeploymentConfig, ServerEntry, SiteEntry, load_deployment
 from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
+from consilium.federation.run_folders import RUNS, STATE
 from consilium.flare.job import late_join
 from consilium.flare.kit import heartbeat_client, heartbeat_server, revocation
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, allow_classes
 from consilium.flare.kit.kit_hardening import is_signed, leave_callers_folder, pin_settings
+from consilium.flare.kit.processes import check_stopped
 
 SITE_HEADER = "# This hospital's own settings; they win over every job. provisioning/administrator.md lists all fields.\n"
 MAY_BRING_CODE = ("project_admin", "lead")
@@ -25,8 +27,10 @@ COMPONENTS = {
     "site": (heartbeat_client.COMPONENT,),
 }
 """Our components in a kit's own process, by role: entries of its local/resources.json."""
+POLICIES = ("authorization.json", "privacy.json", "site.yaml")
+"""Files of which each of our kits has one, and none of FLARE's has any: a kit that has lost some of them is not FLARE's."""
 ROLES = {"client.crt": "site", "server.crt": "server"}
-"""A kit's role by the certificate it holds."""
+"""A kit's role by the certificate it holds; a person's has client.crt too, and is neither."""
 
 
 def write_local(folder: Path, entry: SiteEntry | ServerEntry) -> None:
@@ -60,8 +64,9 @@ def write_local(folder: Path, entry: SiteEntry | ServerEntry) -> None:
 def apply_local(sites: Path, kit: Path) -> Path:
     """Write local/ of a startup kit from its entry in a sites.yml, close the kit to jobs, and return local/.
 
-    For kits that a hospital made with its own key. Raises ConfigError if the kit or its entry is missing.
+    For kits that a hospital made with its own key. Raises ConfigError if the kit or its entry is missing, or the kit runs.
     """
+    check_stopped(kit)
     folder = kit / "local"
     write_local(folder, find_entry(load_deployment(sites), kit_name(kit), sites))
     close(kit)
@@ -71,12 +76,16 @@ def apply_local(sites: Path, kit: Path) -> Path:
 def update(folder: Path) -> Path:
     """Put our classes, and no other name of ours, on the allow-list of a startup kit or simulator workspace; return its file.
 
-    A kit gets the classes and components of its role, and is closed to jobs. A workspace has no role and gets all classes.
-    Raises ConfigError if the list cannot be read.
+    A kit gets the classes and components of its role, and is closed to jobs; a kit of FLARE's own without any policy gets ours.
+    A workspace has no role and gets all classes. Raises ConfigError if the list cannot be read, or the kit runs.
     """
+    check_stopped(folder)
     if (role := kit_role(folder)) is None:
         return allow_classes(folder, *CLASSES)
     close(folder)
+    if not any((folder / "local" / name).exists() for name in POLICIES) and not (folder / STATE / RUNS).exists():
+        server = ServerEntry(name="server", org="server", state=folder.resolve() / STATE)
+        write_local(folder / "local", server if role == "server" else SiteEntry(name="site", org="site"))
     path = folder / "local" / "resources.json"
     if path.is_file() and (missing := lacking(folder, role)):
         found = json.loads(path.read_text(encoding="utf-8"))

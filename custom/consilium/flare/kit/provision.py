@@ -19,7 +19,7 @@ from nvflare.lighter.utils import sign_folders
 
 from consilium.config.deployment import DeploymentConfig, load_deployment
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.core.storage import write_atomic
+from consilium.core.storage import private_folder, write_atomic
 from consilium.flare.kit.kit_hardening import leave_callers_folder, pin_settings
 from consilium.flare.kit.local_folder import find_entry, write_local
 from consilium.flare.kit.root_keys import add_bridge, former_root
@@ -92,6 +92,7 @@ def provision(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
     raw = project_of(deployment, sites.resolve())
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "project.yml", yaml.safe_dump(raw, sort_keys=False).encode())
+    private_folder(state.parent).chmod(0o700)  # before FLARE writes the root key there, which it does for all to read
     log = _Log()
     wanted = {deployment.server.name, *names}  # every kit says where the server is
     if names:
@@ -104,7 +105,7 @@ def provision(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
         context = Provisioner(str(folder.resolve()), prepare_builders(raw)).provision(project, logger=log)
     if context.get(CtxKey.BUILD_ERROR):
         raise ConsiliumError(f"{sites}: no kits were made: {' '.join(log.errors)}")
-    Path(context.get_state_dir()).chmod(0o700)
+    state.chmod(0o600)
     kits = Path(context.get_result_location())
     if names and deployment.server.name not in names:
         shutil.rmtree(kits / deployment.server.name)

@@ -34,6 +34,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
 from consilium.flare.kit.kit_hardening import is_as_signed, is_signed
 from consilium.flare.kit.local_folder import certificate
+from consilium.flare.kit.processes import check_stopped
 from consilium.flare.kit.provision import check_names, provision
 from consilium.flare.kit.root_keys import FORMER, ROOT, ROOT_KEY, fingerprints, follow, named_root, public_bytes
 
@@ -96,18 +97,21 @@ def update_kit(kit: Path, new: Path, fingerprint: str = "") -> list[str]:
     """Replace a kit's startup/ by that of a renewed kit, and return a line for each new certificate. All else stays.
 
     A root with another key is accepted only with the SHA-256 `fingerprint` of its certificate or key, which must come by
-    another way than the kit. Raises ConfigError, before anything is changed, unless `new` is a renewal of this very kit.
+    another way than the kit. Raises ConfigError, before anything is changed, unless the kit is stopped and `new` renews it.
     """
+    check_stopped(kit)
     if problem := next(_problems(kit, new, named_root(fingerprint) if fingerprint else ""), None):
         raise ConfigError(f"{new}: {problem}")
     startup, ready, old = kit / "startup", kit / NEW, kit / OLD
     shutil.rmtree(ready, ignore_errors=True)
-    shutil.copytree(new / "startup", ready)
-    for path in (ready, *ready.rglob("*")):  # whatever modes the copy came with
+    ready.mkdir(mode=0o700)  # the key is not readable by others meanwhile, whatever modes the renewed kit came with
+    copied = Path(shutil.copytree(new / "startup", ready / "startup"))
+    for path in (copied, *copied.rglob("*")):
         path.chmod(0o700 if path.is_dir() or path.suffix == ".sh" else 0o600)
     shutil.rmtree(old, ignore_errors=True)
     os.replace(startup, old)
-    os.replace(ready, startup)
+    os.replace(copied, startup)
+    ready.rmdir()
     old.chmod(0o700)
     own, root = load_crt(certificate(kit)), load_crt(startup / "rootCA.pem")
     return [f"{what} valid until {one.not_valid_after_utc:%Y-%m-%d}" for what, one in (("certificate", own), ("root", root))]

@@ -36,7 +36,7 @@ def revoke(name: str, kit: Path) -> str:
     if not (kit / "startup" / "server.crt").is_file():
         raise ConfigError(f"--kit: {kit}: not the server's startup kit; give its folder, at the server")
     if not is_checked(kit):
-        raise ConfigError(f"{kit}: its server does not look at revocations; run `consilium allow KIT` and restart it first")
+        raise ConfigError(f"{kit}: its server does not look at revocations; stop it, run `consilium allow KIT`, start it")
     if not name or name != name.strip() or name == "server":
         raise ConfigError(f"{shown(name)!r}: no name of a site or a person; give it as in sites.yml")
     made = load_crt(kit / "startup" / "server.crt").not_valid_before_utc.timestamp()

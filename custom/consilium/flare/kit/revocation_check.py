@@ -5,6 +5,7 @@ this machine's clock are not compared: the clock may be set back between a regis
 FLARE's methods are wrapped.
 """
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +34,8 @@ class RevocationCheck(FLComponent):
         self._verified: dict[str, float | None] = {}
         self._logins = WeakKeyDictionary[Session, float | None]()
         """By session, until when its person's certificates were revoked at the login, None if they were not."""
+        self._registering = threading.local()
+        """FLARE's context of the registration that this thread handles: FLARE tells a site only a cause that is in it."""
         patches.CERTIFICATE.wrap(self._certificate)
         patches.SERVER_HEARTBEAT.wrap(self._heartbeat)
         patches.NEW_SESSION.wrap(self._new_session)
@@ -43,6 +46,10 @@ class RevocationCheck(FLComponent):
         """Note the kit's folder, which is known before FLARE's server accepts clients; log revoked sites out at heartbeats."""
         if event_type == EventType.SYSTEM_BOOTSTRAP:
             self._local = Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT).get_site_config_dir())
+        elif event_type == EventType.CLIENT_REGISTER_RECEIVED:
+            self._registering.fl_ctx = fl_ctx
+        elif event_type == EventType.CLIENT_REGISTER_PROCESSED:
+            self._registering.fl_ctx = None
         elif event_type == EventType.CLIENT_HEARTBEAT_RECEIVED:
             server = fl_ctx.get_engine().server
             for token, client in list(server.client_manager.clients.items()):  # also those that are silent
@@ -65,6 +72,8 @@ class RevocationCheck(FLComponent):
         except ConfigError as error:
             raise InvalidAsserterCert(str(error)) from None
         if until is not None and own.not_valid_before_utc.timestamp() <= until:
+            if (fl_ctx := getattr(self._registering, "fl_ctx", None)) is not None:
+                fl_ctx.set_prop(FLContextKey.UNAUTHENTICATED, f"{name}: {REFUSED}", sticky=False)
             raise InvalidAsserterCert(f"{name}: {REFUSED}")
         self._verified[name] = until
         return verified

@@ -22,8 +22,11 @@ from consilium.core.schema import read_yaml
 from consilium.federation.run_folders import STATE
 from consilium.flare.kit.kit_hardening import COMM, RESOURCES, is_pinned
 from consilium.flare.kit.local_folder import kit_name, kit_role
+from consilium.flare.kit.processes import check_stopped
 
 DEFAULT = f"{RESOURCES}.default"
+FOLDERS, FILES = ("startup", "local"), (COMM, RESOURCES, "readme.txt")
+"""All that `consilium provision` puts into a kit, but for the empty folder `transfer`, which start.sh makes."""
 
 
 def prepare(kit: Path, settings: Path, output: Path) -> Path:
@@ -34,6 +37,7 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
     kit_name(kit)
     if kit_role(kit) is None or not is_pinned(kit):
         raise ConfigError(f"{kit}: is no closed kit of a site or server; run `consilium allow KIT` first")
+    check_stopped(kit)
     if output.resolve().is_relative_to(kit.resolve()):
         raise ConfigError(f"--output: {output}: lies in the kit that is copied; give a folder outside of it")
     if kit_role(kit) == "site":
@@ -42,7 +46,7 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
         raise ConfigError(f"--output: {output}: exists; give a new folder")
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".prepare-") as place:
-        copy = Path(shutil.copytree(kit, Path(place) / kit.resolve().name, symlinks=True))
+        copy = copy_fresh(kit, Path(place) / kit.resolve().name)
         local = copy / "local"  # FLARE reads the kit's settings from there
         os.replace(local / RESOURCES, local / DEFAULT)
         (copy / RESOURCES).unlink()
@@ -56,6 +60,17 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
         (output / name).symlink_to(Path("local") / name)
         (output / "local" / name).chmod(0o600)
     return output
+
+
+def copy_fresh(kit: Path, target: Path) -> Path:
+    """Copy of a kit what one has before its first start: no logs, jobs, states or pid files. Return the copy."""
+    target.mkdir(mode=0o700)
+    for path in kit.iterdir():
+        if path.is_dir() and path.name in FOLDERS:
+            shutil.copytree(path, target / path.name, symlinks=True)
+        elif path.name in FILES:
+            shutil.copy2(path, target / path.name, follow_symlinks=False)
+    return target
 
 
 def _check_state(kit: Path) -> None:

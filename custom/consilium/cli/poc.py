@@ -1,0 +1,124 @@
+"""The command `consilium poc`: a real federation on this machine, from startup kits."""
+
+import os
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from consilium.cli.options import CheckpointsOption, Format, FormatOption, SetOption
+from consilium.cli.resume_hint import exit_interrupted, stoppable
+from consilium.cli.watch import exit_code, watch_job
+from consilium.config.job import load_job
+from consilium.config.overrides import parse_override
+from consilium.config.site import Given, find_site
+from consilium.core.errors import ConfigError, ConsiliumError, UnreachableError
+from consilium.core.registry import call
+from consilium.core.sanitize import line
+from consilium.federation.sites import site_names
+from consilium.flare.admin.session import connect
+from consilium.flare.admin.submission import prepare, submitting
+from consilium.flare.kit.local_federation import LEAD, LocalFederation, stop_all
+
+PATIENCE = 180.0
+"""Seconds that server and sites have to connect; some ten on an idle machine."""
+
+
+def poc(
+    job: Annotated[Path | None, typer.Argument(help="a job folder, or a job.yaml; without it give --keep")] = None,
+    sites: Annotated[str, typer.Option(help="how many, or names separated by commas; default: all of --data, else 3")] = "",
+    workspace: Annotated[Path | None, typer.Option(help="new folder of kits, logs and results; default: runs/poc-TIME")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="folder with a folder per site, each with datalist.json or site.yaml")
+    ] = None,
+    checkpoints: CheckpointsOption = None,
+    override: SetOption = None,
+    keep: Annotated[bool, typer.Option("--keep", help="leave server and sites running; --stop ends them")] = False,
+    stop: Annotated[Path | None, typer.Option(help="end what --keep left running in this workspace")] = None,
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Run a job on a real federation on this machine: kits, a server and sites as processes, submission, results, stop.
+
+    Exit codes are those of `status --check`. Ctrl-C stops all.
+    """
+    if stop is not None:
+        return _stop(stop)
+    if job is None and not keep:
+        raise ConfigError("JOB: none; give a job folder, or --keep for a federation without a job")
+    folder = workspace or Path("runs", time.strftime("poc-%Y%m%d-%H%M%S"))
+    if folder.exists():
+        raise ConfigError(f"--workspace: {folder}: exists; give a new folder")
+    overrides = dict(parse_override(one) for one in override or [])
+    config = load_job(job, overrides, plugins=None, author=True) if job else None
+    name, names = config.name if config else "", site_names(sites, data)
+    if config and config.federation.min_sites > len(names):  # FLARE would wait for more
+        what = f"federation.min_sites of the job is {config.federation.min_sites}"
+        raise ConfigError(f"--sites: {len(names)}: {what}; give --sites {config.federation.min_sites}")
+    given = Given(data and data.resolve(), checkpoints and checkpoints.resolve())
+    found = {one: find_site(one, given).model_dump(mode="json", exclude_unset=True) for one in names}
+    console = Console(stderr=format is Format.JSON, soft_wrap=True, highlight=False)
+    try:
+        with stoppable(), ExitStack() as stack:
+            federation = LocalFederation(folder, found)
+            stack.callback(federation.stop)
+            console.print(line(f"{federation.kits}: kits of the server and {', '.join(names)}"))
+            threads = str(max(1, (os.cpu_count() or 1) // len(names)))  # sites share the cores, unless the environment says how
+            for one in ("server", *names):
+                federation.start(one, {"OMP_NUM_THREADS": threads} | os.environ)
+            _await(federation)
+            console.print(line(f"server and {len(names)} sites run and are connected (port {federation.port} of this machine)"))
+            status = _run(federation, job, overrides, name, console) if job else {}
+            if keep:
+                stack.pop_all()
+    except KeyboardInterrupt:
+        exit_interrupted("; server and sites are stopped")
+    left = f"are stopped; kits, logs and results stay in {folder}"
+    if keep:
+        left = f"run on; ask them with --kit {federation.kit(LEAD)}; stop them: consilium poc --stop {folder}"
+    console.print(line(f"server and sites {left}", limit=1000))
+    if job is None:
+        return None
+    if "folder" not in status:
+        raise ConsiliumError(f"{name}: {status['status']}: {status.get('reason', f'see the logs in {folder}')}")
+    call("consilium.cli.simulate_prepare:finish", status["folder"], {}, [], format)
+    raise typer.Exit(exit_code(status["status"]))
+
+
+def _stop(workspace: Path) -> None:
+    kits = workspace / "kits" / "poc" / "prod_00"
+    if not kits.is_dir():
+        raise ConfigError(f"--stop: {workspace}: no workspace of `consilium poc`; give the folder that it printed")
+    stop_all(kits)
+    typer.echo(f"{workspace}: server and sites are stopped")
+
+
+def _await(federation: LocalFederation) -> None:
+    """Return once the server has all sites. Raises ConsiliumError if a process ends, or after PATIENCE."""
+    ends = time.monotonic() + PATIENCE
+    while True:
+        federation.check_alive()
+        try:
+            with connect(federation.kit(LEAD)) as admin:
+                missing = admin.await_sites(set(federation.sites), 2)
+        except UnreachableError:
+            missing = set(federation.sites)
+            time.sleep(1)
+        if not missing:
+            return
+        if time.monotonic() > ends:
+            raise ConsiliumError(f"{', '.join(sorted(missing))}: not connected after {PATIENCE:.0f} s; see {federation.folder}")
+
+
+def _run(federation: LocalFederation, job: Path, overrides: dict[str, Any], name: str, console: Console) -> dict[str, Any]:
+    """Submit the job as the lead, watch it, and return its last status, with the folder of its results if it completed."""
+    with connect(federation.kit(LEAD)) as admin:
+        with submitting(ready := prepare(job, overrides, name, admin.uploads)):
+            job_id = admin.submit(ready)
+        console.print(line(f"submitted as experiment {name}, job {job_id}"))
+        status = watch_job(admin, job_id, console)
+        if exit_code(status["status"]) == 0:
+            status["folder"] = admin.download(job_id, federation.folder / "results")
+    return status

@@ -1,0 +1,203 @@
+"""Why a server does not let a participant in: one list of causes, for logs, doctor, `consilium sites` and metrics."""
+
+import io
+import json
+import logging
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.fl_exception import FLCommunicationError
+from nvflare.apis.signal import Signal
+from nvflare.apis.utils.decomposers import flare_decomposers
+from nvflare.fuel.f3.cellnet.cell import Cell
+from nvflare.fuel.f3.cellnet.fqcn import FQCN
+from nvflare.fuel.f3.drivers.driver_params import DriverParams
+from nvflare.private.defs import ClientType
+from nvflare.private.fed.authenticator import Authenticator
+from nvflare.private.fed.client.communicator import Communicator
+
+from consilium.core.storage import write_atomic
+from consilium.federation.run_folders import STATE
+
+FILE = "admission.json"
+"""In our folder of a site's kit, while its server does not let it in: {"cause", "since"}."""
+RETRY = 60.0
+"""Seconds between two attempts, each with a line in the log."""
+PATIENCE = 10.0
+"""Seconds that the doctor waits for a server's answer."""
+NEW_KIT = "stop the site, ask the hub for a renewed kit, then `consilium update-kit KIT --from NEW_KIT`, and start it"
+
+
+class Cause(StrEnum):
+    """All causes."""
+
+    REVOKED = "revoked"
+    REFUSED = "refused"
+    ENDED = "ended"
+    EARLY = "not yet valid"
+    PROJECT = "wrong project"
+    UNKNOWN = "unknown"
+
+    @property
+    def text(self) -> str:
+        """What it means."""
+        return _MEANINGS[self][0]
+
+    @property
+    def remedy(self) -> str:
+        """What the site's administrator can do."""
+        return _MEANINGS[self][1]
+
+
+_MEANINGS = {
+    Cause.REVOKED: ("its credential was revoked", NEW_KIT),
+    Cause.REFUSED: ("the hub has disabled it", "ask the hub why; `nvflare system enable-client` there lets it in again"),
+    Cause.ENDED: ("its certificate has ended", f"set the clock, or {NEW_KIT}"),
+    Cause.EARLY: ("its certificate is not yet valid", "set the clock, here or at the server"),
+    Cause.PROJECT: ("its kit is of another project than the server's", "ask the hub for this project's kit"),
+    Cause.UNKNOWN: ("the server gives no cause that this version knows", "ask the hub what the server's log says"),
+}
+_SAID = (
+    ("credential was revoked", Cause.REVOKED),
+    ("is disabled", Cause.REFUSED),
+    ("expired", Cause.ENDED),
+    ("not yet valid", Cause.EARLY),
+    ("does not match the current server task", Cause.PROJECT),
+    ("unknown ca", Cause.PROJECT),
+    ("certificate verify failed", Cause.PROJECT),
+)
+"""Parts of what FLARE's server, ours and OpenSSL say, in lower case, and the cause."""
+REJECTED, QUIT = "error:client_registration", "error:client_quit"
+"""Beginnings of FLARE's errors at a site."""
+
+
+def cause_of(said: str) -> Cause:
+    """Return the cause in what a server or OpenSSL said."""
+    text = said.lower().replace("_", " ")
+    return next((cause for part, cause in _SAID if part in text), Cause.UNKNOWN)
+
+
+def refusal(error: BaseException | None) -> str | None:
+    """Return the server's words if FLARE's error is its refusal; None for another, such as a server that is away.
+
+    FLARE wraps an error that has them in one that has none.
+    """
+    while isinstance(error, FLCommunicationError):
+        words = str(error).removeprefix(REJECTED).removeprefix(QUIT)
+        if words.strip() and words != str(error):
+            return words.strip()
+        error = error.__context__
+    return None
+
+
+def note(kit: Path, cause: Cause | None) -> None:
+    """Keep why the server does not let the kit in, or that it does (None)."""
+    path = kit / STATE / FILE
+    with suppress(OSError):  # a full disk
+        if cause is None:
+            path.unlink(missing_ok=True)
+        elif noted(kit) is not cause:
+            write_atomic(path, json.dumps({"cause": cause, "since": time.time()}).encode())
+
+
+def noted(kit: Path) -> Cause | None:
+    """Return why the server did not let the kit in when it last asked; None if it did, or never asked."""
+    try:
+        return Cause(json.loads((kit / STATE / FILE).read_text(encoding="utf-8"))["cause"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def line(cause: Cause, said: str) -> str:
+    """Return a line for a site's log."""
+    return f"the server does not let this site in: {cause}: {cause.text} ({said}); {cause.remedy}"
+
+
+def await_admission(
+    register: Callable[..., tuple[Any, ...]], communicator: Communicator, name: str, project: str, fl_ctx: FLContext
+) -> tuple[Any, ...]:
+    """Register, and while the server refuses log the cause every minute; see patches.CLIENT_REGISTRATION."""
+    while True:
+        try:
+            with redirect_stderr(io.StringIO()):  # FLARE prints a traceback
+                return register(communicator, name, project, fl_ctx)
+        except FLCommunicationError as error:
+            if (said := refusal(error)) is None:
+                raise
+        note(Path.cwd(), cause := cause_of(said))
+        logging.getLogger(__name__).error(f"{line(cause, said)}; trying again every minute")
+        time.sleep(RETRY)
+
+
+class HeartbeatFilter(logging.Filter):
+    """Replaces FLARE's line for a refused heartbeat, which comes every five seconds without a cause, by ours every minute."""
+
+    def __init__(self, kit: Path) -> None:
+        super().__init__()
+        self.kit, self._last = kit, 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See logging.Filter. FLARE logs while it handles the error."""
+        if (said := refusal(sys.exc_info()[1])) is None:
+            return True
+        note(self.kit, cause := cause_of(said))
+        record.levelno, record.levelname, record.msg, record.args = logging.ERROR, "ERROR", line(cause, said), ()
+        due = time.monotonic() - self._last >= RETRY or not self._last
+        self._last = time.monotonic() if due else self._last
+        return due
+
+
+def ask(kit: Path) -> str | None:
+    """Register as a site's kit would, and return the server's words if it refuses; None if it lets the kit in.
+
+    The site must not run: the server forgets a former login of its name. Raises FLCommunicationError if there is no answer.
+    """
+    startup = kit / "startup"
+    raw = json.loads((startup / "fed_client.json").read_text(encoding="utf-8"))
+    server, client = raw["servers"][0], raw["client"]
+    root, own, key = (str(startup / client[name]) for name in ("ssl_root_cert", "ssl_cert", "ssl_private_key"))
+    secrets = {DriverParams.CA_CERT.value: root, DriverParams.CLIENT_CERT.value: own, DriverParams.CLIENT_KEY.value: key}
+    secrets[DriverParams.CONNECTION_SECURITY.value] = client.get("connection_security", "mtls")
+    flare_decomposers.register()
+    cell = Cell(
+        fqcn=f"{client['fqsn']}.{uuid.uuid4()}",  # the server takes from a site names that begin with its own
+        root_url=f"{server['service'].get('scheme', 'grpc')}://{server['service']['target']}",
+        secure=True,
+        credentials=secrets,
+        create_internal_listener=False,
+        parent_url=None,
+        auth_identity_map={FQCN.ROOT_SERVER: server["identity"]},
+    )
+    authenticator = Authenticator(
+        cell=cell,
+        project_name=server["name"],
+        client_name=client["fqsn"].rpartition(".")[2],
+        client_type=ClientType.ADMIN,  # another than a site's, so that the server sends no jobs
+        expected_sp_identity=server["identity"],
+        secure_mode=True,
+        root_cert_file=root,
+        private_key_file=key,
+        cert_file=own,
+        msg_timeout=PATIENCE / 2,
+        retry_interval=1.0,
+        timeout=PATIENCE,
+    )
+    output = io.StringIO()
+    try:
+        with redirect_stderr(output), redirect_stdout(output):
+            cell.start()
+            authenticator.authenticate(FLContext(), Signal())
+    except FLCommunicationError as error:
+        if (said := refusal(error)) is None:
+            raise
+        return said
+    finally:
+        cell.stop()
+    return None

@@ -1,0 +1,29 @@
+"""Rotation of the server's audit.log, which FLARE never rotates: a watcher adds three lines at each look.
+
+People's actions are kept for ever in a file of their own; looks are kept for one file more.
+"""
+
+import os
+from pathlib import Path
+
+from nvflare.fuel.sec.audit import AuditService
+
+from consilium.core.storage import open_private
+
+MAX_BYTES, ACTIONS = 20_000_000, "audit_actions.log"
+"""Size from which audit.log becomes audit.log.1, as FLARE's other logs do, and the file of people's actions."""
+LOOKS = ("check_status", "list_jobs", "show_stats", "show_errors", "get_job_meta", "sys_info", "report_resources", "report_env")
+"""Commands that change nothing."""
+
+
+def rotate(kit: Path) -> None:
+    """Rotate the audit.log of a kit whose process this is, if it is too large. Raises OSError."""
+    path, auditor = kit / "audit.log", AuditService.get_auditor()
+    if auditor is None or not path.is_file() or path.stat().st_size < MAX_BYTES:
+        return
+    with auditor._lock:  # no event is written meanwhile
+        with open(path, encoding="utf-8", errors="replace") as whole, open_private(kit / ACTIONS, "a") as kept:
+            kept.writelines(line for line in whole if not any(f"[A:{look}" in line for look in LOOKS))
+        os.replace(path, path.with_name("audit.log.1"))
+        former, auditor.audit_file = auditor.audit_file, open(path, "a", encoding="utf-8")  # noqa: SIM115 - FLARE's from now on
+        former.close()

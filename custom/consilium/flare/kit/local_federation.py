@@ -1,0 +1,77 @@
+"""A federation on this machine: startup kits of a server and its sites, and their processes, on loopback."""
+
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from consilium.core.errors import ConsiliumError
+from consilium.core.storage import private_folder, write_atomic
+from consilium.flare.kit import processes
+from consilium.flare.kit.provision import provision
+
+SERVER, ADMIN, LEAD = "localhost", "admin@hub.example", "lead@hub.example"
+LAST_LINES = 3000
+"""Characters of a participant's output in an error."""
+
+
+class LocalFederation:
+    """The kits of a server, `sites` and two people under `folder`, and the processes that were started of them.
+
+    `sites`: by name, the settings that go into each site.yaml; `bundles`: names of participants that let jobs bring code
+    ("server" too); `make`: makes the kits of a sites.yml in a folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        sites: Mapping[str, Mapping[str, Any]],
+        bundles: Collection[str] = (),
+        make: Callable[[Path, Path], Path] = provision,
+    ) -> None:
+        self.folder, self.sites, self.port = private_folder(folder.resolve()), list(sites), processes.free_port()
+        self.file = self.folder / "sites.yml"
+        server = {"name": SERVER, "org": "hub", "port": self.port, "hosts": ["127.0.0.1"], "bundles": "server" in bundles}
+        entries = [
+            {"name": name, "org": re.sub(r"\W", "_", name, flags=re.ASCII), "bundles": name in bundles, "site": dict(settings)}
+            for name, settings in sites.items()
+        ]
+        people = [{"name": name, "org": "hub", "role": role} for name, role in ((ADMIN, "project_admin"), (LEAD, "lead"))]
+        deployment = {"name": "poc", "server": server | {"state": str(self.folder / "server-state")}, "sites": entries}
+        write_atomic(self.file, yaml.safe_dump(deployment | {"admins": people}).encode())
+        self.kits = make(self.file, self.folder / "kits")
+        self.started: dict[str, subprocess.Popen[bytes]] = {}
+
+    def kit(self, name: str) -> Path:
+        """Return the startup kit of the server ("server"), a site or a person."""
+        return self.kits / (SERVER if name == "server" else name)
+
+    def start(self, name: str, environment: Mapping[str, str], before: Sequence[str] = ()) -> None:
+        """Start a participant; see processes.start. Its output goes to NAME.log in the folder."""
+        self.started[name] = processes.start(self.kit(name), self.folder / f"{name}.log", environment, before)
+
+    def check_alive(self) -> None:
+        """Raise ConsiliumError with the end of its output if a participant's process has ended."""
+        for name, process in self.started.items():
+            if process.poll() is not None:
+                output = (self.folder / f"{name}.log").read_text(errors="replace")[-LAST_LINES:]
+                raise ConsiliumError(f"{name} has ended; see {self.folder / f'{name}.log'}: {output}")
+
+    def stop(self) -> None:
+        """End all processes, those of jobs too. A second Ctrl-C does not interrupt it."""
+        stop_all(self.kits)
+        self.started.clear()
+
+
+def stop_all(kits: Path) -> None:
+    """End all processes of the kits in a folder; no other signal interrupts it."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        processes.stop([kit for kit in kits.iterdir() if (kit / "startup" / processes.START).is_file()])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,157 @@
+"""`consilium poc` as an operator types it: one command to a real federation on this machine, and nothing left after it."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from consilium.core.errors import Reason
+from consilium.flare.kit import processes
+from tests.conftest import run, small_config
+from tests.deployment.federation import ROOT, Federation
+
+pytestmark = pytest.mark.slow
+COMMAND = [sys.executable, "-c", "from consilium.cli.main import main; main()"]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(small_config("fedit", rounds=1, local_steps=1).model_dump()))
+    return path
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    return Federation.scratch_environment(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    yield
+    ends = time.monotonic() + 20  # FLARE's own scripts look every five seconds
+    while living(tmp_path) and time.monotonic() < ends:
+        time.sleep(0.5)
+    assert living(tmp_path) == []
+
+
+def living(folder: Path) -> list[str]:
+    """Return the command lines that name a folder, of processes that have not ended."""
+    lines = [" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"])]
+    return [line for line in lines if str(folder / "federation") in line]
+
+
+def poc(folder: Path, *words: object) -> list[str]:
+    return [*COMMAND, "poc", *map(str, words), "--workspace", str(folder / "federation")]
+
+
+def test_a_job_runs_and_everything_is_stopped(job: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+    words = poc(tmp_path, job, "--sites", "2", "--format", "json")
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["results"].keys() >= {"site-1", "site-2"}
+    assert "site-1" in done.stderr
+    assert "stopped" in done.stderr
+    assert subprocess.run(words, env=environment, capture_output=True, timeout=60).returncode == 2  # never over another's kits
+
+
+def test_a_job_that_fails_says_why(
+    tmp_path: Path, job: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FLARE waits for the job's sites, so too few are refused before anything starts; the remedy ends the complaint."""
+    assert run(monkeypatch, *poc(tmp_path, job, "--sites", "1", "--set", "federation.min_sites=2")[len(COMMAND) :]) == 2
+    told = capsys.readouterr().err
+    assert "--sites: 1: federation.min_sites of the job is 2; give --sites 2" in " ".join(told.split())
+    assert not (tmp_path / "federation").exists()
+    words = poc(tmp_path, job, "--sites", "2", "--set", "model.checkpoint=/nowhere")
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 1
+    assert f"2 sites refused: site-1, site-2: {Reason.CHECKPOINT.text}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("when", "number"), [("kits of the server", signal.SIGINT), ("submitted as", signal.SIGTERM), ("round 1/", signal.SIGINT)]
+)
+def test_ctrl_c_stops_all(when: str, number: int, job: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+    words = poc(tmp_path, job, "--sites", "2", "--set", "training.rounds=50")
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout
+        for line in process.stdout:
+            if when in line:
+                break
+        assert living(tmp_path)
+        process.send_signal(number)
+        time.sleep(1)
+        process.send_signal(number)  # an impatient user
+        output = process.stdout.read()
+        assert process.wait(60) in (130, -number), output  # the second may come when all is stopped
+    assert "interrupted" in output
+    assert "Traceback" not in output
+
+
+def test_what_is_kept_obeys_the_commands_of_the_page_until_it_is_stopped(
+    tmp_path: Path, job: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = subprocess.run(poc(tmp_path, "--sites", "2", "--keep"), env=environment, capture_output=True, text=True, timeout=300)
+    try:
+        assert done.returncode == 0, done.stderr
+        kit = tmp_path / "federation/kits/poc/prod_00/lead@hub.example"
+        assert str(kit) in done.stdout
+        assert run(monkeypatch, "submit", job, "--kit", kit, "--experiment", "one", "--wait") == 0
+        assert run(monkeypatch, "status", "one", "--kit", kit, "--check") == 0
+        assert run(monkeypatch, "sites", "--kit", kit) == 0
+        assert "site-2" in capsys.readouterr().out
+        assert run(monkeypatch, "status", "none", "--kit", kit) == 2
+    finally:
+        assert run(monkeypatch, "poc", "--stop", tmp_path / "federation") == 0
+    assert run(monkeypatch, "status", "--kit", kit) == 5
+    assert "the firewall" in capsys.readouterr().err
+
+
+def test_flares_own_poc_takes_our_jobs_after_one_command(
+    tmp_path: Path, job: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its kits list none of our classes, and their sites have no settings: `consilium allow` brings both."""
+    workspace = tmp_path / "federation"
+    env = environment | {"NVFLARE_POC_WORKSPACE": str(workspace)}
+
+    def flare(*words: str) -> None:
+        subprocess.run(["nvflare", "poc", *words], env=env, check=True, capture_output=True, timeout=300)
+
+    def end() -> None:
+        """Stop it; on a busy machine FLARE's own command gives up early."""
+        subprocess.run(["nvflare", "poc", "stop"], env=env, check=False, capture_output=True, timeout=300)
+        processes.stop([kit for kit in kits.iterdir() if (kit / "startup").is_dir()])
+
+    flare("prepare", "-n", "2", "--force")
+    kits = workspace / "example_project/prod_00"
+    try:
+        flare("start")
+        lead = kits / "lead@nvidia.com"
+        assert run(monkeypatch, "submit", job, "--kit", lead, "--experiment", "before", "--wait") == 1
+        told = capsys.readouterr().err
+        assert "not in allow_list; at each participant stop it, run `consilium allow KIT`" in " ".join(told.split())
+        end()
+        assert run(monkeypatch, "allow", *sorted(kits.iterdir())) == 0
+        flare("start")
+        assert run(monkeypatch, "submit", job, "--kit", lead, "--experiment", "after", "--wait") == 0
+    finally:
+        end()
+
+
+def test_quickstart_takes_at_most_two_minutes_on_an_idle_machine(tmp_path: Path, environment: dict[str, str]) -> None:
+    if os.getloadavg()[0] > 0.5:
+        pytest.skip("the machine is busy")
+    began = time.monotonic()
+    job = Path(shutil.copytree(ROOT / "jobs/quickstart_cells", tmp_path / "cells"))
+    subprocess.run(poc(tmp_path, job, "--sites", "3"), env=environment, check=True, capture_output=True, timeout=600)
+    assert time.monotonic() - began < 120

@@ -1,0 +1,122 @@
+"""Why a server does not let a site in: one list of causes at both ends, in logs, doctor, `sites` and metrics."""
+
+import logging
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from nvflare.apis.fl_exception import FLCommunicationError
+
+from consilium.cli.sites import told
+from consilium.flare.kit import admission
+from consilium.flare.kit.admission import Cause, HeartbeatFilter, await_admission, cause_of, refusal
+from consilium.flare.kit.heartbeat_client import own_facts
+from consilium.flare.kit.heartbeat_server import Attendance
+from consilium.flare.kit.provision import provision
+from consilium.flare.kit.revocation import REFUSED, revoke
+
+SITES = Path(__file__).parents[2] / "provisioning" / "sites.yml"
+SAID = {
+    Cause.REVOKED: f"site-2: {REFUSED}",
+    Cause.REFUSED: "Client 'site-2' is disabled",
+    Cause.ENDED: "Ssl handshake failed: SSLV3_ALERT_CERTIFICATE_EXPIRED",
+    Cause.EARLY: "certificate verify failed: certificate is not yet valid (_ssl.c:1006)",
+    Cause.PROJECT: "Requested task does not match the current server task",
+    Cause.UNKNOWN: "Maximum number of clients reached",
+}
+"""What FLARE's server, ours and OpenSSL say."""
+
+
+def wrapped(kind: str, said: str) -> FLCommunicationError:
+    """Return an error as FLARE raises it while it handles the server's words."""
+    try:
+        try:
+            raise FLCommunicationError(f"{kind} {said}")
+        except FLCommunicationError as inner:
+            raise FLCommunicationError(kind, inner)  # noqa: B904 - as FLARE does
+    except FLCommunicationError as error:
+        return error
+
+
+@pytest.mark.parametrize("cause", list(Cause))
+def test_each_cause_is_known_by_what_is_said_and_has_a_remedy(cause: Cause) -> None:
+    assert cause_of(SAID[cause]) is cause
+    assert cause.text
+    assert cause.remedy
+
+
+def test_only_the_servers_own_words_are_a_refusal() -> None:
+    assert refusal(FLCommunicationError("error:client_registration " + SAID[Cause.REVOKED])) == SAID[Cause.REVOKED]
+    assert refusal(wrapped("error:client_quit", SAID[Cause.REFUSED])) == SAID[Cause.REFUSED]
+    assert refusal(FLCommunicationError("error:client_quit")) is None
+    assert refusal(FLCommunicationError("cannot connect to server for 5 seconds")) is None
+    assert refusal(OSError("x")) is None
+    assert refusal(None) is None
+
+
+def test_a_site_waits_with_the_cause_until_it_is_let_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    waited: list[float] = []
+    monkeypatch.setattr(admission, "time", SimpleNamespace(sleep=waited.append, time=lambda: 1.0))
+    answers: list[Any] = [wrapped("error:client_registration", SAID[Cause.REVOKED])] * 2 + [("token", "s", "i")]
+
+    def register(*_: object) -> Any:
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    assert await_admission(register, None, "site-2", "project", None) == ("token", "s", "i")  # type: ignore[arg-type]
+    assert waited == [60.0, 60.0]
+    assert caplog.text.count("does not let this site in: revoked: ") == 2
+    assert "update-kit" in caplog.text
+    assert "Traceback" not in capfd.readouterr().err
+    assert admission.noted(tmp_path) is Cause.REVOKED
+    admission.note(tmp_path, None)
+    assert admission.noted(tmp_path) is None
+    answers.append(FLCommunicationError("cannot connect to server for 5 seconds"))
+    with pytest.raises(FLCommunicationError, match="cannot connect"):
+        await_admission(register, None, "site-2", "project", None)  # type: ignore[arg-type]
+
+
+def test_refused_heartbeats_are_one_line_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: 1.0))
+    records: list[logging.LogRecord] = []
+    logger = logging.Logger("communicator")
+    logger.addHandler(handler := logging.Handler())
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addFilter(HeartbeatFilter(tmp_path))
+    for second in range(0, 121, 5):
+        now[0] = 100.0 + second
+        try:
+            raise wrapped("error:client_quit", SAID[Cause.REVOKED])
+        except FLCommunicationError as error:
+            logger.info(f"Failed to send heartbeat. Will try again. Exception: {error}")
+    assert [one.levelname for one in records] == ["ERROR"] * 3
+    assert all("revoked" in one.getMessage() for one in records)
+    logger.info("something else")
+    assert records[-1].getMessage() == "something else"
+    assert admission.noted(tmp_path) is Cause.REVOKED
+
+
+def test_the_server_says_the_same_of_a_site_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kit = Path(shutil.copytree(provision(SITES, tmp_path / "made") / "fl.hub.example", tmp_path / "server", symlinks=True))
+    server = Attendance.__new__(Attendance)
+    server._kit, day, now = kit, 86400.0, admission.time.time()
+    seen = own_facts(now + day) | {"last_seen": now - 10}
+    server._sites = {name: dict(seen) for name in ("a", "b", "c", "d", "e")}
+    server._sites["b"]["certificate_ends"] = now - day
+    revoke("a", kit)
+    revoke("e", kit)
+    server._sites["e"]["last_seen"] = now + 10  # by a later kit
+    manager = SimpleNamespace(is_client_disabled=lambda name: name == "c")
+    engine = SimpleNamespace(get_clients=list, run_processes={}, server=SimpleNamespace(client_manager=manager))
+    server._engine = engine  # type: ignore[assignment]
+    rows = {row["site"]: row for row in told(server._answer(), now)}
+    states = {"a": "revoked", "b": "ended", "c": "refused", "d": "gone", "e": "gone"}
+    assert {name: row["state"] for name, row in rows.items()} == states
+    assert rows["a"]["notes"] == ["its credential was revoked, so the server does not let it in"]

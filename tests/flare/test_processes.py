@@ -1,0 +1,134 @@
+"""A kit that runs is not changed and not copied: a living process counts, a pid file that a crash left does not."""
+
+import builtins
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from consilium.core.errors import ConfigError
+from consilium.flare.kit import processes
+from consilium.flare.kit.install import runtime
+from consilium.flare.kit.local_folder import apply_local, update
+from consilium.flare.kit.provision import provision
+from consilium.flare.kit.renewal import update_kit
+
+ROOT = Path(__file__).parents[2]
+SITES = ROOT / "provisioning" / "sites.yml"
+CLIENT = "nvflare.private.fed.app.client.client_train"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return provision(SITES, tmp_path_factory.mktemp("kits")) / "hospital-c"
+
+
+@pytest.fixture
+def kit(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "hospital-c", symlinks=True))
+
+
+def sleeping(*words: object) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process with these words in its command line until the test ends."""
+    code = "import time; print(flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code, *map(str, words)], stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        assert process.stdout.readline()
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def running(kit: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process with the command line of FLARE's client of the kit."""
+    yield from sleeping("-m", CLIENT, "-m", kit, "-s", "fed_client.json")
+
+
+CHANGES: list[Callable[[Path], object]] = [
+    update,
+    lambda kit: apply_local(SITES, kit),
+    lambda kit: update_kit(kit, kit),
+    lambda kit: runtime.prepare(kit, ROOT / "provisioning/container/slurm.yaml", kit.with_name("out")),
+]
+
+
+def content(kit: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in kit.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_running_kit_is_refused_before_anything_is_written(
+    change: Callable[[Path], object], linked: bool, kit: Path, running: subprocess.Popen[bytes]
+) -> None:
+    before, path = content(kit), kit
+    if linked:
+        (path := kit.with_name("link")).symlink_to(kit)
+    with pytest.raises(ConfigError, match=f"runs from it; stop it first: kill {running.pid}$") as told:
+        change(path)
+    assert content(kit) == before
+    remedy = str(told.value).rpartition("first: ")[2]
+    subprocess.run(remedy.split(), check=True)
+    running.wait(10)
+    with suppress(ConfigError):  # another fault of these hand-made calls
+        change(path)
+    processes.check_stopped(path)
+
+
+def test_pid_files_and_others_commands_are_no_sign_of_a_running_kit(kit: Path) -> None:
+    for mark in processes.MARKS:
+        (kit / mark).write_text("1\n")  # lives, and is none of the kit's
+    processes.check_stopped(kit)
+    for words in (["doctor", kit], ["-m", CLIENT, "-m", f"{kit}-2"], [kit / "local/site.yaml"]):
+        for _ in sleeping(*words):
+            processes.check_stopped(kit)
+
+
+def test_a_copy_has_only_what_a_fresh_kit_has(kit: Path, tmp_path: Path) -> None:
+    fresh = {path.relative_to(kit) for path in kit.rglob("*") if not path.is_dir()}
+    for name in (
+        "log.txt",
+        "pid.fl",
+        "daemon_pid.fl",
+        "audit.log",
+        "_consilium/errors/1.log",
+        "4f1d/app/x",
+        "transfer/job/meta.json",
+    ):
+        (kit / name).parent.mkdir(parents=True, exist_ok=True)
+        (kit / name).write_text("1")
+    copied = runtime.copy_fresh(kit, tmp_path / "copy")
+    assert {path.relative_to(copied) for path in copied.rglob("*") if not path.is_dir()} == fresh
+
+
+def test_stop_ends_all_processes_of_a_kit_and_no_other(kit: Path, running: subprocess.Popen[bytes]) -> None:
+    for other in sleeping("-m", CLIENT, "-m", kit.parent):
+        (kit / "daemon_pid.fl").write_text("1")
+        processes.stop([kit])
+        assert running.poll() is not None
+        assert other.poll() is None
+        assert not (kit / "daemon_pid.fl").exists()
+
+
+def test_the_root_key_is_never_readable_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked at whenever FLARE writes a file, also into a folder that was open before."""
+    seen: list[int] = []
+    state = tmp_path / "consilium" / "state"
+    state.mkdir(parents=True, mode=0o755)
+
+    real = builtins.open
+
+    def watched(file: object, *rest: object, **more: object) -> object:
+        if str(file).endswith("cert.json"):
+            seen.append(state.stat().st_mode & 0o077)
+        return real(file, *rest, **more)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(builtins, "open", watched)
+    provision(SITES, tmp_path)
+    assert seen
+    assert set(seen) == {0}
+    assert (state / "cert.json").stat().st_mode & 0o077 == 0
