@@ -52,9 +52,6 @@ def uneven(config: JobConfig, **training: Any) -> JobConfig:
     return JobConfig.model_validate(raw)
 
 
-STRATEGIES = ["fedit", "fediat", "scaffold", "flora", "fedhera", "fedprox", "fedra", "deer"]
-
-
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the sizes of the groups whose models ran at once."""
@@ -68,10 +65,15 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize(
-    "strategy", ["fedit", "scaffold", "fedhera", *[pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES]]
-)
-@pytest.mark.parametrize("task", [small_cells, small_text, pytest.param(small_config, marks=pytest.mark.slow)])
+QUICK = [("fedit", small_cells), ("scaffold", small_text), ("fedhera", small_cells)]
+SLOW = [
+    ("fediat", small_config), ("deer", small_config), ("fedit", small_text), ("fedhera", small_text),
+    ("flora", small_cells), ("frlora", small_text), ("fedprox", small_cells), ("fedra", small_cells), ("hetlora", small_text),
+    ("fedsa_lora", small_text), ("ffa_lora", small_cells), ("local_only", small_config),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "task"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)])
 def test_side_by_side_a_run_ends_as_one_by_one(strategy: str, task: Any, tmp_path: Path, joined: list[int]) -> None:
     config = uneven(task(strategy))
     run(config, tmp_path / "apart", 1)
@@ -106,6 +108,10 @@ def test_where_a_model_draws_random_numbers_the_run_is_that_of_one_by_one_to_the
     [
         ({"privacy": {"unit": "record", "epsilon": 8.0, "delta": 1e-5}}, "a gradient of each record"),
         ({"strategy": {"name": "feddbe"}}, "looks into each site's model"),
+        (
+            small_config().model_dump() | {"adapter": {"kind": "bottleneck", "width": 4}, "strategy": {"name": "fedit"}},
+            "with hooks",
+        ),
     ],
 )
 def test_what_needs_a_site_alone_is_run_one_by_one_and_said(

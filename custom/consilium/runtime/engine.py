@@ -18,7 +18,7 @@ from consilium.federation.sites import kept
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identities
 from consilium.runtime.run_sequence import RunSequence, Take
-from consilium.runtime.side_by_side import SideBySide, one_by_one
+from consilium.runtime.side_by_side import SideBySide, one_by_one, one_by_one_event
 from consilium.runtime.simulated_site import SimulatedSite, simulated_sites
 from consilium.runtime.site_probe import SiteProbe
 from consilium.runtime.worker_pool import RemoteSite, WorkerPool
@@ -53,7 +53,7 @@ def simulate(
     if workers:
         _check_apart(job, sites)
     if together > 1 and (why := one_by_one(job)):
-        observer({"event": "warning", "text": f"--together: sites are trained one by one, as {why}"})
+        observer(one_by_one_event(why))
         together = 1
     if job.config.secure_aggregation:
         simulated_identities(workspace / IDENTITIES, list(sites))

@@ -62,12 +62,17 @@ def one_by_one(job: Job) -> str:
     return next((why for why, holds in hindrances.items() if holds), "")
 
 
+def one_by_one_event(why: str) -> dict[str, str]:
+    """Return the warning of a run whose sites train one by one although side by side was asked for."""
+    return {"event": "warning", "text": f"--together: sites are trained one by one, as {why}"}
+
+
 class SideBySide:
     """Runs the work of up to `most` sites at a time. `observer` hears where sites run one by one after all, and why."""
 
     def __init__(self, sites: Mapping[str, Client], most: int, observer: Observer) -> None:
         self._most, self._observer = most, observer
-        self._checked, self._refused = set[object](), False
+        self._checked, self._refused, self._told = set[object](), False, False
         self._running: dict[int, _Worker] = {}
         for site in sites.values():
             part = joined_part(site.context.model)
@@ -111,6 +116,8 @@ class SideBySide:
         for worker in group:
             request = worker.request
             assert isinstance(request, _Forward)
+            if request.call.watched and request.gradients:
+                self._tell("each site's model is looked into, as adapters and algorithms with hooks do")
             key: object = id(worker) if self._refused or request.call.watched else (request.call.key, request.autocast)
             alike.setdefault(key, []).append(worker)
         for key, workers in alike.items():
@@ -134,12 +141,17 @@ class SideBySide:
                     self._checked.add(key)
         except ValueError as error:
             self._refused = True
-            self._observer({"event": "warning", "text": f"--together: sites are trained one by one, as {error}"})
+            self._tell(str(error))
             torch.set_rng_state(before)
             return False
         for worker, output in zip(workers, outputs, strict=True):
             worker.answer = partial(_given, output)
         return True
+
+    def _tell(self, why: str) -> None:
+        if not self._told:
+            self._told = True
+            self._observer(one_by_one_event(why))
 
     def _forward(self, model: nn.Module, part: nn.Module, run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         worker = self._running.get(threading.get_ident())
