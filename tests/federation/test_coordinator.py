@@ -261,6 +261,18 @@ def test_sites_that_do_not_train_are_held_out_by_the_share_of_the_job(tmp_path: 
     assert len(set(drawn)) > 1
 
 
+def test_the_run_log_keeps_the_scores_of_held_out_sites(tmp_path: Path) -> None:
+    config = small_config("deer")
+    federation = config.federation.model_copy(update={"fraction_train": 0.2, "fraction_evaluate": 0.3})
+    server = coordinator(assemble_job(config.model_copy(update={"federation": federation})), tmp_path, sites=6)
+    server.start()
+    name = next(iter(server.evaluation_payloads()))
+    assert server.accept_held_out(name, Payload(0, HELD_OUT, {}, metrics={"validation/global/dice": 0.625})) is None
+    server.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["site"] for row in rows if 0.625 in row.get("metrics", {}).values()] == [name]
+
+
 def test_a_checkpoint_restores_state_and_run(small_job: MakeJob, tmp_path: Path) -> None:
     job = small_job()
     server = coordinator(job, tmp_path)

@@ -406,6 +406,27 @@ def test_the_server_sees_masks_and_in_private_jobs_no_number_of_a_site(tmp_path:
         assert (payload.metrics, payload.scalars) == ({}, {})
 
 
+class Distorting(Lossy):
+    """A site whose masked update is not of the form that was asked for."""
+
+    def ask(self, kind: Kind, run: str, message: Any = None) -> Any:
+        answer = super().ask(kind, run, message)
+        if kind is not Kind.TRAIN:
+            return answer
+        return replace(answer, tensors={MASKED: answer.tensors[MASKED][:-1]})
+
+
+def test_a_masked_update_of_another_length_is_refused_as_it_comes_and_names_its_site(tmp_path: Path, identities: Path) -> None:
+    federation = Federation(job_of(secure={}), tmp_path, identities)
+    honest = federation.members["site-2"]
+    federation.members["site-2"] = Distorting(honest.site, honest.guard)
+    with pytest.raises(ConsiliumError, match="too few sites stay"):
+        federation.run()
+    refused = {e["site"]: e["reason"] for e in federation.events if e["event"] == "refused"}
+    assert list(refused) == ["site-2"]
+    assert MASKED in refused["site-2"]
+
+
 def test_the_record_says_that_updates_left_masked_and_keeps_refusals(tmp_path: Path, identities: Path) -> None:
     federation = Federation(job_of(secure={}), tmp_path, identities)
     coordinator = federation.run()

@@ -134,6 +134,27 @@ def modules_of(model: nn.Module, kind: type[Found]) -> list[Found]:
     return cast(list[Found], known[kind])
 
 
+def owners(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that hold adapter tensors, each as a whole where it is an AdapterModule."""
+    places = _places(model)
+    whole = [part for _, part in places.modules]
+    inside = {inner for part in whole for inner in part.modules()}
+    return list(dict.fromkeys([*whole, *(module for _, module, _ in places.parameters if module not in inside)]))
+
+
+def switches(model: nn.Module) -> tuple[object, ...]:
+    """Return what decides over a forward pass beside tensors: layers switched off, factors, modules left out."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    of_layers = [(one.disable_adapters, *getattr(one, "scaling", {}).values()) for one in modules_of(model, BaseTunerLayer)]
+    return vars(model).get(_LEFT_OUT), *of_layers
+
+
+def unchanged_base(model: nn.Module) -> list[Tensor]:
+    """Return the kept values in the base of its parameters that train."""
+    return list(_adapted(model).base.values())
+
+
 def values(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of the adapter's tensors on the CPU, as sites keep and send them: of the base, its changes."""
     held, base = {name: tensor.detach().cpu() for name, tensor in tensors(model).items()}, _adapted(model).base

@@ -45,6 +45,7 @@ class RunRequest(NamedTuple):
     given: Given
     resume: bool
     workers: int
+    together: int
     quiet: bool
 
 
@@ -77,6 +78,12 @@ def simulate(
         int,
         typer.Option(help="processes that the sites are dealt out over (inprocess); 0: this one", min=0, max=1024),
     ] = 0,
+    together: Annotated[
+        int,
+        typer.Option(
+            help="sites that train side by side, quicker on small batches (inprocess); 1: one by one", min=1, max=1024
+        ),
+    ] = 1,
     mlflow: Annotated[str, typer.Option(metavar="URI", help="also to MLflow: http://HOST:PORT or file:///PATH")] = "",
     format: FormatOption = Format.TXT,
 ) -> None:
@@ -84,13 +91,15 @@ def simulate(
     overrides = [*(override or []), *([f"training.rounds={rounds}"] if rounds else [])]
     if workers and engine is Engine.FLARE:
         raise ConfigError("--workers: only with --engine inprocess; FLARE has a process for every site")
+    if together > 1 and (workers or engine is Engine.FLARE):
+        raise ConfigError("--together: only in one process; leave --workers and --engine out")
     given = Given(data and data.resolve(), checkpoints and checkpoints.resolve(), _tracking(mlflow))
     names = site_names(sites, data)
     for note in renamed_notes({folder_of(data, name).name: name for name in names} if data else {}):
         typer.echo(f"note: {shown(note)}", err=True)
     if resume and workspace:
         names = _again(workspace, names, given, bool(sites))
-    request = RunRequest(job, overrides, engine, names, workspace, given, resume, workers, format is Format.JSON)
+    request = RunRequest(job, overrides, engine, names, workspace, given, resume, workers, together, format is Format.JSON)
     with stoppable(), print_resume_hint(workspace or Path("runs"), engine is Engine.INPROCESS):
         _tell_unused_state(request)
         folder, losses = _over_flare(request) if engine is Engine.FLARE else _in_process(request)
@@ -155,6 +164,7 @@ def _in_process(request: RunRequest) -> tuple[Path, dict[str, float]]:
             request.resume,
             request.given.tracking,
             request.workers,
+            request.together,
         )
     return prepared.folder, view.losses
 

@@ -29,7 +29,8 @@ class ClientContext:
     Under a record- or patient-level `plan` training is DP-SGD; `noise_seed` makes it repeatable and so not private. `limits`:
     how much the client can carry, for algorithms with unequal ranks. `checkpoint`: where the base weights came from, None for
     those of the package. `data`: the samples, for statistics and patients. `ranks`: the client's other devices. `watch`: the
-    files that a round reads. `shares_scores`: whether model cards may have the client's scores.
+    files that a round reads. `shares_scores`: whether model cards may have the client's scores. `backward`: takes a loss's
+    gradients.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ClientContext:
     watch: FileWatch | None = None
     shares_scores: bool = True
     should_stop: Callable[[], None] = lambda: None
+    backward: Callable[[Tensor], None] = Tensor.backward
     events: SiteEvents = field(init=False)
 
     def __post_init__(self) -> None:

@@ -144,7 +144,7 @@ class Trainer:
         with peak_memory(next(context.model.parameters()).device) as peak:
             found = train(
                 context.model, task, params, trained, config, seed, penalty, payload.scalars, on_progress, private, memory,
-                correction,
+                correction, context.backward,
             )  # fmt: skip
         if peak and not before + number:  # a run's first
             spread = (context.ranks.site.device_count, context.ranks.sharded) if context.ranks else ()

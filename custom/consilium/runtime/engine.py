@@ -18,6 +18,7 @@ from consilium.federation.sites import kept
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identities
 from consilium.runtime.run_sequence import RunSequence, Take
+from consilium.runtime.side_by_side import SideBySide, one_by_one, one_by_one_event
 from consilium.runtime.site_probe import SiteProbe
 from consilium.runtime.worker_pool import RemoteSite, SimulatedSite, WorkerPool, simulated_sites
 from consilium.server import initialization
@@ -37,10 +38,12 @@ def simulate(
     resume: bool = False,
     tracking: TrackingConfig | None = None,
     workers: int = 0,
+    together: int = 1,
 ) -> Coordinator:
     """Run `job` over `sites` and return the finished coordinator; see RunLog for what `workspace` then holds.
 
-    `workers`: the number of worker processes for the sites, 0 for this process alone. A site that fails is refused for that
+    `workers`: the number of worker processes for the sites, 0 for this process alone. `together`: how many sites train side by
+    side, see side_by_side.py. A site that fails is refused for that
     round, and the job goes on while the quorum holds. Raises ConsiliumError otherwise.
     """
     folder, former = workspace / "sites", former_run(job.config, workspace)
@@ -48,10 +51,13 @@ def simulate(
         _check_goes_on(job, workspace)
     if workers:
         _check_apart(job, sites)
+    if together > 1 and (why := one_by_one(job)):
+        observer(one_by_one_event(why))
+        together = 1
     if job.config.secure_aggregation:
         simulated_identities(workspace / IDENTITIES, list(sites))
     with WorkerPool(job, sites, folder, workers, observer, former) if workers else nullcontext() as pool:
-        members: Members = pool.sites() if pool else simulated_sites(job, sites, folder, observer, former)
+        members: Members = pool.sites() if pool else simulated_sites(job, sites, folder, observer, former, together > 1)
         trainers, pooled, probe = members, list[str](), None
         here = {name: member for name, member in members.items() if isinstance(member, SimulatedSite)}
         if job.strategy.traits.pools_data:
@@ -71,7 +77,8 @@ def simulate(
         crossing = CrossSites(coordinator, job.config.cross_site, saved) if job.config.cross_site and saved else None
         write_atomic(workspace / SIMULATION, json.dumps(kept(sites)._asdict()).encode())
         try:
-            transport = LocalTransport(coordinator, {**members, **trainers}, trainers)
+            beside = SideBySide({name: one.site for name, one in here.items()}, together, observer) if together > 1 else None
+            transport = LocalTransport(coordinator, {**members, **trainers}, trainers, beside)
             RunSequence(coordinator, transport, masked, crossing, probe, pooled).run()
             shutil.rmtree(workspace / IDENTITIES, ignore_errors=True)
             for name in (*sites, POOLED):
@@ -104,8 +111,14 @@ def _check_apart(job: Job, sites: Mapping[str, SiteConfig]) -> None:
 class LocalTransport:
     """The transport of sites in this process or in its workers. `trainers`: the sites that register, all by default."""
 
-    def __init__(self, coordinator: Coordinator, members: Members, trainers: Collection[str] | None = None) -> None:
-        self._coordinator, self._members = coordinator, members
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        members: Members,
+        trainers: Collection[str] | None = None,
+        beside: SideBySide | None = None,
+    ) -> None:
+        self._coordinator, self._members, self._beside = coordinator, members, beside
         self._trainers = members if trainers is None else trainers
 
     def register(self, first: bool) -> None:
@@ -125,7 +138,8 @@ class LocalTransport:
         answers = {name: self._members[name].begin(kind, c.run, message) for name, message in messages.items()}
 
         def end() -> None:
-            for name, answer in answers.items():
+            done = self._beside.run(answers) if self._beside and kind in (Kind.TRAIN, Kind.EVALUATE) else answers
+            for name, answer in done.items():
                 try:
                     take(name, answer())  # no result is held while the next site trains
                 except ConsiliumError as error:

@@ -24,6 +24,7 @@ from consilium.privacy.guard.guard import Guard
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
 from consilium.privacy.secagg.simulated import simulated_identity
 from consilium.privacy.secagg.terms import Message
+from consilium.training.joint_forward import copy_sharing_base
 
 # simulated site --------------------------------------------------------------------------------------------------------
 # A site of a simulation behind its guard, as FLARE puts an executor behind its filters.
@@ -54,11 +55,16 @@ class SimulatedSite:
 
 
 def simulated_sites(
-    job: Job, sites: Mapping[str, SiteConfig], folder: Path, observer: Observer, former: Path | None = None
+    job: Job,
+    sites: Mapping[str, SiteConfig],
+    folder: Path,
+    observer: Observer,
+    former: Path | None = None,
+    together: bool = False,
 ) -> dict[str, SimulatedSite]:
     """Return the sites of one process, which share the frozen base; `folder` gets a folder for each. Raises ConsiliumError.
 
-    `former`: the run whose models a cross-site job scores.
+    `former`: the run whose models a cross-site job scores. `together`: each site gets an adapter of its own beside the base.
     """
     observer(loading(job.config.model.title))
     model, keys, made = build_model(job.config, next(iter(sites.values()))), folder.parent / IDENTITIES, {}
@@ -69,7 +75,8 @@ def simulated_sites(
         data = site_data(job.config, name, site, home, own)
         identity = simulated_identity(keys, name, site.secure_aggregation) if job.config.secure_aggregation else None
         guard = build_guard(job, name, site, own, own, observer, simulated=True, data=data, identity=identity)
-        client = build_site(job, name, site, home, observer, model, data=data)
+        own_model = copy_sharing_base(model) if together else model
+        client = build_site(job, name, site, home, observer, own_model, data=data)
         guard.ready = client.begin
         made[name] = SimulatedSite(client, guard)
     return made

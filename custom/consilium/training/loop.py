@@ -160,15 +160,16 @@ def train(
     dp: DpSgd | None = None,
     optimizer_state: Tensors | None = None,
     correction: Mapping[str, Tensor] = MappingProxyType({}),
+    backward: Callable[[Tensor], None] = Tensor.backward,
 ) -> dict[str, float]:
     """Train the tensors named in `trained` in place and return {"loss", "steps"}, and "penalty" if there is one.
 
     `params` are the model's adapter tensors by name, of which `trained` are parameters; all others are frozen. Equal inputs
     give equal results: `seed` fixes shuffling, augmentation and dropout, and the optimizer starts empty, or goes on with
     `optimizer_state`, which is brought up to date. `correction` is added to the parameters of its names over the round, to each
-    step by its share of the learning rate. With `dp` the steps are record-level private, and repeatable only with a seed of its
-    own. Without samples there is no step. The model is in evaluation mode afterwards. Raises ConsiliumError when the loss is
-    not finite, but under DP-SGD, see `Losses`.
+    step by its share of the learning rate. `backward` takes the gradients of a step's loss. With `dp` the steps are
+    record-level private, and repeatable only with a seed of its own. Without samples there is no step. The model is in
+    evaluation mode afterwards. Raises ConsiliumError when the loss is not finite, but under DP-SGD, see `Losses`.
     """
     active = set_requires_grad(params, trained)
     if dp is None and not task.num_samples:  # at site level noise hides whether a site has any; without noise none gets here
@@ -192,7 +193,7 @@ def train(
     with (
         torch.random.fork_rng(devices=cuda_devices(params)),
         compiled(model, config.compile),
-        _steps(model, task, optimizer, config, seed, active, total, dp) as take_step,
+        _steps(model, task, optimizer, config, seed, active, total, dp, backward) as take_step,
     ):
         torch.manual_seed(seed)
         for step, rate in enumerate(rates, start=1):
@@ -231,6 +232,7 @@ def _steps(
     trained: Mapping[str, nn.Parameter],
     total: int,
     dp: DpSgd | None,
+    backward: Callable[[Tensor], None],
 ) -> Iterator[Callable[[LocalStep, Penalty, Losses, bool], bool]]:
     """Yield a function that takes one optimizer step and returns whether all losses so far have been read from the device.
 
@@ -238,7 +240,7 @@ def _steps(
     """
     if dp is None:
         with closing(stream(task, config, seed, total * config.accumulate, _device(model))) as made:
-            yield partial(_step, model, task, optimizer, made, config)
+            yield partial(_step, model, task, optimizer, made, config, backward)
         return
     # in bf16 a record's gradient depends on the others in its batch, by up to 1.5e-3 of the clip
     config = config.model_copy(update={"precision": "fp32"})
@@ -252,6 +254,7 @@ def _step(
     optimizer: torch.optim.Optimizer,
     stream: Iterator[Batch],
     config: TrainingConfig,
+    backward: Callable[[Tensor], None],
     step: LocalStep,
     penalty: Penalty,
     losses: Losses,
@@ -265,7 +268,7 @@ def _step(
     if value is not None and value.requires_grad:
         value.backward()
     for batch in itertools.islice(stream, config.accumulate):
-        losses.add(_backward(model, task, batch, config, 1 / config.accumulate))
+        losses.add(_backward(model, task, batch, config, 1 / config.accumulate, backward))
     known = losses.look(last)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -323,12 +326,19 @@ def _gradients(value: Tensor, of: Mapping[str, nn.Parameter]) -> dict[str, Tenso
     return {name: gradient for name, gradient in zip(of, found, strict=True) if gradient is not None}
 
 
-def _backward(model: nn.Module, task: Task, batch: Batch, config: TrainingConfig, share: float) -> Tensor:
+def _backward(
+    model: nn.Module,
+    task: Task,
+    batch: Batch,
+    config: TrainingConfig,
+    share: float,
+    backward: Callable[[Tensor], None] = Tensor.backward,
+) -> Tensor:
     """Add the gradients of one batch's loss times `share`; return that loss, on its device."""
     with autocast(_device(model), config.precision):
         loss = scalar(task.loss(model, batch)) * share
     if loss.requires_grad:  # not at a site that may train no rank, which takes part without a change
-        loss.backward()
+        backward(loss)
     return loss
 
 

@@ -1,0 +1,277 @@
+"""Sites of one process trained side by side: each is a thread that waits wherever its model runs, and all run at once.
+
+The sites' code is as it is alone: one training loop, one evaluation. A thread stops where it calls its model, or takes a loss's
+gradients. When all have stopped, those that wait for the same thing go on together: one forward pass over their batches, one
+backward pass over their losses. Only one thread runs at a time, always the same at the same moment, each with a state of
+PyTorch's random numbers of its own, so that a run can be repeated.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from consilium.client.client import Client
+from consilium.core.messages import Observer
+from consilium.federation.job import Job
+from consilium.training.joint_forward import Call, forward_together, joined_part
+from consilium.training.loop import Stopped
+
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+"""By which a joined pass may differ from one alone, relative to the largest number; of shorter types 2e-2."""
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A site waits for the output of its model, under these modes of PyTorch."""
+
+    call: Call
+    gradients: bool
+    autocast: tuple[bool, torch.dtype]
+    device: torch.device
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """Run the block as the site's thread would: a thread has modes of its own."""
+        wanted, dtype = self.autocast
+        with torch.set_grad_enabled(self.gradients), torch.autocast(self.device.type, dtype, enabled=wanted):
+            yield
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """A site waits for the gradients of a loss."""
+
+    loss: Tensor
+
+
+def one_by_one(job: Job) -> str:
+    """Return why the sites of a job cannot train side by side, "" where they can as far as the job tells."""
+    config, parts = job.config, job.strategy.traits.parts
+    hindrances = {
+        "privacy: takes a gradient of each record": config.dpsgd is not None,
+        f"strategy {job.strategy.name!r} looks into each site's model": bool(parts),
+        "training.compile is true": config.training.compile,
+        "model.dtype stores the base in few bits": getattr(config.model, "dtype", "") in ("nf4", "int8"),
+    }
+    return next((why for why, holds in hindrances.items() if holds), "")
+
+
+def one_by_one_event(why: str) -> dict[str, str]:
+    """Return the warning of a run whose sites train one by one although side by side was asked for."""
+    return {"event": "warning", "text": f"--together: sites are trained one by one, as {why}"}
+
+
+class SideBySide:
+    """Runs the work of up to `most` sites at a time. `observer` hears where sites run one by one after all, and why."""
+
+    def __init__(self, sites: Mapping[str, Client], most: int, observer: Observer) -> None:
+        self._most, self._observer = most, observer
+        self._checked, self._refused, self._told = set[object](), False, False
+        self._running: dict[int, _Worker] = {}
+        for site in sites.values():
+            part = joined_part(site.context.model)
+            vars(part)["forward"] = partial(self._forward, site.context.model, part, part.forward)
+            site.context.backward = self._backward
+
+    def run(self, work: Mapping[str, Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
+        """Do each site's work and return functions that return, or raise, what it did."""
+        names, done = list(work), dict[str, Callable[[], Any]]()
+        for start in range(0, len(names), self._most):
+            workers = [_Worker(name, work[name]) for name in names[start : start + self._most]]
+            self._together(workers)
+            done |= {worker.name: worker.outcome for worker in workers}
+        return done
+
+    def _together(self, workers: Sequence["_Worker"]) -> None:
+        self._running = {worker.begin(): worker for worker in workers}
+        try:
+            for worker in workers:
+                worker.go_on()
+            while waiting := [worker for worker in workers if worker.request is not None]:
+                earliest = min(worker.place for worker in waiting)
+                group = [worker for worker in waiting if worker.place == earliest]
+                self._answer(group)
+                for worker in group:
+                    worker.go_on()
+        finally:
+            for worker in workers:
+                worker.stop()
+            self._running = {}
+
+    def _answer(self, group: Sequence["_Worker"]) -> None:
+        """Answer the requests of sites that are at the same place."""
+        losses = [worker.request.loss for worker in group if isinstance(worker.request, _Backward)]
+        if losses:
+            answer = _result(lambda: torch.autograd.backward(losses))
+            for worker in group:
+                worker.answer = answer
+            return
+        alike: dict[object, list[_Worker]] = {}
+        for worker in group:
+            request = worker.request
+            assert isinstance(request, _Forward)
+            if request.call.watched and request.gradients:
+                self._tell("each site's model is looked into, as adapters and algorithms with hooks do")
+            key: object = id(worker) if self._refused or request.call.watched else (request.call.key, request.autocast)
+            alike.setdefault(key, []).append(worker)
+        for key, workers in alike.items():
+            if len(workers) == 1 or not self._joined(key, workers):
+                for worker in workers:
+                    worker.alone()
+
+    def _joined(self, key: object, workers: Sequence["_Worker"]) -> bool:
+        """Answer by one pass. False where that is not possible: then nothing was done, and it is not tried again."""
+        requests = [worker.request for worker in workers if isinstance(worker.request, _Forward)]
+        calls = [request.call for request in requests]
+        before = torch.get_rng_state()
+        try:
+            with requests[0].modes():
+                outputs = forward_together(calls)
+                if not torch.equal(before, torch.get_rng_state()):
+                    raise ValueError("the model draws random numbers, as dropout does")
+                if key not in self._checked:
+                    for n in {0, len(calls) - 1}:
+                        _check_equal(outputs[n], calls[n].alone())
+                    self._checked.add(key)
+        except ValueError as error:
+            self._refused = True
+            self._tell(str(error))
+            torch.set_rng_state(before)
+            return False
+        for worker, output in zip(workers, outputs, strict=True):
+            worker.answer = partial(_given, output)
+        return True
+
+    def _tell(self, why: str) -> None:
+        if not self._told:
+            self._told = True
+            self._observer(one_by_one_event(why))
+
+    def _forward(self, model: nn.Module, part: nn.Module, run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        worker = self._running.get(threading.get_ident())
+        if worker is None:
+            return run(*arguments, **options)
+        device = next(model.parameters()).device
+        modes = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+        return worker.wait(_Forward(Call(model, part, run, arguments, options), torch.is_grad_enabled(), modes, device))
+
+    def _backward(self, loss: Tensor) -> None:
+        worker = self._running.get(threading.get_ident())
+        if worker is None:
+            loss.backward()
+        else:
+            worker.wait(_Backward(loss))
+
+
+class _Worker:
+    """One site's thread. It runs while the others wait, from `go_on` to its next request or its end."""
+
+    def __init__(self, name: str, work: Callable[[], Any]) -> None:
+        self.name = name
+        self.request: _Forward | _Backward | None = None
+        self.answer: Callable[[], Any] = partial(_given, None)
+        self.outcome: Callable[[], Any] = partial(_given, None)
+        self._work, self._steps, self._random, self._stopping, self._ended = work, 0, _random_state(), False, False
+        self._may, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """How far the site is: the backward passes behind it, and what is next: 0 a score, 1 a loss, 2 its gradients.
+
+        Those that are least far go on, so that sites with more batches to score do not fall out of step.
+        """
+        return self._steps, int(self.request.gradients) if isinstance(self.request, _Forward) else 2
+
+    def begin(self) -> int:
+        """Start the thread, which waits; return its number."""
+        self._thread.start()
+        assert self._thread.ident is not None
+        return self._thread.ident
+
+    def go_on(self) -> None:
+        """Let the site run until its next request, or to its end."""
+        self.request = None
+        _set_random_state(self._random)
+        self._may.release()
+        self._has_stopped.acquire()
+
+    def stop(self) -> None:
+        """End the thread, wherever it is."""
+        self._stopping = True
+        while not self._ended:
+            self.go_on()
+        self._thread.join()
+
+    def alone(self) -> None:
+        """Answer the request by the site's own model."""
+        request = self.request
+        assert isinstance(request, _Forward)
+        _set_random_state(self._random)
+        with request.modes():
+            self.answer = _result(request.call.alone)
+        self._random = _random_state()
+
+    def wait(self, request: _Forward | _Backward) -> Any:
+        """Stop this thread until the request is answered, and return the answer. Raises Stopped where the run ends."""
+        self._random, self.request = _random_state(), request
+        self._has_stopped.release()
+        self._may.acquire()
+        if self._stopping:
+            raise Stopped("the run was stopped")
+        self._steps += isinstance(request, _Backward)
+        return self.answer()
+
+    def _run(self) -> None:
+        self._may.acquire()
+        if not self._stopping:
+            self.outcome = _result(self._work)
+        self._ended = True
+        self._has_stopped.release()
+
+
+def _check_equal(joined: Any, alone: Any) -> None:
+    """Raise ValueError where an output of a joined pass is not what the site's own model makes."""
+    for one, other in zip(_tensors(joined), _tensors(alone), strict=True):
+        largest = float(other.detach().abs().max()) if other.numel() else 0.0
+        if one.shape != other.shape or float((one - other).detach().abs().max()) > TOLERANCE.get(other.dtype, 2e-2) * largest:
+            raise ValueError("the model mixes the rows of a batch")
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if hasattr(value, "values") else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _random_state() -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+
+def _set_random_state(state: list[Tensor]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1:]:
+        torch.cuda.set_rng_state_all(state[1:])
+
+
+def _result(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a function that returns, or raises, what `work` does now."""
+    try:
+        return partial(_given, work())
+    except BaseException as error:
+        return partial(_raised, error)
+
+
+def _given(value: Any) -> Any:
+    return value
+
+
+def _raised(error: BaseException) -> Any:
+    raise error

@@ -1,0 +1,169 @@
+"""Sites trained side by side: the same run as one by one but for rounding, or one by one with the reason said."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
+from consilium.core.errors import DataError
+from consilium.core.storage import load_state
+from consilium.runtime import side_by_side
+from consilium.runtime.engine import simulate
+from consilium.training.joint_forward import forward_together
+from tests.conftest import Snapshot, assembled, small_cells, small_config, small_text
+
+SITES = ("a", "b", "c")
+
+
+def run(config: JobConfig, folder: Path, together: int, **options: Any) -> list[dict[str, Any]]:
+    """Run a job and return its events."""
+    events: list[Any] = []
+    simulate(assembled(config), {name: SiteConfig() for name in SITES}, folder, events.append, together=together, **options)
+    return events
+
+
+def states(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a run's server and sites."""
+    files = [folder / "server/state.safetensors", *sorted((folder / "sites").glob("*/*/state.safetensors"))]
+    assert len(files) == 1 + len(SITES)
+    return {f"{n} {name}": tensor for n, file in enumerate(files) for name, tensor in load_state(file)[0].items()}
+
+
+def finals(folder: Path) -> list[dict[str, Any]]:
+    """Return the closing scores."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == "final"]
+
+
+def warnings(events: list[dict[str, Any]]) -> list[str]:
+    """Return what a run said of sites that train one by one."""
+    return [event["text"] for event in events if event["event"] == "warning" and "--together" in event["text"]]
+
+
+def uneven(config: JobConfig, **training: Any) -> JobConfig:
+    """Return the job by SGD over two rounds, with batches that end unevenly."""
+    raw = config.model_dump()
+    raw["training"] |= {"optimizer": "sgd", "lr": 0.05, "rounds": 2, "batch_size": 3, "local_epochs": 1} | training
+    raw["data"]["phantoms"] |= {"training": 7, "validation": 2, "test": 2}
+    return JobConfig.model_validate(raw)
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the sizes of the groups whose models ran at once."""
+    sizes: list[int] = []
+
+    def noted(calls: Any) -> Any:
+        sizes.append(len(calls))
+        return forward_together(calls)
+
+    monkeypatch.setattr(side_by_side, "forward_together", noted)
+    return sizes
+
+
+QUICK = [("fedit", small_cells), ("scaffold", small_text), ("fedhera", small_cells)]
+SLOW = [
+    ("fediat", small_config), ("deer", small_config), ("fedit", small_text), ("fedhera", small_text),
+    ("flora", small_cells), ("frlora", small_text), ("fedprox", small_cells), ("fedra", small_cells), ("hetlora", small_text),
+    ("fedsa_lora", small_text), ("ffa_lora", small_cells), ("local_only", small_config),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "task"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)])
+def test_side_by_side_a_run_ends_as_one_by_one(strategy: str, task: Any, tmp_path: Path, joined: list[int]) -> None:
+    config = uneven(task(strategy))
+    run(config, tmp_path / "apart", 1)
+    assert not joined
+    events = run(config, tmp_path / "together", 3)
+    assert not warnings(events)
+    assert joined.count(3) >= 6  # of 3 steps in 2 rounds
+    one, other = states(tmp_path / "apart"), states(tmp_path / "together")
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(other[name], one[name], rtol=1e-4, atol=1e-5, msg=name)
+    assert len(finals(tmp_path / "apart")) == len(finals(tmp_path / "together")) == len(SITES)
+
+
+def test_where_a_model_draws_random_numbers_the_run_is_that_of_one_by_one_to_the_bit(tmp_path: Path, joined: list[int]) -> None:
+    config = uneven(small_cells("fedit"))
+    raw = config.model_dump()
+    raw["adapter"]["dropout"] = 0.25
+    dropout = JobConfig.model_validate(raw)
+    run(dropout, tmp_path / "apart", 1)
+    said = warnings(run(dropout, tmp_path / "together", 3))
+    assert len(said) == 1
+    assert "draws random numbers" in said[0]
+    assert sum(joined) < 20  # scores have no dropout; the first step that had is taken back
+    one, other = states(tmp_path / "apart"), states(tmp_path / "together")
+    for name in one:
+        torch.testing.assert_close(other[name], one[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"privacy": {"unit": "record", "epsilon": 8.0, "delta": 1e-5}}, "a gradient of each record"),
+        ({"strategy": {"name": "feddbe"}}, "looks into each site's model"),
+        (
+            small_config().model_dump() | {"adapter": {"kind": "bottleneck", "width": 4}, "strategy": {"name": "fedit"}},
+            "with hooks",
+        ),
+    ],
+)
+def test_what_needs_a_site_alone_is_run_one_by_one_and_said(
+    sections: dict[str, Any], why: str, tmp_path: Path, joined: list[int]
+) -> None:
+    config = JobConfig.model_validate(uneven(small_cells("fedit"), rounds=1).model_dump() | sections)
+    assert [why in text for text in warnings(run(config, tmp_path, 3))] == [True]
+    assert not joined
+
+
+def test_a_site_that_fails_amid_a_step_is_refused_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: list[int]
+) -> None:
+    config = uneven(small_cells("fedit"))
+    real, calls = side_by_side.SideBySide._backward, []
+
+    def failing(self: side_by_side.SideBySide, loss: torch.Tensor) -> None:
+        calls.append(loss)
+        if len(calls) == 2:  # of the first step's three sites
+            raise DataError("b: a file is gone")
+        real(self, loss)
+
+    monkeypatch.setattr(side_by_side.SideBySide, "_backward", failing)
+    events = run(config, tmp_path, 3)
+    assert [event["site"] for event in events if event["event"] == "refused"] == ["b"]
+    assert joined.count(2) >= 2  # the rest of that round
+    assert len(finals(tmp_path)) == len(SITES)
+
+
+def test_a_run_that_is_stopped_ends_its_sites_and_goes_on_to_the_same_end(tmp_path: Path) -> None:
+    config = uneven(small_cells("fedit"))
+    snapshot = Snapshot(tmp_path / "run", lambda event: event["event"] == "round" and event["round"] == 1)
+    sites = {name: SiteConfig() for name in SITES}
+    simulate(assembled(config), sites, tmp_path / "run", snapshot, together=3)
+    whole = snapshot.restore()
+
+    def interrupted(event: Any) -> None:
+        if event["event"] == "step" and event["round"] == 1 and event["site"] == "b":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(assembled(config), sites, tmp_path / "run", interrupted, resume=True, together=3)
+    simulate(assembled(config), sites, tmp_path / "run", lambda event: None, resume=True, together=3)
+    one, other = states(whole), states(tmp_path / "run")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_groups_smaller_than_the_federation_give_the_same_run(tmp_path: Path, joined: list[int]) -> None:
+    config = uneven(small_cells("fedit"), rounds=1)
+    run(config, tmp_path / "apart", 1)
+    run(config, tmp_path / "two", 2)
+    assert set(joined) == {2}
+    one, other = states(tmp_path / "apart"), states(tmp_path / "two")
+    for name in one:
+        torch.testing.assert_close(other[name], one[name], rtol=1e-4, atol=1e-5, msg=name)
