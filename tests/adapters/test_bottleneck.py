@@ -44,6 +44,14 @@ def test_the_model_is_its_base_at_the_start_and_not_after() -> None:
         assert not torch.allclose(model(images), before, atol=1e-2)
 
 
+def test_a_model_without_an_adapter_is_refused_until_it_has_one() -> None:
+    model = build_sam("tiny", None, 64, 2)
+    with pytest.raises(ConfigError, match="has no adapter; inject one first"):
+        layers.tensors(model)
+    bottleneck.inject(model, 4, "freeze")
+    assert layers.tensors(model)
+
+
 @pytest.mark.parametrize("place", bottleneck.PLACES)
 def test_every_adapter_acts(place: str) -> None:
     model, images, before = tiny()

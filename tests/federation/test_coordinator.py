@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -389,9 +389,12 @@ def test_why_results_do_not_merge_is_said(small_job: MakeJob, tmp_path: Path, mo
 def test_the_record_says_how_many_parameters_travel_and_stay_and_who_only_tests(tmp_path: Path) -> None:
     """FedSA shares A and keeps B: the numbers are the tensors' own."""
     job = assemble_job(small_config("fedsa_lora"))
-    server = coordinator(job, tmp_path, sites=2)
+    events = list[Mapping[str, object]]()
+    server = Coordinator(job, tmp_path, events.append)
+    server.welcome(Hello("a", 10, False, __version__))
     server.welcome(Hello("etis", 0, False, __version__, test_only=True))
     server.close()
+    assert [(event["site"], event["num_samples"]) for event in events if event["event"] == "site"] == [("a", 10), ("etis", 0)]
     lines, _ = read_lines(tmp_path / "metrics.jsonl")
     told = next(line for line in lines if line["event"] == "parameters")
     sizes = {end: sum(t.numel() for n, t in job.initial.items() if n.endswith(end)) for end in ("lora_A", "lora_B")}

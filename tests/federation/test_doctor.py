@@ -106,4 +106,7 @@ def test_every_data_set_is_looked_at_and_a_picture_in_two_is_a_budget_that_count
     assert "patients" in budgets.remedy
     same = {name: one.model_copy(update={"patients": "eyes"}) for name, one in sets.items()}
     assert all(x.ok for x in examine_datasets(SiteConfig(datasets=same)))
+    other = DatasetConfig(datalist=make_phantoms(tmp_path / "b", "fundus", "b", 0, 2, 1, 1, 64, 0.5, 0.5))
+    *_, budgets = examine_datasets(SiteConfig(datasets={"one": sets["one"], "other": other}))
+    assert (budgets.ok, budgets.found) == (True, "2 in 2 data sets, no image in two")
     assert [x.check for x in examine_datasets(SiteConfig(datalist=path))] == ["data list"]

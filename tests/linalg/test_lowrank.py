@@ -147,6 +147,9 @@ def test_without_a_certificate_the_full_decomposition_answers(monkeypatch: pytes
     assert certified.certified(matrix, 8, 1e-5, None) is None
     easy = shaped(600, 600, 0.9 ** torch.arange(600).double())
     assert certified.certified(easy, 8, 1e-5, None) is not None
+    near = 0.9 ** torch.arange(600).double()
+    near[8] = 0.99 * near[7]  # closer than the bound on what is left can tell: a ninth triplet is kept
+    assert certified.certified(shaped(600, 600, near), 8, 1e-5, None) is not None
     monkeypatch.setattr(certified, "_certificate", lambda *_: None)
     assert certified.certified(easy, 8, 1e-5, None) is None
     assert torch.allclose(spectrum(as_dense(easy), 8).values, 0.9 ** torch.arange(8).double(), atol=1e-5)
@@ -242,8 +245,10 @@ def test_layers_in_threads_are_the_layers_one_by_one(monkeypatch: pytest.MonkeyP
     together = spectra(layers, 4)
     assert threads[-1] == 2  # put back
     assert set(threads[:-1]) == {1}
+    on_device = spectra(layers, 4, "cpu")
     for name, found in together.items():
         assert torch.equal(found.values, spectrum(layers[name], 4).values)
+        assert torch.equal(found.values, on_device[name].values)
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,13 @@ def test_what_the_server_maps_back_is_the_mean_of_the_clipped_products(tmp_path:
         assert torch.allclose(scale * mean[n] @ state.shared[n[:-1] + "A"].double(), expected[n], atol=1e-8)
 
 
+@pytest.mark.parametrize(("privacy", "divisor"), [(STEPS | {"noise_multiplier": 1.0}, 12), (SITE, 3)])
+def test_sums_of_steps_are_divided_by_the_jobs_constant_and_others_by_the_sites(privacy: dict, divisor: float) -> None:
+    made = assembled(job(privacy))
+    state = made.strategy.initialize(made.initial)
+    assert opened_mean(made, state, {}, 3)[1] == divisor
+
+
 def test_shares_of_noise_on_whitened_coordinates_have_the_deviation_of_the_plan() -> None:
     config = job(SITE, "deer", rounds=1)
     made = assembled(config)

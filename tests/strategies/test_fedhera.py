@@ -204,11 +204,14 @@ def test_diagnostics_are_what_they_say() -> None:
     strategy = hera()
     state = play(strategy, strategy.initialize(initial()), SITES)
     sent = {name: strategy.payload(state, SiteInfo(name, 1)) for name in SITES[:3]}
-    uploads = {n: SiteResult(answer(strategy, p, i), 1, p, SiteInfo(n, 1)) for i, (n, p) in enumerate(sent.items())}
+    able = {n: SiteInfo(n, 1, capacity={"memory": 5}) for n in sent}
+    uploads = {n: SiteResult(answer(strategy, p, i), 1, p, able[n]) for i, (n, p) in enumerate(sent.items())}
     found = strategy.diagnostics(state, uploads)
     assert 0 < found["drift/cross"] < 2
     assert found["ranks/information_gain"] > 1
-    assert 0 < found["memory/saturation"] <= 1
+    trained = [[rank for rank, _ in sizes(p).values()] for p in sent.values()]
+    numbers = sum(first * (9 + 7) + second * (6 + 8) for first, second in trained) / 3
+    assert found["memory/saturation"] == pytest.approx(numbers / (5 * (9 + 7 + 6 + 8)))
     for layer in LAYERS:
         values = torch.linalg.svdvals(whole(state, layer)).square()
         kept = [sum(sizes(p)[layer]) for p in sent.values()]

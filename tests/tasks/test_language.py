@@ -247,6 +247,8 @@ def test_generation_scores_against_all_references(monkeypatch: pytest.MonkeyPatc
     found = task.evaluate(Uniform(), "test", 2, distances=True)
     assert found.keys() == metric_names(LanguageConfig(name="language", evaluate="generation"))
     assert found["rouge_l"] == 1
+    assert task.scored is not None
+    assert (task.scored.score, task.scored.lower) == ("ROUGE-L", False)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +273,7 @@ def test_what_a_record_s_score_is_of(caplog: pytest.LogCaptureFixture) -> None:
         task = make_task(text("q", "yes"), learn=learn)
         task.evaluate(Uniform(), "test", 1, distances=True)
         assert task.scored is not None
-        assert task.scored.score == said
+        assert (task.scored.score, task.scored.lower) == (said, True)
     make_task(text("q", "yes"), labels=["yes", "no"])
     assert "task.labels is not read where task.evaluate is loss; use label to score by it" in caplog.text
 
@@ -279,5 +281,14 @@ def test_what_a_record_s_score_is_of(caplog: pytest.LogCaptureFixture) -> None:
 def test_records_without_a_label_or_final_answer_are_refused() -> None:
     with pytest.raises(DataError, match=r"site: training\.jsonl:1: output has none of the labels \(a, b\)"):
         make_task(text("q", "none of them"), evaluate="label", labels=["a", "b"])
+    make_task(text("q", "none of them"), evaluate="label", labels=["none", "b"])
+    with pytest.raises(
+        DataError, match=r"output has none of the labels \(c, d\); give one there, or change the record's labels"
+    ):
+        make_task(text("q", "a", labels=("c", "d")), evaluate="label", labels=["a", "b"])
+    make_task(text("q", "c", labels=("c", "d")), evaluate="label", labels=["a", "b"])
+    make_task(text("q", "a", labels=("a", "d")), evaluate="label", labels=["b"])
+    with pytest.raises(DataError, match=r"final_answer has none of the labels \(a, b\); set task\.labels"):
+        make_task(text("q", "a", final_answer="e"), evaluate="label", labels=["a", "b"])
     with pytest.raises(DataError, match="has no final answer"):
         make_task(text("q", "none"), evaluate="exact")

@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from consilium.client.model_store import keep_shared
 from consilium.client.site_data import site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError
-from consilium.core.messages import Stage
+from consilium.core.messages import SiteInfo, Stage
 from consilium.core.storage import save_state
 from consilium.federation.job import assemble_job, build_task
 from consilium.federation.model_card import Card, page
@@ -68,6 +69,24 @@ def test_the_card_says_what_it_is_and_shows_the_tables_scores(finished: Path) ->
     assert {"license: unknown", "base_model: sam-tiny"} <= set(text.splitlines())
     assert "Not a medical device" in text
     assert "no guarantee" in text
+
+
+def test_the_global_card_has_means_over_the_sites_that_train(tmp_path: Path) -> None:
+    job = assemble_job(small_config("fedit"))
+    sites = {"a": SiteInfo("a", 4), "b": SiteInfo("b", 2), "aside": SiteInfo("aside", 0)}
+    dices = {"a": 0.5, "b": 0.75, "aside": 0.125, "pooled": 1.0}
+    results = {name: {"test/global/dice": dice} for name, dice in dices.items()}
+    for scored, expected in (
+        (["a", "b", "aside"], (0.625, 0.5, 0.75)),
+        (["a", "pooled"], (0.75, 0.5, 1)),
+        (["aside"], (0.125,) * 3),
+    ):
+        told = {name: results[name] for name in scored}
+        keep_shared(tmp_path, job.config, SavedModel(job.initial, 2), sites, told, None, None, ())
+        _, card = read_kept(tmp_path / "adapters/global")
+        assert card.scores is not None
+        assert tuple(card.scores["dice"]) == expected
+        assert (card.sites, card.training) == (3, 6)
 
 
 def test_a_sites_files_are_its_users_alone(finished: Path) -> None:
@@ -249,6 +268,7 @@ def test_a_run_goes_on_from_an_adapter(finished: Path, tmp_path: Path) -> None:
         ("adapter", {"rank": 2, "alpha": 2}, "has shape .* this job's is"),
         ("adapter", {"alpha": 8}, "multiplies its products by 1, this job by 2"),
         ("adapter", {"targets": "encoder-qkv"}, "has .* which this job's adapter lacks"),
+        ("model", {"variant": "vit_b"}, "is of base 'sam-tiny', this job's is 'sam-vit_b'"),
         ("adapter", {"start": "nowhere"}, "no consilium.safetensors there"),
         ("adapter", {"start": "${SITE}/a"}, "needs the server's checkpoint folder"),
     ],

@@ -369,6 +369,18 @@ def test_a_torn_line_costs_no_other_sum_though_no_record_is_left(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("field", "value"),
+    [("sites", "site-1"), ("sites", ["site-1", 5]), ("data", None), ("data", [["ward"]]), ("least", True), ("weights", 1)],
+)
+def test_a_line_with_a_value_of_another_type_was_altered(field: str, value: object, tmp_path: Path) -> None:
+    path = kept(tmp_path)
+    first, last = path.read_text().splitlines()
+    path.write_text("\n".join([first, json.dumps(json.loads(last) | {field: value})]) + "\n")
+    with pytest.raises(RefusedError, match="was altered in line 2"):
+        sum_ledger.read(path)
+
+
+@pytest.mark.parametrize(
     "noise",
     [
         {"trust": "central", "noise_multiplier": 1.0},

@@ -96,11 +96,13 @@ def test_classes_that_exclude_one_another_add_up(tmp_path: Path) -> None:
 
 
 def test_nobody_answers_twice_or_unasked(tmp_path: Path) -> None:
-    made = survey(tmp_path)
+    made, events = survey(tmp_path), list[Any]()
+    made.observer = events.append
     made.accept("a", honest())
     for name in ("a", "c"):
         with pytest.raises(RefusedError, match="nobody asked"):
             made.accept(name, honest())
+    assert events == [{"event": "statistics", "site": "a"}]
     made.decline("a", "changed its mind")
     made.finish()
     assert json.loads((tmp_path / FILE).read_text())["sites"] == {"a": honest(), "b": {"refused": "no answer"}}

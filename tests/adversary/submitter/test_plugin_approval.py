@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from consilium.cli.main import app as command_line
@@ -108,6 +109,18 @@ def test_a_plug_in_changed_after_approval_is_refused(
     assert again.exit_code == 0
     assert "code of packages" in again.stdout
     check(job, local)
+
+
+def test_another_job_with_a_changed_plug_in_was_never_approved(installed: Path, job: Path, local: Path) -> None:
+    code(installed)
+    forget()
+    path = job / approval.JOB
+    raw = yaml.safe_load(path.read_text())
+    raw["training"]["rounds"] += 1
+    path.write_text(yaml.safe_dump(raw))
+    with pytest.raises(RefusedError, match="is not approved here") as told:
+        check(job, local)
+    assert "was approved with" not in str(told.value)
 
 
 def test_the_same_plug_in_installed_again_is_the_same(

@@ -28,7 +28,9 @@ def truth(text: Text, config: LanguageConfig) -> frozenset[str]:
     if config.evaluate == "label":
         given = (text.final_answer,) if text.final_answer else text.outputs
         found, known = [_label_or_answer(one, text, config) for one in given], text.labels or config.labels
-        what = f"output has none of the labels ({', '.join(known) or 'none given'}); set task.labels"
+        remedy = "give one there, or change the record's labels" if text.labels else "set task.labels"
+        field = "final_answer" if text.final_answer else "output"
+        what = f"{field} has none of the labels ({', '.join(known) or 'none given'}); {remedy}"
     elif config.evaluate == "exact":
         _, read, read_alone = READERS[config.extraction]
         found = [read_alone(text.final_answer)] if text.final_answer else [read(one) for one in text.outputs]
