@@ -9,7 +9,7 @@ from consilium import __version__
 from consilium.client import machine_check
 from consilium.core.errors import RefusedError
 from consilium.core.messages import LIBRARIES, PROTOCOL, Hello
-from consilium.federation import trainable_checks
+from consilium.federation import compatibility
 from consilium.federation.compatibility import RULES, Verdict, check_versions, judge, warnings
 
 PAGE = Path(__file__).parents[2] / "provisioning"
@@ -50,7 +50,7 @@ def test_every_package_that_a_site_tells_of_has_a_rule() -> None:
 def test_a_patch_release_at_the_server_or_at_a_site_stops_nobody(
     site: str, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainable_checks, "__version__", server)
+    monkeypatch.setattr(compatibility, "__version__", server)
     check_versions(replace(HELLO, version=site))
     with pytest.raises(RefusedError, match=r"consilium 0\.8\.0, the server has 0\.7"):
         check_versions(replace(HELLO, version="0.8.0"))
@@ -63,7 +63,7 @@ def test_the_protocol_is_compared_before_all_else() -> None:
 
 
 def test_a_library_that_differs_is_told_of_and_one_that_only_the_site_has_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainable_checks, "libraries", lambda: {"torch": "2.13.0", "nvflare": "2.9.0"})
+    monkeypatch.setattr(compatibility, "libraries", lambda: {"torch": "2.13.0", "nvflare": "2.9.0"})
     hello = replace(HELLO, libraries={"torch": "2.12.1", "nvflare": "2.9.0", "opacus": "1.0.0"})
     check_versions(hello)
     assert warnings(hello) == ["site-1: torch 2.12.1, the server has 2.13.0; its numbers may differ in the last bits"]

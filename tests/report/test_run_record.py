@@ -106,6 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     log.held_out("south", Payload(0, -1, {}, metrics={"validation/global/dice": 0.5}))
     log.ended({"round": 1, "rounds": 4, "validations": 1, "best_round": 0})
     log.final("north", Payload(1, 0, {}, metrics={"test/global/dice": 0.5}))
+    log.stopped("the quorum is gone")
     log.resumed(STATE)
     log.close()
     return folder

@@ -85,7 +85,7 @@ def test_a_failure_is_one_line_and_a_run_on_other_data_is_set_aside(study_file: 
     (again,) = planned(path, tmp_path / "w", tmp_path / "data")
     reason = run_cell(again, quiet).reason
     assert reason.startswith("b was refused: update has norm")
-    assert "round 0: 0 of 2 results, federation.min_sites is" in reason
+    assert "So 0 of 2 results, federation.min_sites is" in reason
     assert (one.cell.folder / "metrics.jsonl").read_text().startswith(mark)
     assert [path.name for path in aside.parent.iterdir()] == [f"{one.cell.id}-{other.data}"]
 
