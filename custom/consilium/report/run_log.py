@@ -13,11 +13,13 @@ import yaml
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from consilium import __version__
 from consilium.config.code_digest import code_of
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.core.linalg.together import norm
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, NOT_PRIVATE, Payload, Tensors
+from consilium.core.sanitize import shown
 from consilium.core.storage import file_lock, open_private, private_folder, write_atomic
 from consilium.privacy.plan import Plan
 from consilium.report import figures
@@ -267,6 +269,12 @@ def _read_versions(path: Path) -> dict[str, str]:
     except (OSError, ValueError, RecursionError):
         return {}
     return {str(name): told for name, told in found.items() if isinstance(told, str)} if isinstance(found, dict) else {}
+
+
+def other_version(folder: Path) -> str:
+    """Return the version of consilium that a run is of, "" for this minor version or where versions.json does not tell."""
+    told = _read_versions(folder / VERSIONS).get("consilium", "").split(THEN)[-1]
+    return shown(told, 40) if told.split(".")[:2] != __version__.split(".")[:2] else ""
 
 
 def versions() -> dict[str, str]:

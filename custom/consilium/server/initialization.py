@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
+from consilium import __version__
 from consilium.adapters.names import is_part
 from consilium.config.job import JobConfig, load_run_job
 from consilium.config.site import SiteConfig
@@ -15,6 +16,7 @@ from consilium.core.storage import checkpoint_hash, file_hash, load_state, save_
 from consilium.federation.job import Job, bare_model, checkpoint_of, in_checkpoints, kinds_of
 from consilium.federation.model_card import Card
 from consilium.federation.saved_model import TENSORS, SavedModel, read_kept
+from consilium.report.run_log import other_version
 from consilium.server.early_stopping import Validations
 from consilium.strategies.strategy import ServerState
 
@@ -138,6 +140,9 @@ def read(folder: Path, job: Job) -> Saved:
     path = folder / FILE
     tensors, meta = load_state(path)
     if meta["job"] != _fingerprint(job):
+        if other := other_version(folder):
+            what = f"{folder}: is a run of consilium {other}, which {__version__} does not resume"
+            raise CheckpointError(f"{what}; resume it with that version, or begin a new run in another --workspace")
         raise CheckpointError(f"{path}: is of another job; resume with the job.yaml it was made by")
     groups = {group: _group(tensors, group) for group in ("shared", "initial", "matrices", "optimizer")}
     sites = {name: _group(tensors, f"sites/{name}") for name in meta["reported"]}

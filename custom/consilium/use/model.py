@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torch import nn
 
+from consilium import __version__
 from consilium.config.job import JobConfig, load_run_job
 from consilium.config.site import SiteConfig, allowed_plugins
 from consilium.core.errors import CheckpointError, ConfigError
@@ -14,6 +15,7 @@ from consilium.core.storage import checkpoint_hash
 from consilium.federation.job import build_model, checkpoint_of
 from consilium.federation.model_card import BEST, Card
 from consilium.federation.saved_model import ADAPTERS, TENSORS, SavedModel, load_values, read_kept, run_as_kept
+from consilium.report.run_log import VERSIONS, other_version
 from consilium.report.run_record import CELLS, check_names, study_cells
 
 
@@ -115,6 +117,10 @@ def _nothing_there(path: Path, site: str | None, folder: Path) -> str:
         return f"{folder}: no such model; there is: {_listed(there)}"
     if sites:
         return f"{path}: its sites share no whole adapter; give --site, one of: {_listed(sites)}"
+    run = path if (path / VERSIONS).is_file() else path.parent
+    if other := other_version(run):
+        what = f"{path}: the run is of consilium {other}, whose models {__version__} does not read"
+        return f"{what}; use that version, or run it anew"
     return f"{path}: keeps no model; give the folder of a run that came to its end, or an adapter folder"
 
 
