@@ -474,7 +474,7 @@ class JointTask:
         self.ranks.together = True
         try:
             own = self.ranks.share(batch)
-            found: Tensor = _Joint.apply(self, model, own, *trained)
+            found: Tensor = _AllRanksLoss.apply(self, model, own, *trained)
         except (OSError, EOFError) as error:
             raise self.ranks.failed(error) from None
         except RuntimeError as error:
@@ -497,7 +497,7 @@ class JointTask:
             raise OSError(str(error)) from None
 
 
-class _Joint(torch.autograd.Function):
+class _AllRanksLoss(torch.autograd.Function):
     """Of the trained parameters, the loss that all ranks find together."""
 
     @staticmethod

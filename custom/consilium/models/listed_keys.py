@@ -175,13 +175,13 @@ def _choices(kind: type[PreTrainedConfig], key: str) -> frozenset[str]:
     if key in IMPLEMENTATIONS:
         return frozenset(IMPLEMENTATIONS[key])
     field = _fields(kind).get(kind.attribute_map.get(key, key))
-    own = frozenset() if field is None else frozenset(_declared(field))
+    own = frozenset() if field is None else frozenset(_literal_words(field))
     if key.endswith("dtype"):
         return own | DTYPES
     return own | _words(kind) | ACT2FN.keys()
 
 
-def _declared(field: Field[Any]) -> Iterator[str]:
+def _literal_words(field: Field[Any]) -> Iterator[str]:
     """Yield the words in a field's default, and those that its type spells out."""
     defaults = () if field.default is MISSING else field.default if isinstance(field.default, tuple) else (field.default,)
     yield from (one for one in defaults if isinstance(one, str))

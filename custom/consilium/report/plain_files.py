@@ -60,7 +60,7 @@ def subfolders(path: Path) -> list[Path]:
     return sorted(one for one in path.iterdir() if is_folder(one)) if is_folder(path) else []
 
 
-def hashes(folder: Path, names: tuple[str, ...]) -> list[tuple[str, str]]:
+def plain_file_hashes(folder: Path, names: tuple[str, ...]) -> list[tuple[str, str]]:
     """Return (name, SHA-256) of the plain files among `names` in a folder."""
     found = []
     for name in names:

@@ -16,7 +16,7 @@ from torch import Tensor
 from consilium.config.code_digest import code_of
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
-from consilium.core.linalg.together import norm
+from consilium.core.linalg.norms import norm
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, NOT_PRIVATE, Payload, Tensors
 from consilium.core.storage import file_lock, open_private, private_folder, write_atomic
 from consilium.privacy.plan import Plan

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from consilium.adapters.layers import LARGEST as LARGEST_ADAPTER
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
-from consilium.core.linalg.together import norm, unusable
+from consilium.core.linalg.norms import non_finite, norm
 from consilium.core.messages import CAPACITY, Hello, Payload, Tensors, allowed_metrics, is_hash
 from consilium.core.sanitize import shown
 from consilium.federation.compatibility import check_versions
@@ -158,7 +158,7 @@ def _check_tensor(name: str, tensor: Any, dtype: torch.dtype) -> None:
 
 def _check_finite(tensors: Tensors) -> None:
     """Raise RefusedError where one of them, each of which `_check_tensor` has seen, holds NaN or Inf."""
-    if wrong := unusable(tensors):
+    if wrong := non_finite(tensors):
         raise RefusedError(f"tensor {_first(wrong)!r} has NaN or Inf")
 
 

@@ -108,7 +108,7 @@ class Coordinator:
         self.survey = StatisticsRound(job.config, folder, observer)
         self.aggregate = aggregate or RoundAggregate(job.strategy, job.config.server)
         self.plan = make_plan(job.config, job.strategy, names=job.initial)
-        saved = initialization.resumed(folder, job) if resume else self._fresh(own)
+        saved = initialization.load_for_resume(folder, job) if resume else self._fresh(own)
         self.run, self.checkpoint, self.state, self.validations = saved
         if resume:
             for changed in self.log.resumed(self.state):
@@ -322,7 +322,7 @@ class Coordinator:
         public = self.state.shared | self.state.initial
         return geometries(self.job.strategy, self.job.config, tensors, public, self.state.round, self.state.phase)
 
-    def final(self) -> dict[str, Payload]:
+    def final_payloads(self) -> dict[str, Payload]:
         """Return the payloads for the last evaluation, one per registered site; an early end of the rounds is told first."""
         if ended := ending(self.job.config, self.state, self.validations):
             self.log.ended(ended)

@@ -146,7 +146,7 @@ def read(folder: Path, job: Job) -> Saved:
     return Saved(meta["run"], meta["checkpoint"], state, Validations(**meta.get("validations", {})))
 
 
-def resumed(folder: Path, job: Job) -> Saved:
+def load_for_resume(folder: Path, job: Job) -> Saved:
     """Return the checkpoint that a job resumes from. Raises CheckpointError as `read`, and if it has more rounds."""
     saved, wanted = read(folder, job), job.config.training.rounds
     if (done := saved.state.round) > wanted:

@@ -18,7 +18,7 @@ from consilium.federation.saved_model import CARD, TENSORS, SavedModel, export_a
 from consilium.models.causal_lm import CausalLmConfig
 from consilium.models.causal_lm.network import TINY_FOLDER
 from consilium.models.dtypes import QUANTIZED
-from consilium.use import bundle, merge, onnx, peft_folder
+from consilium.use import bundle_export, merge, onnx_export, peft_folder
 from consilium.use.model import TrainedModel
 from consilium.use.output_folder import LICENCES, RECORD, as_the_umask_says, check_destination, new_folder, write_record
 
@@ -46,9 +46,9 @@ def check_possible(format: Format, folder: Path) -> None:
     elif format == "merged":
         merge.check(config)
     elif format == "onnx":
-        onnx.check(config)
+        onnx_export.check(config)
     else:
-        bundle.check(config, card)
+        bundle_export.check(config, card)
 
 
 def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, force: bool = False, base: str = "") -> Exported:
@@ -106,7 +106,7 @@ def _write(found: TrainedModel, format: Format, made: Path, own: SiteConfig, bas
     model, config = found.model.cpu().float(), found.config  # a base that is kept in bfloat16 too
     if format == "merged":
         return merge.write(made, model, config, tokenizer_of(config, own))
-    return onnx.write(made, model, config) if format == "onnx" else bundle.write(made, model, config, found.card)
+    return onnx_export.write(made, model, config) if format == "onnx" else bundle_export.write(made, model, config, found.card)
 
 
 _PEFT = """An adapter for PEFT, on the unchanged base:

@@ -44,7 +44,7 @@ class Scale:
     tables: Dataset
 
     @property
-    def plain(self) -> bool:
+    def is_identity(self) -> bool:
         """Whether stored values are already in the unit."""
         return (self.slope, self.intercept) == (1.0, 0.0) and not self.curve and "ModalityLUTSequence" not in self.tables
 
@@ -118,7 +118,7 @@ def in_unit(stored: np.ndarray, scale: Scale) -> np.ndarray:
     """
     if scale.inverted and not scale.curve:
         stored = (sum(scale.stored) - stored.astype(np.float64)).astype(stored.dtype)
-    if scale.plain:
+    if scale.is_identity:
         return stored
     if "ModalityLUTSequence" in scale.tables:
         values = np.asarray(apply_modality_lut(stored, scale.tables), np.float64)

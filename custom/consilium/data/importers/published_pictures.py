@@ -138,7 +138,7 @@ def match(images: Path, masks: Path, split: str | None = None, prefix: str = "")
     return [Drawn(p, (partner(prefix + p.stem, known, p, "mask"),), split) for p in pictures]
 
 
-def by_folder(name: str, source: Path) -> Path | None:
+def find_folder(name: str, source: Path) -> Path | None:
     """Return the folder of that name in any case: the source, or one at any depth below it."""
     return next((one for one in folders(source) if one.resolve().name.lower() == name.lower()), None)
 
@@ -186,7 +186,7 @@ def read_pranet(source: Path, options: Options) -> ImportResult:
     sets have test pictures only, so their sites only test, unless --resplit. Frames are kept together in ten runs.
     Raises DataError for another layout.
     """
-    train, test = by_folder("TrainDataset", source), by_folder("TestDataset", source)
+    train, test = find_folder("TrainDataset", source), find_folder("TestDataset", source)
     if train is None and test is None:
         raise wrong_layout(source, PRANET_LAYOUT)
     parts: dict[str, list[Drawn]] = {"cvc-clinicdb": [], "kvasir-seg": []}
@@ -289,7 +289,7 @@ def read_feddg(source: Path, options: Options) -> ImportResult:
     """
     found: list[SourceSample] = []
     for site in DOMAINS:
-        domain = by_folder(site, source)
+        domain = find_folder(site, source)
         for split in ("train", "test") if domain else ():
             part = child(domain, split) if domain else None
             rois = child(part, "ROIs") if part else None

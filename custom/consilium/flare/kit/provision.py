@@ -22,7 +22,7 @@ from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.storage import private_folder, write_atomic
 from consilium.flare.kit.kit_hardening import leave_callers_folder, pin_settings
 from consilium.flare.kit.local_folder import find_entry, write_local
-from consilium.flare.kit.root_keys import add_bridge, former_root
+from consilium.flare.kit.root_ca import add_bridge, former_root
 
 
 class KitBuilder(Builder):

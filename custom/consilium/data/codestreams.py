@@ -14,7 +14,7 @@ _TILE = 16
 _STYLE, _STYLE_OF_COMPONENT, _TILE_PART, _DATA = 0xFF52, 0xFF53, 0xFF90, 0xFF93
 
 
-def coded_shape(code: bytes) -> tuple[int, int] | None:
+def codestream_shape(code: bytes) -> tuple[int, int] | None:
     """Return (rows, columns) by the header of a code of JPEG, JPEG-LS or JPEG 2000; None for others."""
     if (at := _j2k(code)) >= 0:
         columns, rows, left, above = (int.from_bytes(code[at + n : at + n + 4], "big") for n in (8, 12, 16, 20))
@@ -27,7 +27,7 @@ def coded_shape(code: bytes) -> tuple[int, int] | None:
     return None
 
 
-def check_work(where: str, code: bytes) -> None:
+def check_decoding_cost(where: str, code: bytes) -> None:
     """Raise DataError for a code whose decoding takes far longer, or far more room, than its pixels."""
     if code[:2] == b"\xff\xd8" and (scans := code.count(b"\xff\xda")) > MOST_SCANS:
         raise DataError(f"{where}: is a JPEG of {scans:,} scans, at most {MOST_SCANS} are read; save it anew")
