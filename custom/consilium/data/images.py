@@ -81,7 +81,7 @@ def read_image(item: Item | Path, settings: PictureSettings = DEFAULTS) -> np.nd
 
 
 def _window_limits(item: Item, spread: Spread) -> tuple[float, float]:
-    """Return the values of a part's whole file that become black and white. Raises UnfitError for a part that stands alone."""
+    """Return the values of a part's whole file that become black and white. UnfitError if the part is a record itself."""
     if not item.alone:
         return spread()
     parts, whole = ("planes", "volume") if item.tile is None else ("tiles", "picture")

@@ -230,7 +230,7 @@ def _check_words(value: Any, where: str) -> None:
 
 
 def _config_values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a config.json that are no maps, with their dotted keys."""
+    """Yield the values of a nested config.json with their dotted keys."""
     if not isinstance(value, dict):
         yield key, value
         return

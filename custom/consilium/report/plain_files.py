@@ -109,7 +109,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
 
 
 def strict_model(name: str, fields: dict[str, Any]) -> type[BaseModel]:
-    """Return a model whose values are strictly of their kinds: "1" and true are no numbers. More fields are allowed."""
+    """Return a model whose values are strictly of their kinds: "1" and true are not numbers. More fields are allowed."""
     return create_model(name, __config__=ConfigDict(strict=True, extra="allow"), **fields)
 
 
@@ -137,7 +137,7 @@ def read_events(path: Path) -> tuple[list[Line], int, int]:
 
 
 def read_lines(path: Path) -> tuple[list[Line], int]:
-    """Return the events of a metrics.jsonl, and how many lines are none. Raises ConfigError for a file that is too large."""
+    """Return the events of a metrics.jsonl, and how many lines are invalid. Raises ConfigError for a file that is too large."""
     found: list[Line] = []
     damaged = 0
     if (file := open_plain(path)) is None:

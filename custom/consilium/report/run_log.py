@@ -68,7 +68,7 @@ class RunLog:
         self._tracker, self._finished = track() if track else None, False
 
     def resumed(self, state: ServerState) -> list[str]:
-        """Record where a run goes on: lines above of this phase or later ones are repeated below.
+        """Record the phase at which a run resumes. Earlier lines of this or a later phase are written again below.
 
         Return a line for each package, and for the strategy's code, that is another than before.
         """

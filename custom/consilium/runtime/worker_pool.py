@@ -247,7 +247,7 @@ def work(pipe: connection.Connection) -> None:
 
     members: dict[str, SimulatedSite] = {}
     with suppress(EOFError, OSError):
-        send(pipe, (setup.number, _tried(lambda: members.update(_made(setup, tell)))))
+        send(pipe, (setup.number, _tried(lambda: members.update(_make_sites(setup, tell)))))
         while (question := receive(pipe)) is not None:
             site, *words = question
             send(pipe, (site, _tried(lambda: members[site].ask(*words))))  # noqa: B023 - called at once
@@ -255,7 +255,7 @@ def work(pipe: connection.Connection) -> None:
         member.close()
 
 
-def _made(setup: WorkerSetup, tell: Observer) -> dict[str, SimulatedSite]:
+def _make_sites(setup: WorkerSetup, tell: Observer) -> dict[str, SimulatedSite]:
     config = validate(JobConfig, setup.settings, Path("job.yaml"), None)  # plug-ins too: it is the researcher's machine
     return simulated_sites(Job(config, setup.initial), setup.sites, setup.folder, tell, setup.former)
 

@@ -65,7 +65,7 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
     if not flags or not is_hash(hello.checkpoint) or not is_hash(hello.ledger):
         raise RefusedError(f"{name}: hello holds a value of another kind than declared; see that site")
     if type(hello.test_only) is not bool or (hello.test_only and hello.num_samples):
-        raise RefusedError(f"{name}: test_only is none, or it says that it has training samples too; see that site")
+        raise RefusedError(f"{name}: test_only is not true or false, or it has training samples too; see that site")
     if not isinstance(hello.capacity, dict) or not hello.capacity.keys() <= CAPACITY:
         raise RefusedError(f"{name}: capacity has other keys than {', '.join(sorted(CAPACITY))}; see that site")
     if not all(_is_number(value) and value >= SMALLEST for value in hello.capacity.values()):
@@ -137,7 +137,7 @@ def check_shared_model(job: Job, result: Payload) -> None:
 
 def _check_seal(result: Payload) -> None:
     if not is_hash(result.ledger):
-        raise RefusedError("the seal of its privacy ledger is none")
+        raise RefusedError("the seal of its privacy ledger is not a SHA-256")
 
 
 def _check_tensor(name: str, tensor: Any, dtype: torch.dtype) -> None:

@@ -147,7 +147,7 @@ class Coordinator:
         return {name: site for name, site in self.sites.items() if site.num_samples}
 
     def welcome(self, hello: Hello) -> None:
-        """Register a site. Raises RefusedError, with the reason for its log, if it cannot take part."""
+        """Register a site. Raises RefusedError, whose text is for the site's log, if the site cannot take part."""
         check_hello(hello, self.job.config.packages)
         named = self.job.config.model.checkpoint_sha256
         if (wanted := named or self.checkpoint) is not None and hello.checkpoint != wanted:
@@ -323,7 +323,7 @@ class Coordinator:
         return geometries(self.job.strategy, self.job.config, tensors, public, self.state.round, self.state.phase)
 
     def final_payloads(self) -> dict[str, Payload]:
-        """Return the payloads for the last evaluation, one per registered site; an early end of the rounds is told first."""
+        """Return each registered site's payload for the final evaluation. Record an early end of the rounds first."""
         if ended := ending(self.job.config, self.state, self.validations):
             self.log.ended(ended)
             self.observer({"event": "ended", **ended})

@@ -174,6 +174,7 @@ class FedHera(ExactServer):
         return state.sites | {name: {"alignment": torch.tensor([s])} for name, s in zip(sorted(share), scores, strict=True)}
 
     def _product_to_score(self, change: Change) -> Product:
+        """Return the LoRA product that is compared between sites: the one at the end, or the round's change of it."""
         return change.end if self.score == "product" else lowrank.residuals([Change(1.0, change.start, change.end)], 1.0)
 
 

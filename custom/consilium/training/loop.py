@@ -97,7 +97,7 @@ class LossAccumulator:
         self._shares.append(share)
 
     def end_step(self, last: bool) -> bool:
-        """End a step; read all that is unread where that costs nothing, is due, or the step is the `last`, and tell whether.
+        """End a step; read unread losses if that is free, due, or the step is the `last`. Return whether they were read.
 
         `total` is then the sum over all steps so far. Raises ConsiliumError, naming the first loss that is not finite, unless
         `private`.

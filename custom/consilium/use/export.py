@@ -1,4 +1,4 @@
-"""Handing a model on: as a PEFT folder, as merged weights, as a MONAI bundle, as ONNX. What is written has been compared."""
+"""Export a model as a PEFT folder, merged weights, a MONAI bundle or ONNX, and compare its logits with the model's."""
 
 import shutil
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ Format = Literal["peft", "merged", "bundle", "onnx"]
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: its folder, and by how much its logits differ at most from the model's; None for a mere copy."""
+    """An export: its folder, and the largest difference of its logits from the model's, None for a mere copy."""
 
     folder: Path
     difference: float | None

@@ -155,7 +155,7 @@ def test_a_damaged_record_stops_jobs_and_can_be_set_aside(text: bytes, ledger: L
 
 def test_what_two_acceptances_of_one_second_keep_stays(ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hour that clocks repeat in October is two hours in UTC, and a second may see two acceptances."""
-    monkeypatch.setattr(ledger.time, "gmtime", lambda: time.struct_time((2026, 10, 25, 1, 30, 0, 6, 298, 0)))
+    monkeypatch.setattr(recovery.time, "gmtime", lambda: time.struct_time((2026, 10, 25, 1, 30, 0, 6, 298, 0)))
     record, kept = tmp_path / audit.FILE, []
     for content in ("first", "second"):
         ledger.path.write_text(content)

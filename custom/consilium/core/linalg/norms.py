@@ -1,4 +1,4 @@
-"""Small tensors taken together: an adapter has hundreds, and each operation on one costs more than its numbers do."""
+"""Norms of adapters, and NaN or Inf in them: small tensors are concatenated, because each operation has a fixed cost."""
 
 import math
 from collections.abc import Mapping
@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, linalg
 
 SMALL = 2**14
-"""Numbers of a tensor from which on it is taken by itself, so that no large one is copied."""
+"""Tensors of at least so many numbers are not concatenated, so that no large one is copied."""
 
 
 def concat_small(tensors: Mapping[str, Tensor]) -> list[tuple[list[str], Tensor]]:
-    """Return names and their numbers (n,) in a row: small tensors of a type in one, each other one by itself, where it is."""
+    """Return names and their values (n,): small tensors of one type concatenated, each larger one alone and not copied."""
     groups: dict[tuple[torch.dtype, str], list[str]] = {}
     for name, tensor in tensors.items():
         groups.setdefault((tensor.dtype, name if tensor.numel() >= SMALL else ""), []).append(name)

@@ -111,7 +111,7 @@ def shown(scale: Scale) -> Window | None:
 
 
 def in_unit(stored: np.ndarray, scale: Scale) -> np.ndarray:
-    """Return stored values (H, W) in their unit: the file's own type where they are that already, else float32.
+    """Return stored values (H, W) in the file's unit, such as HU; float32, or as stored if the scale is the identity.
 
     Where the file shows them by a curve, the values are its, 0 to 1. MONOCHROME1 is turned round: at the middle of the stored
     bits' range, or of the curve's.

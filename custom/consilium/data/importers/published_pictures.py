@@ -108,7 +108,7 @@ def sets_layout(sets: dict[str, PictureSet]) -> str:
 
 
 def _set_folders(source: Path, one: PictureSet) -> list[Path]:
-    """Return the folder of a set, the source itself for a set of several folders, or []. Raises DataError for two."""
+    """Return the folders of a picture set below `source`; [source] where the set spans several. Raises DataError for two."""
 
     def fits(folder: Path) -> bool:
         return not folder.name.startswith(".") and re.sub(r"[^a-z0-9]", "", folder.name.lower()).startswith(one.folder)
@@ -144,7 +144,7 @@ def find_folder(name: str, source: Path) -> Path | None:
 
 
 def cut_at_half(name: str, mask: Path) -> Path | DerivedFile:
-    """Return a mask of 0 and 255 as it is; any other (JPEG above all) cut at 128, under its own name."""
+    """Return a mask of 0 and 255 as it is; binarize any other (JPEG above all) at 128 into a new file."""
     return mask if usable(mask, (0, 255)) else mask_png(mask.stem, lambda path: np.where(grey(path) >= 128, 255, 0), mask)
 
 

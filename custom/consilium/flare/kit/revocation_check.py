@@ -58,7 +58,8 @@ class RevocationCheck(FLComponent):
                     self.log_warning(fl_ctx, f"{client.name}: {REFUSED}; it is out")
 
     def revoked_at(self, name: str) -> float | None:
-        """Return until when a name's certificates are revoked, None if they are not. On ConfigError the caller must refuse."""
+        """Return the time at which a name was revoked: older certificates are refused. None if never. The caller must refuse
+        the connection on ConfigError."""
         if self._local is None:
             raise ConfigError("the server is not ready")
         return read(self._local).get(name)

@@ -223,7 +223,7 @@ def _fits(shape: Shape, state: dict[str, Tensor]) -> bool:
 
 
 def _resize(name: str, tensor: Tensor, want: Tensor | None) -> Tensor:
-    """Interpolate position embeddings (1, h, w, C) and relative ones (2h - 1, d) to the model's grid, as SAM-Med2D does."""
+    """Interpolate absolute (1, h, w, C) and relative (2h - 1, d) position embeddings to the model's grid, as SAM-Med2D does."""
     if want is None or tensor.shape == want.shape:
         return tensor
     if name == "image_encoder.pos_embed":

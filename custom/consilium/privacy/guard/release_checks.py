@@ -57,7 +57,7 @@ def upload_shapes(strategy: Strategy, sent: Payload) -> dict[str, tuple[int, ...
 
 
 def check_complete(who: str, strategy: Strategy, result: Payload, sent: Payload) -> None:
-    """Raise RefusedError unless tensors are exactly those of the phase, in shape: clipping is joint over all of them."""
+    """Raise RefusedError unless names and shapes are those the phase releases: one clipping norm covers all tensors."""
     if result.scalars:
         raise RefusedError(f"{who}: scalar {min(result.scalars)!r} would leave without noise; nothing was sent")
     expected = upload_shapes(strategy, sent)

@@ -83,7 +83,7 @@ def public_of(private: bytes) -> str:
 def pair_key(private: bytes, public: str, purpose: str, context: bytes, names: tuple[str, str]) -> bytes:
     """Return the 32 bytes that only the two named sites share, for one purpose in one context.
 
-    Raises RefusedError for a public key that is none, or one whose secret all would know (all zero).
+    Raises RefusedError for an invalid public key, or one whose secret all would know (all zero).
     """
     try:
         secret = X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(public)))
@@ -96,7 +96,7 @@ def pair_key(private: bytes, public: str, purpose: str, context: bytes, names: t
 
 
 def check_public(public: str) -> None:
-    """Raise RefusedError for a public key that is none, or one whose secrets all would know."""
+    """Raise RefusedError for an invalid public key, or one whose secrets all would know."""
     pair_key(new_key(), public, "check", b"", ("", ""))
 
 

@@ -236,7 +236,7 @@ class SumLedger:
         except UndecidedError:
             raise _refused(f"overlaps with {len(past)} earlier ones, too many to work out what they show", new) from None
         if shown is not None:
-            held = f"less earlier ones shows {_named(shown)} alone, and at least {needed} must be in all that is shown"
+            held = f"less earlier ones shows {_join_sites(shown)} alone, and at least {needed} must be in all that is shown"
             raise _refused(held, new)
 
 
@@ -388,7 +388,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _named(sites: frozenset[str]) -> str:
+def _join_sites(sites: frozenset[str]) -> str:
     more = len(sites) - SHOWN
     return ", ".join(sorted(sites)[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
@@ -399,7 +399,7 @@ def _refused(what: str, sites: frozenset[str], first: str = "ask the hospitals o
     remedy = f"{first}, or add noise (privacy.unit: site), or let the administrator run: "
     remedy += f"consilium privacy sums KIT --allow {names} --reason TEXT"
     return RefusedError(
-        f"secure aggregation without noise: a sum over {_named(sites)} {what}; nothing was sent; {remedy}", Reason.SUMS
+        f"secure aggregation without noise: a sum over {_join_sites(sites)} {what}; nothing was sent; {remedy}", Reason.SUMS
     )
 
 

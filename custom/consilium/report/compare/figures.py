@@ -252,7 +252,7 @@ def lines_along(scores: GroupScores, axis: str) -> dict[str, dict[str, list[floa
 
 
 def axis_figure(scores: GroupScores) -> Drawn:
-    """Return means over sites and seeds along the axis, bars from the lowest to the highest seed; steps are drawn equal."""
+    """Draw means over sites and seeds along the study's axis of numbers, bars from lowest to highest seed, at equal steps."""
     axis, labels = axis_of(scores), scores.group.first.labels
     found = lines_along(scores, axis) if axis else {}
     if not found:

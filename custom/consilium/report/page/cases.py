@@ -193,7 +193,7 @@ class Cases(BaseModel):
 
     @property
     def score_heading(self) -> str:
-        """What the values are, with the grid of their masks."""
+        """The heading of a case's values: the score's name, with the grid of its masks."""
         grid = self.scores.grid if self.scores else ""
         return f"{self.score}, {grid}" if grid else self.score
 

@@ -172,7 +172,7 @@ def _normalized(answer: str) -> str:
 
 
 def _behind_equation(bare: str) -> str:
-    """Return what an equation of numbers comes to; a text that is none as it is."""
+    """Return what an equation of numbers comes to; another text as it is."""
     equation = _ARITHMETIC.match(bare)
     return bare[equation.end() :] if equation else bare
 
@@ -220,7 +220,7 @@ def _over(match: re.Match[str]) -> str:
 
 
 def _exact(match: re.Match[str]) -> str:
-    """Return a number in lowest terms; as it stands if it is none, 1/0, or too long."""
+    """Return a number in lowest terms; unchanged if it is not a number, is 1/0, or is too long."""
     if len(match[0]) > _LONGEST or (match["bottom"] and not int(match["bottom"])):
         return match[0]
     if match["bottom"]:

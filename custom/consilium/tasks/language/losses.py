@@ -14,7 +14,7 @@ from consilium.tasks.language.tokens import IGNORED
 
 
 def learned_positions(targets: Tensor) -> Tensor:
-    """Return the places (M,), in the flattened targets (N, T) on the CPU, that are learned."""
+    """Return the positions (M,), in the flattened targets (N, T) on the CPU, of tokens that are learned."""
     return (targets.flatten() != IGNORED).nonzero().squeeze(1)
 
 
