@@ -65,7 +65,7 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
     if not flags or not is_hash(hello.checkpoint) or not is_hash(hello.ledger):
         raise RefusedError(f"{name}: hello holds a value of another kind than declared; see that site")
     if type(hello.test_only) is not bool or (hello.test_only and hello.num_samples):
-        raise RefusedError(f"{name}: test_only is not true or false, or it has training samples too; see that site")
+        raise RefusedError(f"{name}: test_only is not a boolean, or it says that it has training samples too; see that site")
     if not isinstance(hello.capacity, dict) or not hello.capacity.keys() <= CAPACITY:
         raise RefusedError(f"{name}: capacity has other keys than {', '.join(sorted(CAPACITY))}; see that site")
     if not all(_is_number(value) and value >= SMALLEST for value in hello.capacity.values()):
