@@ -2,7 +2,7 @@
 
 import os
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",

@@ -40,7 +40,7 @@ from consilium.privacy.secagg.arithmetic import Layout, quantize
 from consilium.privacy.secagg.client import Party
 from consilium.privacy.secagg.record import SiteRecord
 from consilium.privacy.secagg.server import MASKED, Attempt, Collector
-from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identities, simulated_identity
+from consilium.privacy.secagg.simulated import SERVER, make_simulated_identities, read_root, read_simulated_identity
 from tests.conftest import small_cells, small_config, training_only
 from tests.deployment.federation import Federation
 
@@ -53,10 +53,10 @@ class Round:
 
     def __init__(self, folder: Path, count: int, numbers: int) -> None:
         names = [f"site-{i:03d}" for i in range(count)]
-        simulated_identities(folder / "identities", names)
+        make_simulated_identities(folder / "identities", names)
         raw = small_config("fedit").model_dump() | {"secure_aggregation": {}}
         config = JobConfig.model_validate(raw)
-        found = {n: simulated_identity(folder / "identities", n, SitePartnersConfig()) for n in names}
+        found = {n: read_simulated_identity(folder / "identities", n, SitePartnersConfig()) for n in names}
         self.parties = {n: Party(one, config, "run", SiteRecord(folder / n)) for n, one in found.items()}
         self.collector = Collector(folder / "server", config, "run", read_root(folder / "identities/rootCA.pem"), SERVER)
         self.sent, self.order = Payload(0, 0, {"w": torch.zeros(numbers)}), [("w", (numbers,))]

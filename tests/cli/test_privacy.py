@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from consilium.cli.main import app
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.privacy.accounting.composition import DISCRETE, Entry
-from consilium.privacy.ledger.audit import Record
+from consilium.privacy.ledger.audit import AuditLog
 from consilium.privacy.ledger.ledger import Ledger
 from tests.privacy.test_ledger import old_ledger
 
@@ -144,7 +144,7 @@ def test_a_ledger_is_read_by_file_folder_or_site(tmp_path: Path) -> None:
 def test_a_ledger_that_lacks_rows_shows_those_that_it_has_and_fails(tmp_path: Path) -> None:
     """A lost file counted as one of a site that has released nothing, and a backup as whole."""
     (tmp_path / "site.yaml").write_text("state: state")
-    ledger, record = Ledger(tmp_path / "state" / "ledger.sqlite"), Record(tmp_path / "state" / "runs" / "r" / "audit.jsonl")
+    ledger, record = Ledger(tmp_path / "state" / "ledger.sqlite"), AuditLog(tmp_path / "state" / "runs" / "r" / "audit.jsonl")
     backups = []
     for round in (0, 1):
         ledger.spend(replace(ONE, round=round), {})

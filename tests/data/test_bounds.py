@@ -11,7 +11,7 @@ from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.data import nifti, volumes
-from consilium.data.codes import MOST_PARTS, check_work
+from consilium.data.codestreams import MOST_PARTS, check_decoding_cost
 from consilium.data.safe_open import most_unpacked, pages, parse_json, text_lines
 
 GIB = 2**30
@@ -49,11 +49,11 @@ def style(width: int, height: int, blocks: int, precincts: bytes = b"", tiles: i
 
 def test_parts_of_a_jpeg_2000_are_counted() -> None:
     """10,000 x 10,000 pixels have 24,649 blocks of 64 x 64, and 6,250,000 of 4 x 4. A precinct a pixel is too many, too."""
-    check_work("a", style(10_000, 10_000, 4))
-    check_work("a", style(2000, 2000, 0))
+    check_decoding_cost("a", style(10_000, 10_000, 4))
+    check_decoding_cost("a", style(2000, 2000, 0))
     for code in (style(10_000, 10_000, 0), style(2000, 2000, 4, b"\0"), style(10_000, 10_000, 4, tiles=400)):
         with pytest.raises(DataError, match=f"parts, at most {MOST_PARTS:,} are read; save it anew"):
-            check_work("a", code)
+            check_decoding_cost("a", code)
 
 
 @pytest.mark.parametrize("more", [{}, {"precinct_size": (64, 64), "codeblock_size": (16, 16), "tile_size": (64, 64)}])
@@ -62,7 +62,7 @@ def test_what_writers_make_is_within_bounds(more: dict, tmp_path: Path) -> None:
     for form in ("JPEG2000", "JPEG"):
         buffer = io.BytesIO()
         picture.save(buffer, format=form, **(more if form == "JPEG2000" else {"progressive": True}))
-        check_work("a", buffer.getvalue())
+        check_decoding_cost("a", buffer.getvalue())
 
 
 def test_pages_of_a_tiff_are_counted(tmp_path: Path) -> None:

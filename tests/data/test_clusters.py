@@ -6,8 +6,8 @@ import torch
 
 from consilium.core.errors import DataError
 from consilium.data.clusters import clusters
-from consilium.models.causal_lm.embedding import embeddings
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
+from consilium.models.causal_lm.text_embeddings import embeddings
 
 
 def test_three_far_clouds_are_three_clusters_whatever_their_order() -> None:

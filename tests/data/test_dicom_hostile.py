@@ -16,7 +16,7 @@ from pydicom import uid  # isort: skip
 
 from consilium.core.errors import DataError
 from consilium.data import volumes
-from consilium.data.codes import coded_shape
+from consilium.data.codestreams import codestream_shape
 from consilium.data.dicom import files as dicom_files
 from consilium.data.dicom import frames as dicom_frames
 from consilium.data.dicom import parsing
@@ -284,8 +284,8 @@ def test_masks_of_many_regions_are_refused_before_they_are_made(tmp_path: Path, 
 def test_the_size_of_a_code_is_read_from_its_header() -> None:
     """ISO 15444-1, A.5.1: SIZ has width and height less the picture's offset; ITU-T T.81, B.2.2: SOF after other segments."""
     siz = b"\xff\x4f\xff\x51" + struct.pack(">HHIIII", 41, 0, 620, 410, 20, 10) + bytes(30)
-    assert coded_shape(siz) == (400, 600)
+    assert codestream_shape(siz) == (400, 600)
     sof = b"\xff\xd8\xff\xe0\x00\x04ab\xff\xc4\x00\x03x\xff\xc3\x00\x0b\x10" + struct.pack(">HH", 7, 9) + bytes(9)
-    assert coded_shape(sof) == (7, 9)
-    assert coded_shape(b"RLE") is None
-    assert coded_shape(b"\xff\xd8" + b"\xff" * 60) is None
+    assert codestream_shape(sof) == (7, 9)
+    assert codestream_shape(b"RLE") is None
+    assert codestream_shape(b"\xff\xd8" + b"\xff" * 60) is None

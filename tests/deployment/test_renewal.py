@@ -13,7 +13,7 @@ from nvflare.lighter.utils import sign_folders
 
 from consilium.core.errors import ConfigError
 from consilium.federation.run_folders import STATE
-from consilium.flare.admin.metrics import collect
+from consilium.flare.admin.kit_metrics import collect
 from consilium.flare.kit import admission
 from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.doctor import examine

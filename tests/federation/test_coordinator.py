@@ -220,7 +220,7 @@ def test_who_only_tests_is_never_asked_to_train_and_makes_no_quorum(small_job: M
     server.welcome(Hello("late", 5, False, __version__))
     assert server.start().keys() == {"site-0", "late"}
     assert server.evaluation_payloads() == {}
-    assert server.final().keys() == {"site-0", "late", "aside"}
+    assert server.final_payloads().keys() == {"site-0", "late", "aside"}
 
 
 def test_sampling_is_fixed_by_seed_and_round_not_by_registration_order(tmp_path: Path) -> None:

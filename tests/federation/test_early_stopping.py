@@ -97,7 +97,7 @@ def test_a_run_ends_when_the_mean_has_not_improved_and_says_so(tmp_path: Path) -
         assert not server.done
         phase(server, scores)
     assert server.done
-    assert {payload.round for payload in server.final().values()} == {4}
+    assert {payload.round for payload in server.final_payloads().values()} == {4}
     expected = {"round": 4, "rounds": 10, "validations": 2, "best_round": 1}
     assert seen[-1] == {"event": "ended", **expected}
     told = progress(tmp_path)
@@ -120,11 +120,11 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> N
     last = opened(job_of(), tmp_path / "broken", resume=True)
     phase(last, FOUR[3])
     assert (last.done, last.validations) == (True, whole.validations)
-    last.final()
+    last.final_payloads()
     last.close()
     again = opened(job_of(), tmp_path / "broken", resume=True)
     assert again.done
-    again.final()
+    again.final_payloads()
     again.finish()
     assert place(progress(tmp_path / "broken")).startswith(ENDED)
     again.close()
@@ -164,7 +164,7 @@ def test_the_last_round_is_no_early_end(tmp_path: Path) -> None:
     server = opened(job_of(rounds=2, patience=1), tmp_path)
     phase(server, [0.5, 0.5])
     phase(server, [0.4, 0.4])
-    server.final()
+    server.final_payloads()
     assert server.done
     assert progress(tmp_path)["ended"] is None
 

@@ -11,7 +11,7 @@ import pytest
 
 from consilium.core.storage import file_lock
 from consilium.federation.run_folders import OWNER, STATE
-from consilium.privacy.ledger.audit import FILE, Record, read
+from consilium.privacy.ledger.audit import FILE, AuditLog, read
 from consilium.report.run_log import LOCK
 from tests.conftest import run
 
@@ -31,8 +31,8 @@ def kit(tmp_path: Path) -> Path:
         (own / "adapters/global").mkdir(parents=True)
         (own / "adapters/global/adapter.safetensors").write_bytes(b"1234567890")
         (own.parents[1] / OWNER).write_text("{}")
-        Record(own / "r1" / FILE).add({"site": "clinic", "kind": "train", "flare_job": job, "tensors": {"a": {"norm": 1}}})
-        Record(own / "r1" / FILE).add({"site": "clinic", "kind": "refusal", "flare_job": "../../outside"})
+        AuditLog(own / "r1" / FILE).add({"site": "clinic", "kind": "train", "flare_job": job, "tensors": {"a": {"norm": 1}}})
+        AuditLog(own / "r1" / FILE).add({"site": "clinic", "kind": "refusal", "flare_job": "../../outside"})
         (kit / job / "app_clinic").mkdir(parents=True)
         (kit / job / "log.txt").write_text("12345")
         (kit / STATE / "errors").mkdir(exist_ok=True)

@@ -13,7 +13,7 @@ from consilium.core.messages import SiteInfo
 from consilium.federation.job import Job
 from consilium.flare.job import wire
 from consilium.runtime.engine import LocalTransport
-from consilium.runtime.run_sequence import RunSequence
+from consilium.runtime.run_loop import RunLoop
 from consilium.server.coordinator import Coordinator
 from tests.federation.test_coordinator import coordinator, update
 from tests.flare.answering import Federation, context, trained
@@ -40,7 +40,7 @@ def test_in_process_no_result_is_held_while_the_next_site_trains(
     server = coordinator(job, tmp_path, 4)
     living = watched(server, monkeypatch)
     member = SimpleNamespace(begin=lambda what, run, payload: lambda: update(job, 0.1, payload.round))
-    RunSequence(server, LocalTransport(server, dict.fromkeys(server.sites, member))).phase()
+    RunLoop(server, LocalTransport(server, dict.fromkeys(server.sites, member))).phase()
     assert len(living) == 4
     assert any(living) is keeps
     server.close()

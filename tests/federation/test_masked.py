@@ -26,9 +26,9 @@ from consilium.estimates.communication import compare
 from consilium.federation.job import Job
 from consilium.privacy.guard.release_checks import upload_shapes
 from consilium.privacy.secagg.server import MASKED
-from consilium.privacy.secagg.simulated import read_root, simulated_identities, simulated_identity
+from consilium.privacy.secagg.simulated import make_simulated_identities, read_root, read_simulated_identity
 from consilium.runtime.engine import LocalTransport, simulate
-from consilium.runtime.run_sequence import RunSequence
+from consilium.runtime.run_loop import RunLoop
 from consilium.runtime.worker_pool import SimulatedSite
 from consilium.server.coordinator import Coordinator
 from consilium.server.masked_round import MaskedRounds, aggregate_for
@@ -52,7 +52,7 @@ class Killed(Exception):
 @pytest.fixture(scope="module")
 def identities(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("identities")
-    simulated_identities(folder, NAMES)
+    make_simulated_identities(folder, NAMES)
     return folder
 
 
@@ -126,7 +126,7 @@ class Federation:
 
     def member(self, name: str, samples: int) -> Lossy:
         home = self.folder / "sites" / name
-        identity = simulated_identity(self.identities, name, self.site.secure_aggregation)
+        identity = read_simulated_identity(self.identities, name, self.site.secure_aggregation)
         guard = build_guard(self.job, name, self.site, home, home, self.events.append, simulated=True, identity=identity)
         guard.num_samples = samples
         site: Any = Numbers(name, self.job, self.joined)
@@ -142,7 +142,7 @@ class Federation:
         coordinator, rounds = self.server(resume)
         try:
             while not coordinator.done:
-                RunSequence(coordinator, LocalTransport(coordinator, self.members), rounds).phase()
+                RunLoop(coordinator, LocalTransport(coordinator, self.members), rounds).phase()
         finally:
             coordinator.close()
         return coordinator
@@ -248,10 +248,10 @@ def test_without_noise_who_comes_after_the_first_round_takes_no_part(tmp_path: P
     late = Federation(job_of(secure={}), tmp_path / "late", identities)
     newcomer = late.members.pop("site-1")
     coordinator, rounds = late.server()
-    RunSequence(coordinator, LocalTransport(coordinator, late.members), rounds).phase()
+    RunLoop(coordinator, LocalTransport(coordinator, late.members), rounds).phase()
     coordinator.welcome(newcomer.ask(Kind.HELLO, coordinator.run))
     late.members["site-1"] = newcomer
-    RunSequence(coordinator, LocalTransport(coordinator, late.members), rounds).phase()
+    RunLoop(coordinator, LocalTransport(coordinator, late.members), rounds).phase()
     three = Federation(job_of(), tmp_path / "three", identities)
     del three.members["site-1"]
     assert same_state(coordinator, three.run())
@@ -298,7 +298,7 @@ def test_where_a_site_has_lost_its_state_and_a_sum_needs_it_a_new_run_is_to_be_b
     job, home = job_of(secure={"threshold": 4}), tmp_path / "run"
     first = Federation(job, home, identities)
     coordinator, rounds = first.server()
-    RunSequence(coordinator, LocalTransport(coordinator, first.members), rounds).phase()
+    RunLoop(coordinator, LocalTransport(coordinator, first.members), rounds).phase()
     coordinator.close()
     (lost,) = (path for path in (home / "sites" / NAMES[0]).rglob("masks") if "phantoms" not in path.parts)
     shutil.rmtree(lost.parent)
@@ -379,7 +379,7 @@ def test_a_resumed_server_takes_the_update_of_a_site_that_is_gone(tmp_path: Path
     rounds.phase(LocalTransport(resumed, again.members).ask, lambda: None)
     bare = Federation(job_of(), tmp_path / "plain", identities)
     first, _ = bare.server()
-    RunSequence(first, LocalTransport(first, bare.members)).phase()
+    RunLoop(first, LocalTransport(first, bare.members)).phase()
     assert same_state(resumed, first)
     assert "site-2" not in resumed.sites
 
@@ -445,7 +445,7 @@ def test_the_record_says_that_updates_left_masked_and_keeps_refusals(tmp_path: P
 def test_a_site_whose_record_is_lost_takes_no_further_part(tmp_path: Path, identities: Path) -> None:
     federation = Federation(job_of(secure={}), tmp_path, identities)
     coordinator, rounds = federation.server()
-    RunSequence(coordinator, LocalTransport(coordinator, federation.members), rounds).phase()
+    RunLoop(coordinator, LocalTransport(coordinator, federation.members), rounds).phase()
     home = next((tmp_path / "sites/site-1").glob("*/masks/masks.json")).parent
     (home.parent / "state.safetensors").write_bytes(b"what a real site keeps")
     home.rename(tmp_path / "lost")
@@ -456,7 +456,7 @@ def test_a_site_whose_record_is_lost_takes_no_further_part(tmp_path: Path, ident
         Kind.MASKS, coordinator.run, {"step": "hello"}
     )  # a new key, which is not in the roster
     with pytest.raises(ConsiliumError, match="3 of 4 sites have prepared, a sum needs 4"):
-        RunSequence(coordinator, LocalTransport(coordinator, federation.members), rounds).phase()
+        RunLoop(coordinator, LocalTransport(coordinator, federation.members), rounds).phase()
     refusals = [e["reason"] for e in federation.events if e["event"] == "refused" and e["site"] == "site-1"]
     assert "the roster's entry of 'site-1' is not this site's own" in refusals[0]
 

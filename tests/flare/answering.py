@@ -18,7 +18,7 @@ from consilium.flare.job.controller import RoundController
 from consilium.flare.job.registration import Registration
 from consilium.flare.job.tasks import TaskSender
 from consilium.flare.job.transport import FlareTransport
-from consilium.runtime.run_sequence import RunSequence
+from consilium.runtime.run_loop import RunLoop
 from consilium.server.coordinator import Coordinator
 from tests.conftest import small_config
 
@@ -56,9 +56,9 @@ class Federation(RoundController):
         """Send the sites a hello."""
         Registration(self.tasks(fl_ctx)).send()
 
-    def sequence(self, fl_ctx: FLContext) -> RunSequence:
+    def sequence(self, fl_ctx: FLContext) -> RunLoop:
         tasks = self.tasks(fl_ctx)
-        return RunSequence(self.coordinator, FlareTransport(tasks, Registration(tasks)))
+        return RunLoop(self.coordinator, FlareTransport(tasks, Registration(tasks)))
 
     def play_round(self, fl_ctx: FLContext) -> None:
         """Do the next round."""

@@ -19,7 +19,7 @@ from consilium.flare.kit import certificates
 from consilium.flare.kit.doctor import examine
 from consilium.flare.kit.local_folder import update
 from consilium.flare.kit.provision import provision
-from consilium.privacy.ledger.audit import Record
+from consilium.privacy.ledger.audit import AuditLog
 from tests.deployment.federation import free_port
 from tests.privacy.test_ledger import RECORD, old_ledger
 
@@ -218,7 +218,7 @@ def test_server_kit_is_checked(made: Path, tmp_path: Path) -> None:
 def test_lost_ledger_is_a_problem(kit: Path) -> None:
     """No job would run; the data protection officer is told to look here."""
     assert "privacy ledger" not in problems(kit)
-    Record(kit / "_consilium" / "runs" / "r" / "audit.jsonl").add({"kind": "update", "ledger": "6a" * 32})
+    AuditLog(kit / "_consilium" / "runs" / "r" / "audit.jsonl").add({"kind": "update", "ledger": "6a" * 32})
     assert "the privacy ledger is gone: " in (line := problems(kit)["privacy ledger"])
     assert "run `consilium privacy accept`" in line
 

@@ -25,9 +25,9 @@ from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.federation.run_folders import STATE
 from consilium.flare.admin.evidence import ACCEPTED, LEDGER, MANIFEST, SIGNATURE, chains, verify
 from consilium.flare.kit.provision import provision
-from consilium.flare.kit.root_keys import fingerprints
+from consilium.flare.kit.root_ca import fingerprints
 from consilium.privacy.accounting.composition import DISCRETE
-from consilium.privacy.ledger.audit import FILE, Record
+from consilium.privacy.ledger.audit import FILE, AuditLog
 from consilium.privacy.ledger.ledger import Entry, Ledger
 from tests.conftest import run
 from tests.privacy.test_ledger import old_ledger
@@ -52,7 +52,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def clinic(hub: Path) -> Path:
     """Return the kit of a site that has sent two messages in run fundus-1, of which one cost privacy."""
     kit, job = hub / "clinic", "0c5d0bd4-7b0c-4f0e-8c1e-000000000000"
-    record = Record(kit / STATE / "runs/fundus-1/sites/clinic/r1" / FILE)
+    record = AuditLog(kit / STATE / "runs/fundus-1/sites/clinic/r1" / FILE)
     record.add({"site": "clinic", "run": "r1", "experiment": "fundus-1", "kind": "hello", "flare_job": job})
     record.add({"site": "clinic", "run": "r1", "kind": "train", "round": 0, "phase": 0, "flare_job": job, "metrics": {}})
     Ledger(kit / STATE / "ledger.sqlite").spend(ROW, {"site": BudgetConfig(epsilon=50)})
@@ -341,7 +341,7 @@ def test_attack_results_of_this_run_only(
 @pytest.mark.parametrize("cut", [1, 0])
 def test_lost_rows_need_acceptance(cut: int, tmp_path: Path) -> None:
     """Rows cut off the end leave a chain that is right in itself, and so does a file that is gone."""
-    ledger, record = Ledger(tmp_path / "ledger.sqlite"), Record(tmp_path / FILE)
+    ledger, record = Ledger(tmp_path / "ledger.sqlite"), AuditLog(tmp_path / FILE)
     for round in range(2):
         ledger.spend(replace(ROW, round=round), {})
         record.add({"kind": "update", "round": round, "phase": 0, "ledger": ledger.seal()})
@@ -363,7 +363,7 @@ def test_void_claims_come_first(clinic: Path, tmp_path: Path, monkeypatch: pytes
     old_ledger(ledger, replace(ROW, unit="record", job="retina", sample_rate=0.5, count=2), ROW)
     private = {"unit": "record", "adjacency": "zero-out", "trust": "local", "delta": 1e-5, "clip": 1.0, "noise_multiplier": 4.0}
     spent = {"spend": {"noise_multiplier": 4.0, "sample_rate": 0.5, "count": 2}}
-    record = Record(next(kit.rglob(FILE)))
+    record = AuditLog(next(kit.rglob(FILE)))
     for phase, said in enumerate(({}, {"mechanism": DISCRETE}, {"mechanism": DISCRETE, "seeded": True})):
         line = {"site": "clinic", "run": "r1", "kind": "update", "round": 1, "phase": phase, "tensors": {}, "metrics": {}}
         record.add(line | {"privacy": private | said | spent})

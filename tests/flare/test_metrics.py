@@ -12,10 +12,10 @@ import yaml
 
 from consilium.core.errors import ConfigError
 from consilium.federation.run_folders import STATE
-from consilium.flare.admin.metrics import HELP, collect
+from consilium.flare.admin.kit_metrics import HELP, collect
 from consilium.flare.kit import admission
 from consilium.flare.kit.provision import provision
-from consilium.privacy.ledger.audit import FILE, Record
+from consilium.privacy.ledger.audit import FILE, AuditLog
 from consilium.report.exposition import Sample, exposition
 from tests.conftest import run
 
@@ -112,12 +112,12 @@ def test_a_run_that_was_stopped_says_when_and_why_until_it_is_resumed(server: Pa
 
 def test_old_runs_are_left_out(server: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time() + 31 * 86400
-    monkeypatch.setattr("consilium.flare.admin.metrics.time.time", lambda: now)
+    monkeypatch.setattr("consilium.flare.admin.kit_metrics.time.time", lambda: now)
     assert not [name for name in numbers(server) if "fundus-1" in name]
 
 
 def test_site_metrics(site: Path) -> None:
-    record = Record(site / STATE / "runs/fundus-1/sites/clinic" / FILE)
+    record = AuditLog(site / STATE / "runs/fundus-1/sites/clinic" / FILE)
     record.add({"kind": "hello"})
     record.add({"kind": "train", "round": 0})
     found = numbers(site)
@@ -220,7 +220,7 @@ def test_alerts_on_recorded_metrics(server: Path, site: Path, alerts: dict[str, 
 
 
 def test_alerts_use_written_metrics(server: Path, site: Path, alerts: dict[str, str]) -> None:
-    Record(site / STATE / "runs/r/sites/clinic" / FILE).add({"kind": "hello"})
+    AuditLog(site / STATE / "runs/r/sites/clinic" / FILE).add({"kind": "hello"})
     stop(server, "no room", 1_000_030.0)
     admission.note(site, admission.Cause.REVOKED)
     assert numbers(site)['consilium_refused{site="clinic",cause="revoked"}'] == 1

@@ -17,7 +17,7 @@ from nvflare.lighter.utils import Identity, generate_cert, serialize_cert, verif
 from consilium.core.errors import ConfigError
 from consilium.flare.kit.provision import provision
 from consilium.flare.kit.renewal import renew, update_kit
-from consilium.flare.kit.root_keys import FORMER, follow
+from consilium.flare.kit.root_ca import FORMER, follow
 from tests.conftest import run
 from tests.flare.test_certificates import deployment
 

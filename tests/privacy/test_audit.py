@@ -77,7 +77,7 @@ def record_of(folder: Path) -> Path:
 
 def test_a_records_folder_is_for_its_user_alone(tmp_path: Path) -> None:
     path = tmp_path / "state" / audit.FILE
-    audit.Record(path).add({"kind": "hello"})
+    audit.AuditLog(path).add({"kind": "hello"})
     assert [one.stat().st_mode & 0o077 for one in (path, path.parent)] == [0, 0]
 
 
@@ -101,7 +101,7 @@ def test_the_norm_on_record_is_that_of_the_noised_update(private_runs: dict[str,
 def test_a_message_again_has_one_line_and_any_change_shows(tmp_path: Path) -> None:
     path = tmp_path / "run" / audit.FILE
     for number in (1, 2, 3, 1):
-        audit.Record(path).add({"kind": "hello", "values": {"n": number}})
+        audit.AuditLog(path).add({"kind": "hello", "values": {"n": number}})
     whole = path.read_text().splitlines()
     assert len(whole) == 3
     assert audit.read(path)["broken_line"] is None
@@ -117,7 +117,7 @@ def test_a_message_again_has_one_line_and_any_change_shows(tmp_path: Path) -> No
 
 def test_equal_refusals_are_counted_and_two_writers_make_one_chain(tmp_path: Path) -> None:
     path = tmp_path / audit.FILE
-    one, other = audit.Record(path), audit.Record(path)
+    one, other = audit.AuditLog(path), audit.AuditLog(path)
     for record in (one, other, one, one, other):
         record.add({"kind": "refusal", "reason": "task"}, again=True)
     other.add({"kind": "hello"})
@@ -129,11 +129,11 @@ def test_equal_refusals_are_counted_and_two_writers_make_one_chain(tmp_path: Pat
 def test_what_cannot_be_recorded_does_not_leave(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file where a folder must be")
     with pytest.raises(RefusedError, match="cannot be written"):
-        audit.Record(tmp_path / "run" / audit.FILE).add({"kind": "hello"})
+        audit.AuditLog(tmp_path / "run" / audit.FILE).add({"kind": "hello"})
 
 
 def test_what_could_not_be_written_is_not_known_when_it_comes_again(tmp_path: Path) -> None:
-    record = audit.Record(tmp_path / audit.FILE)
+    record = audit.AuditLog(tmp_path / audit.FILE)
     with (
         patch("consilium.privacy.ledger.audit.os.fsync", side_effect=OSError(28, "No space left")),
         pytest.raises(RefusedError),
@@ -146,7 +146,7 @@ def test_what_could_not_be_written_is_not_known_when_it_comes_again(tmp_path: Pa
 
 
 def test_a_disk_that_is_full_within_a_line_leaves_no_half_of_it(tmp_path: Path) -> None:
-    record, limits = audit.Record(tmp_path / audit.FILE), resource.getrlimit(resource.RLIMIT_FSIZE)
+    record, limits = audit.AuditLog(tmp_path / audit.FILE), resource.getrlimit(resource.RLIMIT_FSIZE)
     record.add({"kind": "hello"})
     resource.setrlimit(resource.RLIMIT_FSIZE, (record.path.stat().st_size + 40, limits[1]))
     try:
@@ -154,7 +154,7 @@ def test_a_disk_that_is_full_within_a_line_leaves_no_half_of_it(tmp_path: Path) 
             record.add({"kind": "update"})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    for one in (record, audit.Record(record.path)):
+    for one in (record, audit.AuditLog(record.path)):
         one.add({"kind": "update"})
     found = audit.read(record.path)
     assert ([line["kind"] for line in found["messages"]], found["broken_line"]) == (["hello", "update"], None)
@@ -162,10 +162,10 @@ def test_a_disk_that_is_full_within_a_line_leaves_no_half_of_it(tmp_path: Path) 
 
 def test_nothing_is_written_behind_half_a_line(tmp_path: Path) -> None:
     path = tmp_path / audit.FILE
-    audit.Record(path).add({"kind": "hello"})
+    audit.AuditLog(path).add({"kind": "hello"})
     path.write_text(before := path.read_text().rstrip())
     with pytest.raises(RefusedError, match="a line is damaged"):
-        audit.Record(path).add({"kind": "update"})
+        audit.AuditLog(path).add({"kind": "update"})
     assert path.read_text() == before
 
 
@@ -173,7 +173,7 @@ def test_a_line_that_is_no_map_is_damage(tmp_path: Path) -> None:
     (tmp_path / audit.FILE).write_text("[1]\n")
     assert audit.read(tmp_path / audit.FILE)["broken_line"] == 1
     with pytest.raises(RefusedError, match="a line is damaged"):
-        audit.Record(tmp_path / audit.FILE).add({"kind": "hello"})
+        audit.AuditLog(tmp_path / audit.FILE).add({"kind": "hello"})
 
 
 SPEND = {"noise_multiplier": 2.0, "sample_rate": 1.0, "count": 1, "slack": 0.0}
@@ -181,7 +181,7 @@ SPEND = {"noise_multiplier": 2.0, "sample_rate": 1.0, "count": 1, "slack": 0.0}
 
 def spends(folder: Path, *events: dict) -> Path:
     """Write a record of one release a round, of these costs, and return it."""
-    record = audit.Record(folder / audit.FILE)
+    record = audit.AuditLog(folder / audit.FILE)
     for round, spend in enumerate(events):
         record.add({"kind": "update", "round": round, "phase": 0, "privacy": {"delta": 1e-5, "spend": spend}})
     return record.path
@@ -190,7 +190,7 @@ def spends(folder: Path, *events: dict) -> Path:
 def test_epsilon_goes_by_what_was_spent_so_far_and_a_place_counts_once(tmp_path: Path) -> None:
     """Gaussians of multiplier 2 and 1 are one of 1 / sqrt(1/4 + 1); round 0 is charged as it was released last."""
     path = spends(tmp_path, SPEND, SPEND | {"noise_multiplier": 1.0})
-    audit.Record(path).add({"round": 0, "phase": 0, "privacy": {"delta": 1e-5, "spend": SPEND | {"noise_multiplier": 4.0}}})
+    audit.AuditLog(path).add({"round": 0, "phase": 0, "privacy": {"delta": 1e-5, "spend": SPEND | {"noise_multiplier": 4.0}}})
     found = [line["privacy"]["epsilon"] for line in audit.read(path)["messages"]]
     expected = [gaussian_epsilon(mu, 1e-5) for mu in (1 / 2, (1 / 4 + 1) ** 0.5, (1 / 16 + 1) ** 0.5)]
     assert found == pytest.approx(expected, abs=1e-8)

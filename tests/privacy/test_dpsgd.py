@@ -30,7 +30,7 @@ from consilium.report.run_record import read_run
 from consilium.runtime.engine import simulate
 from consilium.strategies.fedit import FedIT
 from consilium.tasks.base import Task
-from consilium.training.loop import Losses, train
+from consilium.training.loop import LossAccumulator, train
 from tests.conftest import small_config, training_only
 
 
@@ -101,15 +101,15 @@ def test_a_sample_without_a_finite_gradient_adds_nothing_and_stops_nothing(odd: 
 
 
 def test_a_private_loss_that_is_no_number_is_left_out_and_another_ends_the_round() -> None:
-    found = Losses(torch.device("cpu"), 0.1, private=True)
+    found = LossAccumulator(torch.device("cpu"), 0.1, private=True)
     for value in (1.0, float("nan"), float("inf"), 2.0):
         found.add(torch.tensor(value), 0.5)
-    assert found.look(True)
+    assert found.end_step(True)
     assert found.total == 1.5
-    found = Losses(torch.device("cpu"), 0.1)
+    found = LossAccumulator(torch.device("cpu"), 0.1)
     found.add(torch.tensor(float("nan")))
     with pytest.raises(ConsiliumError, match="the loss became nan"):
-        found.look(True)
+        found.end_step(True)
 
 
 def test_an_empty_batch_still_takes_a_step_of_noise() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import beta, kstest
 
 from consilium.core.errors import RefusedError
-from consilium.core.linalg.together import norm as joint_norm
+from consilium.core.linalg.norms import norm as joint_norm
 from consilium.core.messages import Tensors
 from consilium.privacy.accounting.accountant import gaussian_delta
 from consilium.privacy.distributed_noise import Bits, share_deviation

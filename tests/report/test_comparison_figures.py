@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from consilium.core.messages import Stage
-from consilium.report.compare.figures import against_bytes, along, axis_of, curves, heat_map, lines_along, style, ticks
+from consilium.report.compare.figures import against_bytes, axis_figure, axis_of, curves, heat_map, lines_along, style, ticks
 from consilium.report.compare.scores import MissingRun, grouped, scores_of
 from consilium.report.run_record import read_finished
 from tests.conftest import small_cells
@@ -72,7 +72,7 @@ def test_a_learning_curve_lies_along_its_numbers_and_its_word_is_last(tmp_path: 
     found = lines_along(table, "images")
     assert {name: sorted(line) for name, line in found.items()} == {"A": ["10", "3", "all"], "B": ["10", "3"]}
     assert found["B"]["10"] == [pytest.approx(0.65)]
-    figure, _ = along(table)
+    figure, _ = axis_figure(table)
     assert figure is not None
     assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["3", "10", "all"]
     assert " ".join(figure.get_suptitle().split()).endswith("; 1 of 2 seeds")
@@ -80,7 +80,7 @@ def test_a_learning_curve_lies_along_its_numbers_and_its_word_is_last(tmp_path: 
 
 def test_runs_without_an_axis_of_numbers_have_no_such_picture(tmp_path: Path) -> None:
     one = group_of(make(tmp_path / "a", {"a": 0.5}), make(tmp_path / "b", {"a": 0.6}, "ffa_lora"))
-    assert along(scores_of(one, Stage.GLOBAL, "accuracy")) == (None, "no axis of a study has numbers")
+    assert axis_figure(scores_of(one, Stage.GLOBAL, "accuracy")) == (None, "no axis of a study has numbers")
 
 
 def test_numbers_that_choose_data_are_said_to_share_no_picture(tmp_path: Path) -> None:
@@ -90,4 +90,4 @@ def test_numbers_that_choose_data_are_said_to_share_no_picture(tmp_path: Path) -
         runs.append(read_finished(folder, folder.name, {"method": "FedIT", "sites": sites}))
     groups, _ = grouped(runs)
     told = "the values of sites are other data, which do not share a picture"
-    assert [along(scores_of(group, Stage.GLOBAL, "accuracy")) for group in groups] == [(None, told)] * 2
+    assert [axis_figure(scores_of(group, Stage.GLOBAL, "accuracy")) for group in groups] == [(None, told)] * 2

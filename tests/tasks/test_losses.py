@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from consilium.tasks.language.losses import learned_places, losses_at
+from consilium.tasks.language.losses import learned_positions, losses_at
 from consilium.tasks.language.task import mean_loss, token_losses
 from consilium.tasks.language.tokens import IGNORED
 
@@ -58,7 +58,7 @@ def test_losses_and_gradients_are_those_of_all_logits(made: Any) -> None:
     torch.testing.assert_close([p.grad for p in parameters if p.grad is not None], gradients)
 
 
-def test_the_output_layer_sees_learned_places_alone_and_is_left_as_it_was() -> None:
+def test_the_output_layer_sees_learned_positions_alone_and_is_left_as_it_was() -> None:
     model, seen = llama(), list[torch.Size]()
     model.lm_head.register_forward_hook(lambda module, given, out: seen.append(out.shape))
     token_losses(model, BATCH)
@@ -68,6 +68,6 @@ def test_the_output_layer_sees_learned_places_alone_and_is_left_as_it_was() -> N
 
 def test_a_batch_without_a_learned_token_has_no_loss() -> None:
     targets = torch.full((1, 3), IGNORED)
-    places: Tensor = learned_places(targets)
+    places: Tensor = learned_positions(targets)
     ids = torch.tensor([[1, 2, 3]])
     assert losses_at(llama(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, targets, places).shape == (0,)

@@ -21,7 +21,7 @@ from consilium.data import images as pictures
 from consilium.data.datalist import Item
 from consilium.data.images import read_image, valid_size
 from consilium.federation.model_card import Card
-from consilium.use import bundle, bundle_template, merge
+from consilium.use import bundle_export, bundle_template, merge
 from tests.conftest import small_text
 from tests.use.handing import CELLS, FUNDUS, changed, trained
 
@@ -108,7 +108,7 @@ def test_monai_writes_the_masks_that_the_model_gives(tmp_path: Path) -> None:
         own = F.interpolate(logits[..., :rows, :columns], size, mode="bilinear", align_corners=False)[0]
         wanted |= {f"{file.stem}_{name}.png": plane for name, plane in zip(settings.classes, own, strict=True)}
     bound = merge.tolerance(model, torch.cat([plane.flatten() for plane in wanted.values()]))
-    _, difference = bundle.write(folder, model, PADDED, card(PADDED))
+    _, difference = bundle_export.write(folder, model, PADDED, card(PADDED))
     assert difference <= bound
     run(folder, images)
     assert {path.name for path in (folder / "out").iterdir()} == set(wanted)
@@ -131,7 +131,7 @@ def test_monai_writes_the_classes_that_the_model_gives(tmp_path: Path) -> None:
     folder.mkdir()
     file = picture(tmp_path / "a cell.png", (64, 64, 3))
     logits = merge.answer(model, {"images": read_picture(Item(file, None), 64, CELLS.task)[None]})[0]  # type: ignore[arg-type]
-    bundle.write(folder, model, CELLS, card(CELLS))
+    bundle_export.write(folder, model, CELLS, card(CELLS))
     run(folder, file)
     with open(folder / "out/classes.csv", encoding="utf-8", newline="") as lines:
         head, row = csv.reader(lines)
@@ -151,7 +151,7 @@ def test_boxes_come_from_a_file_and_are_the_whole_picture_without_one(tmp_path: 
     box, whole = torch.tensor([[[8.0, 10.0, 40.0, 36.0]]]), torch.full((1, 1, 4), float("nan"))
     wanted = [merge.answer(model, {"images": image, "prompts": boxes}) for boxes in (box, whole)]
     bound = merge.tolerance(model, torch.cat(wanted))
-    bundle.write(folder, model, config, card(config))
+    bundle_export.write(folder, model, config, card(config))
     (tmp_path / "boxes.csv").write_text("image,class,left,top,right,bottom\none.png,a,16,20,80,72\n")
     for logits, words in zip(wanted, [("--boxes", str(tmp_path / "boxes.csv")), ()], strict=True):
         run(folder, file, *words)
@@ -162,7 +162,7 @@ def test_boxes_come_from_a_file_and_are_the_whole_picture_without_one(tmp_path: 
 
 def test_points_of_a_bundle_are_scaled_as_their_picture_is(tmp_path: Path) -> None:
     config = changed(FUNDUS, task={"classes": ["a", "b"], "prompt": "point", "resize": "stretch"})
-    made = bundle.inference(config)
+    made = bundle_export.inference(config)
     assert (made["points"], made["datalist"]["prompts"]) == ("", "@points")
     file = picture(tmp_path / "one.png", (128, 96, 3))
     (tmp_path / "points.csv").write_text("image,class,x,y\none.png,b,48,32\n")
@@ -179,7 +179,7 @@ def test_points_of_a_bundle_are_scaled_as_their_picture_is(tmp_path: Path) -> No
 def test_a_bundle_reads_pictures_as_training_does_to_the_bit(resize: str, window: Any, tmp_path: Path) -> None:
     config = changed(FUNDUS, task={"classes": ["a"], "resize": resize, "window": window})
     settings: Any = config.task
-    made = bundle.inference(config)["preprocessing"]["transforms"][0]
+    made = bundle_export.inference(config)["preprocessing"]["transforms"][0]
     reader = bundle_template.ReadPicture(made["side"], made["resize"], made["padding"], made["window"])
     files = [picture(tmp_path / "colours.png", (33, 90, 3)), picture(tmp_path / "grey.png", (90, 33))]
     files += [picture(tmp_path / "deep.png", (70, 70), np.uint16), picture(tmp_path / "deep.tif", (40, 64), np.float32)]
@@ -205,7 +205,7 @@ def test_pictures_of_one_name_and_none_at_all_are_said_in_a_line(tmp_path: Path)
 
 def test_a_language_model_has_no_bundle() -> None:
     with pytest.raises(ConfigError, match=r"^--format bundle: bundles are of pictures, .*; use merged$"):
-        bundle.check(small_text(), card(small_text()))
+        bundle_export.check(small_text(), card(small_text()))
 
 
 @pytest.mark.parametrize(
@@ -216,15 +216,15 @@ def test_names_that_monai_would_run_are_refused(name: str) -> None:
     with pytest.raises(
         ConfigError, match=r"^--format bundle: task\.classes: [^\n]*: MONAI would run a name with .* as code; use"
     ):
-        bundle.check(config, card(config))
+        bundle_export.check(config, card(config))
     for field in ("job", "site", "model", "name", "adapter", "method"):
         with pytest.raises(ConfigError, match="MONAI would run"):
-            bundle.check(FUNDUS, replace(card(FUNDUS), **{field: name}))
+            bundle_export.check(FUNDUS, replace(card(FUNDUS), **{field: name}))
 
 
 def test_names_with_signs_that_mean_nothing_to_monai_stay() -> None:
     config = changed(FUNDUS, task={"classes": ["stenosis > 50 %", "costs 5 $", "50%"]})
-    bundle.check(config, card(config))
+    bundle_export.check(config, card(config))
 
 
 def test_a_model_of_parts_has_no_bundle() -> None:
@@ -232,4 +232,4 @@ def test_a_model_of_parts_has_no_bundle() -> None:
     with pytest.raises(
         ConfigError, match=r"^--format bundle: the model was trained on parts of 32 pixels .*; use onnx or merged"
     ):
-        bundle.check(config, card(config))
+        bundle_export.check(config, card(config))

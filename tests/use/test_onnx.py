@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from consilium.core.errors import ConfigError
-from consilium.use import merge, onnx
+from consilium.use import merge, onnx_export
 from tests.conftest import small_config, small_text
 from tests.use.handing import CELLS, FUNDUS, changed, loaded, trained
 
@@ -30,7 +30,7 @@ def test_graphs_answer_the_same_in_onnxruntime(name: str, tmp_path: Path, monkey
     model = trained(config)
     inputs = {key: torch.cat([value, value.flip(0)])[:3] for key, value in merge.inputs_of(config, None).items()}
     wanted = merge.answer(model, inputs)
-    page, _ = onnx.write(tmp_path, model, config)
+    page, _ = onnx_export.write(tmp_path, model, config)
     graphs = {"model.onnx"} if config is CELLS else {"image_encoder.onnx", "mask_decoder.onnx"}
     assert {path.name for path in tmp_path.iterdir()} == graphs
     run: Any = loaded(page, tmp_path, monkeypatch)
@@ -40,10 +40,10 @@ def test_graphs_answer_the_same_in_onnxruntime(name: str, tmp_path: Path, monkey
 
 def test_language_models_are_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match=r"^--format onnx: a language model writes token after token .*; use merged"):
-        onnx.check(small_text())
+        onnx_export.check(small_text())
 
 
 def test_a_missing_extra_is_one_line_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx, "find_spec", lambda name: None if name == "onnxscript" else object())
+    monkeypatch.setattr(onnx_export, "find_spec", lambda name: None if name == "onnxscript" else object())
     with pytest.raises(ConfigError, match=r"^--format onnx: needs onnxscript, .*; run: pip install 'consilium\[onnx\]'$"):
-        onnx.check(FUNDUS)
+        onnx_export.check(FUNDUS)

@@ -90,7 +90,7 @@ def _note(model: nn.Module, adapted: Adapted) -> None:
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's live adapter tensors by name: its parameters, and what never trains (a dual-rank tail).
+    """Return the model's live adapter tensors by name: trained parameters, and buffers such as a dual-rank tail.
 
     Those of the base are the parameters themselves, not their changes: what an optimizer takes.
     """

@@ -99,7 +99,7 @@ def cut_of(model: nn.Module, base: ModelKind) -> Cut:
     except AttributeError:
         found = None
     if found is None:
-        what = "has no one place where its encoder ends, which the strategy needs (SAM 2 and 3 hand on several maps)"
+        what = "has no single point where its encoder ends, which the strategy needs (SAM 2 and 3 pass on several maps)"
         remedy = "use weights of the first SAM, clip, vision, or a language model laid out like Llama"
         raise ConfigError(f"model: {type(model).__name__} {what}; {remedy}")
     return found

@@ -70,7 +70,7 @@ def compare(
 ) -> None:
     """Put runs beside each other: means over sites and seeds, paired tests, ranks, bytes, seconds, epsilon, pictures."""
     runs = [(path if path.exists() or "=" not in path.name else cell_folder(path)) for path in runs]
-    groups, notes, published = _study(runs[0], smoke, small, workspace) if _is_study(runs) else (*collect(runs), [])
+    groups, notes, published = _study(runs[0], smoke, small, workspace) if _is_study(runs) else (*comparable_groups(runs), [])
     notes += [one for group in groups for one in mixed(group)]
     stage = Stage(model.value)
     _check(groups, metric, against)
@@ -83,7 +83,7 @@ def compare(
     _show(groups, tables, notes, _format(format, output), output)
 
 
-def collect(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
+def comparable_groups(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
     """Return the groups of runs that compare, and a line for each run that is left out or does not compare."""
     found: list[RunRecord] = []
     notes: list[str] = []

@@ -21,7 +21,7 @@ from consilium.config.data import DatasetConfig
 from consilium.config.site import SiteConfig, is_site_folder, load_site, read_site_folder
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.sanitize import line, shown
-from consilium.data.check import proposals, shared_by_sites
+from consilium.data.check import shared_by_sites, suggested_settings
 from consilium.data.check_report import NAMED, Findings
 from consilium.data.datalist import DataList, arranged, with_affine
 from consilium.data.folders import has_classes, importing, unlisted
@@ -58,7 +58,7 @@ def data_check(
     shared = shared_by_sites(found.items()) if len(found) > 1 else {}
     unmapped = {name: one for name, one in found.items() if lists[name].own.labels is None}
     task, longest = (config.task, getattr(config.model, "max_length", 0)) if config else (None, 0)
-    told = proposals(unmapped, getattr(task, "classes", () if task else None), longest)
+    told = suggested_settings(unmapped, getattr(task, "classes", () if task else None), longest)
     if report is not None:
         write_report(report, found, shared, config.task if config else None)
     if format is Format.JSON:
@@ -91,8 +91,8 @@ def lists_of(path: Path, wanted: str | None = None, choose: bool = False) -> dic
         return {path.stem: SiteList(site.of_list(path), site)}
     if not path.is_dir():
         return _of_site(path.parent.name, path, wanted, choose)
-    if not (path / "site.yaml").is_file() and has_classes(path) and not _named(path):
-        below = [one for one in _folders(path) if _named(one)]
+    if not (path / "site.yaml").is_file() and has_classes(path) and not _is_site_folder(path):
+        below = [one for one in _folders(path) if _is_site_folder(one)]
     else:
         below = [] if is_site_folder(path) else _sites(path)
     if below:
@@ -107,14 +107,14 @@ def _sites(path: Path) -> list[Path]:
     for one in below:
         if one not in found and (what := unlisted(one)):
             raise DataError(f"{path}: {one.name} holds {what}, and no data list; {importing(path)} makes the lists")
-    return found or [site for one in below for site in _folders(one) if _named(site)]
+    return found or [site for one in below for site in _folders(one) if _is_site_folder(site)]
 
 
 def _folders(path: Path) -> list[Path]:
     return sorted(one for one in path.iterdir() if one.is_dir() and not one.name.startswith("."))
 
 
-def _named(folder: Path) -> bool:
+def _is_site_folder(folder: Path) -> bool:
     """Tell whether a folder has a site.yaml, a datalist.json or texts, not only pictures."""
     return any((folder / name).is_file() for name in ("site.yaml", "datalist.json")) or has_texts(folder)
 

@@ -13,7 +13,7 @@ def export(
     job: JobArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="receives a folder of the job's name")],
     bundle: Annotated[
-        bool, typer.Option("--bundle", help="with this package in app/custom, for sites that allow BYOC")
+        bool, typer.Option("--bundle", help="copy this package into app/custom, for sites that allow custom code (BYOC)")
     ] = False,
     format: FormatOption = Format.TXT,
 ) -> None:

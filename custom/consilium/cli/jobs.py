@@ -46,7 +46,7 @@ def status(
             Console(stderr=True, soft_wrap=True).print(line(warning, "yellow", 1000))
         if watch:
             watch_job(admin, admin.find(job)["job_id"], Console(stderr=format is Format.JSON, soft_wrap=True, highlight=False))
-        found: Any = admin.status(job) if job else _listed(admin)
+        found: Any = admin.status(job) if job else _jobs_with_failures(admin)
     if format is Format.JSON:
         print(json.dumps(found, indent=1))
     elif job:
@@ -57,7 +57,7 @@ def status(
         raise typer.Exit(exit_code(found["status"]))
 
 
-def _listed(admin: Admin) -> list[dict[str, Any]]:
+def _jobs_with_failures(admin: Admin) -> list[dict[str, Any]]:
     """Return all jobs, and why the newest failed."""
     keys = ("job_id", "status", "submit_time_iso", "duration", "submitter_name")
     jobs = admin.jobs()

@@ -10,14 +10,14 @@ import typer
 from consilium.cli.options import Format, FormatOption, emit
 from consilium.core.errors import ConfigError
 from consilium.core.storage import PUBLIC, write_atomic
-from consilium.flare.admin.metrics import HELP, collect
+from consilium.flare.admin.kit_metrics import HELP, collect
 from consilium.flare.kit import renewal, revocation
 from consilium.flare.kit.install import runtime as install_runtime
 from consilium.flare.kit.install import service
 from consilium.flare.kit.install.wheels import SIGNATURE, WHEELS, Target, make
 from consilium.flare.kit.local_folder import apply_local, update
 from consilium.flare.kit.provision import provision as make_kits
-from consilium.flare.kit.root_keys import fingerprint as root_fingerprint
+from consilium.flare.kit.root_ca import fingerprint as root_fingerprint
 from consilium.report.exposition import exposition
 
 

@@ -46,7 +46,7 @@ def ledger(
     found = [{"ledger": str(p), **one, "budgets": budgets} for p in paths for one in summary(Ledger(p), deltas)]
     every = [_row(p, when, entry) for p in paths for when, entry in Ledger(p).rows()] if rows else []
     if format is Format.JSON:
-        plain = [one | {"budgets": _plain(budgets), "epsilon": _finite(one["epsilon"])} for one in found]
+        plain = [one | {"budgets": _json_budgets(budgets), "epsilon": _finite(one["epsilon"])} for one in found]
         print(json.dumps({"data_sets": plain, **({"rows": every} if rows else {})}, indent=1))
     else:
         _print_ledger(found, every)
@@ -137,7 +137,7 @@ def _check_seal(seal: str, ledgers: list[Any]) -> None:
         raise ConsiliumError(f"--seal: {seal}: no row of the ledger has it: rows are gone or altered, or it is another site's")
 
 
-def _plain(budgets: dict[str, Any]) -> dict[str, Any]:
+def _json_budgets(budgets: dict[str, Any]) -> dict[str, Any]:
     return {unit: {"epsilon": b.epsilon, "delta": b.delta} for unit, b in budgets.items()}
 
 

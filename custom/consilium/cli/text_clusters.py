@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Literal
 
 from consilium.data.clusters import clusters
-from consilium.models.causal_lm.embedding import embeddings
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
+from consilium.models.causal_lm.text_embeddings import embeddings
 
 
 def text_clusters(count: int, folder: Path | None, seed: int, texts: Sequence[str]) -> list[str]:

@@ -75,12 +75,12 @@ def _changed(configuration: str, plugins: Mapping[str, str], known: Mapping[str,
     if not plugins:
         return ""
     if configuration in known:
-        return f": its approval is of a version that did not look at plug-ins, and it uses {_listed(plugins)}"
+        return f": its approval is of a version that did not look at plug-ins, and it uses {_describe_plugins(plugins)}"
     before = next((one[PLUGINS] for one in known.values() if one.get(CONFIGURATION) == configuration and PLUGINS in one), "")
-    return f": it was approved with {before}, and here is {_listed(plugins)}" if before else ""
+    return f": it was approved with {before}, and here is {_describe_plugins(plugins)}" if before else ""
 
 
-def _listed(plugins: Mapping[str, str]) -> str:
+def _describe_plugins(plugins: Mapping[str, str]) -> str:
     """Return packages, versions and the beginnings of the digests of their code, as a line."""
     parts = ((package, *told.rsplit(" ", 1)) for package, told in plugins.items())
     return ", ".join(f"{package} {version} (code {code[:16]})" for package, version, code in parts)
@@ -109,7 +109,7 @@ def approve(app: Path, local: Path, plugins: Plugins = NO_PLUGINS) -> str:
     configuration, used = _configuration(app, config), plugins_of(config)
     found = _with_plugins(configuration, used)
     one = {"job": config.name, "time": datetime.now(UTC).isoformat(timespec="seconds"), "by": getpass.getuser()}
-    one |= {CONFIGURATION: configuration, PLUGINS: _listed(used)} if used else {}
+    one |= {CONFIGURATION: configuration, PLUGINS: _describe_plugins(used)} if used else {}
     _write(local, approvals(local) | {found: one})
     return found
 

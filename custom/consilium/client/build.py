@@ -113,7 +113,7 @@ def build_guard(
 def build_pooled_site(
     job: Job, name: str, members: dict[str, SiteConfig], folder: Path, observer: Observer, model: nn.Module
 ) -> Client:
-    """Return the one site of a centralized reference run, on the data of all `members`."""
+    """Return the single client of a centralized baseline, which holds the data of all `members`."""
     lists = [site_data(job.config, member, site, folder.parent / member) for member, site in members.items()]
     first = next(iter(members.values()))
     task = build_task(job.config, pool(lists), first)

@@ -1,4 +1,4 @@
-"""What a site can carry, measured: a few training steps at the smallest and the largest rank give the cost of a rank.
+"""A site's capacity, measured: a few training steps at the smallest and the largest rank give the cost of a rank.
 
 Time is the clock's; memory is counted, not sampled: the model's numbers as they are kept, the most that forward and backward
 pass hold at once, gradients included, and Adam's moments.

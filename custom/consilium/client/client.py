@@ -17,7 +17,7 @@ from consilium.client.evaluator import Evaluator
 from consilium.client.model_store import ModelStore, interpolation_of
 from consilium.client.trainer import FitReport, Trainer, rehearse_step, step_of_all
 from consilium.core.errors import ConfigError, DataError, Reason, RefusedError
-from consilium.core.linalg.together import norm
+from consilium.core.linalg.norms import norm
 from consilium.core.messages import (
     HELD_OUT,
     TRAIN_LOSS,

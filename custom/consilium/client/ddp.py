@@ -405,7 +405,7 @@ class Ranks:
 
     def failed(self, error: Exception) -> ConsiliumError:
         """End all ranks; return why, as the one that failed first has said."""
-        heard = ((found, child) for child in self.children if (found := _said(child)))
+        heard = ((found, child) for child in self.children if (found := _failure_of(child)))
         found, child = (error.why, error.child) if isinstance(error, FailedRank) else next(heard, (why(error), None))
         rank = self.children.index(child) + 1 if child else 0
         who = f"rank {rank} on {self.site.devices[rank]}: " if child else ""
@@ -447,7 +447,7 @@ def _hear(children: list[ChildProcess]) -> None:
             raise FailedRank(found, child)
 
 
-def _said(child: ChildProcess) -> Failed | None:
+def _failure_of(child: ChildProcess) -> Failed | None:
     """Return why a rank failed, None if it did not; the others wait for it, and say nothing."""
     with suppress(EOFError, OSError):
         while child.pipe.poll(1):
@@ -474,7 +474,7 @@ class JointTask:
         self.ranks.together = True
         try:
             own = self.ranks.share(batch)
-            found: Tensor = _Joint.apply(self, model, own, *trained)
+            found: Tensor = _AllRanksLoss.apply(self, model, own, *trained)
         except (OSError, EOFError) as error:
             raise self.ranks.failed(error) from None
         except RuntimeError as error:
@@ -497,7 +497,7 @@ class JointTask:
             raise OSError(str(error)) from None
 
 
-class _Joint(torch.autograd.Function):
+class _AllRanksLoss(torch.autograd.Function):
     """Of the trained parameters, the loss that all ranks find together."""
 
     @staticmethod
@@ -517,7 +517,7 @@ class _Joint(torch.autograd.Function):
 def ranks_of(config: JobConfig, site: SiteConfig, data: DataList | None, folder: Path) -> Ranks | None:
     """Return the other devices of a site that has several, None for one, and for a pooled one, which has no `data` of its own.
 
-    Raises ConsiliumError for a job whose training is more than a batch's mean loss.
+    Raises ConsiliumError for a job whose training objective is not the mean loss of a batch alone.
     """
     if site.device_count < 2 or data is None:
         return None
@@ -570,7 +570,7 @@ R = TypeVar("R")
 
 
 def on_all_ranks(do: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Have a client's method find the model ready for use on all its ranks; see Ranks.working."""
+    """Wrap a client's method so that all ranks hold the current model while it runs; see Ranks.working."""
 
     @wraps(do)
     def done(client: S, /, *words: P.args, **named: P.kwargs) -> R:

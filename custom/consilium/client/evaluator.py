@@ -39,7 +39,7 @@ class Evaluator:
         self.context = context
 
     def evaluate(self, split: str, stage: Stage, payload: Payload, full: bool = False) -> dict[str, float]:
-        """Return the metrics of a split by their keys. Raises ConsiliumError for a metric that is no number."""
+        """Return the metrics of a split by their keys. Raises ConsiliumError for a metric that is not a number."""
         context = self.context
         context.observer({"event": "evaluate", "site": context.name, "round": payload.round, "stage": f"{split}/{stage}"})
         metrics = scores(context.model, context.task, context.config, split, full)

@@ -96,7 +96,7 @@ def _without_bad(config: JobConfig, data: DataList) -> DataList:
 
 
 def _test_alone(config: JobConfig, name: str, data: DataList) -> DataList:
-    """Return a list's test split alone, of a site that only tests. Raises ConfigError without one, or for DP-SGD at sites."""
+    """Return the test split alone, for a site that only tests. Raises ConfigError without one, or if sites run DP-SGD."""
     if config.dpsgd and config.dpsgd.trust == "local":  # whose plan follows from a site's training samples
         what = f"a job of privacy.unit {config.dpsgd.unit} has no plan for a site that trains nothing; leave it out"
         raise ConfigError(f"{name}: test_only: {what}")

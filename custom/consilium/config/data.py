@@ -111,7 +111,7 @@ def _number(key: Any) -> Any:
     return int(key) if isinstance(key, str) and _WHOLE.fullmatch(key) else key
 
 
-def _plain(value: Any) -> Any:
+def _parse_label_map(value: Any) -> Any:
     """Put a single class into a list, and turn numbers that JSON made texts into numbers."""
     if not isinstance(value, Mapping):
         return value
@@ -121,7 +121,7 @@ def _plain(value: Any) -> Any:
     return found
 
 
-LabelMap = Annotated[dict[LabelValue, Mapped], Field(min_length=1, max_length=4096), BeforeValidator(_plain)]
+LabelMap = Annotated[dict[LabelValue, Mapped], Field(min_length=1, max_length=4096), BeforeValidator(_parse_label_map)]
 
 
 class DatasetConfig(Section):

@@ -21,20 +21,20 @@ def embed_architecture(raw: Any, job: Path) -> None:
     The path, of the file or its folder, counts from the job.yaml's folder. Only where the job is made, on its author's machine:
     a site or a server that gets a path refuses it and opens nothing. Raises ConfigError, and CheckpointError for an adapter.
     """
-    if named := _named(raw):
+    if named := _config_path(raw):
         raw["model"]["config"] = _read(job.parent / named, named, job)
 
 
 def job_text(job: Path) -> bytes:
     """Return what the file `job` holds, as it is, or with the architecture that it names by path. Raises ConfigError."""
     raw = read_yaml(job)
-    if not _named(raw):
+    if not _config_path(raw):
         return job.read_bytes()
     embed_architecture(raw, job)
     return yaml.safe_dump(raw, sort_keys=False).encode()
 
 
-def _named(raw: Any) -> str:
+def _config_path(raw: Any) -> str:
     """Return the path in `model.config`, "" for none."""
     model = raw.get("model") if isinstance(raw, dict) else None
     named = model.get("config") if isinstance(model, dict) else None

@@ -20,7 +20,7 @@ from consilium.data.site_names import folder_of
 from consilium.data.text import has_texts
 
 # capacity --------------------------------------------------------------------------------------------------------------
-# What a site can carry, for algorithms with unequal ranks: the `capacity:` section of site.yaml.
+# The ranks that a site's machine allows, for algorithms with unequal ranks: the `capacity:` section of site.yaml.
 
 
 class CapacityConfig(Section):
@@ -361,7 +361,7 @@ def _find_site(name: str, data: Path | None, kit_local: Path | None) -> SiteConf
 
 
 def is_site_folder(folder: Path) -> bool:
-    """Tell whether a folder is one site's, see read_site_folder; the split of a picture set (train/CLASS) is none."""
+    """Tell whether a folder is one site's, see read_site_folder; the split of a picture set (train/CLASS) is not one."""
     own = any((folder / name).is_file() for name in ("site.yaml", "datalist.json"))
     return own or has_texts(folder) or (split_of(folder.name) is None and has_classes(folder))
 

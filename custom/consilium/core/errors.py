@@ -110,7 +110,7 @@ class UnfitError(DataError):
 
 
 class CheckpointError(ConsiliumError):
-    """A weights file or a saved state is missing, damaged or of another model."""
+    """A weights file or a saved state is missing, damaged or for another model."""
 
     reason = Reason.CHECKPOINT
     exit_code = ExitCode.USAGE

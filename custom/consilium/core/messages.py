@@ -72,9 +72,9 @@ CAPACITY = frozenset({"download", "time", "memory"})
 
 @dataclass(frozen=True)
 class SiteInfo:
-    """What the server knows of a site. `joined`: the site already keeps its own adapter tensors.
+    """The server's record of a site. `joined`: the site already keeps its own adapter tensors.
 
-    `capacity`: see strategies/heterogeneous_ranks/ranks.py. `num_samples` is 0 of a site that is there to test only.
+    `capacity`: see strategies/heterogeneous_ranks/ranks.py. `num_samples` is 0 for a site that only tests.
     """
 
     name: str

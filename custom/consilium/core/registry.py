@@ -72,7 +72,7 @@ class Registry(Mapping[str, K], Generic[K]):
     def __getitem__(self, name: str) -> K:
         if name in self._added:
             return self._added[name]
-        found = _named(self._built_in[name], f"{self.what} {name!r}")
+        found = _resolve_entry(self._built_in[name], f"{self.what} {name!r}")
         return found[name] if isinstance(found, dict) else found
 
     def __iter__(self) -> Iterator[str]:
@@ -115,7 +115,7 @@ class Registry(Mapping[str, K], Generic[K]):
         return found[0]
 
 
-def _named(place: str, what: str) -> Any:
+def _resolve_entry(place: str, what: str) -> Any:
     """Return what a registry's line, "module:attribute", names. Raises ConfigError for a line that names nothing."""
     try:
         return resolve(place)
@@ -137,7 +137,7 @@ def _load(point: EntryPoint, what: str, sort: str) -> Any:
 
 def _check_sort(kind: Any, sort: str) -> None:
     """Raise TypeError for what neither derives from the class that `sort` names nor is of it."""
-    base = _named(sort, "registry")
+    base = _resolve_entry(sort, "registry")
     if not (isinstance(kind, base) or (isinstance(kind, type) and issubclass(kind, base))):
         found = f"the class {kind.__name__}" if isinstance(kind, type) else f"a {type(kind).__name__}"
         raise TypeError(f"it names {found}, and what is wanted is a {sort.partition(':')[2]}")

@@ -206,7 +206,7 @@ def describe(error: ValidationError, path: Path | str, fields: list[str]) -> str
                 item["ctx"]["discriminator"].strip("'"),
                 item["ctx"].get("expected_tags", "'site', 'patient', 'record'"),
             )
-            lines.append(f"{path}: {field}.{key}: {_shown(item['ctx'].get('tag', 'missing'))}: expected one of {known}")
+            lines.append(f"{path}: {field}.{key}: {_quoted(item['ctx'].get('tag', 'missing'))}: expected one of {known}")
         elif item["type"] == "missing":
             lines.append(f"{path}: {field}: missing; add it")
         elif item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
@@ -228,10 +228,10 @@ def _where(item: Any, field: str, message: str) -> str:
     section = item["type"] == "value_error" and isinstance(item["input"], dict)
     if section and (told := re.match(r"(?!none:)[a-z_.]+(?=: )", message)):  # "none" is a value
         return "" if told[0].startswith(f"{field}.") else f"{field}."
-    return f"{field}: {_shown(item['input'])}: expected "
+    return f"{field}: {_quoted(item['input'])}: expected "
 
 
-def _shown(value: Any) -> str:
+def _quoted(value: Any) -> str:
     """Return a value as it goes into one line: without control characters, and cut."""
     text = repr(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
@@ -241,7 +241,7 @@ def _place(loc: tuple[int | str, ...]) -> list[str]:
     """Return pydantic's location without what it adds: the kind of a section, the type of a value, a mark for keys."""
     kinds = UNIONS.get(str(loc[0]), ()) if loc else ()
     parts = [str(part) for i, part in enumerate(loc) if not _added(str(part)) and not (i == 1 and part in kinds)]
-    return [part if part.isprintable() and len(part) <= LONGEST_SHOWN else _shown(part) for part in parts]
+    return [part if part.isprintable() and len(part) <= LONGEST_SHOWN else _quoted(part) for part in parts]
 
 
 def _added(part: str) -> bool:

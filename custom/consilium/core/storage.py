@@ -140,7 +140,7 @@ def note(path: Path, key: str, values: Mapping[str, Any]) -> None:
 
     Raises ValueError for a file that holds something else.
     """
-    kept = _read_notes(path)
+    kept = _read_json_object(path)
     write_atomic(path, json.dumps({**kept, key: dict(values)}).encode())
 
 
@@ -150,12 +150,12 @@ def noted(path: Path, remedy: str) -> dict[str, Any]:
     Raises RefusedError, which names the file and the `remedy`, where nobody can read it.
     """
     try:
-        return _read_notes(path)
+        return _read_json_object(path)
     except (OSError, ValueError):
         raise unreadable(path, remedy) from None
 
 
-def _read_notes(path: Path) -> dict[str, Any]:
+def _read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, {} where there is no file. Raises ValueError for others, or over MOST_NOTES bytes."""
     if not path.is_file():
         return {}

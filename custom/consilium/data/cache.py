@@ -82,7 +82,7 @@ class SampleCache:
 
     @property
     def skipped(self) -> int:
-        """How many samples were left out so far because they cannot be read."""
+        """The number of unreadable samples that were skipped so far."""
         return self._data.skipped + len(self._lost)
 
     @property

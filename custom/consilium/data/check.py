@@ -182,7 +182,7 @@ def shared_by_sites(reports: Iterable[tuple[str, Findings]]) -> dict[str, list[s
     return found
 
 
-def proposals(reports: Mapping[str, Findings], classes: Classes, max_length: int = 0) -> list[str]:
+def suggested_settings(reports: Mapping[str, Findings], classes: Classes, max_length: int = 0) -> list[str]:
     """Return what to write into a job for the data of all sites: values of its classes, and the length of its texts.
 
     `reports`: by site, without those whose site.yaml maps labels; `classes`: the job's, None without a job.
@@ -200,11 +200,11 @@ def proposals(reports: Mapping[str, Findings], classes: Classes, max_length: int
         found.append(f"values of the masks differ by site ({told}); all are in task.classes: {shown(classes_for(every))}")
     lengths = sum((one.lengths for one in reports.values()), Counter[int]())
     if lengths and max_length:
-        found.append(lengths_told(lengths, max_length))
+        found.append(length_summary(lengths, max_length))
     return found
 
 
-def lengths_told(lengths: Counter[int], max_length: int) -> str:
+def length_summary(lengths: Counter[int], max_length: int) -> str:
     """Return percentiles of texts' lengths in tokens, and the `model.max_length` that keeps 99 % or all of them whole."""
     every = np.sort(np.repeat(list(lengths), list(lengths.values())))
     parts = {share: int(every[-(-len(every) * share // 100) - 1]) for share in (50, 90, 95, 99, 100)}

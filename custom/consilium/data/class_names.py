@@ -17,7 +17,7 @@ def doubts(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Yield (kind, line) for doubtful names of classes, of which `counts` says how many samples each has."""
     alike: dict[str, list[str]] = {}
     for name in sorted(counts):
-        alike.setdefault(_plain(name), []).append(name)
+        alike.setdefault(_normalized(name), []).append(name)
     for names in alike.values():
         if len(names) > 1:
             told = " and ".join(f"{name!r} ({counts[name]})" for name in names)
@@ -29,6 +29,6 @@ def doubts(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
         yield EACH_ITS_OWN, f"{len(counts)}: no class has a second sample, so none can be learned and tested"
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     """Return a name without case, and without blanks, hyphens and underscores between letters or digits: not of HER2-."""
     return re.sub(r"(?<=\w)[-_\s]+(?=[^\W_])", "", unicodedata.normalize("NFKC", name).casefold().strip())

@@ -1,7 +1,7 @@
 """Kinds of records without labels: K-means clusters of their texts' embeddings.
 
 FedHera's Table 10 shares instructions out by K-means clusters of "semantic embeddings" and names no embedder; ours is the base
-model's own mean hidden state, see models/causal_lm/embedding.py. K-means is SciPy's, with k-means++ starts.
+model's own mean hidden state, see models/causal_lm/text_embeddings.py. K-means is SciPy's, with k-means++ starts.
 """
 
 import warnings

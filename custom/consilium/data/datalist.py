@@ -204,7 +204,7 @@ def _placed(item: Any, affine: NiftiAffine) -> Any:
     return replace(item, affine=affine) if isinstance(item, Item) else item
 
 
-def own_names(path: Path) -> dict[str, str]:
+def listed_patients(path: Path) -> dict[str, str]:
     """Return the patients that a data list itself names, by pseudonym: to copy them into another list. Raises DataError."""
     raw = {} if path.is_dir() else read_list(path)
     entries = [entry for split in SPLITS for entry in raw.get(split, []) if isinstance(entry, dict) and "patient" in entry]

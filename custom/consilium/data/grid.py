@@ -111,7 +111,7 @@ class Grid:
 def check_spacing(path: Path, field: str, values: Sequence[float], remedy: str) -> None:
     """Raise DataError for millimetres between voxels, as a header's `field` has them, that are not finite or not over 0.
 
-    Every reader calls it: libraries replace such a number by 1 silently, and all distances would be wrong.
+    Every reader calls it: libraries replace an invalid spacing by 1 without a warning, and all distances would be wrong.
     """
     if not all(np.isfinite(value) and value > 0 for value in values):
         found = " x ".join(f"{value:g}" for value in values)

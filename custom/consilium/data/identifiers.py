@@ -74,7 +74,7 @@ def identifier(where: str, entry: dict[str, Any], key: str) -> str:
 
 
 def pseudonym(identifier: str) -> str:
-    """Return a pseudonym of a patient or a study for this process, "" for none: equal for equal ones, not invertible.
+    """Return a pseudonym of a patient or study, valid in this process; "" for "". Equal identifiers have equal pseudonyms.
 
     Identifiers are equal whose `canonical` spelling is; `alike` finds those that are nearly equal. The key is drawn anew by
     each process and never written.

@@ -67,11 +67,11 @@ def read_image(item: Item | Path, settings: PictureSettings = DEFAULTS) -> np.nd
     if volumes.is_volume(item.image):
         header, values = volumes.header(item.image, item.affine), volumes.voxels(item.image)
         plane = header.grid.cut(values, item.axis, plane_of(item, item.image, header))
-        grey = windowed(plane, settings, header.window, lambda: _of_file(item, lambda: volumes.spread(item.image)))
+        grey = windowed(plane, settings, header.window, lambda: _window_limits(item, lambda: volumes.spread(item.image)))
     elif item.tile is not None:
         level = level_of(settings)
         plane = slides.read(item.image, item.tile, level)
-        grey = windowed(plane, settings, None, lambda: _of_file(item, lambda: slides.spread(item.image, level)))
+        grey = windowed(plane, settings, None, lambda: _window_limits(item, lambda: slides.spread(item.image, level)))
     else:
         plane = slides.whole(item.image)
         grey = windowed(plane, settings, None, lambda: volumes.percentiles(plane))
@@ -80,8 +80,8 @@ def read_image(item: Item | Path, settings: PictureSettings = DEFAULTS) -> np.nd
     )
 
 
-def _of_file(item: Item, spread: Spread) -> tuple[float, float]:
-    """Return the values of a part's whole file that become black and white. Raises UnfitError for a part that stands alone."""
+def _window_limits(item: Item, spread: Spread) -> tuple[float, float]:
+    """Return the values of a part's whole file that become black and white. UnfitError if the part is a record itself."""
     if not item.alone:
         return spread()
     parts, whole = ("planes", "volume") if item.tile is None else ("tiles", "picture")

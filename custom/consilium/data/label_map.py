@@ -39,7 +39,7 @@ def relabelled(
                 )
             own = replace(item, annotated=annotated) if item.annotated is None else item
             if isinstance(item.label, Path) and labels is not None:
-                yield replace(own, annotated=_shown(own, labels, classes or (), quiet), label_map=pairs)
+                yield replace(own, annotated=_annotated_classes(own, labels, classes or (), quiet), label_map=pairs)
             elif known is None or item.label is None or isinstance(item.label, Path):
                 yield own
             elif names := _names(item, known):
@@ -48,7 +48,7 @@ def relabelled(
     return replace(data, splits={split: tuple(change(items)) for split, items in data.splits.items()})
 
 
-def _shown(item: Item, labels: Labels, classes: Collection[str], quiet: bool) -> tuple[str, ...] | None:
+def _annotated_classes(item: Item, labels: Labels, classes: Collection[str], quiet: bool) -> tuple[str, ...] | None:
     """Return the classes that an item's mask shows, None for all. Raises DataError, unless `quiet`, for one that it is said to
     show, and that no label stands for.
     """

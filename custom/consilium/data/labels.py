@@ -66,10 +66,10 @@ def named(wanted: Iterable[Value], there: Collection[Value]) -> list[Value]:
     """Return which of the labels `there` are meant: equal ones, of a name without any those that differ in case and blanks."""
     found: dict[Value, None] = {}
     for name in wanted:
-        near = [one for one in there if isinstance(one, str) and _plain(one) == _plain(name)] if isinstance(name, str) else []
+        near = [one for one in there if isinstance(one, str) and _folded(one) == _folded(name)] if isinstance(name, str) else []
         found |= dict.fromkeys([name] if name in there else near)
     return list(found)
 
 
-def _plain(name: str) -> str:
+def _folded(name: str) -> str:
     return " ".join(name.split()).casefold()

@@ -28,7 +28,7 @@ class Loading:
 
     `workers`: threads that read, 0 for none. `skip`: unreadable samples are left out instead of being an error. `decode_all`:
     all samples are decoded before training, not only checked by their headers. `prechecked`: another process has checked them.
-    `ignore_unfit`: a sample that does not fit the job (UnfitError) counts as an empty one; nothing is learned or scored of it.
+    `ignore_unfit`: a sample that does not fit the job (UnfitError) counts as empty: it is neither trained on nor scored.
     """
 
     folder: Path | None = None

@@ -87,7 +87,7 @@ def composed(name: str) -> str:
 
 
 def without_ending(name: str) -> str:
-    """Return a file's name without the ending of its kind."""
+    """Return a file's name without its picture extension, such as .png."""
     ending = max((one for one in PICTURES if name.lower().endswith(one)), key=len, default="")
     return name[: len(name) - len(ending)]
 
@@ -101,7 +101,7 @@ def find_pairs(folder: Path, files: Sequence[Path], patterns: Sequence[Pattern] 
     images, masks, named = _roles(folder, files, every)
     if not images or not masks:
         return None
-    known = _known(masks)
+    known = _masks_by_name(masks)
     asked = {pattern: len(_paired(pattern, images, known)) for pattern in patterns}
     if any(asked.values()):
         pattern, others = max(asked, key=asked.__getitem__), list[Pattern]()
@@ -251,7 +251,7 @@ def _names(folder: Path, path: Path, drop: bool, by_words: bool) -> Names:
 # names: whose mask it is ------------------------------------------------------------------------------------------------------
 
 
-def _known(masks: Sequence[Names]) -> dict[str, Path]:
+def _masks_by_name(masks: Sequence[Names]) -> dict[str, Path]:
     """Return masks by name, and in lower case where one alone has it so. Raises DataError for two of one name."""
     found: dict[str, Path] = {}
     for mask in masks:

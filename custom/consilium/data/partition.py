@@ -31,7 +31,7 @@ from numpy.random import Generator
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
-from consilium.data.datalist import SPLITS, Item, own_names, read_datalist
+from consilium.data.datalist import SPLITS, Item, listed_patients, read_datalist
 from consilium.data.patients import item_patient, together
 from consilium.data.safe_open import text_lines
 from consilium.data.text import FILES, Text, read_texts
@@ -77,7 +77,7 @@ def partition(
     splits = splits if test else splits | {SHARED_OUT: []}
     names = check_asked(source, folder, len(splits["training"]), sites, minimum)
     found = share_out(splits, classes, names, beta, seed, minimum)
-    patients = own_names(source)
+    patients = listed_patients(source)
     for name in names:
         entries = {split: [_entry(item, patients) for item in items] for split, items in found[name].items()}
         (folder / name).mkdir(parents=True)

@@ -34,7 +34,7 @@ def check_numbers(path: Path, array: np.ndarray) -> np.ndarray:
 
 
 def whole_numbers(path: Path, array: np.ndarray) -> np.ndarray:
-    """Return label values as integers. Raises DataError for fractions, and for values that are no numbers."""
+    """Return label values as integers. Raises DataError for fractions, NaN and Inf."""
     if check_numbers(path, array).dtype.kind != "f":
         return array
     whole = np.rint(array)

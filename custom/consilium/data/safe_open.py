@@ -102,14 +102,14 @@ def stamp(path: Path) -> Stamp:
     """
     try:
         if not path.is_dir():
-            return (_told(path.stat()),)
+            return (_file_state(path.stat()),)
         with os.scandir(path) as entries:
-            return tuple(sorted(_told(entry.stat()) for entry in entries))
+            return tuple(sorted(_file_state(entry.stat()) for entry in entries))
     except (OSError, ValueError):
         return ()
 
 
-def _told(found: os.stat_result) -> tuple[int, ...]:
+def _file_state(found: os.stat_result) -> tuple[int, ...]:
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 

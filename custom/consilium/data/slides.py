@@ -15,7 +15,7 @@ import numpy as np
 
 from consilium.core.errors import DataError, UnfitError
 from consilium.data import pictures
-from consilium.data.codes import check_work, coded_shape
+from consilium.data.codestreams import check_decoding_cost, codestream_shape
 from consilium.data.datalist import Tile
 from consilium.data.file_kinds import SLIDES
 from consilium.data.labels import Labels
@@ -264,9 +264,9 @@ def _decoded(file: Any, page: Any, index: int) -> np.ndarray | None:
     data = file.filehandle.read(count)
     if len(data) < count:
         raise ValueError("it ends early")
-    if (coded := coded_shape(data)) and coded[0] * coded[1] > 4 * rows * columns + _SPARE:
+    if (coded := codestream_shape(data)) and coded[0] * coded[1] > 4 * rows * columns + _SPARE:
         raise ValueError(f"a block of {columns}x{rows} pixels has {coded[1]}x{coded[0]} in its code")
-    check_work(file.filehandle.name, data)
+    check_decoding_cost(file.filehandle.name, data)
     block = page.decode(data, index, jpegtables=page.jpegtables, jpegheader=page.jpegheader)[0]
     found: np.ndarray = block[0]
     return found

@@ -80,8 +80,8 @@ def has_texts(folder: Path) -> bool:
 def read_texts(path: Path, pictures: bool = False) -> DataList:
     """Read a site's instruction data: a folder, or its training file. Raises DataError, naming file, line and remedy.
 
-    With `pictures` every record needs one. Nothing but what `path` names is read: texts beside a site's list of pictures are
-    not on offer, and have no budget.
+    With `pictures` every record needs one. Only the files of `path` are read: a site whose path is a list of pictures does not
+    offer texts beside it, and sets no privacy budget for them.
     """
     folder = path.parent if path.name in FILES["training"] and path.is_file() else path
     if not has_texts(folder):

@@ -93,7 +93,7 @@ class Packed(nn.Linear):
         return self.weight.new_empty((self.out_features, self.in_features), dtype=torch.float32)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return (..., out) of input (..., in). Raises ConfigError, see computing."""
+        """Apply the layer to input (..., in); return (..., out). Raises ConfigError, see computing."""
         x = input.to(computing(input))
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return _Unpacked.apply(x, (self.out_features, self.in_features), bias)  # type: ignore[no-any-return, no-untyped-call]
@@ -164,7 +164,7 @@ def memory_of(job: Job, devices: int = 1, sharded: bool = False, gpu: bool = Tru
         own = sum(p.numel() for p in trained)
         gradients = 4 * own
     frozen = sum(held.values()) - 4 * own - (spared(model, devices) if sharded else 0)
-    return StepMemory(frozen, _kept(config, own) + gradients, max(live.most - gradients, _stepping(config, own)))
+    return StepMemory(frozen, _training_bytes(config, own) + gradients, max(live.most - gradients, _stepping(config, own)))
 
 
 def _materialize(model: nn.Module) -> None:
@@ -186,7 +186,7 @@ def lower(config: JobConfig, gpu: bool) -> bool:
     return config.dpsgd is None and (config.training.precision == "bf16" or (config.training.precision == "auto" and gpu))
 
 
-def _kept(config: JobConfig, own: int) -> int:
+def _training_bytes(config: JobConfig, own: int) -> int:
     """Return the bytes of what trains and of its moments; at record level also of each sample's gradient."""
     moments = 1 if config.training.optimizer == "sgd" and config.training.momentum else MOMENTS[config.training.optimizer]
     each = config.training.batch_size if config.dpsgd else 0

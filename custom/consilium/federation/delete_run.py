@@ -17,7 +17,7 @@ from filelock import Timeout
 from consilium.core.errors import ConfigError
 from consilium.core.storage import file_lock
 from consilium.federation.run_folders import ERRORS, OWNER, RUNS, STATE
-from consilium.privacy.ledger.audit import FILE, Record, verified
+from consilium.privacy.ledger.audit import FILE, AuditLog, verified
 from consilium.report.run_log import LOCK
 
 KIND = "forgotten"
@@ -79,7 +79,7 @@ def _delete(folder: Path, flares: Sequence[Path], state: Path, said: dict[str, A
         if not any(place.iterdir()):
             place.rmdir()
     said = {"run": folder.name, "files": len(files), "bytes": size} | said
-    Record(state / FILE).add({"kind": KIND, "by": getpass.getuser(), **said}, again=True)
+    AuditLog(state / FILE).add({"kind": KIND, "by": getpass.getuser(), **said}, again=True)
     return said | {"record": str(state / FILE)}
 
 

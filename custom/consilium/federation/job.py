@@ -14,7 +14,7 @@ from consilium.adapters.registry import AdapterKind
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.core.linalg.together import norm
+from consilium.core.linalg.norms import norm
 from consilium.core.messages import Tensors
 from consilium.data.datalist import DataList
 from consilium.federation.diagnostics import check_deviation

@@ -31,7 +31,7 @@ def site_names(sites: str, data: Path | None) -> list[str]:
         if there is None:
             return _numbered(count)
         if count > len(there):
-            has = f"--data {data} has folders for {len(there)} ({_listed(there)})"
+            has = f"--data {data} has folders for {len(there)} ({_join_names(there)})"
             raise ConfigError(f"--sites: {count}: {has}; ask for at most {len(there)}")
         _check_names(there[:count], f"--data: {data}")
         return there[:count]
@@ -41,7 +41,7 @@ def site_names(sites: str, data: Path | None) -> list[str]:
         names = there if there is not None else _numbered(3)
     _check_names(names, "--sites" if sites else f"--data: {data}")
     if there is not None and (unknown := [name for name in names if name not in there]):
-        raise ConfigError(f"--sites: {unknown[0]!r}: --data {data} has no such site; it has {_listed(there)}")
+        raise ConfigError(f"--sites: {unknown[0]!r}: --data {data} has no such site; it has {_join_names(there)}")
     return names
 
 
@@ -92,21 +92,21 @@ def check_same(folder: Path, was: Kept, sites: Mapping[str, SiteConfig]) -> None
     before, given = ({name: lists for name, lists in one.sites.items() if lists is not None} for one in (was, now))
     if before and not given:
         name, lists = next(iter(before.items()))
-        raise ConfigError(f"--data: not given, and {run} has {_told(lists)} for {name}; give its --data again")
+        raise ConfigError(f"--data: not given, and {run} has {_join_lists(lists)} for {name}; give its --data again")
     if given and not before:
         raise ConfigError(f"--data: {run} generated its data; leave --data out")
     if was.sites.keys() != now.sites.keys():
-        here, there = _listed(list(now.sites)), _listed(list(was.sites))
+        here, there = _join_names(list(now.sites)), _join_names(list(was.sites))
         raise ConfigError(f"--sites: {here}: {run} has {there}; give its --sites and --data again")
     if other := next((name for name in was.sites if was.sites[name] != now.sites[name]), ""):
-        has = f"{run} has {_told(was.sites[other])}"
-        raise ConfigError(f"--data: {_told(now.sites[other])} for {other}: {has}; give its --data again")
+        has = f"{run} has {_join_lists(was.sites[other])}"
+        raise ConfigError(f"--data: {_join_lists(now.sites[other])} for {other}: {has}; give its --data again")
     if other := next((name for name, content in now.content.items() if was.content.get(name, content) != content), ""):
-        what = f"{_told(now.sites[other])} for {other}: has other entries or files than when {run} began"
+        what = f"{_join_lists(now.sites[other])} for {other}: has other entries or files than when {run} began"
         raise ConfigError(f"--data: {what}; put them back, or start anew in another --workspace")
 
 
-def _told(lists: list[str] | None) -> str:
+def _join_lists(lists: list[str] | None) -> str:
     return shown(", ".join(lists or ["no data list"]), 300)
 
 
@@ -114,14 +114,14 @@ def unused_state(sites: Mapping[str, SiteConfig]) -> str:
     """Return a line for sites that name a folder of state, from which they may expect one ledger for all runs; else ""."""
     told = [name for name, site in sites.items() if site.state and not site.privacy.ledger]
     why = "a simulation keeps ledger and records in its workspace; site.yaml's `state` is not used"
-    return f"{_listed(told)}: {why}: set `privacy.ledger` to add runs up" if told else ""
+    return f"{_join_names(told)}: {why}: set `privacy.ledger` to add runs up" if told else ""
 
 
 def _numbered(count: int) -> list[str]:
     return [f"site-{i}" for i in range(1, count + 1)]
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return ", ".join(map(shown, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 

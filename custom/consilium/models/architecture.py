@@ -90,7 +90,7 @@ class FolderConfig(ModelConfig):
         if (kind := self.config.get("model_type")) not in self.apart:
             what = f"not known to keep records apart for privacy.unit record; use one of {', '.join(self.apart)}"
             raise ValueError(f"model.config.model_type: {kind!r}: {what}")
-        for key, value in _numbers(_DRAWN.get(kind, {}) | self.config):
+        for key, value in _config_values(_DRAWN.get(kind, {}) | self.config):
             if found := _ties(key, value, kind):
                 what, remedy = found
                 raise ValueError(f"model.config.{key}: {value!r} {what} under privacy.unit record; {remedy}")
@@ -98,7 +98,7 @@ class FolderConfig(ModelConfig):
     @property
     def follows_longest(self) -> bool:
         """Whether positions turn by frequencies that follow the longest text of a batch."""
-        return any(_follows(key, value) for key, value in _numbers(self.config or {}))
+        return any(_follows(key, value) for key, value in _config_values(self.config or {}))
 
 
 Channels = tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)]]
@@ -229,13 +229,13 @@ def _check_words(value: Any, where: str) -> None:
         _check_words(item, where)
 
 
-def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a config.json that are no maps, with their dotted keys."""
+def _config_values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a nested config.json with their dotted keys."""
     if not isinstance(value, dict):
         yield key, value
         return
     for name, item in value.items():
-        yield from _numbers(item, f"{key}.{name}" if key else str(name))
+        yield from _config_values(item, f"{key}.{name}" if key else str(name))
 
 
 def _follows(key: str, value: Any) -> bool:

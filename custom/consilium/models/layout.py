@@ -24,7 +24,7 @@ _counting: list["itertools.count[int]"] = []
 
 
 class _NoNumbers(TorchFunctionMode):
-    """Draw no normal numbers: without memory torch loads its compiler for them, two seconds in every process of a server.
+    """Draw no normal numbers: on the meta device torch loads its compiler for them, two seconds in every server process.
 
     Tensors that the model computes with while it is built are zeros in memory; SAM does so with a few hundred numbers.
     """
@@ -68,7 +68,7 @@ def numberless() -> Iterator[None]:
         raise
     except Exception as error:  # each architecture fails in its own way
         why = " ".join(str(error).split())[:120]
-        raise ConfigError(f"model: its steps cannot be counted without weights ({why}); measure one instead") from None
+        raise ConfigError(f"model: its FLOPs cannot be counted without weights ({why}); measure one instead") from None
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def layout() -> Iterator[None]:
 def _counted() -> Iterator[None]:
     """Stop a model of so many modules that to lay it out takes minutes and gigabytes. Raises ConfigError.
 
-    A module counts as it is made: a list's layers are modules of their parent only when all of them are. So do parameters.
+    Modules and parameters count when they are made. To walk the tree is too late: a ModuleList joins it only when it is full.
     """
     modules, parameters = itertools.count(), itertools.count()
 

@@ -19,10 +19,10 @@ from consilium.models.dtypes import QUANTIZED
 
 
 class StoredLinear(nn.Linear):
-    """A linear layer whose weight is cast to the input's type at each use, but not under autocast."""
+    """A linear layer that casts its stored weight to the input's type at each use; under autocast, autocast does so."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return (..., out) of input (..., in), in its type or autocast's."""
+        """Apply the layer to input (..., in); return (..., out) in the input's type or autocast's."""
         if torch.is_autocast_enabled(input.device.type):
             return F.linear(input, self.weight, self.bias)
         bias = None if self.bias is None else self.bias.to(input.dtype)
@@ -79,7 +79,7 @@ def frozen_linear(model: nn.Module, trained: Iterable[Tensor]) -> list[nn.Linear
 def require_stored(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> None:
     """Raise ConfigError where `store` would leave over half of the frozen numbers as they are, embeddings aside.
 
-    So it is with experts that are one block of numbers. And for quantized types where the model's code scales weights in place.
+    Experts stored as one tensor are left as they are. Quantized types are refused if a model's code rescales weights in place.
     """
     if dtype == "fp32":
         return

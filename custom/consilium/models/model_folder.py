@@ -97,13 +97,13 @@ def _parts(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def tokenizer_of(folder: Path) -> Iterator[Path]:
-    """Give a folder with the tokenizer's files, of its settings only those listed, for the length of the block.
+    """Yield a temporary folder with the tokenizer's files, its settings reduced to the keys that this module allows.
 
     Raises CheckpointError for settings of another form, and for a tokenizer.json that may grow or backtrack without bound.
     """
     model = read_json(folder, "config.json") if _present(folder / "config.json") else None
     given = read_json(folder, "tokenizer_config.json") if _present(folder / "tokenizer_config.json") else None
-    if given and "auto_map" in given and isinstance(name := given.get("tokenizer_class"), str) and not _known(name):
+    if given and "auto_map" in given and isinstance(name := given.get("tokenizer_class"), str) and not _has_tokenizer(name):
         raise CheckpointError(f"model.checkpoint: {folder}: no tokenizer to read; {CODELESS}")
     with _view() as view:
         if model is not None:
@@ -125,7 +125,7 @@ def tokenizer_of(folder: Path) -> Iterator[Path]:
         yield view
 
 
-def _known(name: str) -> bool:
+def _has_tokenizer(name: str) -> bool:
     """Tell whether a tokenizer's class is one of `transformers`."""
     if not _CLASS.fullmatch(name):
         return False

@@ -12,8 +12,8 @@ and rounding to bf16 do so within a patient's samples, where nothing is gained b
 function and DropPath are no modules of a known class, so any draw during a pass is found by the states of the generators.
 
 A unit whose reading, loss or gradient fails, for whatever reason, counts as zero: an error instead would tell, without noise,
-what the unit holds. It is logged at the site alone. What fails for all data alike (a model that draws, a step too large for
-the device) is refused before any data are read, see `rehearse`.
+what the unit holds. The failure is logged at the site only. What fails for all data alike (a model that draws, a step too
+large for the device) is refused before any data are read, see `rehearse`.
 """
 
 import logging
@@ -66,7 +66,7 @@ class DpSgd:
         return len(self.patients) if self.per_patient else num_samples
 
     def randomness(self) -> Randomness:
-        """Return where all draws of a training come from."""
+        """Return the source of randomness for all draws of a training."""
         return Randomness.of(self.seed)
 
     def samples(self, drawn: Sequence[int], randomness: Randomness) -> Iterator[list[int]]:

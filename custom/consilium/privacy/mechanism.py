@@ -29,7 +29,7 @@ from torch import Tensor
 
 from consilium.adapters.names import factor
 from consilium.core.linalg.lowrank import norm
-from consilium.core.linalg.together import norm as joint_norm
+from consilium.core.linalg.norms import norm as joint_norm
 from consilium.core.messages import Tensors
 from consilium.privacy.distributed_noise import Bits, add_share, on_grid
 from consilium.privacy.randomness import secret_bytes

@@ -75,7 +75,7 @@ class SiteStatistics(Section):
 
     @classmethod
     def read(cls, values: Any) -> "SiteStatistics":
-        """Return what somebody sent. Raises RefusedError for anything that is none."""
+        """Return the statistics in a message. Raises RefusedError for an invalid message."""
         try:
             return cls.model_validate_json(json.dumps(values), strict=True)
         except (ValidationError, TypeError, ValueError, RecursionError):

@@ -13,7 +13,7 @@ _ESCAPED = str.maketrans({"\\": "\\\\", "\n": "\\n", '"': '\\"'})
 
 @dataclass(frozen=True)
 class Sample:
-    """One number. `name` without PREFIX, in Prometheus' base units; `labels` may hold any text."""
+    """One metric's value, in Prometheus' base units. `name` lacks PREFIX; `labels` may hold any text, which is escaped."""
 
     name: str
     value: float

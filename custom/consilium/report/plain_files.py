@@ -60,7 +60,7 @@ def subfolders(path: Path) -> list[Path]:
     return sorted(one for one in path.iterdir() if is_folder(one)) if is_folder(path) else []
 
 
-def hashes(folder: Path, names: tuple[str, ...]) -> list[tuple[str, str]]:
+def plain_file_hashes(folder: Path, names: tuple[str, ...]) -> list[tuple[str, str]]:
     """Return (name, SHA-256) of the plain files among `names` in a folder."""
     found = []
     for name in names:
@@ -109,7 +109,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
 
 
 def strict_model(name: str, fields: dict[str, Any]) -> type[BaseModel]:
-    """Return a model whose values are strictly of their kinds: "1" and true are no numbers. More fields are allowed."""
+    """Return a model whose values are strictly of their kinds: "1" and true are not numbers. More fields are allowed."""
     return create_model(name, __config__=ConfigDict(strict=True, extra="allow"), **fields)
 
 
@@ -137,7 +137,7 @@ def read_events(path: Path) -> tuple[list[Line], int, int]:
 
 
 def read_lines(path: Path) -> tuple[list[Line], int]:
-    """Return the events of a metrics.jsonl, and how many lines are none. Raises ConfigError for a file that is too large."""
+    """Return the events of a metrics.jsonl, and how many lines are invalid. Raises ConfigError for a file that is too large."""
     found: list[Line] = []
     damaged = 0
     if (file := open_plain(path)) is None:

@@ -178,7 +178,7 @@ def cross_site_matrix(metric: str, split: str, rows: Sequence[tuple[str, Stage, 
 
 
 def read_matrix(raw: Any) -> CrossSiteMatrix | None:
-    """Return the matrix of a cross_sites.json, which anybody may have written; None where it is none."""
+    """Return the matrix of a cross_sites.json, which anybody may have written; None if it is invalid."""
     try:
         models, stages, sites = (tuple(map(str, raw[key])) for key in ("models", "stages", "sites"))
         cells = [[math.nan if value is None else float(value) for value in row] for row in raw["values"]]

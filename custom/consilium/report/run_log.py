@@ -17,7 +17,7 @@ from consilium import __version__
 from consilium.config.code_digest import code_of
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
-from consilium.core.linalg.together import norm
+from consilium.core.linalg.norms import norm
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, NOT_PRIVATE, Payload, Tensors
 from consilium.core.sanitize import shown
 from consilium.core.storage import file_lock, open_private, private_folder, write_atomic
@@ -70,7 +70,7 @@ class RunLog:
         self._tracker, self._finished = track() if track else None, False
 
     def resumed(self, state: ServerState) -> list[str]:
-        """Record where a run goes on: lines above of this phase or later ones are repeated below.
+        """Record the phase at which a run resumes. Earlier lines of this or a later phase are written again below.
 
         Return a line for each package, and for the strategy's code, that is another than before.
         """

@@ -109,7 +109,7 @@ class RunRecord:
 
     @cached_property
     def ended(self) -> Line | None:
-        """Where and why the rounds have ended early; None where they have not."""
+        """The event that says at which round and why the run ended early; None if it did not."""
         return next(self.of("ended"), None)
 
     @property
@@ -282,7 +282,7 @@ def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = No
 
 
 def read_finished(folder: Path, name: str = "", labels: Mapping[str, str] | None = None) -> RunRecord:
-    """Return the finished run of a folder. Raises ConfigError where it is none, has not ended, or a file is damaged."""
+    """Return the finished run of a folder. Raises ConfigError if it holds none, has not ended, or a file is damaged."""
     found = read_run(folder, name, labels)
     if (linked := folder / "results.json").is_symlink():
         raise ConfigError(f"{linked}: is a link, which may lead anywhere; put the file itself there")

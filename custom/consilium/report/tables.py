@@ -14,9 +14,9 @@ from rich.text import Text
 from consilium.core.sanitize import cell, line, shown
 
 SHORT, NARROW = 16, 14
-"""Cells: names are not shortened below SHORT while another layout is left; shortened headings have NARROW at most."""
+"""In characters: names are not shortened below SHORT while another layout is left; shortened headings have NARROW at most."""
 ROOMS = (48, 36, 28, 22)
-"""Cells of a name in a table that is too wide, tried in turn."""
+"""Widths to which names are shortened in a table that is too wide, in characters, tried in turn."""
 Layout = Callable[[Mapping[str, str]], Grid]
 """Makes a table; the argument says how each name is written."""
 

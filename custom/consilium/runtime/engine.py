@@ -16,8 +16,8 @@ from consilium.data.store import discard_cache
 from consilium.federation.job import Job
 from consilium.federation.sites import kept
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
-from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identities
-from consilium.runtime.run_sequence import RunSequence, Take
+from consilium.privacy.secagg.simulated import SERVER, make_simulated_identities, read_root
+from consilium.runtime.run_loop import RunLoop, Take
 from consilium.runtime.side_by_side import SideBySide, one_by_one, one_by_one_event
 from consilium.runtime.site_probe import SiteProbe
 from consilium.runtime.worker_pool import RemoteSite, SimulatedSite, WorkerPool, simulated_sites
@@ -55,7 +55,7 @@ def simulate(
         observer(one_by_one_event(why))
         together = 1
     if job.config.secure_aggregation:
-        simulated_identities(workspace / IDENTITIES, list(sites))
+        make_simulated_identities(workspace / IDENTITIES, list(sites))
     with WorkerPool(job, sites, folder, workers, observer, former) if workers else nullcontext() as pool:
         members: Members = pool.sites() if pool else simulated_sites(job, sites, folder, observer, former, together > 1)
         trainers, pooled, probe = members, list[str](), None
@@ -79,7 +79,7 @@ def simulate(
         try:
             beside = SideBySide({name: one.site for name, one in here.items()}, together, observer) if together > 1 else None
             transport = LocalTransport(coordinator, {**members, **trainers}, trainers, beside)
-            RunSequence(coordinator, transport, masked, crossing, probe, pooled).run()
+            RunLoop(coordinator, transport, masked, crossing, probe, pooled).run()
             shutil.rmtree(workspace / IDENTITIES, ignore_errors=True)
             for name in (*sites, POOLED):
                 discard_cache(folder / name)  # a run's folder must hold no patients' pictures; an interrupted run needs them
@@ -92,7 +92,7 @@ def simulate(
 
 def _check_goes_on(job: Job, workspace: Path) -> None:
     """Raise ConsiliumError, before anything is written, where this job cannot resume the run in a workspace."""
-    rounds = initialization.resumed(workspace, job).state.round
+    rounds = initialization.load_for_resume(workspace, job).state.round
     if job.config.secure_aggregation and rounds < job.config.training.rounds and not (workspace / IDENTITIES).is_dir():
         what = f"--resume: the run in {workspace} ended after {number_of(rounds, 'round')}, and its sites' keys are gone"
         raise ConfigError(f"{what}; start anew in another --workspace")

@@ -48,7 +48,7 @@ class SiteProbe:
             site.on_train = partial(self._before, name)
 
     def _before(self, name: str, run: str, payload: Payload) -> None:
-        """Store the tensors that a site starts from, the first time: after an interruption the site may be asked again."""
+        """Store the tensors that a site starts from, once: after an interruption the site may get the same task again."""
         site, self._runs[name] = self.sites[name], run
         own = _kept_once(site.context.folder / run / "before.safetensors", payload, site.kept(run))
         self._starts[name] = self.job.strategy.receive(own, payload)

@@ -22,7 +22,7 @@ from consilium.core.schema import validate
 from consilium.federation.job import Job, build_model
 from consilium.privacy.guard.guard import Guard
 from consilium.privacy.secagg.simulated import FOLDER as IDENTITIES
-from consilium.privacy.secagg.simulated import simulated_identity
+from consilium.privacy.secagg.simulated import read_simulated_identity
 from consilium.privacy.secagg.terms import Message
 from consilium.training.joint_forward import copy_sharing_base
 
@@ -73,7 +73,7 @@ def simulated_sites(
         own = folder / name
         home = former / "sites" / name if former and (former / "sites" / name).is_dir() else own
         data = site_data(job.config, name, site, home, own)
-        identity = simulated_identity(keys, name, site.secure_aggregation) if job.config.secure_aggregation else None
+        identity = read_simulated_identity(keys, name, site.secure_aggregation) if job.config.secure_aggregation else None
         guard = build_guard(job, name, site, own, own, observer, simulated=True, data=data, identity=identity)
         own_model = copy_sharing_base(model) if together else model
         client = build_site(job, name, site, home, observer, own_model, data=data)
@@ -247,7 +247,7 @@ def work(pipe: connection.Connection) -> None:
 
     members: dict[str, SimulatedSite] = {}
     with suppress(EOFError, OSError):
-        send(pipe, (setup.number, _tried(lambda: members.update(_made(setup, tell)))))
+        send(pipe, (setup.number, _tried(lambda: members.update(_make_sites(setup, tell)))))
         while (question := receive(pipe)) is not None:
             site, *words = question
             send(pipe, (site, _tried(lambda: members[site].ask(*words))))  # noqa: B023 - called at once
@@ -255,7 +255,7 @@ def work(pipe: connection.Connection) -> None:
         member.close()
 
 
-def _made(setup: WorkerSetup, tell: Observer) -> dict[str, SimulatedSite]:
+def _make_sites(setup: WorkerSetup, tell: Observer) -> dict[str, SimulatedSite]:
     config = validate(JobConfig, setup.settings, Path("job.yaml"), None)  # plug-ins too: it is the researcher's machine
     return simulated_sites(Job(config, setup.initial), setup.sites, setup.folder, tell, setup.former)
 

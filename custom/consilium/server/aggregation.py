@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from consilium.config.job import TrainingConfig
 from consilium.config.sections import ServerConfig
 from consilium.core.errors import ConsiliumError, RefusedError
-from consilium.core.linalg.together import together
+from consilium.core.linalg.norms import concat_small
 from consilium.core.messages import TRAIN_LOSS, TRAIN_PENALTY, Payload, SiteInfo, Tensors
 from consilium.federation.job import Job
 from consilium.privacy.secagg.arithmetic import UNIT, quantize
@@ -170,7 +170,7 @@ class ExactMean:
 
         Each of the `parties` has its share of the 62 bits, so that no update can crowd out another, in any order of arrival.
         """
-        pieces = {tuple((n, tuple(update[n].shape)) for n in names): numbers for names, numbers in together(update)}
+        pieces = {tuple((n, tuple(update[n].shape)) for n in names): numbers for names, numbers in concat_small(update)}
         units = {piece: MEAN_UNIT if t.dtype is torch.int64 else 1.0 for piece, t in pieces.items()}
         tops = [float(t.abs().max()) * units[piece] for piece, t in pieces.items() if t.numel()]
         if not all(top / MEAN_UNIT * weight < 2.0**62 / self._parties for top in tops):  # so is NaN refused

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from consilium.adapters.layers import LARGEST as LARGEST_ADAPTER
 from consilium.core.errors import ConsiliumError, Reason, RefusedError
-from consilium.core.linalg.together import norm, unusable
+from consilium.core.linalg.norms import non_finite, norm
 from consilium.core.messages import CAPACITY, Hello, Payload, Tensors, allowed_metrics, is_hash
 from consilium.core.sanitize import shown
 from consilium.federation.compatibility import check_versions
@@ -65,7 +65,7 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
     if not flags or not is_hash(hello.checkpoint) or not is_hash(hello.ledger):
         raise RefusedError(f"{name}: hello holds a value of another kind than declared; see that site")
     if type(hello.test_only) is not bool or (hello.test_only and hello.num_samples):
-        raise RefusedError(f"{name}: test_only is none, or it says that it has training samples too; see that site")
+        raise RefusedError(f"{name}: test_only is not a boolean, or it says that it has training samples too; see that site")
     if not isinstance(hello.capacity, dict) or not hello.capacity.keys() <= CAPACITY:
         raise RefusedError(f"{name}: capacity has other keys than {', '.join(sorted(CAPACITY))}; see that site")
     if not all(_is_number(value) and value >= SMALLEST for value in hello.capacity.values()):
@@ -137,7 +137,7 @@ def check_shared_model(job: Job, result: Payload) -> None:
 
 def _check_seal(result: Payload) -> None:
     if not is_hash(result.ledger):
-        raise RefusedError("the seal of its privacy ledger is none")
+        raise RefusedError("the seal of its privacy ledger is not a SHA-256")
 
 
 def _check_tensor(name: str, tensor: Any, dtype: torch.dtype) -> None:
@@ -158,7 +158,7 @@ def _check_tensor(name: str, tensor: Any, dtype: torch.dtype) -> None:
 
 def _check_finite(tensors: Tensors) -> None:
     """Raise RefusedError where one of them, each of which `_check_tensor` has seen, holds NaN or Inf."""
-    if wrong := unusable(tensors):
+    if wrong := non_finite(tensors):
         raise RefusedError(f"tensor {_first(wrong)!r} has NaN or Inf")
 
 

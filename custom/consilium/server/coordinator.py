@@ -108,7 +108,7 @@ class Coordinator:
         self.survey = StatisticsRound(job.config, folder, observer)
         self.aggregate = aggregate or RoundAggregate(job.strategy, job.config.server)
         self.plan = make_plan(job.config, job.strategy, names=job.initial)
-        saved = initialization.resumed(folder, job) if resume else self._fresh(own)
+        saved = initialization.load_for_resume(folder, job) if resume else self._fresh(own)
         self.run, self.checkpoint, self.state, self.validations = saved
         if resume:
             for changed in self.log.resumed(self.state):
@@ -147,7 +147,7 @@ class Coordinator:
         return {name: site for name, site in self.sites.items() if site.num_samples}
 
     def welcome(self, hello: Hello) -> None:
-        """Register a site. Raises RefusedError, with the reason for its log, if it cannot take part."""
+        """Register a site. Raises RefusedError, whose text is for the site's log, if the site cannot take part."""
         check_hello(hello, self.job.config.packages)
         named = self.job.config.model.checkpoint_sha256
         if (wanted := named or self.checkpoint) is not None and hello.checkpoint != wanted:
@@ -322,8 +322,8 @@ class Coordinator:
         public = self.state.shared | self.state.initial
         return geometries(self.job.strategy, self.job.config, tensors, public, self.state.round, self.state.phase)
 
-    def final(self) -> dict[str, Payload]:
-        """Return the payloads for the last evaluation, one per registered site; an early end of the rounds is told first."""
+    def final_payloads(self) -> dict[str, Payload]:
+        """Return each registered site's payload for the final evaluation. Record an early end of the rounds first."""
         if ended := ending(self.job.config, self.state, self.validations):
             self.log.ended(ended)
             self.observer({"event": "ended", **ended})

@@ -83,7 +83,7 @@ class CrossSites:
         self._begin(owner, Stage.PERSONALIZED)
 
     def model_payloads(self) -> dict[str, Payload]:
-        """Return the stored model for every site; {} without one."""
+        """Return the one stored model as the payload of each site; {} if no model is stored."""
         model, self._model = self._model, None
         return {name: model for name in sorted(self.coordinator.sites)} if model else {}
 

@@ -74,11 +74,11 @@ def _from_adapter(job: Job, folder: Path) -> Start:
     _check_alike(job.config, kept, card, folder)
     if extra := sorted(name for name in kept.values.keys() - job.initial.keys() if not is_part(name)):
         raise ConfigError(f"adapter.start: {folder} has {extra[0]!r}, which this job's adapter lacks; use its adapter section")
-    found = {name: _taken(name, fresh, kept, folder) for name, fresh in job.initial.items()}
+    found = {name: _first_value(name, fresh, kept, folder) for name, fresh in job.initial.items()}
     return Start(found, card.base_sha256, file_hash(folder / TENSORS))
 
 
-def _taken(name: str, fresh: Tensor, kept: SavedModel, folder: Path) -> Tensor:
+def _first_value(name: str, fresh: Tensor, kept: SavedModel, folder: Path) -> Tensor:
     """Return a tensor's first value. Raises ConfigError for one that is not there, or of another shape."""
     if name not in kept.values:
         if is_part(name):
@@ -151,7 +151,7 @@ def read(folder: Path, job: Job) -> Saved:
     return Saved(meta["run"], meta["checkpoint"], state, Validations(**meta.get("validations", {})))
 
 
-def resumed(folder: Path, job: Job) -> Saved:
+def load_for_resume(folder: Path, job: Job) -> Saved:
     """Return the checkpoint that a job resumes from. Raises CheckpointError as `read`, and if it has more rounds."""
     saved, wanted = read(folder, job), job.config.training.rounds
     if (done := saved.state.round) > wanted:

@@ -96,7 +96,7 @@ class FedHeLLo(UnequalRanks):
         if self.layers == "random":
             return set(generator.sample(layers, count))
         if self.layers == "fisher":
-            return _drawn(layers, odds(state.matrices[SCORES].tolist()), count, generator)
+            return _draw_layers(layers, odds(state.matrices[SCORES].tolist()), count, generator)
         return {layers[place] for place in places(self.layers, len(layers), count)}
 
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
@@ -148,7 +148,7 @@ def odds(scores: Sequence[float]) -> list[int]:
     return found
 
 
-def _drawn(layers: Sequence[str], odds: Sequence[int], count: int, generator: random.Random) -> set[str]:
+def _draw_layers(layers: Sequence[str], odds: Sequence[int], count: int, generator: random.Random) -> set[str]:
     """Return `count` layers drawn without replacement at these odds: the largest u^(1 / odds) (Efraimidis, Spirakis 2006)."""
     keys = {layer: generator.random() ** (1 / one) for layer, one in zip(layers, odds, strict=True)}
     return set(sorted(layers, key=lambda layer: -keys[layer])[:count])

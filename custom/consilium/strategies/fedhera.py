@@ -169,11 +169,12 @@ class FedHera(ExactServer):
         if self.score == "cumulative":
             scores = lowrank.alignments_with({n: [one.end for one in found] for n, found in layers.items()}, updates)
         else:
-            products = [[self._scored(one) for one in found] for found in layers.values()]
+            products = [[self._product_to_score(one) for one in found] for found in layers.values()]
             scores = lowrank.alignments(products, [share[name] for name in sorted(share)])
         return state.sites | {name: {"alignment": torch.tensor([s])} for name, s in zip(sorted(share), scores, strict=True)}
 
-    def _scored(self, change: Change) -> Product:
+    def _product_to_score(self, change: Change) -> Product:
+        """Return the LoRA product that is compared between sites: the one at the end, or the round's change of it."""
         return change.end if self.score == "product" else lowrank.residuals([Change(1.0, change.start, change.end)], 1.0)
 
 

@@ -75,7 +75,7 @@ class FedSCA(Strategy):
         return Traits(needs="sites", site_matrices=True, fits_only=True, label=f"{self.name} {self.low}", variants=variants)
 
     def role(self, name: str, round: int, phase: int) -> Role:
-        """Return SHARED for the low adapters, LOCAL for the others and a trained decoder. Raises ConfigError for the rest."""
+        """Return SHARED for adapters below block `low` (0: all), else LOCAL, as a decoder. Raises ConfigError for others."""
         where = bottleneck_position(name)
         if factor(name) or is_head(name) or name.startswith(f"{WHOLE_BASE}."):
             raise ConfigError(f"strategy fedsca cannot place adapter tensor {name!r}; use adapter kind bottleneck")
@@ -185,7 +185,7 @@ def _flat(values: Tensors) -> Tensor:
 
 
 def similarities(flat: Tensor, kind: str, normalize: bool) -> Tensor:
-    """Return how alike the rows of `flat` (N, D) are, (N, N): minus a distance, or cosine, or inner product."""
+    """Return the similarities (N, N) of the rows of `flat` (N, D): minus a distance, cosine, or inner product."""
     if kind == "cosine":
         unit = flat / flat.norm(dim=1, keepdim=True).clamp(min=1e-300)
         return unit @ unit.T

@@ -66,7 +66,7 @@ class FLoRA(ExactServer):
         return expanded(payload.tensors)
 
     def _fresh(self, round: int, layer: str, rank: int, into: int) -> torch.Tensor:
-        """Return A (rank, in), Kaiming-uniform; of two ranks the smaller is the prefix of the larger."""
+        """Return A (rank, in), Kaiming-uniform. The A of a smaller rank is the first rows of that of a larger rank."""
         generator = torch.Generator().manual_seed(seed_for(self.seed, "fresh", round, layer))
         return torch.empty(rank, into).uniform_(-(into**-0.5), into**-0.5, generator=generator)
 

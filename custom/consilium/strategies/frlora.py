@@ -77,7 +77,7 @@ class FRLoRA(Strategy):
         return whole_numbers(sent.tensors)
 
     def aggregate(self, state: ServerState, results: Tensors) -> ServerState:
-        """Return the next state: every layer's tail with this round's residual, and the head's mean."""
+        """Return the next state: add this round's residual to every layer's frozen tail, and average the head."""
         tails, shared = dict[str, Tensor](), dict(state.shared)
         for layer in shapes(state.shared):
             tails |= _grown(state.matrices, layer, factors(state.shared, layer), factors(results, layer))

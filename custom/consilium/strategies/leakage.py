@@ -5,7 +5,7 @@ Where B is shared and A_k private, with G_k the site's gradient of the layer's p
     sum p_k G_k A_k' = sum p_k G_k Abar' (common drift) + sum p_k G_k (A_k - Abar)' (heterogeneity leakage)
 
 and for a shared A the mirror, Bbar' sum p_k G_k + sum p_k (B_k - Bbar)' G_k. Over several local steps G_k is the change of the
-site's product, B A - B0 A0 (the remark below the proof); the private factor is the one the round started from. Signs and the
+site's product, B A - B0 A0 (the remark below the proof); the private factor is the one at the start of the round. Signs and the
 step size drop out of norms and shares.
 
 Assumption 3.3 asks that the factors' smallest singular value stays over some delta > 0. It fails at B = 0, where every run

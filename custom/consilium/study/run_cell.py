@@ -127,7 +127,7 @@ def _described(record: CellRecord, planned: Planned) -> CellRecord:
 
 
 def run_cell(planned: Planned, observer: Observer) -> CellRecord:
-    """Run a cell, or resume it, unless it is done or another process runs it; return how far it is then."""
+    """Run or resume a cell, unless it is done or locked by another process; return its record."""
     try:
         with _lock(planned.cell.folder):
             if not finished(planned):

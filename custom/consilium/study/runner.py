@@ -27,7 +27,7 @@ class Worker(ChildProcess):
         self.task: Any = None
 
     def give(self, function: Callable[..., None], task: Any) -> None:
-        """Let it call `function(task, pipe)`, which answers through the pipe."""
+        """Have the worker process call `function(task, pipe)`, which sends its result through the pipe."""
         self.task = task
         with suppress(OSError):  # it is gone, as `take` will find
             self.pipe.send((function, task))

@@ -290,7 +290,7 @@ class Study:
 
     @property
     def heading(self) -> str:
-        """Its name, and how a command asks for its size where it is a smaller one."""
+        """The study's name, with the option of its size (--smoke, --small) if it is not the full one."""
         return f"{self.name} (--{self.size})" if self.size else self.name
 
     @property

@@ -17,8 +17,8 @@ LOWER = frozenset({"loss", "hd95", "assd", "hd95_mm", "assd_mm", "mae", "perplex
 """Metrics of which less is better."""
 
 
-def interval_names(names: Iterable[str]) -> set[str]:
-    """Return the metrics of uncertainty of the scores `names`: their intervals, and the count."""
+def uncertainty_names(names: Iterable[str]) -> set[str]:
+    """Return the names of the scores' confidence limits, and of the count of units."""
     return {COUNT, *(f"{name}{end}" for name in names for end in (LOW, HIGH))}
 
 

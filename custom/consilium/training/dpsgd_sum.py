@@ -31,7 +31,7 @@ def clipped_sum(
     """Return minus the sum of the drawn units' clipped gradients of the tensors `trained`, int64 in units of the grid.
 
     `params`: the model's adapter tensors by name; they stay as they are. All that is drawn is secret, or of `dp.seed`. Models
-    draw nothing: one that does is refused. Raises ConsiliumError for a task whose loss is no number.
+    draw nothing: one that does is refused. Raises ConsiliumError for a task whose loss is not one number.
     """
     active, randomness = set_requires_grad(params, trained), dp.randomness()
     config = config.model_copy(update={"precision": "fp32"})  # bf16 rounds by who else is in the batch

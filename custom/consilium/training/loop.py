@@ -75,7 +75,7 @@ EVERY = 1.0
 
 
 @dataclass
-class Losses:
+class LossAccumulator:
     """Losses of steps, each the sum of its batches' times their shares. `lr` is the learning rate that errors name.
 
     `private`: under privacy for records or patients a loss that is not finite counts as 0, as its gradient does; an error
@@ -96,8 +96,8 @@ class Losses:
         self._unread.append(loss.detach())
         self._shares.append(share)
 
-    def look(self, last: bool) -> bool:
-        """End a step; read all that is unread where that costs nothing, is due, or the step is the `last`, and tell whether.
+    def end_step(self, last: bool) -> bool:
+        """End a step; read unread losses if that is free, due, or the step is the `last`. Return whether they were read.
 
         `total` is then the sum over all steps so far. Raises ConsiliumError, naming the first loss that is not finite, unless
         `private`.
@@ -135,7 +135,7 @@ class Stopped(ConsiliumError):
 class Progress:
     """After an optimizer step: `step` of `steps` (1-based), the loss averaged so far, and the learning rate of the step.
 
-    The loss is None where it was not looked at: on a GPU that is done once a second, see `Losses`.
+    The loss is None where it was not looked at: on a GPU that is done once a second, see `LossAccumulator`.
     """
 
     step: int
@@ -169,7 +169,7 @@ def train(
     `optimizer_state`, which is brought up to date. `correction` is added to the parameters of its names over the round, to each
     step by its share of the learning rate. `backward` takes the gradients of a step's loss. With `dp` the steps are
     record-level private, and repeatable only with a seed of its own. Without samples there is no step. The model is in
-    evaluation mode afterwards. Raises ConsiliumError when the loss is not finite, but under DP-SGD, see `Losses`.
+    evaluation mode afterwards. Raises ConsiliumError when the loss is not finite, but under DP-SGD, see `LossAccumulator`.
     """
     active = set_requires_grad(params, trained)
     if dp is None and not task.num_samples:  # at site level noise hides whether a site has any; without noise none gets here
@@ -180,7 +180,7 @@ def train(
     anchors = {name: p.detach().clone() if name in trained else p.detach() for name, p in params.items()}
     memory: dict[str, Tensor] = {}
     total = config.steps_per_round(dp.count(task.num_samples) if dp else task.num_samples)
-    losses = Losses(_device(model), config.lr, dp is not None)
+    losses = LossAccumulator(_device(model), config.lr, dp is not None)
     penalties: list[Tensor] = []
 
     def noted_penalty(step: LocalStep) -> Tensor | None:
@@ -233,7 +233,7 @@ def _steps(
     total: int,
     dp: DpSgd | None,
     backward: Callable[[Tensor], None],
-) -> Iterator[Callable[[LocalStep, Penalty, Losses, bool], bool]]:
+) -> Iterator[Callable[[LocalStep, Penalty, LossAccumulator, bool], bool]]:
     """Yield a function that takes one optimizer step and returns whether all losses so far have been read from the device.
 
     After the last step they have.
@@ -257,7 +257,7 @@ def _step(
     backward: Callable[[Tensor], None],
     step: LocalStep,
     penalty: Penalty,
-    losses: Losses,
+    losses: LossAccumulator,
     last: bool,
 ) -> bool:
     """Take one step over `accumulate` batches, without any over the penalty alone.
@@ -269,7 +269,7 @@ def _step(
         value.backward()
     for batch in itertools.islice(stream, config.accumulate):
         losses.add(_backward(model, task, batch, config, 1 / config.accumulate, backward))
-    known = losses.look(last)
+    known = losses.end_step(last)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return known
@@ -282,7 +282,7 @@ def _private_step(
     config: TrainingConfig,
     step: LocalStep,
     penalty: Penalty,
-    losses: Losses,
+    losses: LossAccumulator,
     last: bool,
 ) -> bool:
     """Take one step on a Poisson batch, one record or one patient at a time; an empty one is noise only.
@@ -298,7 +298,7 @@ def _private_step(
     for count, batch in read(model, task, parts, private.seed()):
         with private.sum.unit():
             losses.add(_backward(model, task, batch, config, 1.0), count / whole)
-    known = losses.look(last)
+    known = losses.end_step(last)
     penalty_gradients = _gradients(value, trained) if value is not None and value.requires_grad else {}
     private.step(penalty_gradients)
     return known

@@ -6,9 +6,10 @@ patient are one unit. Three scores, each higher for members:
 
     loss          minus the model's loss (Yeom et al.)
     calibrated    the pretrained model's loss minus the model's: a hard sample is hard for both (Watson et al.)
-    likelihood    where shadow models are given: the log ratio of two Gaussians, of the model's log-confidence with and without
-                  the unit in training (LiRA, Carlini et al.). Then only units count that one shadow model trained on and
-                  another did not: shadows that never saw the test data would tell it apart whatever the model has learned
+    likelihood    where shadow models are given: the log likelihood ratio of two Gaussians, fitted to the log-confidences of
+                  models with and without the unit in training (LiRA, Carlini et al.). Then only units count that one
+                  shadow model trained on and another did not: shadows that never saw the test data would tell it apart
+                  whatever the model has learned
 
 The attacker guesses "member" of the highest, "not" of the lowest, and abstains between. How many it guesses is chosen on one
 half of the units, and counted on the other. The bound is the largest epsilon under which so many right guesses would be too

@@ -1,4 +1,4 @@
-"""Handing a model on: as a PEFT folder, as merged weights, as a MONAI bundle, as ONNX. What is written has been compared."""
+"""Export a model as a PEFT folder, merged weights, a MONAI bundle or ONNX, and compare its logits with the model's."""
 
 import shutil
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from consilium.federation.saved_model import CARD, TENSORS, SavedModel, export_a
 from consilium.models.causal_lm import CausalLmConfig
 from consilium.models.causal_lm.network import TINY_FOLDER
 from consilium.models.dtypes import QUANTIZED
-from consilium.use import bundle, merge, onnx, peft_folder
+from consilium.use import bundle_export, merge, onnx_export, peft_folder
 from consilium.use.model import TrainedModel
 from consilium.use.output_folder import LICENCES, RECORD, as_the_umask_says, check_destination, new_folder, write_record
 
@@ -27,7 +27,7 @@ Format = Literal["peft", "merged", "bundle", "onnx"]
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: its folder, and by how much its logits differ at most from the model's; None for a mere copy."""
+    """An export: its folder, and the largest difference of its logits from the model's, None for a mere copy."""
 
     folder: Path
     difference: float | None
@@ -46,9 +46,9 @@ def check_possible(format: Format, folder: Path) -> None:
     elif format == "merged":
         merge.check(config)
     elif format == "onnx":
-        onnx.check(config)
+        onnx_export.check(config)
     else:
-        bundle.check(config, card)
+        bundle_export.check(config, card)
 
 
 def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, force: bool = False, base: str = "") -> Exported:
@@ -106,7 +106,7 @@ def _write(found: TrainedModel, format: Format, made: Path, own: SiteConfig, bas
     model, config = found.model.cpu().float(), found.config  # a base that is kept in bfloat16 too
     if format == "merged":
         return merge.write(made, model, config, tokenizer_of(config, own))
-    return onnx.write(made, model, config) if format == "onnx" else bundle.write(made, model, config, found.card)
+    return onnx_export.write(made, model, config) if format == "onnx" else bundle_export.write(made, model, config, found.card)
 
 
 _PEFT = """An adapter for PEFT, on the unchanged base:

@@ -74,7 +74,7 @@ def cell_folder(path: Path) -> Path:
         check_names(study, meant)
         return meant[0].folder
     known = sorted({cell.name for cell in done} - {""})
-    raise ConfigError(f"{shown(path)}: which run of the study? Give {shown(study)}/ and one of: {_listed(known)}")
+    raise ConfigError(f"{shown(path)}: which run of the study? Give {shown(study)}/ and one of: {_join_names(known)}")
 
 
 def adapter_folder(path: Path, site: str | None = None, stage: Stage | None = None, best: bool = False) -> Path:
@@ -92,7 +92,7 @@ def adapter_folder(path: Path, site: str | None = None, stage: Stage | None = No
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder; give a run's folder, or an adapter folder such as RUN/adapters/global")
     if site is not None and Path(site).name != site:
-        raise ConfigError(f"--site {shown(site)}: not a site's name; give one of: {_listed(run_sites(path))}")
+        raise ConfigError(f"--site {shown(site)}: not a site's name; give one of: {_join_names(run_sites(path))}")
     folder = (path / "sites" / site if site is not None else path) / ADAPTERS / f"{stage or Stage.GLOBAL}{BEST if best else ''}"
     if (folder / TENSORS).is_file():
         return folder
@@ -111,12 +111,12 @@ def _nothing_there(path: Path, site: str | None, folder: Path) -> str:
     """Return the line that says why a run has no such adapter, and what it has."""
     sites = run_sites(path)
     if site is not None and site not in sites:
-        return f"--site {shown(site)}: {path} keeps no model of it; it has: {_listed(sites)}"
+        return f"--site {shown(site)}: {path} keeps no model of it; it has: {_join_names(sites)}"
     there = sorted(p.parent.name for p in folder.parent.glob(f"*/{TENSORS}") if not p.parent.name.startswith("."))
     if there:
-        return f"{folder}: no such model; there is: {_listed(there)}"
+        return f"{folder}: no such model; there is: {_join_names(there)}"
     if sites:
-        return f"{path}: its sites share no whole adapter; give --site, one of: {_listed(sites)}"
+        return f"{path}: its sites share no whole adapter; give --site, one of: {_join_names(sites)}"
     run = path if (path / VERSIONS).is_file() else path.parent
     if other := other_version(run):
         what = f"{path}: the run is of consilium {other}, whose models {__version__} does not read"
@@ -129,7 +129,7 @@ def run_sites(path: Path) -> list[str]:
     return sorted({p.parents[2].name for p in (path / "sites").glob(f"*/{ADAPTERS}/*/{TENSORS}")})
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return ", ".join(map(shown, names[:20])) + (f" and {len(names) - 20} more" if len(names) > 20 else "") or "none"
 
 

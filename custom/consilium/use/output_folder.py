@@ -1,4 +1,4 @@
-"""The folder that a model is handed on in: new, or in the place of an earlier export; nothing of the user's is removed."""
+"""The folder that an export goes to: new, or in the place of an earlier export; nothing of the user's is removed."""
 
 import glob
 import json
@@ -51,7 +51,7 @@ def check_destination(folder: Path, force: bool) -> None:
 
 def _check_record(folder: Path) -> None:
     """Raise ConfigError for a folder that holds anything but what its record lists."""
-    listed = _listed(folder)
+    listed = _recorded_hashes(folder)
     if listed is None:
         raise ConfigError(f"--output {shown(folder)}: is there and is no earlier export; choose another folder")
     for path in sorted(folder.rglob("*")):
@@ -69,7 +69,7 @@ def _is_ours(path: Path, name: str, listed: dict[str, str]) -> bool:
     return path.is_file() and name in listed and file_hash(path) == listed[name]
 
 
-def _listed(folder: Path) -> dict[str, str] | None:
+def _recorded_hashes(folder: Path) -> dict[str, str] | None:
     """Return the SHA-256 of every file that an export's record lists, None where there is no such record."""
     path = folder / RECORD
     try:
@@ -125,7 +125,7 @@ def _swap(made: Path, folder: Path, force: bool) -> None:
     try:
         _check_record(aside)
         folders = sorted((path for path in aside.rglob("*") if path.is_dir()), reverse=True)
-        for name in [*(_listed(aside) or ()), RECORD]:
+        for name in [*(_recorded_hashes(aside) or ()), RECORD]:
             (aside / name).unlink(missing_ok=True)
         for path in [*folders, aside]:
             path.rmdir()

@@ -81,12 +81,12 @@ def _answered(opened: TrainedModel, waiting: list[Read], batch_size: int) -> Ite
     if not waiting:
         return
     where = Path(os.path.commonpath([one.path for one, _, _ in waiting]))
-    said = iter(_said(opened, where, [text for _, texts, _ in waiting for text in texts], batch_size))
+    said = iter(_answer_records(opened, where, [text for _, texts, _ in waiting for text in texts], batch_size))
     for one, texts, bad in waiting:
         yield one, iter([*islice(said, len(texts)), *bad])
 
 
-def _said(opened: TrainedModel, where: Path, texts: list[Text], batch_size: int) -> list[Answer]:
+def _answer_records(opened: TrainedModel, where: Path, texts: list[Text], batch_size: int) -> list[Answer]:
     """Return the answer to each record; where one cannot be used, halves are asked until it is found, and the rest goes on."""
     if not texts:
         return []
@@ -96,7 +96,7 @@ def _said(opened: TrainedModel, where: Path, texts: list[Text], batch_size: int)
         if len(texts) == 1:
             return [error]
     half = len(texts) // 2
-    return [answer for part in (texts[:half], texts[half:]) for answer in _said(opened, where, part, batch_size)]
+    return [answer for part in (texts[:half], texts[half:]) for answer in _answer_records(opened, where, part, batch_size)]
 
 
 def _written(opened: TrainedModel, where: Path, texts: list[Text], batch_size: int) -> list[str]:
@@ -210,7 +210,7 @@ def _mask(predictor: Predictor, one: Input, asked: Iterator[Prediction], wanted:
         found.write(wanted.out / name, wanted.out / probability_name(name))
     outcome.written.append(name)
     if wanted.overlays and best is not None:
-        _drawn(wanted.out / overlay_name(name), best, one)
+        _write_overlay(wanted.out / overlay_name(name), best, one)
 
 
 def _area(part: Prediction) -> int:
@@ -254,7 +254,7 @@ class _Volume:
             write_dicom(beside, self.shares.transpose(3, 2, 1, 0), self.names, self.one.path, model)
 
 
-def _drawn(path: Path, part: Prediction, one: Input) -> None:
+def _write_overlay(path: Path, part: Prediction, one: Input) -> None:
     """Draw an overlay. Raises DataError, whatever went wrong: the mask is there, and the other inputs go on."""
     try:
         # Draw what the model says on the picture, of a volume on the plane of which it says most.

@@ -98,7 +98,7 @@ class Predictor:
         return [Prediction(part.item, part.image, raw) for part, raw in zip(parts, found.float().cpu(), strict=True)]
 
     def segmented(self, one: Input, raw: Iterable[Prediction]) -> Iterator[Prediction]:
-        """Yield logits (C, H, W) on each part's own pixels, of the raw answers. Raises DataError where they are no numbers."""
+        """Yield logits (C, H, W) on each part's own pixels, of the raw answers. Raises DataError for NaN or Inf."""
         for part in raw:
             _check_finite(one, part)
             shape = part.image.shape
@@ -108,7 +108,7 @@ class Predictor:
             yield replace(part, answer=self._only_asked(one, part.item, found))
 
     def classified(self, one: Input, raw: Iterable[Prediction]) -> Iterator[Prediction]:
-        """Yield the probabilities (C,) of each part, of the raw answers. Raises DataError where they are no numbers."""
+        """Yield the probabilities (C,) of each part, of the raw answers. Raises DataError for NaN or Inf."""
         for part in raw:
             _check_finite(one, part)
             yield replace(part, answer=part.answer.softmax(0))

@@ -22,7 +22,7 @@ from consilium.federation.job import assemble_job
 from consilium.federation.run_folders import STATE
 from consilium.flare.job import job_context
 from consilium.runtime.engine import LocalTransport
-from consilium.runtime.run_sequence import RunSequence
+from consilium.runtime.run_loop import RunLoop
 from consilium.runtime.worker_pool import SimulatedSite
 from consilium.server.coordinator import Coordinator
 from tests.adversary.network.modes import open_to_others
@@ -61,8 +61,8 @@ def test_nothing_a_server_or_a_site_keeps_is_open_to_other_users(tmp_path: Path)
     guard = build_guard(job, "a", site, folder, root, lambda event: None)
     member = SimulatedSite(build_site(job, "a", site, folder, lambda event: None), guard)
     server.welcome(member.ask(Kind.HELLO, server.run))
-    RunSequence(server, LocalTransport(server, {"a": member})).phase()
-    server.accept_final("a", member.ask(Kind.EVALUATE, server.run, server.final()["a"]))
+    RunLoop(server, LocalTransport(server, {"a": member})).phase()
+    server.accept_final("a", member.ask(Kind.EVALUATE, server.run, server.final_payloads()["a"]))
     server.finish()
     server.close()
     names = {p.name for root in (tmp_path / STATE, site.state) for p in root.rglob("*") if p.is_file()}

@@ -17,7 +17,7 @@ from consilium.core.storage import load_state
 from consilium.flare.job import wire
 from consilium.privacy.ledger.audit import read
 from consilium.privacy.secagg.server import Attempt, Collector
-from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identities, simulated_identity
+from consilium.privacy.secagg.simulated import SERVER, make_simulated_identities, read_root, read_simulated_identity
 from consilium.privacy.secagg.terms import Message
 from tests.adversary.server.conftest import Client, Trainer
 from tests.conftest import assembled, small_cells, training_only
@@ -39,14 +39,14 @@ class Fleet:
     """Three sites as FLARE runs them, and the messages of a server that may change each."""
 
     def __init__(self, folder: Path, configs: dict[str, JobConfig]) -> None:
-        simulated_identities(folder / "identities", list(SITES))
+        make_simulated_identities(folder / "identities", list(SITES))
         self.folder, self.clients = folder, dict[str, Client]()
         for name, config in configs.items():
             job = assembled(config)
             policy = HospitalPrivacyPolicy.model_validate({"dataset": "w", "budgets": {"record": {"epsilon": 3.2}}})
             own = policy.model_copy(update={"trust": ("distributed",)})
             root = folder / name
-            identity, site = simulated_identity(folder / "identities", name, SitePartnersConfig()), SiteConfig(privacy=own)
+            identity, site = read_simulated_identity(folder / "identities", name, SitePartnersConfig()), SiteConfig(privacy=own)
             guard = build_guard(job, name, site, root, root, lambda event: None, job_id="flare-1", identity=identity)
             self.clients[name] = Client(job, guard, Zeros(job))
         root, config = read_root(folder / "identities/rootCA.pem"), configs["site-1"]

@@ -162,7 +162,7 @@ def test_what_left_is_on_record_and_a_refusal_too(client: MakeClient) -> None:
 
 def test_without_a_record_nothing_leaves(client: MakeClient) -> None:
     site = client(more=ASKED)
-    with patch.object(audit.Record, "add", side_effect=RefusedError("full", Reason.LEDGER)):
+    with patch.object(audit.AuditLog, "add", side_effect=RefusedError("full", Reason.LEDGER)):
         assert wire.reason_of(ask(site)) is Reason.LEDGER
 
 

@@ -25,7 +25,7 @@ from consilium.federation.job import Job, assemble_job
 from consilium.privacy.guard.release_checks import upload_shapes
 from consilium.privacy.ledger import audit
 from consilium.privacy.secagg import sum_ledger
-from consilium.privacy.secagg.simulated import read_root, simulated_identities, simulated_identity
+from consilium.privacy.secagg.simulated import make_simulated_identities, read_root, read_simulated_identity
 from consilium.privacy.secagg.sum_ledger import SumLedger
 from consilium.runtime.engine import LocalTransport, simulate
 from consilium.runtime.worker_pool import SimulatedSite
@@ -87,7 +87,7 @@ class Hospitals:
 
     def member(self, job: Job, name: str, run: str) -> SimulatedSite:
         root, site = self.records(name), self.site(name)
-        identity = simulated_identity(self.identities, name, site.secure_aggregation)
+        identity = read_simulated_identity(self.identities, name, site.secure_aggregation)
         guard = build_guard(job, name, site, root / "runs" / run, root, self.events.append, identity=identity)
         guard.num_samples = SAMPLES[name]
         trainer: Any = Repeats(name, job)
@@ -124,7 +124,7 @@ class Hospitals:
 @pytest.fixture(scope="module")
 def identities(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("identities")
-    simulated_identities(folder, list(SAMPLES))
+    make_simulated_identities(folder, list(SAMPLES))
     return folder
 
 
@@ -332,7 +332,7 @@ def kept(folder: Path) -> Path:
     ledger = SumLedger(folder, ["ward"])
     for number, sites in enumerate((THREE, ["site-1", "site-5", "site-6"])):
         seal, masked = ledger.add(sites, 3, f"run-{number}"), {"threshold": 3, "sites": sites}
-        audit.Record(folder / "runs" / str(number) / audit.FILE).add({"kind": "update", "masked": masked, "sums": seal})
+        audit.AuditLog(folder / "runs" / str(number) / audit.FILE).add({"kind": "update", "masked": masked, "sums": seal})
     return ledger.path
 
 
@@ -391,7 +391,7 @@ def test_a_line_with_a_value_of_another_type_was_altered(field: str, value: obje
 )
 def test_a_former_run_without_noise_in_its_sums_counts_though_it_was_resumed(noise: dict, tmp_path: Path) -> None:
     """The run has a sum of the former version, and one more of this version over other hospitals."""
-    record, ledger = audit.Record(tmp_path / "runs" / "old" / audit.FILE), SumLedger(tmp_path, ["ward"])
+    record, ledger = audit.AuditLog(tmp_path / "runs" / "old" / audit.FILE), SumLedger(tmp_path, ["ward"])
     spend = {"noise_multiplier": 1.0, "sample_rate": 1.0, "count": 1, "slack": 0.0}
     line = {"kind": "update", "phase": 0, "privacy": {"trust": "local", "delta": 1e-5, "spend": spend} | noise}
     record.add(line | {"round": 0, "masked": {"threshold": 3}})
@@ -408,7 +408,7 @@ def test_an_accepted_loss_forgives_nothing_later(tmp_path: Path) -> None:
     lose(path)
     sum_ledger.accept(tmp_path, "first")
     seal = SumLedger(tmp_path, ["ward"]).add(THREE, 3, "run-2")
-    audit.Record(tmp_path / "runs" / "2" / audit.FILE).add({"kind": "update", "masked": {"sites": THREE}, "sums": seal})
+    audit.AuditLog(tmp_path / "runs" / "2" / audit.FILE).add({"kind": "update", "masked": {"sites": THREE}, "sums": seal})
     sum_ledger.check_whole(tmp_path)
     cut(path)
     with pytest.raises(RefusedError, match="the ledger of sums lacks what"):
@@ -442,10 +442,10 @@ def test_a_ledger_of_sums_that_is_lost_while_a_job_runs_is_noticed(tmp_path: Pat
 
 def test_sums_of_a_former_version_count_by_its_records(tmp_path: Path) -> None:
     """It put on record whom it confirmed a sum of, and kept no ledger of sums."""
-    record = audit.Record(tmp_path / "runs" / "old" / "r.0" / audit.FILE)
+    record = audit.AuditLog(tmp_path / "runs" / "old" / "r.0" / audit.FILE)
     record.add({"kind": "update", "masked": {"asked": 4, "threshold": 3, "least": 3, "colluders": 1}})
     record.add({"kind": "masks", "step": "confirm", "survivors": THREE})
-    private = audit.Record(tmp_path / "runs" / "private" / "r.0" / audit.FILE)
+    private = audit.AuditLog(tmp_path / "runs" / "private" / "r.0" / audit.FILE)
     spend = {"noise_multiplier": 1.0, "sample_rate": 1.0, "count": 1, "slack": 0.0}
     private.add({"kind": "update", "round": 0, "phase": 0, "privacy": {"delta": 1e-5, "spend": spend}})
     private.add({"kind": "masks", "step": "confirm", "survivors": [*THREE, "site-5"]})

@@ -19,7 +19,7 @@ LIES: list[tuple[str, Any, str]] = [
     ("num_samples", "24", "num_samples is no whole number"),
     ("num_samples", -24, "no training samples"),
     ("test_only", True, "says that it has training samples too"),
-    ("test_only", "yes", "test_only is none"),
+    ("test_only", "yes", "test_only is not a boolean"),
     ("joined", "yes", "of another kind"),
     ("joined", 1, "of another kind"),
     ("version", "0.0.0", r"consilium 0\.0\.0, the server has"),

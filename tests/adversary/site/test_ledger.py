@@ -24,7 +24,7 @@ ONE = Entry("ward-7", "site", "zero-out", "local", "job", "run-1.abc", 0, 0, 20.
 def ledger(tmp_path: Path) -> Ledger:
     """A ledger of three releases, and the record of the run that made them."""
     found = Ledger(tmp_path / "ledger.sqlite")
-    record = audit.Record(tmp_path / "runs" / "experiment" / "run-1" / audit.FILE)
+    record = audit.AuditLog(tmp_path / "runs" / "experiment" / "run-1" / audit.FILE)
     for round in range(3):
         found.spend(replace(ONE, round=round), {})
         record.add({"kind": "update", "round": round, "ledger": found.seal()})
@@ -98,7 +98,7 @@ def test_an_acceptance_forgives_what_was_lost_and_nothing_later(ledger: Ledger, 
     ledger = Ledger(ledger.path)  # a new process
     recovery.accept(tmp_path, ledger, "disk failed")
     ledger.spend(replace(ONE, round=5), {})
-    audit.Record(tmp_path / "runs" / "next" / audit.FILE).add({"kind": "update", "ledger": ledger.seal()})
+    audit.AuditLog(tmp_path / "runs" / "next" / audit.FILE).add({"kind": "update", "ledger": ledger.seal()})
     lose(ledger.path)
     with pytest.raises(RefusedError, match="is gone"):
         recovery.check(tmp_path, Ledger(ledger.path))
@@ -117,7 +117,7 @@ def test_the_seal_in_a_jobs_results_tells_of_a_cut_beyond_the_sites_reach(ledger
 def test_an_old_backup_is_told_from_the_whole_file(ledger: Ledger, tmp_path: Path) -> None:
     backup = ledger.path.read_bytes()
     ledger.spend(replace(ONE, round=3), {})
-    audit.Record(tmp_path / "runs" / "experiment" / "run-1" / audit.FILE).add({"kind": "update", "ledger": ledger.seal()})
+    audit.AuditLog(tmp_path / "runs" / "experiment" / "run-1" / audit.FILE).add({"kind": "update", "ledger": ledger.seal()})
     ledger.path.write_bytes(backup)
     with pytest.raises(RefusedError, match="lacks rows"):
         recovery.check(tmp_path, ledger)
@@ -140,7 +140,7 @@ def test_a_refusal_does_not_write_over_the_evidence(ledger: Ledger, tmp_path: Pa
         with pytest.raises(RefusedError, match="is gone"):
             recovery.check(tmp_path, new)
         path = tmp_path / "runs" / "experiment" / "run-1" / audit.FILE
-        audit.Record(path).add({"kind": "refusal", "ledger": new.seal()}, again=True)
+        audit.AuditLog(path).add({"kind": "refusal", "ledger": new.seal()}, again=True)
 
 
 @pytest.mark.parametrize("text", [b"not json\n", b"5\n", b"\xff\n", b'{"ledger": []}\n'])

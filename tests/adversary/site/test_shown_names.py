@@ -118,8 +118,8 @@ def test_the_page_of_an_audit(tmp_path: Path) -> None:
     line = {"site": HOSTILE, "job": HOSTILE, "experiment": HOSTILE, "run": HOSTILE, "kind": HOSTILE}
     tensor = {HOSTILE: {"shape": [1], "dtype": "float32", "bytes": 4, "norm": 1.0}}
     beside = {"round": 0, "phase": 0, "tensors": tensor, "scalars": {HOSTILE: 1.0}, "metrics": {HOSTILE: HOSTILE}}
-    audit.Record(tmp_path / audit.FILE).add(line | beside)
-    audit.Record(tmp_path / audit.FILE).add(line | {"reason": HOSTILE})
+    audit.AuditLog(tmp_path / audit.FILE).add(line | beside)
+    audit.AuditLog(tmp_path / audit.FILE).add(line | {"reason": HOSTILE})
     page = cli_audit.markdown(audit.read(tmp_path / audit.FILE))
     check(page, markdown=True)
     assert [x for x in page.splitlines() if x.startswith("#")] == [page.splitlines()[0]]
@@ -163,7 +163,7 @@ def test_tensorboard_and_the_record(tmp_path: Path) -> None:
 
 
 def test_json_for_programs_stays_json_in_a_terminal(tmp_path: Path) -> None:
-    audit.Record(tmp_path / audit.FILE).add({"kind": HOSTILE})
+    audit.AuditLog(tmp_path / audit.FILE).add({"kind": HOSTILE})
     out = CliRunner().invoke(cli.app, ["audit", str(tmp_path), "--format", "json"]).stdout
     assert not FORBIDDEN.search(out)
     assert json.loads(out)[0]["messages"][0]["kind"] == HOSTILE

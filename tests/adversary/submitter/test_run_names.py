@@ -18,7 +18,7 @@ from consilium.federation.run_folders import check_name, run_folder
 from consilium.flare.job import job_context
 from consilium.flare.job.simulation import OUTPUT
 from consilium.privacy.accounting.composition import Entry
-from consilium.privacy.ledger.audit import Record
+from consilium.privacy.ledger.audit import AuditLog
 from consilium.privacy.ledger.ledger import Ledger
 from consilium.server.coordinator import Coordinator
 from tests.conftest import small_config
@@ -116,7 +116,7 @@ def test_two_sites_with_one_state_are_not_one(former: bool, submitted: Place, tm
     first = job_context.site_folder(submitted("ann"), named("study"), "site-1", site)
     if former:
         (first / "owner.json").write_text(json.dumps({"submitter": "ann"}))
-        Record(first / "run-1.0123" / "audit.jsonl").add({"site": "site-1", "kind": "hello"})
+        AuditLog(first / "run-1.0123" / "audit.jsonl").add({"site": "site-1", "kind": "hello"})
     with pytest.raises(ConfigError, match=r"is the state of site-1, not of site-2, in this run; give each site .* `state`"):
         job_context.site_folder(submitted("ann", "second"), named("study"), "site-2", site)
     assert job_context.site_folder(submitted("ann", "third"), named("study"), "site-1", site) == first

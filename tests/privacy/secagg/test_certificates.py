@@ -107,7 +107,7 @@ def test_a_roster_is_refused_for_one_bad_entry(identities: dict[str, Identity]) 
         (roster | {"b": another_job}, "not signed by it"),
         (roster | {"b": swapped}, "not signed by it"),
         (roster | {"b": same_key}, "two sites of the roster have one key"),
-        (roster | {"b": {**roster["b"], "more": "x"}}, "the entry of 'b' is none"),
+        (roster | {"b": {**roster["b"], "more": "x"}}, "the entry of 'b' is invalid"),
         (roster | {"e": roster["b"]}, "is of another name"),
         (roster | {"a": entry(identities["a"], JOB, RUN, "e" * 64)}, "not this site's own"),
         ({n: e for n, e in roster.items() if n in "ab"}, "2 sites, under secure_aggregation.min_sites 3"),

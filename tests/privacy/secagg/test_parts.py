@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from consilium.core.errors import RefusedError
 from consilium.privacy.secagg import sealing
 from consilium.privacy.secagg.arithmetic import UNIT, flat, layout, limit, quantize, size_of, unflat
-from consilium.privacy.secagg.sealing import row, sign, signed
+from consilium.privacy.secagg.sealing import encode_fields, sign, signed
 from consilium.privacy.secagg.terms import Terms, terms_of
 from tests.privacy.secagg.conftest import NOISE, secure_config
 
@@ -78,7 +78,7 @@ def test_a_share_fewer_fits_every_secret(secret: int, other: int) -> None:
 
 
 def test_what_is_signed_begins_as_no_text_does_and_fields_do_not_run_together() -> None:
-    raw = row("confirm", b"ab", b"c")
+    raw = encode_fields("confirm", b"ab", b"c")
     assert raw == (
         b"\xff"
         + b"\0" * 7
@@ -92,7 +92,7 @@ def test_what_is_signed_begins_as_no_text_does_and_fields_do_not_run_together() 
     )
     with pytest.raises(UnicodeDecodeError):
         raw.decode()
-    assert row("confirm", b"a", b"bc") != raw
+    assert encode_fields("confirm", b"a", b"bc") != raw
 
 
 def test_a_signature_is_of_one_type_and_one_message(keys: dict[str, rsa.RSAPrivateKey]) -> None:

@@ -44,7 +44,7 @@ class Scale:
     tables: Dataset
 
     @property
-    def plain(self) -> bool:
+    def is_identity(self) -> bool:
         """Whether stored values are already in the unit."""
         return (self.slope, self.intercept) == (1.0, 0.0) and not self.curve and "ModalityLUTSequence" not in self.tables
 
@@ -111,14 +111,14 @@ def shown(scale: Scale) -> Window | None:
 
 
 def in_unit(stored: np.ndarray, scale: Scale) -> np.ndarray:
-    """Return stored values (H, W) in their unit: the file's own type where they are that already, else float32.
+    """Return stored values (H, W) in the file's unit, such as HU; float32, or as stored if the scale is the identity.
 
     Where the file shows them by a curve, the values are its, 0 to 1. MONOCHROME1 is turned round: at the middle of the stored
     bits' range, or of the curve's.
     """
     if scale.inverted and not scale.curve:
         stored = (sum(scale.stored) - stored.astype(np.float64)).astype(stored.dtype)
-    if scale.plain:
+    if scale.is_identity:
         return stored
     if "ModalityLUTSequence" in scale.tables:
         values = np.asarray(apply_modality_lut(stored, scale.tables), np.float64)

@@ -228,7 +228,7 @@ def _segments(path: Path, elements: Dataset, image: Grid) -> Labels:
         frame, place = by_number[number]
         for segment, mask in _split(picture, frame, elements):
             _mark(path, masks[segment], mask, place)
-    return Labels(regions=_named(elements, masks), grid=None if grid is image else grid)
+    return Labels(regions=_by_number_and_label(elements, masks), grid=None if grid is image else grid)
 
 
 def _onto(frame: Frame, grid: Grid) -> np.ndarray | None:
@@ -291,7 +291,7 @@ def _mark(path: Path, region: np.ndarray, mask: np.ndarray, place: np.ndarray | 
     region[tuple(voxel[:, inside])] = True
 
 
-def _named(elements: Dataset, masks: dict[int, np.ndarray]) -> dict[Value, np.ndarray]:
+def _by_number_and_label(elements: Dataset, masks: dict[int, np.ndarray]) -> dict[Value, np.ndarray]:
     """Return masks by number and by label; segments of one label are one region."""
     found: dict[Value, np.ndarray] = {number: mask for number, mask in masks.items()}
     for segment in elements.get("SegmentSequence") or []:

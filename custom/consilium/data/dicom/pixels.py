@@ -12,7 +12,7 @@ from pydicom.pixels.utils import get_expected_length, get_j2k_parameters
 from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian, JPEGExtended12Bit, RLELossless
 
 from consilium.core.errors import DataError
-from consilium.data.codes import check_work, coded_shape
+from consilium.data.codestreams import check_decoding_cost, codestream_shape
 from consilium.data.dicom.files import SEGMENTATIONS, has_pixels, open_file, reading
 from consilium.data.dicom.frames import Stack, count_of, in_unit, stack
 from consilium.data.dicom.palette import Palette
@@ -33,10 +33,10 @@ def check_codes(file: Path, elements: Dataset, count: int) -> None:
     for number, code in enumerate(generate_frames(elements.PixelData, number_of_frames=count)):
         if len(code) > most:
             raise DataError(f"{file}: frame {number} takes {len(code):,} bytes, at most {most:,} are read; replace it")
-        if (found := coded_shape(code)) and found != shape:
+        if (found := codestream_shape(code)) and found != shape:
             what = f"{found[0]}x{found[1]} pixels in its code, {shape[0]}x{shape[1]} in its header"
             raise DataError(f"{file}: frame {number} has {what}; replace it or take it off the list")
-        check_work(f"{file}: frame {number}", code)
+        check_decoding_cost(f"{file}: frame {number}", code)
         if runs and _LONGEST_RUN * len(code) > 64 * _SPARE and (length := sum(_lengths(code))) > 2 * pixels:
             raise DataError(f"{file}: frame {number} becomes {length:,} bytes of {pixels:,}; replace it")
 
@@ -96,7 +96,7 @@ def _dtype(found: Stack) -> np.dtype:
         return np.dtype(np.uint8)
     kinds = {(f.BitsAllocated, f.get("PixelRepresentation"), "PixelData") for f in found.files.values()}
     bits, signed, _ = kinds.pop()
-    if kinds or not all(frame.scale.plain for frame in found.frames) or bits not in (1, 8, 16, 32):
+    if kinds or not all(frame.scale.is_identity for frame in found.frames) or bits not in (1, 8, 16, 32):
         return np.dtype(np.float32)
     return np.dtype(f"{'i' if signed else 'u'}{max(1, bits // 8)}")
 

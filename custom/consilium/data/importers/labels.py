@@ -45,7 +45,7 @@ def labelled(
     notes += [] if all(one.is_patient for one in found) else [f"{source.name} {NO_PATIENTS}{unknown}"]
     masks, classed = ([one for one in found if isinstance(one.label, Path) is kind] for kind in (True, False))
     if not masks:
-        return _named(classed, notes)
+        return _result_by_class_name(classed, notes)
     values: dict[str, set[int]] = {}
     for one in masks:
         values.setdefault(one.site, set()).update(_values(one, options.exact_values))
@@ -57,7 +57,7 @@ def labelled(
         notes.append(f"values of the masks differ by site: {told}")
     where = "without --only, sites with masks are in segmentation/ and those with classes in classification/"
     apart = [f"a job has masks or classes: {where}"]
-    beside = _named(classed, apart) if classed else None
+    beside = _result_by_class_name(classed, apart) if classed else None
     masks = [_united(one, number) for number, one in enumerate(masks)]
     return ImportResult(masks, _classes(values, named or {}), [*notes, *(apart if beside else [])], beside)
 
@@ -88,7 +88,7 @@ def _classes(values: Mapping[str, set[int]], named: Mapping[str, list[int]]) -> 
     return {**named, **{f"value-{value}": [value] for value in sorted(lost)}}
 
 
-def _named(samples: list[SourceSample], notes: list[str]) -> ImportResult:
+def _result_by_class_name(samples: list[SourceSample], notes: list[str]) -> ImportResult:
     """Return samples with classes by name."""
     counts = Counter(str(one.label) for one in samples)
     return ImportResult(samples, sorted(counts), [*notes, *(f"{kind}: {line}" for kind, line in doubts(counts))])

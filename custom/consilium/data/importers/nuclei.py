@@ -137,7 +137,7 @@ def _monuseg_training(source: Path) -> list[tuple[Path, Path]]:
 def read_monusac(source: Path, options: Options) -> ImportResult:
     """Read MoNuSAC: a folder per patient, pictures TCGA-HH-PPPP-..._N.tif (else .svs) with polygons in .xml of that name.
 
-    A site per hospital, the second field of the barcode. Patients below a folder whose name has "Testing" are the
+    A site per hospital: the second field of the TCGA barcode. Patients below a folder whose name has "Testing" are the
     publisher's test split. Regions named Ambiguous stay background.
     Raises DataError for another layout.
     """

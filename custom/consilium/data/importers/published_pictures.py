@@ -108,7 +108,7 @@ def sets_layout(sets: dict[str, PictureSet]) -> str:
 
 
 def _set_folders(source: Path, one: PictureSet) -> list[Path]:
-    """Return the folder of a set, the source itself for a set of several folders, or []. Raises DataError for two."""
+    """Return the folders of a picture set below `source`; [source] where the set spans several. Raises DataError for two."""
 
     def fits(folder: Path) -> bool:
         return not folder.name.startswith(".") and re.sub(r"[^a-z0-9]", "", folder.name.lower()).startswith(one.folder)
@@ -138,13 +138,13 @@ def match(images: Path, masks: Path, split: str | None = None, prefix: str = "")
     return [Drawn(p, (partner(prefix + p.stem, known, p, "mask"),), split) for p in pictures]
 
 
-def by_folder(name: str, source: Path) -> Path | None:
+def find_folder(name: str, source: Path) -> Path | None:
     """Return the folder of that name in any case: the source, or one at any depth below it."""
     return next((one for one in folders(source) if one.resolve().name.lower() == name.lower()), None)
 
 
 def cut_at_half(name: str, mask: Path) -> Path | DerivedFile:
-    """Return a mask of 0 and 255 as it is; any other (JPEG above all) cut at 128, under its own name."""
+    """Return a mask of 0 and 255 as it is; binarize any other (JPEG above all) at 128 into a new file."""
     return mask if usable(mask, (0, 255)) else mask_png(mask.stem, lambda path: np.where(grey(path) >= 128, 255, 0), mask)
 
 
@@ -186,7 +186,7 @@ def read_pranet(source: Path, options: Options) -> ImportResult:
     sets have test pictures only, so their sites only test, unless --resplit. Frames are kept together in ten runs.
     Raises DataError for another layout.
     """
-    train, test = by_folder("TrainDataset", source), by_folder("TestDataset", source)
+    train, test = find_folder("TrainDataset", source), find_folder("TestDataset", source)
     if train is None and test is None:
         raise wrong_layout(source, PRANET_LAYOUT)
     parts: dict[str, list[Drawn]] = {"cvc-clinicdb": [], "kvasir-seg": []}
@@ -289,7 +289,7 @@ def read_feddg(source: Path, options: Options) -> ImportResult:
     """
     found: list[SourceSample] = []
     for site in DOMAINS:
-        domain = by_folder(site, source)
+        domain = find_folder(site, source)
         for split in ("train", "test") if domain else ():
             part = child(domain, split) if domain else None
             rois = child(part, "ROIs") if part else None

@@ -98,8 +98,8 @@ def read_mnms(source: Path, options: Options) -> ImportResult:
     """Read M&Ms: a site per vendor; the ED and ES frame (numbered from 0) of every case, planes with labels, split by case.
 
     Label values are the publisher's: 1 left ventricle, 2 myocardium, 3 right ventricle. Frames are written as 3-D NIfTI,
-    because a data list names a plane of a volume and not of a series. The challenge's own splits are not used: they leave
-    two vendors without training cases. Cases without labels, those of Training/Unlabeled, are left out.
+    because a data list names a plane of a volume and not of a series. The challenge's own splits are not used: in them two
+    vendors have no training cases. Cases without labels, those of Training/Unlabeled, are left out.
     Raises DataError for another layout.
     """
     table, rows = _table(source)

@@ -89,7 +89,7 @@ def earlier_imports(dest: Path, add: bool) -> list[dict[str, Any]]:
 
 
 def renamed(sites: Sites, names: Mapping[str, str]) -> Sites:
-    """Return the sites under their new names. Raises DataError for a site that is not there, or two of one name."""
+    """Return the sites under their new names. Raises DataError for an unknown site, or two sites of one new name."""
     if unknown := sorted(names.keys() - sites.keys()):
         raise DataError(f"--rename: no site {unknown[0]!r}; there are {', '.join(sites)}")
     found = {names.get(site, site): splits for site, splits in sites.items()}

@@ -90,7 +90,7 @@ def draw_study(
     body = soft(_length(mm / _points(np.array([74.0, 62.0, 200.0]), mm)), 0.02)
     organ, lesion = soft(who.organ(mm), 0.05), soft(who.growth(mm, size), 0.1)
     units = -1000 + body * (1040 + organ * (90 - lesion * 70))
-    return _recorded(rng, units, body, look), _drawn(who, mm, size, hand)
+    return _recorded(rng, units, body, look), _rater_labels(who, mm, size, hand)
 
 
 def _recorded(rng: Generator, units: np.ndarray, body: np.ndarray, look: np.ndarray) -> np.ndarray:
@@ -103,7 +103,7 @@ def _recorded(rng: Generator, units: np.ndarray, body: np.ndarray, look: np.ndar
     return np.rint(blurred + noise * (14 + 40 * max(-look[6], 0))).clip(-1024, 3071).astype(np.int16)
 
 
-def _drawn(who: Anatomy, mm: np.ndarray, size: float, hand: np.ndarray) -> np.ndarray:
+def _rater_labels(who: Anatomy, mm: np.ndarray, size: float, hand: np.ndarray) -> np.ndarray:
     """Return labels as this rater draws them: wide or tight outlines, in coarse steps where the hand is hurried."""
     if (step := 10 * max(0.0, hand[2] - 0.2)) > 0:
         mm = (np.floor(mm / step) + 0.5) * step

@@ -75,7 +75,7 @@ def made(path: Path) -> dict:
 
 
 def shares(seed: int, site: str, what: str, count: int, strength: float) -> np.ndarray:
-    """Return a site's shares (count,) of labels or wordings, sum 1: equal at strength 0, up to 1 : 50 at 1."""
+    """Return a site's probabilities (count,) of labels or wordings: equal at strength 0, of ratios up to 50 at 1."""
     draws = np.random.default_rng(seed_for(seed, "sentences", site, what)).uniform(-1, 1, count)
     weights = np.exp(2 * strength * draws / max(np.abs(draws).max(), 1e-9))
     return weights / weights.sum()

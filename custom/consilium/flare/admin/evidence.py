@@ -35,7 +35,7 @@ from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.schema import Section, validate
 from consilium.core.storage import write_atomic
 from consilium.flare.kit.local_folder import certificate, kit_name
-from consilium.flare.kit.root_keys import fingerprints, named_root
+from consilium.flare.kit.root_ca import fingerprints, named_root
 from consilium.privacy.ledger import audit
 from consilium.privacy.ledger.ledger import Ledger
 
@@ -167,11 +167,11 @@ def _read(path: Path) -> dict[str, bytes]:
             listed = archive.infolist()
             names = [one.filename for one in listed]
             if len(names) > MAX_FILES or sum(one.file_size for one in listed) > MAX_BYTES:
-                raise ConfigError(f"{path}: over {MAX_FILES} files or {MAX_BYTES:,} bytes; it is none of ours")
+                raise ConfigError(f"{path}: over {MAX_FILES} files or {MAX_BYTES:,} bytes; not made by `consilium evidence`")
             if [one for one in listed if one.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)]:
-                raise ConfigError(f"{path}: a file is packed in another way; it is none of ours")
+                raise ConfigError(f"{path}: a file is packed in another way; not made by `consilium evidence`")
             if wrong := [name for name in names if not _NAME.fullmatch(name) or names.count(name) > 1]:
-                raise ConfigError(f"{path}: {wrong[0][:80]!r}: a file twice, or one with a path; it is none of ours")
+                raise ConfigError(f"{path}: {wrong[0][:80]!r}: a file twice, or with a path; not made by `consilium evidence`")
             found = {}
             for one in listed:
                 with archive.open(one) as file:

@@ -22,7 +22,7 @@ from consilium.strategies.strategy import Strategy
 
 @dataclass(frozen=True)
 class Ready:
-    """A run's job, its privacy plan, and the results of the round so far."""
+    """A run's job, its privacy plan, and the results that this round has received so far."""
 
     job: Job
     plan: Plan | None

@@ -23,7 +23,7 @@ from consilium.flare.job.tasks import TaskSender
 from consilium.flare.job.transport import Aborted, FlareTransport
 from consilium.flare.patches import share_timers
 from consilium.report.live_view import progress
-from consilium.runtime.run_sequence import RunSequence
+from consilium.runtime.run_loop import RunLoop
 from consilium.server.coordinator import Coordinator
 from consilium.server.cross_site import CrossSites, former_state
 from consilium.server.initialization import keep_inside
@@ -111,7 +111,7 @@ class RoundController(Controller):
         self.registration = Registration(tasks)
         try:
             with suppress(Aborted):
-                RunSequence(c, FlareTransport(tasks, self.registration), self.masked, self.crossing).run()
+                RunLoop(c, FlareTransport(tasks, self.registration), self.masked, self.crossing).run()
             if tasks.aborted:
                 self._note(self._abort_reason(tasks, self.registration), fl_ctx)
         except ConsiliumError as error:

@@ -31,7 +31,7 @@ from consilium.flare.job.simulation import IDENTITIES, OUTPUT, read_settings, si
 from consilium.flare.kit.revocation import read as read_revoked
 from consilium.flare.kit.revocation import since
 from consilium.privacy.secagg.certificates import Identity, read_identity
-from consilium.privacy.secagg.simulated import SERVER, read_root, simulated_identity
+from consilium.privacy.secagg.simulated import SERVER, read_root, read_simulated_identity
 from consilium.report.predictions import PREDICTIONS
 from consilium.report.private_logging import places
 from consilium.server.coordinator import FILE as SEALS
@@ -104,7 +104,7 @@ def site_config(fl_ctx: FLContext, name: str) -> SiteConfig:
 def identity(fl_ctx: FLContext, name: str, site: SiteConfig) -> Identity:
     """Return the site's key and certificates, of its kit or of a simulation. Raises ConfigError."""
     if simulated():
-        return simulated_identity(Path(os.environ[OUTPUT]) / IDENTITIES, name, site.secure_aggregation)
+        return read_simulated_identity(Path(os.environ[OUTPUT]) / IDENTITIES, name, site.secure_aggregation)
     startup = Path(_workspace(fl_ctx).get_startup_kit_dir())
     try:
         server = str(json.loads((startup / "fed_client.json").read_text(encoding="utf-8"))["servers"][0]["identity"])

@@ -1,6 +1,6 @@
 """Sites that connect and leave while a job runs: FLARE 2.9 starts a job only at the sites that are connected at its start.
 
-`LateSites` in the server's own process sends a running job to a site that has connected since, by the messages with which
+`LateSites` in the server's own process sends a running job to a site that connects after its start, by the messages with which
 FLARE starts every job: signature, rights, privacy scope and approval are checked there as always. `Arrivals` in the job's
 process finds such sites, and the controller registers them. `LateSites` also ends FLARE's wait for a silent site at the end of
 a job: FLARE would wait ten minutes, and then call a complete job ABNORMAL.

@@ -28,7 +28,7 @@ class Registration:
             self._arrivals.stop()
 
     def send(self, tasks: TaskSender | None = None) -> dict[str, Task]:
-        """Send a hello to every client that is neither registered nor has one; return the tasks. Replies register sites."""
+        """Send a hello to each unregistered client that has none pending; return all pending. A reply registers its site."""
         tasks = tasks or self._tasks
         coordinator = tasks.coordinator
 

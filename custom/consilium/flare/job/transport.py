@@ -1,4 +1,4 @@
-"""The transport of runtime/run_sequence.py over FLARE: messages as tasks, answers from their results."""
+"""The transport of runtime/run_loop.py over FLARE: messages as tasks, answers from their results."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from consilium.core.messages import Kind, Payload
 from consilium.flare.job import wire
 from consilium.flare.job.registration import Registration
 from consilium.flare.job.tasks import OnResult, TaskSender
-from consilium.runtime.run_sequence import Take
+from consilium.runtime.run_loop import Take
 from consilium.server.masked_round import Asked
 
 QUICK = ("confirm", "reveal", "cancel")

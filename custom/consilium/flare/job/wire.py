@@ -29,7 +29,7 @@ from consilium.privacy.guard.task_schedule import AuthorizedTask
 # tensor packing --------------------------------------------------------------------------------------------------------
 # Small tensors in one buffer: FLARE's serializer adds about 260 bytes to each tensor, and an adapter has hundreds.
 #
-# Large tensors are sent as they are: FLARE streams each, and 260 bytes do not matter there.
+# Large tensors are sent as they are: FLARE streams each of them, and 260 bytes are little beside their size.
 
 BUFFER = "consilium_buffer"
 """The name of the buffer, (bytes,) uint8, among the tensors of a message."""

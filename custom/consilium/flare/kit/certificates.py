@@ -64,7 +64,7 @@ def examine_servers(kit: Path) -> Finding:
 
     It connects with the kit's certificates, as FLARE does, and so finds a firewall that opens TLS, or a wrong server.
     """
-    found = _shown(kit)
+    found = _check_server_certificate(kit)
     if isinstance(found, Finding):
         return found
     until = examine_expiry("server", server_address(kit), found, RENEW_SERVER)
@@ -73,7 +73,7 @@ def examine_servers(kit: Path) -> Finding:
     return until
 
 
-def _shown(kit: Path) -> x509.Certificate | Finding:
+def _check_server_certificate(kit: Path) -> x509.Certificate | Finding:
     """Return the server's certificate, or what is wrong with it or with the connection. Raises ConfigError."""
     target = server_address(kit)
     try:
@@ -154,7 +154,7 @@ def check_time(kit: Path) -> None:
 
 def why_no_connection(kit: Path) -> str:
     """Return why a kit cannot connect to its server, with a remedy; "" if it can. Raises ConfigError."""
-    found = _shown(kit)
+    found = _check_server_certificate(kit)
     return f"{found.found}; {found.remedy}" if isinstance(found, Finding) else ""
 
 

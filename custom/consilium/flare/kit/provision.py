@@ -22,7 +22,7 @@ from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.storage import private_folder, write_atomic
 from consilium.flare.kit.kit_hardening import leave_callers_folder, pin_settings
 from consilium.flare.kit.local_folder import find_entry, write_local
-from consilium.flare.kit.root_keys import add_bridge, former_root
+from consilium.flare.kit.root_ca import add_bridge, former_root
 
 
 class KitBuilder(Builder):
@@ -58,7 +58,7 @@ def _behind_a_relay(participant: Participant) -> dict[str, int]:
 
 
 def project_of(deployment: DeploymentConfig, sites: Path) -> dict[str, Any]:
-    """Return FLARE's project.yml of a deployment as a map. `sites`: the sites.yml that the builder will read."""
+    """Return FLARE's project.yml of a deployment as a map. `sites`: the path of sites.yml, which FLARE's builder reads."""
     server = deployment.server
     people = [{"name": a.name, "type": "admin", "org": a.org, "role": a.role} for a in deployment.admins]
     hosts = {"default_host": server.name, "host_names": list(server.hosts)}

@@ -2,7 +2,7 @@
 
 The root keeps its key and its name, and gets a new certificate. So certificates of the old root are valid under the new one,
 and the reverse: each hospital changes when it likes, before the root in its own kit expires. The server keeps its key too.
-For a root with another key see root_keys.py.
+For a root with another key see root_ca.py.
 """
 
 import json
@@ -36,7 +36,7 @@ from consilium.flare.kit.kit_hardening import is_as_signed, is_signed
 from consilium.flare.kit.local_folder import certificate
 from consilium.flare.kit.processes import check_stopped
 from consilium.flare.kit.provision import check_names, provision
-from consilium.flare.kit.root_keys import FORMER, ROOT, ROOT_KEY, fingerprints, follow, named_root, public_bytes
+from consilium.flare.kit.root_ca import FORMER, ROOT, ROOT_KEY, fingerprints, follow, named_root, public_bytes
 
 OLD, NEW = "startup.old", ".startup.new"
 """Folders beside a kit's startup/: the replaced startup/, whose key is still valid, and the copy in progress of the new one."""

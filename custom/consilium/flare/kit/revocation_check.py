@@ -57,8 +57,9 @@ class RevocationCheck(FLComponent):
                     server.logout_client(token)
                     self.log_warning(fl_ctx, f"{client.name}: {REFUSED}; it is out")
 
-    def until(self, name: str) -> float | None:
-        """Return until when a name's certificates are revoked, None if they are not. On ConfigError the caller must refuse."""
+    def revoked_at(self, name: str) -> float | None:
+        """Return the time at which a name was revoked: older certificates are refused. None if never. The caller must refuse
+        the connection on ConfigError."""
         if self._local is None:
             raise ConfigError("the server is not ready")
         return read(self._local).get(name)
@@ -68,7 +69,7 @@ class RevocationCheck(FLComponent):
         verified, own = verify(*args, **given), given["asserter_cert"]
         name = get_cn_from_cert(own)
         try:
-            until = self.until(name)
+            until = self.revoked_at(name)
         except ConfigError as error:
             raise InvalidAsserterCert(str(error)) from None
         if until is not None and own.not_valid_before_utc.timestamp() <= until:
@@ -88,7 +89,7 @@ class RevocationCheck(FLComponent):
     def _is_out(self, name: str, registered: bool) -> bool:
         """Return whether a name must show a certificate again. If the list cannot be read, new sites are refused."""
         try:
-            until = self.until(name)
+            until = self.revoked_at(name)
         except ConfigError:
             return not registered
         return until is not None and not (registered and self._verified.get(name) == until)
@@ -97,7 +98,7 @@ class RevocationCheck(FLComponent):
         """Keep the revocation in force at a login. If the list cannot be read, no certificate was accepted before."""
         found = create(*args, **given)
         with suppress(ConfigError):
-            self._logins[found] = self.until(found.user_name)
+            self._logins[found] = self.revoked_at(found.user_name)
         return found
 
     def _session(self, get: Callable[..., Session | None], *args: Any) -> Session | None:
@@ -107,7 +108,7 @@ class RevocationCheck(FLComponent):
 
     def _is_valid(self, session: Session) -> bool:
         try:
-            until = self.until(session.user_name)
+            until = self.revoked_at(session.user_name)
         except ConfigError:
             return False
         return until is None or self._logins.get(session) == until

@@ -25,7 +25,7 @@ class ClipConfig(ModelConfig):
 
 
 def _cut(model: Any) -> Cut:
-    """Return the cut before the classifier's head: the class token, projected (N, F)."""
+    """Return the point of the model before the classifier's head. Its features are the projected class token (N, F)."""
     return Cut(model.projection, model.head.in_features, -1)
 
 

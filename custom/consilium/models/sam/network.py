@@ -15,7 +15,7 @@ from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models.checkpoint_file import load_tensors, refuse_adapter
 from consilium.models.sam import med2d
 from consilium.models.sam.attention import use_fused
-from consilium.models.sam.prompts import Prompt, known_boxes, known_points, require
+from consilium.models.sam.prompts import Prompt, fill_missing_boxes, fill_missing_points, require
 
 TINY_WEIGHTS = Path(__file__).parent.parent / "weights" / "tiny_sam.safetensors"
 MASK_TOKENS = 4  # of every published SAM: one for a single mask, three for whole, part, sub-part
@@ -117,8 +117,8 @@ class PromptedSam(Sam):
         if prompts is None:
             return sparse, dense
         if prompts.shape[-1] == 4:
-            return encoder(points=None, boxes=known_boxes(prompts, encoder.input_image_size[0]), masks=None)[0], dense
-        points, labels = known_points(prompts[:, None])
+            return encoder(points=None, boxes=fill_missing_boxes(prompts, encoder.input_image_size[0]), masks=None)[0], dense
+        points, labels = fill_missing_points(prompts[:, None])
         place = encoder.pe_layer.forward_with_coords(points + 0.5, encoder.input_image_size)
         nothing = encoder.not_a_point_embed.weight[None].expand_as(place)
         point = torch.where(labels[..., None] == 1, place + encoder.point_embeddings[1].weight, nothing)
@@ -223,7 +223,7 @@ def _fits(shape: Shape, state: dict[str, Tensor]) -> bool:
 
 
 def _resize(name: str, tensor: Tensor, want: Tensor | None) -> Tensor:
-    """Interpolate position embeddings (1, h, w, C) and relative ones (2h - 1, d) to the model's grid, as SAM-Med2D does."""
+    """Interpolate absolute (1, h, w, C) and relative (2h - 1, d) position embeddings to the model's grid, as SAM-Med2D does."""
     if want is None or tensor.shape == want.shape:
         return tensor
     if name == "image_encoder.pos_embed":

@@ -17,7 +17,7 @@ from consilium.models import folder
 from consilium.models.export import page, save_pretrained
 from consilium.models.registry import pattern_of
 from consilium.models.sam import SamConfig
-from consilium.models.sam.prompts import Prompt, known_boxes, known_points, require
+from consilium.models.sam.prompts import Prompt, fill_missing_boxes, fill_missing_points, require
 from consilium.models.targets import layers_of
 
 KNOWN = folder.Known("promptable segmentation model", "sam, sam2, sam_hq, sam3_tracker")
@@ -68,9 +68,9 @@ class Promptable(PreTrainedModel):
         """
         given: dict[str, Any] = {"pixel_values": (images - self.pixel_mean) / self.pixel_std}
         if self.prompt == "box":
-            given["input_boxes"] = known_boxes(require(prompts, "box"), images.shape[-1])
+            given["input_boxes"] = fill_missing_boxes(require(prompts, "box"), images.shape[-1])
         if self.prompt == "point":
-            points, labels = known_points(require(prompts, "point"))
+            points, labels = fill_missing_points(require(prompts, "point"))
             given |= {"input_points": points[:, :, None], "input_labels": labels[:, :, None]}
         several = self.prompt != "box" and self.count > 1
         masks, own = super().forward(**given, multimask_output=several).pred_masks, torch.arange(self.count)

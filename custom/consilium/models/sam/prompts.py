@@ -17,12 +17,12 @@ def require(prompts: Tensor | None, kind: Prompt) -> Tensor:
     return prompts
 
 
-def known_boxes(boxes: Tensor, size: int) -> Tensor:
+def fill_missing_boxes(boxes: Tensor, size: int) -> Tensor:
     """Return boxes (..., 4), xyxy, in which an unknown one is the whole picture of `size` pixels."""
     return torch.where(boxes.isnan(), boxes.new_tensor([0, 0, size - 1, size - 1]).expand_as(boxes), boxes)
 
 
-def known_points(points: Tensor) -> tuple[Tensor, Tensor]:
+def fill_missing_points(points: Tensor) -> tuple[Tensor, Tensor]:
     """Return points (..., 2), xy, with 0 for unknown ones, and labels (...): 1, or SAM's -1 for what is no point."""
     known = ~points.isnan().any(-1, keepdim=True)
     return torch.where(known, points, torch.zeros_like(points)), torch.where(known[..., 0], 1, -1)

@@ -63,7 +63,7 @@ def build_unet(
 ) -> PictureUnet:
     """Return a U-Net in evaluation mode, with the weights of `checkpoint`, else those that `seed` gives at every site.
 
-    Raises CheckpointError for a file that is missing, damaged or of another model.
+    Raises CheckpointError for a file that is missing, damaged or for another model.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -39,7 +39,7 @@ class VisionConfig(PictureFolderConfig):
 
 
 def _cut(model: Any) -> Cut:
-    """Return the cut before the classifier's head (N, F)."""
+    """Return the point of the model before the classifier's head. Its features are (N, F)."""
     return Cut(model.pooled, model.head.in_features, -1)
 
 

@@ -64,7 +64,7 @@ class Entry:
 
     @classmethod
     def of(cls, raw: Any) -> Self:
-        """Return the row of what `asdict` has made of one. Raises TypeError where it is of another version or type."""
+        """Return the row that `asdict` wrote as `raw`. Raises TypeError for other keys, or values of another type."""
         found = cls(**raw)
         for field in fields(cls):
             if type(getattr(found, field.name)) not in _TYPES.get(field.type, (str,)):

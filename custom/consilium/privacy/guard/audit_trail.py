@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.core.errors import Reason, RefusedError
-from consilium.core.linalg.together import norms
+from consilium.core.linalg.norms import norms
 from consilium.core.messages import Payload, Tensors
 from consilium.core.storage import noted, room_for, unreadable, write_atomic
 from consilium.privacy.accounting.composition import DISCRETE, Entry
@@ -58,7 +58,7 @@ class AuditTrail:
     job_id: str
     run: str = ""
     _digest: str = field(init=False)
-    _records: dict[Path, audit.Record] = field(default_factory=dict, init=False)
+    _records: dict[Path, audit.AuditLog] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._digest = self.config.digest
@@ -77,7 +77,7 @@ class AuditTrail:
         if spends and self.plan is not None:
             line["privacy"] = privacy_of(self.plan, self.seeded)
         path = self.folder / self.run / audit.FILE
-        self._records.setdefault(path, audit.Record(path)).add(line, again)
+        self._records.setdefault(path, audit.AuditLog(path)).add(line, again)
 
 
 # refusals --------------------------------------------------------------------------------------------------------------

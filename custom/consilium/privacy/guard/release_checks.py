@@ -12,7 +12,7 @@ from consilium.adapters.names import factor, is_frozen_part, other_factor
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy
 from consilium.core.errors import ConfigError, Reason, RefusedError
-from consilium.core.linalg.together import unusable
+from consilium.core.linalg.norms import non_finite
 from consilium.core.messages import Payload, Tensors
 from consilium.core.seeding import seed_for
 from consilium.core.storage import digest, note
@@ -29,7 +29,7 @@ def check_upload(payload: Payload, strategy: Strategy, metrics: Set[str]) -> Non
         if (role := _role(strategy, name, payload)) is not Role.SHARED:
             whose = role or "none of the adapter's"
             raise RefusedError(f"release: tensor {name!r} is {whose}, only shared tensors may leave; nothing was sent")
-    if wrong := unusable(payload.tensors):
+    if wrong := non_finite(payload.tensors):
         raise RefusedError(f"release: tensor {wrong[0]!r} has NaN or Inf; nothing was sent; lower training.lr")
     for kind, given, known, where in (
         ("scalar", payload.scalars, strategy.traits.upload_scalars, "the strategy's upload_scalars"),
@@ -57,7 +57,7 @@ def upload_shapes(strategy: Strategy, sent: Payload) -> dict[str, tuple[int, ...
 
 
 def check_complete(who: str, strategy: Strategy, result: Payload, sent: Payload) -> None:
-    """Raise RefusedError unless tensors are exactly those of the phase, in shape: clipping is joint over all of them."""
+    """Raise RefusedError unless names and shapes are those the phase releases: one clipping norm covers all tensors."""
     if result.scalars:
         raise RefusedError(f"{who}: scalar {min(result.scalars)!r} would leave without noise; nothing was sent")
     expected = upload_shapes(strategy, sent)

@@ -75,7 +75,7 @@ def bind_run_folder(name: str, records: Path, folder: Path, run: str) -> None:
 
 
 def check_place(name: str, config: JobConfig, strategy: Strategy, task: AuthorizedTask, test_only: bool) -> None:
-    """Raise RefusedError unless the job has this kind of task there. `test_only`: the site never trains."""
+    """Raise RefusedError unless the job has this kind of task at its round and phase. `test_only`: the site never trains."""
     (round, phase), rounds, place = task.place, config.training.rounds, task.place
     in_round = config.trains and 0 <= round < rounds
     scored = MODELS if config.cross_site and config.cross_site.personalized else 0

@@ -25,7 +25,7 @@ FILE = "audit.jsonl"
 Line = dict[str, Any]
 
 
-class Record:
+class AuditLog:
     """One audit.jsonl, to which any number of processes may append. It is read once, and again when another has written."""
 
     def __init__(self, path: Path) -> None:

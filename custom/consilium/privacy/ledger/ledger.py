@@ -28,7 +28,7 @@ from consilium.config.privacy import BudgetConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.storage import open_private, private_folder
 from consilium.privacy.accounting.composition import UNITS, Budgets, Entry, epsilon_for, weakest
-from consilium.privacy.ledger.audit import FILE, Record, lines
+from consilium.privacy.ledger.audit import FILE, AuditLog, lines
 from consilium.privacy.secagg import sum_ledger
 
 Sealed = tuple[float, Entry, str]
@@ -347,7 +347,7 @@ def accept(records: Path, ledger: Ledger, reason: str, told: Collection[str] = (
         "ledger": ledger.seal(),
         **sum_ledger.accept(records, stamp),
     }
-    Record(records / FILE).add(said, again=True)
+    AuditLog(records / FILE).add(said, again=True)
     return said
 
 

@@ -137,7 +137,7 @@ def check_entry(found: Any, key: rsa.RSAPublicKey, job: str, run: str, name: str
 def check_form(found: Any, name: str) -> None:
     """Raise RefusedError unless an entry has its fields, all text, and no more."""
     if not isinstance(found, dict) or found.keys() != FIELDS or not all(map(is_field, found.values())):
-        raise refused(f"the entry of {str(name)[:80]!r} is none")
+        raise refused(f"the entry of {str(name)[:80]!r} is invalid")
 
 
 def public_key(pem: str) -> rsa.RSAPublicKey:

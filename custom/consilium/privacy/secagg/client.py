@@ -214,7 +214,7 @@ class Party:
         context = bytes.fromhex(attempt["context"])
         plain = sealing.unseal(self._pair(values, context, name), sealed[name], context, name, self.name)
         if len(plain) != 2 * sealing.WIDTH:
-            raise refused(f"the shares of {name!r} are none")
+            raise refused(f"the shares of {name!r} are invalid")
         return plain
 
     def mask(self, place: Place, integers: Tensors, weight: int) -> Words:

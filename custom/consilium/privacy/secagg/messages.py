@@ -42,7 +42,7 @@ def check_prepared(question: Message, attempt: Mapping[str, Any], name: str, key
     for party in parties:
         found = prepared[party]
         if not isinstance(found, dict) or found.keys() != set(fields) or not all(is_field(found[f]) for f in fields):
-            raise refused(f"the prepared keys of {party!r} are none")
+            raise refused(f"the prepared keys of {party!r} are invalid")
         signed_fields = context, party.encode(), found["key"].encode(), found["seed"].encode()
         if not signed(keys[party], found["signature"], "prepare", *signed_fields):
             raise refused(f"the prepared keys of {party!r} are not signed by it for this attempt, its sites and its terms")

@@ -34,7 +34,7 @@ _HASH = hashes.SHA256()
 _PADDING = padding.PSS(padding.MGF1(_HASH), padding.PSS.DIGEST_LENGTH)
 
 
-def row(kind: str, *fields: bytes) -> bytes:
+def encode_fields(kind: str, *fields: bytes) -> bytes:
     """Return the bytes of a message: protocol, type and fields, each after its length (8 bytes)."""
     parts = (PROTOCOL.encode(), kind.encode(), *fields)
     return b"\xff" + b"".join(len(part).to_bytes(8, "big") + part for part in parts)
@@ -42,7 +42,7 @@ def row(kind: str, *fields: bytes) -> bytes:
 
 def hashed(kind: str, *fields: bytes) -> bytes:
     """Return the SHA-256 of such a row."""
-    return hashlib.sha256(row(kind, *fields)).digest()
+    return hashlib.sha256(encode_fields(kind, *fields)).digest()
 
 
 def canonical(value: Any) -> bytes:
@@ -52,13 +52,13 @@ def canonical(value: Any) -> bytes:
 
 def sign(key: rsa.RSAPrivateKey, kind: str, *fields: bytes) -> str:
     """Return the signature of a message, hex digits."""
-    return key.sign(row(kind, *fields), _PADDING, _HASH).hex()
+    return key.sign(encode_fields(kind, *fields), _PADDING, _HASH).hex()
 
 
 def signed(key: rsa.RSAPublicKey, signature: str, kind: str, *fields: bytes) -> bool:
     """Tell whether a signature is this key's of this message."""
     try:
-        key.verify(bytes.fromhex(signature), row(kind, *fields), _PADDING, _HASH)
+        key.verify(bytes.fromhex(signature), encode_fields(kind, *fields), _PADDING, _HASH)
     except (InvalidSignature, ValueError):
         return False
     return True
@@ -83,7 +83,7 @@ def public_of(private: bytes) -> str:
 def pair_key(private: bytes, public: str, purpose: str, context: bytes, names: tuple[str, str]) -> bytes:
     """Return the 32 bytes that only the two named sites share, for one purpose in one context.
 
-    Raises RefusedError for a public key that is none, or one whose secret all would know (all zero).
+    Raises RefusedError for an invalid public key, or one whose secret all would know (all zero).
     """
     try:
         secret = X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(public)))
@@ -91,12 +91,12 @@ def pair_key(private: bytes, public: str, purpose: str, context: bytes, names: t
         raise RefusedError(
             f"{min(names)} and {max(names)}: no key that two sites could share; nothing was sent", Reason.TASK
         ) from None
-    info = row(purpose, context, min(names).encode(), max(names).encode())
+    info = encode_fields(purpose, context, min(names).encode(), max(names).encode())
     return HKDF(hashes.SHA256(), 32, None, info).derive(secret)
 
 
 def check_public(public: str) -> None:
-    """Raise RefusedError for a public key that is none, or one whose secrets all would know."""
+    """Raise RefusedError for an invalid public key, or one whose secrets all would know."""
     pair_key(new_key(), public, "check", b"", ("", ""))
 
 
@@ -117,7 +117,7 @@ def unseal(key: bytes, sealed: str, context: bytes, sender: str, receiver: str) 
 
 
 def _about(context: bytes, sender: str, receiver: str) -> bytes:
-    return row("shares", context, sender.encode(), receiver.encode())
+    return encode_fields("shares", context, sender.encode(), receiver.encode())
 
 
 def mask(key: bytes, count: int) -> Words:

@@ -277,7 +277,7 @@ class Attempt:
 
 
 class Collector:
-    """All attempts of one run, in a folder of its own. `root`: of the server's kit; `server`: its name, which no site has."""
+    """All attempts of a run's masked sums, stored in `folder`. `root`: the kit's root certificate; `server`: its name."""
 
     def __init__(self, folder: Path, config: JobConfig, run: str, root: x509.Certificate, server: str) -> None:
         self.folder, self.config, self.run, self.root, self.server = folder, config, run, root, server

@@ -19,7 +19,7 @@ FOLDER = "identities"
 ROOT, SERVER = "simulation", "server"
 
 
-def simulated_identities(folder: Path, names: list[str]) -> None:
+def make_simulated_identities(folder: Path, names: list[str]) -> None:
     """Make an identity for every site that has none yet: `folder`/NAME holds what a startup kit does."""
     root_key = _key(folder / "root.key")
     root = certificate_for(ROOT, root_key.public_key(), ROOT, root_key, authority=True)
@@ -33,7 +33,7 @@ def simulated_identities(folder: Path, names: list[str]) -> None:
             write_atomic(home / "client.crt", pem_of(certificate_for(name, key.public_key(), ROOT, root_key)).encode())
 
 
-def simulated_identity(folder: Path, name: str, asks: SitePartnersConfig) -> Identity:
+def read_simulated_identity(folder: Path, name: str, asks: SitePartnersConfig) -> Identity:
     """Return a site's identity. Raises ConfigError where none was made."""
     return read_identity(folder / name, name, SERVER, asks, simulated=True)
 

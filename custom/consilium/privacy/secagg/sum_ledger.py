@@ -201,7 +201,7 @@ class SumLedger:
             if (known := next((line for line in lines if self._covers(line, new, least)), None)) is not None:
                 return str(known["seal"])
             said = {"sites": sorted(new), "data": sorted(self.data), "least": least, "weights": self.weights}
-            audit.Record(self.path).add({"kind": SUM, **said, "job": self.job, "run": run}, again=True)
+            audit.AuditLog(self.path).add({"kind": SUM, **said, "job": self.job, "run": run}, again=True)
             return str(self._read()[-1]["seal"])
 
     def _read(self) -> list[dict[str, Any]]:
@@ -236,7 +236,7 @@ class SumLedger:
         except UndecidedError:
             raise _refused(f"overlaps with {len(past)} earlier ones, too many to work out what they show", new) from None
         if shown is not None:
-            held = f"less earlier ones shows {_named(shown)} alone, and at least {needed} must be in all that is shown"
+            held = f"less earlier ones shows {_join_sites(shown)} alone, and at least {needed} must be in all that is shown"
             raise _refused(held, new)
 
 
@@ -342,8 +342,8 @@ def allow(records: Path, sites: Iterable[str], reason: str) -> dict[str, Any]:
     check_whole(records)
     said = {"kind": ALLOWED, "sites": named, "reason": reason, "by": getpass.getuser()}
     with _locked(records / FILE):
-        audit.Record(records / FILE).add(said, again=True)
-    audit.Record(records / audit.FILE).add(said | {"kind": "sum allowed"}, again=True)
+        audit.AuditLog(records / FILE).add(said, again=True)
+    audit.AuditLog(records / audit.FILE).add(said | {"kind": "sum allowed"}, again=True)
     return said
 
 
@@ -360,10 +360,10 @@ def accept(records: Path, stamp: str) -> dict[str, Any]:
         except RefusedError:
             aside = path.rename(path.with_name(f"{FILE}.{stamp}"))
             for line in _readable(aside):
-                audit.Record(path).add(line, again=True)
+                audit.AuditLog(path).add(line, again=True)
             lines = read(path)
         if gone := sorted({seal for _, seal in lost(records, lines)}):
-            audit.Record(path).add({"kind": ACCEPTED, "lost": gone}, again=True)
+            audit.AuditLog(path).add({"kind": ACCEPTED, "lost": gone}, again=True)
     return {"lost_sums": gone, "sums_set_aside": str(aside) if aside else None}
 
 
@@ -388,7 +388,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _named(sites: frozenset[str]) -> str:
+def _join_sites(sites: frozenset[str]) -> str:
     more = len(sites) - SHOWN
     return ", ".join(sorted(sites)[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
@@ -399,7 +399,7 @@ def _refused(what: str, sites: frozenset[str], first: str = "ask the hospitals o
     remedy = f"{first}, or add noise (privacy.unit: site), or let the administrator run: "
     remedy += f"consilium privacy sums KIT --allow {names} --reason TEXT"
     return RefusedError(
-        f"secure aggregation without noise: a sum over {_named(sites)} {what}; nothing was sent; {remedy}", Reason.SUMS
+        f"secure aggregation without noise: a sum over {_join_sites(sites)} {what}; nothing was sent; {remedy}", Reason.SUMS
     )
 
 

@@ -251,8 +251,8 @@ def lines_along(scores: GroupScores, axis: str) -> dict[str, dict[str, list[floa
     return found
 
 
-def along(scores: GroupScores) -> Drawn:
-    """Return means over sites and seeds along the axis, bars from the lowest to the highest seed; steps are drawn equal."""
+def axis_figure(scores: GroupScores) -> Drawn:
+    """Draw means over sites and seeds along the study's axis of numbers, bars from lowest to highest seed, at equal steps."""
     axis, labels = axis_of(scores), scores.group.first.labels
     found = lines_along(scores, axis) if axis else {}
     if not found:
@@ -390,5 +390,5 @@ def _title(figure: Figure, scores: GroupScores, text: str, of_seeds: str) -> Non
     figure.suptitle(plain(scores.group.titled(whole), int(14 * figure.get_figwidth())), fontsize=9)  # all of it fits
 
 
-PLOTS = {"curves": curves, "along": along, "sites": heat_map, "bytes": against_bytes, "epsilon": against_epsilon}
+PLOTS = {"curves": curves, "along": axis_figure, "sites": heat_map, "bytes": against_bytes, "epsilon": against_epsilon}
 """Pictures by file name; each is None with a reason where it cannot be."""

@@ -91,7 +91,7 @@ class Group:
         return [seed for seed in self.seeds if AGAIN not in seed or (method, seed) in self.runs]
 
     def titled(self, text: str) -> str:
-        """Return a title that begins with the group's name, where it has one."""
+        """Return a figure's or table's title, which begins with the group's name if there is one."""
         return f"{self.name}: {text}" if self.name else text
 
     def heading(self, metric: str) -> str:
@@ -292,7 +292,7 @@ def mixed(group: Group) -> list[str]:
 
 
 def renamed(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the runs under the shortest ends of their paths that tell them apart."""
+    """Return the runs, each renamed to the shortest end of its path that is unique."""
     parts = [run.name.rstrip("/").split("/") for run in runs]
     ends = (["/".join(one[-length:]) for one in parts] for length in range(1, max(map(len, parts)) + 1))
     names = next((names for names in ends if len(set(names)) == len(names)), ["/".join(one) for one in parts])

@@ -192,8 +192,8 @@ class Cases(BaseModel):
             return None
 
     @property
-    def label(self) -> str:
-        """What the values are, with the grid of their masks."""
+    def score_heading(self) -> str:
+        """The heading of a case's values: the score's name, with the grid of its masks."""
         grid = self.scores.grid if self.scores else ""
         return f"{self.score}, {grid}" if grid else self.score
 
@@ -234,8 +234,8 @@ def site_section(name: str, site: str, folder: Path, cases: Cases) -> dict[str, 
         "found": cases,
         "cases": shown,
         "key": [(one, "#{:02x}{:02x}{:02x}".format(*colour)) for one, colour in key],
-        "distribution": distribution(name, cases.known_values, cases.label, cases.unit, site),
-        "spread": Table(f"{cases.label}, of each {cases.unit}, {site}", heads, rows) if rows else None,
+        "distribution": distribution(name, cases.known_values, cases.score_heading, cases.unit, site),
+        "spread": Table(f"{cases.score_heading}, of each {cases.unit}, {site}", heads, rows) if rows else None,
     }
 
 

@@ -29,8 +29,8 @@ from consilium.report.plain_files import (
     MOST_BYTES,
     Number,
     finite,
-    hashes,
     is_folder,
+    plain_file_hashes,
     read_json,
     read_plain,
     round_times,
@@ -94,7 +94,7 @@ def run_page(record: RunRecord) -> str:
         "privacy": private,
         "privacy_facts": private_facts,
         "versions": list(record.versions.items()) or [("versions.json", "is not here or is damaged")],
-        "hashes": [("the job's digest", config.digest), *hashes(record.folder, HASHED)],
+        "hashes": [("the job's digest", config.digest), *plain_file_hashes(record.folder, HASHED)],
         "job": (read_plain(record.folder / "job.yaml", MOST_JOB) or b"(too large to show)").decode(errors="replace"),
     }
     sections = ["result", "curves", "travelled", "time", "absences", "privacy", "versions"]
@@ -416,7 +416,7 @@ def site_page(folder: Path, site: str) -> str:
         "privacy": private[0],
         "privacy_facts": private[1],
         "versions": list(versions().items()),
-        "hashes": hashes(place, HASHED_AT_SITE),
+        "hashes": plain_file_hashes(place, HASHED_AT_SITE),
     }
     sections = ["result", "cases", "left", "privacy", "versions"]
     title = f"{shown(site, 120)}: {shown(job, 160)}"

@@ -9,7 +9,7 @@ from consilium.core.registry import lazy
 from consilium.core.schema import MOST_CLASSES, ClassName, Section, each_once
 from consilium.data.settings import PictureSettings
 from consilium.tasks import pictures
-from consilium.tasks.registry import Scores, TaskConfig, TaskKind, interval_names
+from consilium.tasks.registry import Scores, TaskConfig, TaskKind, uncertainty_names
 
 F1Classes = Literal["all", "present"]
 
@@ -84,7 +84,7 @@ def metric_names(config: ClassificationConfig) -> frozenset[str]:
     """Return every metric a classification task can report."""
     classes = config.classes
     pairs = (f"confusion/{true}/{predicted}" for true in classes for predicted in classes)
-    return frozenset({"loss", *NAMES, *interval_names(NAMES), *(f"recall/{c}" for c in classes), *pairs})
+    return frozenset({"loss", *NAMES, *uncertainty_names(NAMES), *(f"recall/{c}" for c in classes), *pairs})
 
 
 def scores(config: ClassificationConfig) -> Scores:

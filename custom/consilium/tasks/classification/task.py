@@ -86,7 +86,7 @@ class ClassificationTask:
 
     @property
     def skipped(self) -> int:
-        """How many samples were left out so far because they cannot be read."""
+        """The number of unreadable samples that were skipped so far."""
         return self._samples.skipped
 
     @property

@@ -10,7 +10,7 @@ from consilium.core.schema import MOST_CLASSES, each_once
 from consilium.data.check_report import Findings
 from consilium.data.text import read_texts
 from consilium.tasks.language.text_scores import NAMES
-from consilium.tasks.registry import Change, Scores, TaskConfig, TaskKind, interval_names
+from consilium.tasks.registry import Change, Scores, TaskConfig, TaskKind, uncertainty_names
 
 WRITTEN: dict[str, tuple[str, ...]] = {
     "loss": (), "label": ("accuracy",), "exact": ("exact",), "generation": NAMES, "teacher_forced": (*NAMES, "token_accuracy"),
@@ -91,7 +91,7 @@ def metric_names(config: LanguageConfig) -> frozenset[str]:
     """Return every metric a language task can report."""
     written = WRITTEN[config.evaluate]
     return frozenset(
-        {"loss", "perplexity", *_cuts(config), *written, *interval_names({"loss", *BY_RECORD.intersection(written)})}
+        {"loss", "perplexity", *_cuts(config), *written, *uncertainty_names({"loss", *BY_RECORD.intersection(written)})}
     )
 
 

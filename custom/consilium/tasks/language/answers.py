@@ -113,7 +113,7 @@ def final_answer(text: str) -> str | None:
         sentence = re.split(r"\n|[.!?](?:\s|$)", text[said[-1].end() :], maxsplit=1)[0]
         if said[-1]["colon"] and (answer := settled(sentence)) is not None:
             return answer
-        if (number := _whole_number(_plain(re.split(r"[,;:]\s", sentence, maxsplit=1)[0]))) is not None:
+        if (number := _whole_number(_normalized(re.split(r"[,;:]\s", sentence, maxsplit=1)[0]))) is not None:
             return number
     found = list(_NUMBER.finditer(_spelt(text)))
     return _exact(found[-1]) if found else None
@@ -126,7 +126,7 @@ def settled(answer: str) -> str | None:
     that "2x + 3" is no 2. A name before a sign, "x = 7", is left out, and so is arithmetic, "5 - 2 = 3". Of a longer answer the
     first MOST characters.
     """
-    bare = _plain(answer[:MOST])
+    bare = _normalized(answer[:MOST])
     if (number := _whole_number(bare)) is not None:
         return number
     words = re.sub(r" ?([^\w ]) ?", r"\1", bare).rstrip(".").lower()
@@ -163,7 +163,7 @@ def metamath_reference(text: str) -> str | None:
     return metamath_answer(text if _METAMATH in text else text.replace("####", _METAMATH))
 
 
-def _plain(answer: str) -> str:
+def _normalized(answer: str) -> str:
     """Return the first line of an answer without what has no influence on it."""
     boxed = _boxed(answer)
     first = next(iter(_spelt(answer if boxed is None else boxed).strip().splitlines()), "")
@@ -172,7 +172,7 @@ def _plain(answer: str) -> str:
 
 
 def _behind_equation(bare: str) -> str:
-    """Return what an equation of numbers comes to; a text that is none as it is."""
+    """Return what an equation of numbers comes to; another text as it is."""
     equation = _ARITHMETIC.match(bare)
     return bare[equation.end() :] if equation else bare
 
@@ -220,7 +220,7 @@ def _over(match: re.Match[str]) -> str:
 
 
 def _exact(match: re.Match[str]) -> str:
-    """Return a number in lowest terms; as it stands if it is none, 1/0, or too long."""
+    """Return a number in lowest terms; unchanged if it is not a number, is 1/0, or is too long."""
     if len(match[0]) > _LONGEST or (match["bottom"] and not int(match["bottom"])):
         return match[0]
     if match["bottom"]:

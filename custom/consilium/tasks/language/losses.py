@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from consilium.tasks.language.tokens import IGNORED
 
 
-def learned_places(targets: Tensor) -> Tensor:
-    """Return the places (M,), in the flattened targets (N, T) on the CPU, that are learned."""
+def learned_positions(targets: Tensor) -> Tensor:
+    """Return the positions (M,), in the flattened targets (N, T) on the CPU, of tokens that are learned."""
     return (targets.flatten() != IGNORED).nonzero().squeeze(1)
 
 
@@ -26,7 +26,7 @@ def losses_at(model: nn.Module, inputs: Mapping[str, Any], targets: Tensor, plac
     rows, device = inputs["input_ids"].shape, next(model.parameters()).device
     places, chosen = places.to(device, non_blocking=True), False
 
-    def choose(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def keep_learned_positions(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
         nonlocal chosen
         if chosen or not given or given[0].shape[:-1] != rows:
             return None
@@ -34,7 +34,7 @@ def losses_at(model: nn.Module, inputs: Mapping[str, Any], targets: Tensor, plac
         return given[0].flatten(0, 1)[places][None], *given[1:]
 
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    handle = head.register_forward_pre_hook(choose) if isinstance(head, nn.Module) else None
+    handle = head.register_forward_pre_hook(keep_learned_positions) if isinstance(head, nn.Module) else None
     try:
         logits = cast(Any, model)(**inputs, use_cache=False).logits
     finally:

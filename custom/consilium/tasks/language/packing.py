@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from consilium.tasks.base import Batch
-from consilium.tasks.language.losses import learned_places, losses_at, spread
+from consilium.tasks.language.losses import learned_positions, losses_at, spread
 from consilium.tasks.language.tokens import IGNORED
 
 
@@ -69,7 +69,7 @@ def packed_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     ids, positions, segments = (part.to(device, non_blocking=True) for part in (rows.ids, rows.positions, rows.segments))
     mask = (segments[:, None, :, None] == segments[:, None, None, :]).tril()  # padding attends to padding: no empty row
     inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
-    there = learned_places(rows.labels)
+    there = learned_positions(rows.labels)
     losses = spread(losses_at(model, inputs, rows.labels, there), there, rows.labels.shape).flatten()
     places, learned = rows.places[:, :-1].to(device, non_blocking=True), batch["labels"][:, 1:] != IGNORED
     return losses[places.clamp(min=0)] * (places >= 0), learned.to(device, non_blocking=True)

@@ -19,7 +19,7 @@ from consilium.tasks.base import Answered, Batch, Scored, evaluating
 from consilium.tasks.bootstrap import intervals_of_means
 from consilium.tasks.language import ASKS, CUT, CUT_ASKED, WRITTEN, LanguageConfig, text_scores
 from consilium.tasks.language.correctness import judged, truth
-from consilium.tasks.language.losses import learned_places, losses_at, spread
+from consilium.tasks.language.losses import learned_positions, losses_at, spread
 from consilium.tasks.language.packing import grouped, packed_losses
 from consilium.tasks.language.tokens import IGNORED, Encoded, Encoder
 from consilium.tasks.registry import COUNT
@@ -279,7 +279,7 @@ def token_losses(model: nn.Module, batch: Batch, packed: bool = False) -> tuple[
     if _sees_no_padding(model, device):
         inputs["attention_mask"] = None
     following = F.pad(batch["labels"].cpu()[:, 1:], (0, 1), value=IGNORED)
-    places = learned_places(following)
+    places = learned_positions(following)
     losses = spread(losses_at(model, inputs, following, places), places, following.shape)[:, :-1]
     return losses, (following[:, :-1] != IGNORED).to(device, non_blocking=True)
 
@@ -319,10 +319,10 @@ def build(config: LanguageConfig, model: Any, data: DataList, tokenizer: Any) ->
 def rehearse(config: LanguageConfig, base: Any, model: nn.Module, count: int) -> Tensor:
     """See TaskKind."""
     ids, mask = full_rows(base.max_length, count)
-    return full_loss(model, inputs_of(model, {"input_ids": ids, "attention_mask": mask}))
+    return all_token_loss(model, inputs_of(model, {"input_ids": ids, "attention_mask": mask}))
 
 
-def full_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+def all_token_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     """Return the mean loss of texts of which every token is learned but the first; also of a model that is only laid out."""
     ids = inputs["input_ids"]
     places = torch.arange(ids.numel(), device=ids.device).view(ids.shape)[:, :-1].flatten()

@@ -125,7 +125,7 @@ def meteor(written: Sequence[str], references: Sequence[Sequence[str]]) -> list[
 
 
 def nist(written: Sequence[str], references: Sequence[Sequence[str]], longest: int = 5) -> float:
-    """Return corpus NIST (Doddington, HLT 2002) as mteval-v13a has it; references may vary in number, as in E2E's evaluation.
+    """Return corpus NIST (Doddington, HLT 2002) as mteval-v13a; references may vary in number, as in E2E's evaluation.
 
     An n-gram tells log2(how often its first n - 1 words are said / how often it is itself), over all references. For n = 1 ..
     `longest`, what the answers' n-grams tell is added up, each as often as the reference with most of them has it, and divided

@@ -21,7 +21,7 @@ from consilium.models.vision_language import VisionLanguageConfig
 from consilium.models.vision_language.layout import Picture
 from consilium.models.vision_language.network import picture
 from consilium.tasks.base import Batch
-from consilium.tasks.language.task import LanguageTask, full_loss, full_rows
+from consilium.tasks.language.task import LanguageTask, all_token_loss, full_rows
 from consilium.tasks.language.tokens import Encoder
 from consilium.tasks.report import ReportConfig
 
@@ -144,4 +144,4 @@ def build(config: ReportConfig, model: VisionLanguageConfig, data: DataList, tok
 def rehearse(config: ReportConfig, base: VisionLanguageConfig, model: Any, count: int) -> Tensor:
     """Return the loss of texts of full length alone: the frozen vision tower keeps nothing for a backward pass."""
     ids, mask = full_rows(base.max_length, count)
-    return full_loss(model, model.read(ids, mask))
+    return all_token_loss(model, model.read(ids, mask))

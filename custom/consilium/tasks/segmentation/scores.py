@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from consilium.core.schema import Section
 from consilium.data.datalist import SPLITS
-from consilium.tasks.registry import Scores, interval_names
+from consilium.tasks.registry import Scores, uncertainty_names
 
 
 class SegmentationScoresConfig(Section):
@@ -61,7 +61,7 @@ FORMER = {"scores": {"grid": "resized"}}
 def metric_names(classes: Iterable[str]) -> frozenset[str]:
     """Return every metric a segmentation task can report."""
     each = (*NAMES, *(f"{TOO_SMALL}/{split}" for split in SPLITS))
-    return frozenset({"loss", *NAMES, *interval_names(NAMES), *(f"{name}/{c}" for c in classes for name in each)})
+    return frozenset({"loss", *NAMES, *uncertainty_names(NAMES), *(f"{name}/{c}" for c in classes for name in each)})
 
 
 def scores(config: SegmentationScoresConfig) -> Scores:

@@ -41,8 +41,8 @@ class SegmentationTask:
     Metrics are of each image, volume or patient, as `scores` say, averaged over those where they are defined: a reference that
     lacks the class has neither HD95 nor ASSD, and Dice and IoU only if empty references count. A prediction that lacks the
     class counts with the grid's diagonal. Distances are in millimetres where the spacing is known ("hd95_mm"), else in pixels.
-    "dice" and so on are means over the classes. A class that a site did not annotate in an item counts nowhere in it, nor
-    does, in a quiet list, an item that does not fit the job.
+    Metrics without a class, such as "dice", are means over the classes. A class that a site did not annotate in an item counts
+    nowhere in it, nor does, in a quiet list, an item that does not fit the job.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SegmentationTask:
 
     @property
     def skipped(self) -> int:
-        """How many samples were left out so far because they cannot be read."""
+        """The number of unreadable samples that were skipped so far."""
         return self._samples.skipped
 
     @property

@@ -16,8 +16,8 @@ from packageurl import PackageURL
 def bill(found: Iterable[tuple[Distribution, str]], subject: str) -> str:
     """Return the bill of distributions with their wheels' SHA-256, "" if unknown, as JSON.
 
-    `subject` names the package among them that the bill is about. Of two distributions of one name the first counts, which
-    Python imports.
+    `subject`: the package that the bill of materials describes. Of two distributions of one name the first counts, because
+    Python imports it.
     """
     parts: dict[str, Component] = {}
     for one, digest in found:

@@ -18,7 +18,7 @@ from consilium.flare.job.registration import Registration
 from consilium.flare.job.tasks import TaskSender
 from consilium.flare.job.transport import Aborted, FlareTransport
 from consilium.runtime.engine import LocalTransport
-from consilium.runtime.run_sequence import RunSequence
+from consilium.runtime.run_loop import RunLoop
 from consilium.server.coordinator import Coordinator
 from tests.conftest import assembled, small_config
 from tests.federation.test_coordinator import coordinator, update
@@ -55,7 +55,7 @@ def test_every_step_of_a_run_is_asked_once_and_in_order(tmp_path: Path) -> None:
     job = assembled(config.model_copy(update={"federation": federation}))
     server = Coordinator(job, tmp_path, lambda event: None)
     transport = Recorded(server, job)
-    RunSequence(server, transport).run()
+    RunLoop(server, transport).run()
     server.close()
     assert [(kind, round) for kind, round, _ in transport.asked] == [
         (Kind.HELLO, -1), (Kind.EVALUATE, 0), (Kind.TRAIN, 0), (Kind.EVALUATE, 1), (Kind.TRAIN, 1), (Kind.EVALUATE, 2),
@@ -104,7 +104,7 @@ def test_nothing_of_a_phase_counts_once_flare_ends_the_job(last: bool, tmp_path:
 
     federation, fl_ctx = Federation(tmp_path, dict.fromkeys(names, ends)), context(names)
     tasks = TaskSender(federation, federation.coordinator, signal, fl_ctx, set, 0.01)
-    sequence = RunSequence(federation.coordinator, FlareTransport(tasks, Registration(tasks)))
+    sequence = RunLoop(federation.coordinator, FlareTransport(tasks, Registration(tasks)))
     with pytest.raises(Aborted):
         sequence.run()
     assert (federation.coordinator.state.round, (tmp_path / "results.json").exists()) == (0, False)

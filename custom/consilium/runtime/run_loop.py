@@ -39,7 +39,7 @@ class Probe(Protocol):
         """Return the phase's measurements, before its results are merged into `state`."""
 
 
-class RunSequence:
+class RunLoop:
     """Runs the phases of one run. `masked`: with secure aggregation; `crossing`: of a cross-site job.
 
     `pooled`: the sites whose data one centralized site trains on; statistics and the final evaluation ask them, not that site.
@@ -117,7 +117,7 @@ class RunSequence:
                 scored.add(name)
             return refusal
 
-        payloads = c.final() if c.job.config.trains else {}
+        payloads = c.final_payloads() if c.job.config.trains else {}
         if self.pooled:
             payloads = {name: payload for payload in payloads.values() for name in self.pooled}
         self.transport.ask(Kind.EVALUATE, payloads, accept, lambda: len(scored) >= c.quorum)

@@ -1,4 +1,4 @@
-"""Small tensors taken together: an adapter has hundreds, and each operation on one costs more than its numbers do."""
+"""Norms of adapters, and NaN or Inf in them: small tensors are concatenated, because each operation has a fixed cost."""
 
 import math
 from collections.abc import Mapping
@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, linalg
 
 SMALL = 2**14
-"""Numbers of a tensor from which on it is taken by itself, so that no large one is copied."""
+"""Tensors of at least so many numbers are not concatenated, so that no large one is copied."""
 
 
-def together(tensors: Mapping[str, Tensor]) -> list[tuple[list[str], Tensor]]:
-    """Return names and their numbers (n,) in a row: small tensors of a type in one, each other one by itself, where it is."""
+def concat_small(tensors: Mapping[str, Tensor]) -> list[tuple[list[str], Tensor]]:
+    """Return names and their values (n,): small tensors of one type concatenated, each larger one alone and not copied."""
     groups: dict[tuple[torch.dtype, str], list[str]] = {}
     for name, tensor in tensors.items():
         groups.setdefault((tensor.dtype, name if tensor.numel() >= SMALL else ""), []).append(name)
@@ -22,7 +22,7 @@ def together(tensors: Mapping[str, Tensor]) -> list[tuple[list[str], Tensor]]:
 def norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the Euclidean norm of every tensor, computed in float64."""
     found: dict[str, float] = {}
-    for names, numbers in together(tensors):
+    for names, numbers in concat_small(tensors):
         parts = numbers.double().square().split([tensors[name].numel() for name in names])
         found |= zip(names, torch.stack([part.sum() for part in parts]).sqrt().tolist(), strict=True)
     return {name: found[name] for name in tensors}
@@ -30,12 +30,12 @@ def norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
 
 def norm(tensors: Mapping[str, Tensor]) -> float:
     """Return the Euclidean norm of all tensors as one vector, computed in float64; 0 of none."""
-    rows = (numbers for _, numbers in together(tensors))
+    rows = (numbers for _, numbers in concat_small(tensors))
     found = (row if row.is_floating_point() else row.double() for row in rows)  # masked updates are integers
     return math.hypot(*(float(linalg.vector_norm(numbers, dtype=torch.float64)) for numbers in found))
 
 
-def unusable(tensors: Mapping[str, Tensor]) -> list[str]:
+def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of tensors that have NaN or Inf."""
-    doubtful = [name for names, numbers in together(tensors) if not torch.isfinite(numbers).all() for name in names]
+    doubtful = [name for names, numbers in concat_small(tensors) if not torch.isfinite(numbers).all() for name in names]
     return [name for name in doubtful if not torch.isfinite(tensors[name]).all()]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from consilium.core.errors import RefusedError
-from consilium.core.linalg.together import SMALL, norm, norms, together, unusable
+from consilium.core.linalg.norms import SMALL, concat_small, non_finite, norm, norms
 from consilium.server.aggregation import ExactMean
 
 MIXED = {
@@ -19,11 +19,11 @@ MIXED = {
 
 
 def test_small_ones_of_a_type_stand_in_a_row_and_large_ones_alone() -> None:
-    rows = {tuple(names): numbers for names, numbers in together(MIXED)}
+    rows = {tuple(names): numbers for names, numbers in concat_small(MIXED)}
     assert rows.keys() == {("a", "none", "b"), ("large",), ("half",)}
     assert rows["a", "none", "b"].tolist() == [3.0, 4.0, -2.0]
     assert rows["large",].data_ptr() == MIXED["large"].data_ptr()
-    assert together({}) == []
+    assert concat_small({}) == []
 
 
 def test_norms_are_those_of_each_and_of_all() -> None:
@@ -41,13 +41,13 @@ def test_masked_integers_have_a_norm_too() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_holds_no_finite_number_is_named_and_nothing_beside_it(bad: float) -> None:
-    assert unusable(MIXED) == []
+    assert non_finite(MIXED) == []
     wrong = {name: MIXED[name].clone() for name in ("b", "large", "half")}
     for one in wrong.values():
         one.view(-1)[-1] = bad
         assert not math.isfinite(norm({"one": one}))
-    assert sorted(unusable(MIXED | wrong)) == ["b", "half", "large"]
-    assert unusable(MIXED | {"b": wrong["b"]}) == ["b"]
+    assert sorted(non_finite(MIXED | wrong)) == ["b", "half", "large"]
+    assert non_finite(MIXED | {"b": wrong["b"]}) == ["b"]
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -6,16 +6,16 @@ from consilium.core.errors import DataError
 from consilium.data.safe_open import MOST_SCANS
 
 MOST_PARTS = 2**20
-"""Code blocks, precincts and tiles of a JPEG 2000, each of which takes hundreds of bytes: 64 x 64 pixels are usual for one."""
+"""Most code blocks, precincts and tiles of a JPEG 2000. Each takes hundreds of bytes; a code block is usually 64 x 64."""
 _NO_FRAME = {0xC4, 0xC8, 0xCC}
-"""Markers of JPEG among those of frames (C0 to CF) that are none."""
+"""JPEG markers from C0 to CF that do not begin a frame."""
 _J2K = b"\xff\x4f\xff\x51"
 _TILE = 16
 _STYLE, _STYLE_OF_COMPONENT, _TILE_PART, _DATA = 0xFF52, 0xFF53, 0xFF90, 0xFF93
 
 
-def coded_shape(code: bytes) -> tuple[int, int] | None:
-    """Return (rows, columns) by the header of a code of JPEG, JPEG-LS or JPEG 2000; None for others."""
+def codestream_shape(code: bytes) -> tuple[int, int] | None:
+    """Return (rows, columns) by the header of a JPEG, JPEG-LS or JPEG 2000 codestream; None for others."""
     if (at := _j2k(code)) >= 0:
         columns, rows, left, above = (int.from_bytes(code[at + n : at + n + 4], "big") for n in (8, 12, 16, 20))
         return rows - above, columns - left
@@ -27,8 +27,8 @@ def coded_shape(code: bytes) -> tuple[int, int] | None:
     return None
 
 
-def check_work(where: str, code: bytes) -> None:
-    """Raise DataError for a code whose decoding takes far longer, or far more room, than its pixels."""
+def check_decoding_cost(where: str, code: bytes) -> None:
+    """Raise DataError for a codestream whose decoding takes far more time or memory than its pixels need."""
     if code[:2] == b"\xff\xd8" and (scans := code.count(b"\xff\xda")) > MOST_SCANS:
         raise DataError(f"{where}: is a JPEG of {scans:,} scans, at most {MOST_SCANS} are read; save it anew")
     if (at := _j2k(code)) >= 0 and (parts := _parts(code, at)) > MOST_PARTS:
