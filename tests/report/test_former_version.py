@@ -12,7 +12,7 @@ from consilium.cli.main import app
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.storage import save_state
 from consilium.report.run_record import read_run
-from consilium.server.initialization import resumed
+from consilium.server.initialization import load_for_resume
 from consilium.use.model import adapter_folder
 from tests.conftest import assembled, small_text
 
@@ -28,10 +28,8 @@ def folder(tmp_path: Path) -> Path:
 def test_tables_pages_and_what_left_open(folder: Path) -> None:
     found = read_run(folder)
     assert (found.damaged, found.lost_lines) == (set(), 0)
-    assert {site: scores["test/global/accuracy"] for site, scores in found.final.items()} == {
-        "site-1": 7 / 30,
-        "site-2": 5 / 30,
-    }
+    accuracy = {line["site"]: line["metrics"]["test/global/accuracy"] for line in found.of("final")}
+    assert accuracy == {"site-1": pytest.approx(7 / 30), "site-2": pytest.approx(5 / 30)}
     said = CliRunner().invoke(app, ["compare", str(folder)])
     assert said.exit_code == 0
     assert "0.200" in said.output  # the mean of 7 / 30 and 5 / 30, as 0.2.0 printed it
@@ -50,7 +48,7 @@ def test_it_is_resumed_by_its_own_version_alone(folder: Path) -> None:
     (folder / "server").mkdir(exist_ok=True)
     save_state(folder / "server/state.safetensors", {}, {"job": "0" * 64})
     with pytest.raises(CheckpointError, match=r"is a run of consilium 0\.2\.0, which .* does not resume"):
-        resumed(folder, assembled(small_text()))
+        load_for_resume(folder, assembled(small_text()))
     (folder / "versions.json").write_text(json.dumps({"consilium": f"0.2.0, then {__version__}"}))
     with pytest.raises(CheckpointError, match="is of another job"):
-        resumed(folder, assembled(small_text()))
+        load_for_resume(folder, assembled(small_text()))
