@@ -116,3 +116,16 @@ def test_equal_last_questions_of_other_conversations_are_no_duplicates(tmp_path:
     other = [said("user", "Cough?"), TELL, *MORE[2:]]
     one, two = read(tmp_path, {"messages": MORE}, {"messages": other})
     assert one.prompt != two.prompt
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"instruction": "Rash?", "output": "See a doctor.", "System": "Be kind."}, "'System' is not read; write 'system'"),
+        ({"question": "Rash?", "answer": "See a doctor.", "context ": "A child."}, "'context ' is not read; write 'context'"),
+        ({"instruction": "Rash?", "output": "See a doctor.", "conversation": MORE}, "conversation: .* would change"),
+    ],
+)
+def test_keys_in_another_spelling_are_not_lost(record: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, record)

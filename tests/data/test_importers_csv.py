@@ -196,3 +196,20 @@ def test_no_picture_and_no_column_is_lost_to_the_headings(text: str, why: str, t
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(DataError, match=re.escape(why)):
         run_import("csv", tmp_path / "t.csv", tmp_path / "out")
+
+
+def test_a_line_with_more_cells_than_headings_is_no_other_site(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"line 2: more cells than the 3 headings; put a cell with a ',' in it into quotes"):
+        imported(tmp_path, "image,label,site\na.png,carcinoma, ductal,n\nb.png,y,n\n")
+    text = 'image,label,site\na.png,"carcinoma, ductal",n\nb.png,y,n\n'
+    assert imported(tmp_path, text)["classes"] == ["carcinoma, ductal", "y"]
+
+
+def test_columns_of_0_and_1_are_no_classes_beside_a_column_that_may_be(tmp_path: Path) -> None:
+    lines = [f"{n}.png,{'xy'[n % 2]},{int(n < 3)},{int(n >= 3)}" for n in range(4)]
+    for n in range(4):
+        picture(tmp_path / f"{n}.png")
+    (tmp_path / "t.csv").write_text("\n".join(["image,kind,is_train,is_test", *lines]))
+    with pytest.raises(ConfigError, match="write --column label=kind or --column label=is_train,is_test"):
+        run_import("csv", tmp_path / "t.csv", tmp_path / "lists")
+    assert run_import("csv", tmp_path / "t.csv", tmp_path / "lists", columns={"label": "kind"})["classes"] == ["x", "y"]

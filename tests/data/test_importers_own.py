@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from consilium.core.errors import DataError
+from consilium.data.importers.base import Options
 from consilium.data.importers.registry import import_set
 
 
@@ -100,3 +101,60 @@ def test_sites_without_a_latin_letter_are_numbered(tmp_path: Path) -> None:
     told = import_set("own", tmp_path / "raw", tmp_path / "lists")
     assert set(told["sites"]) == {"site-1", "site-2", "site-3"}
     assert told["notes"][:2] == ["Москва -> site-2", "東京 -> site-3"]
+
+
+def put_class(root: Path, *names: str) -> None:
+    """Write pictures of no label but their folder."""
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (10, 20, 30)).save(root / name)
+
+
+def test_classes_with_numbered_patients_are_no_sites(tmp_path: Path) -> None:
+    put_class(
+        tmp_path / "raw", *(f"{kind}/{first}{n}/{i}.png" for kind, first in (("a", 1), ("b", 2)) for n in "12" for i in "12")
+    )
+    with pytest.raises(DataError, match=r"no class in common .*--patient-folders reads them so"):
+        import_set("own", tmp_path / "raw", tmp_path / "lists")
+    told = import_set("own", tmp_path / "raw", tmp_path / "lists", Options(patient_folders=True))
+    assert told["classes"] == ["a", "b"]
+    assert list(told["sites"]) == ["raw"]
+    told = import_set("own", tmp_path / "raw", tmp_path / "apart", Options(patient_folders=False))
+    assert list(told["sites"]) == ["a", "b"]
+
+
+def test_pictures_beside_folders_of_classes_are_told(tmp_path: Path) -> None:
+    put_class(tmp_path / "raw", *(f"{site}/{kind}/{i}.png" for site in ("n", "s") for kind in "ab" for i in range(4)))
+    put_class(tmp_path / "raw", "n/loose.png")
+    told = import_set("own", tmp_path / "raw", tmp_path / "lists")
+    assert [note for note in told["notes"] if note.startswith("n: 1 pictures lie in no folder of a class")]
+    put_class(tmp_path / "raw", *(f"n/loose{i}.png" for i in range(4)))
+    with pytest.raises(DataError, match="5 pictures lie in no folder of a class"):
+        import_set("own", tmp_path / "raw", tmp_path / "again")
+
+
+def test_splits_beside_another_folder_are_no_sites(tmp_path: Path) -> None:
+    put_class(
+        tmp_path / "raw", *(f"{split}/{kind}/{i}.png" for split in ("train", "dev", "test") for kind in "ab" for i in "12")
+    )
+    with pytest.raises(DataError, match="test is called after a split, and dev beside it is not"):
+        import_set("own", tmp_path / "raw", tmp_path / "lists")
+
+
+def test_two_values_of_one_name_are_one_class(tmp_path: Path) -> None:
+    for number in range(4):
+        put(tmp_path / "raw", "a", f"{number}", (0, 1, 2, 3))
+    (tmp_path / "raw" / "dataset.json").write_text(
+        json.dumps({"labels": {"0": "no", "1": "lesion", "2": "lesion", "3": "organ"}})
+    )
+    assert import_set("own", tmp_path / "raw", tmp_path / "lists")["classes"] == {"lesion": [1, 2], "organ": [3]}
+
+
+def test_patients_in_two_splits_are_told(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        for number in range(3):
+            put(tmp_path / "raw" / split, f"patient{number}", "1")
+    told = import_set("own", tmp_path / "raw", tmp_path / "lists")
+    assert any("3 patients are in several splits" in note for note in told["notes"])
+    told = import_set("own", tmp_path / "raw", tmp_path / "anew", Options(resplit=True))
+    assert not any("several splits" in note for note in told["notes"])

@@ -1,5 +1,6 @@
 """Sites trained side by side: the same run as one by one but for rounding, or one by one with the reason said."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from consilium.adapters import layers
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
 from consilium.core.storage import load_state
 from consilium.runtime import side_by_side
 from consilium.runtime.engine import simulate
+from consilium.training import joint_forward
 from consilium.training.joint_forward import forward_together
 from tests.conftest import Snapshot, assembled, small_cells, small_config, small_text
 
@@ -167,3 +170,41 @@ def test_groups_smaller_than_the_federation_give_the_same_run(tmp_path: Path, jo
     one, other = states(tmp_path / "apart"), states(tmp_path / "two")
     for name in one:
         torch.testing.assert_close(other[name], one[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "why"),
+    [
+        (
+            small_config,
+            {"adapter": {"decoder": "share", "targets": "encoder-qkv"}},
+            "reads an adapter's tensors past its layers",
+        ),
+        (small_cells, {"adapter": {"dora": True}}, "DoraLinearLayer"),
+        (small_cells, {"training": {"gradient_checkpointing": True}}, "gradient_checkpointing"),
+    ],
+)
+def test_a_model_whose_sites_cannot_share_a_pass_runs_one_by_one(
+    base: Any, changes: dict[str, dict[str, Any]], why: str, tmp_path: Path
+) -> None:
+    raw = uneven(base("fedit"), rounds=1).model_dump()
+    for section, values in changes.items():
+        raw[section] |= values
+    raw["data"]["phantoms"] |= {"training": 4, "validation": 0, "test": 1}
+    config = JobConfig.model_validate(raw)
+    run(config, tmp_path / "apart", 1)
+    assert [why in text for text in warnings(run(config, tmp_path / "together", 3))] == [True]
+    one, other = states(tmp_path / "apart"), states(tmp_path / "together")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_check_of_a_pass_leaves_the_sites_tensors_as_they_were(tmp_path: Path) -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    layers.freeze_base(layer, ["0.weight", "0.bias"])
+    sites = [layer, copy.deepcopy(layer)]
+    held = [tensor for model in sites for tensor in layers.tensors(model).values()]
+    before, versions = [tensor.clone() for tensor in held], [tensor._version for tensor in held]
+    joint_forward.check_rows([joint_forward.Call(one, one, one.forward, (torch.ones(2, 3),), {}) for one in sites])
+    assert len(held) == 4
+    assert all(map(torch.equal, before, held))
+    assert [tensor._version for tensor in held] == versions

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import AddedToken, Tokenizer, models, normalizers
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
 
 from consilium.adapters import dual_rank
 from consilium.core.errors import ConfigError
@@ -274,3 +276,18 @@ def test_dropout_drops_nothing_of_a_frozen_tail() -> None:
     expected = layer.base(x) + 2.0 * x @ values["tail_A"].T @ values["tail_B"].T
     torch.testing.assert_close(base.train()(x), expected)
     torch.testing.assert_close(base.eval()(x), expected)
+
+
+def test_words_that_a_tokenizer_normalizes_to_a_special_token_are_none() -> None:
+    """A special token may be found in normalized text: full-width signs are then its letters."""
+    signs = sorted(map(chr, range(32, 127)))
+    program = Tokenizer(models.BPE({sign: number for number, sign in enumerate(signs)}, []))
+    program.normalizer = normalizers.NFKC()
+    end = AddedToken("</s>", special=True, normalized=True)
+    program.add_special_tokens([end])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=program, eos_token=end)
+    words = "＜/s＞"
+    assert tokenizer(words).input_ids == [tokenizer.eos_token_id]
+    found = Encoder(tokenizer, 100, "{instruction}: ").pair(Text("x:1", words, "", (words,)))
+    assert found.ids.count(tokenizer.eos_token_id) == 1
+    assert tokenizer.decode(found.ids, clean_up_tokenization_spaces=False).replace(" ", "").startswith("</s>:")

@@ -91,6 +91,16 @@ def test_accumulation_equals_a_larger_batch() -> None:
     assert torch.allclose(*ends, atol=1e-6)
 
 
+def test_gradients_of_a_failed_step_are_not_of_the_next_round() -> None:
+    ends = []
+    for left in (None, torch.tensor([3.0, 4.0])):
+        model = Line()
+        model.a.grad = left
+        run(model, {"a", "b"}, optimizer="sgd")
+        ends.append(model.a.detach())
+    assert torch.equal(*ends)
+
+
 def test_the_penalty_acts_once_a_step_with_anchors_of_the_start() -> None:
     seen: list[Tensor] = []
 

@@ -1,6 +1,7 @@
 """`consilium models import`: what it writes jobs can name, its weights are the source's, and what it refuses is one line."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -313,3 +314,62 @@ def test_an_adapter_as_source_names_the_option(tmp_path: Path, monkeypatch: pyte
     words = said.replace("BASE", str(base)).replace("FOLDER", str(tmp_path / "made")).split()[1:]
     assert run(monkeypatch, *words) == 0
     assert "parameters, licence unknown" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda t: t.pop("blk.1.ffn_up.weight"), "lacks 'model.layers.1.mlp.up_proj.weight'"),
+        (lambda t: t.update({"blk.0.attn_q.bias": np.ones(32, np.float32)}), "'blk.0.attn_q.bias' is left out"),
+        (lambda t: t.update({"blk.2.attn_norm.weight": np.ones(32, np.float32)}), "'blk.2.attn_norm.weight' is left out"),
+    ],
+)
+def test_a_gguf_file_with_other_tensors_than_its_model_is_refused(
+    spoil: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "a.gguf", spoil)
+    with pytest.raises(CheckpointError, match=message):
+        import_model(tmp_path / "a.gguf", tmp_path / "made")
+
+
+def test_a_pipe_is_no_gguf_file(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    os.mkfifo(tmp_path / "a.gguf")
+    with pytest.raises(CheckpointError, match="no plain file"):
+        import_model(tmp_path, tmp_path / "made")
+
+
+def test_a_licence_that_is_a_link_out_of_the_folder_is_not_copied(tmp_path: Path) -> None:
+    source = save_folder(tmp_path / "source")
+    (tmp_path / "private").write_text("a key")
+    (source / "LICENSE").symlink_to(tmp_path / "private")
+    with pytest.raises(CheckpointError, match="outside the folder"):
+        import_model(source, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+def test_whole_numbers_without_scales_are_no_weights(tmp_path: Path) -> None:
+    source = save_folder(tmp_path / "source")
+    state = {name: (100 * tensor).to(torch.int8) for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="weights of type I8"):
+        import_model(source, tmp_path / "made")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"init_lora_weights": "pissa"}, "its base is not the original one"),
+        ({"target_modules": "([a-z_.0-9]+)+!"}, "target_modules: .* is no name of a layer"),
+        ({"rank_pattern": {"([a-z_.0-9]+)+!": 2}}, "rank_pattern: .* is no name of a layer"),
+        ({"r": 10**8}, "a rank of 100000000 does not fit this base"),
+    ],
+)
+def test_settings_of_an_adapter_that_never_end_or_name_another_base_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    base = save_folder(tmp_path / "base")
+    peft_folder(base, tmp_path / "adapter")
+    _edit(tmp_path / "adapter", "adapter_config.json", **changes)
+    with pytest.raises(ConfigError, match=message):
+        import_model(base, tmp_path / "made", tmp_path / "adapter")

@@ -23,12 +23,15 @@ FORMS: dict[str, tuple[str, ...]] = {
 MEANINGS = frozenset(
     {
         "answers", "audio", "audios", "chat_template", "chat_template_kwargs", "choices", "chosen", "context", "contexts",
-        "document", "documents", "function_call", "functions", "history", "images", "options", "query", "reasoning",
+        "conversation", "document", "documents", "function_call", "functions", "history", "images", "options", "query",
+        "reasoning",
         "reasoning_content", "rejected", "response", "responses", "suffix", "system_prompt", "target", "targets", "thinking",
         "tool_calls", "tools", "video", "videos", "weight",
     }
 )  # fmt: skip
 """Keys that would change what a record asks or which words are learned, and that no form here has."""
+KEYS = MEANINGS | {"system", *(key for keys in FORMS.values() for key in keys)}
+"""All keys that say something, in the case in which they are read."""
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "developer": "system"}
 """Other names of roles, ShareGPT's and OpenAI's."""
 MOST_TURNS = 256
@@ -59,6 +62,8 @@ def chat_of(where: str, raw: Mapping[str, Any]) -> Chat | None:
     if len(forms) > 1:
         pair = " and ".join(repr(next(key for key in FORMS[name] if key in present)) for name in forms[:2])
         raise DataError(f"{where}: has {pair}, keys of two forms; leave one of them out")
+    if forms and (bad := sorted(key for key in present - KEYS if key.strip().lower() in KEYS)):
+        raise DataError(f"{where}: {bad[0][:80]!r} is not read; write {bad[0].strip().lower()!r}, or leave it out")
     if bad := sorted(MEANINGS & present):
         remedy = "put its words into the question or the answer, or leave the key out"
         raise DataError(f"{where}: {bad[0]}: {repr(raw[bad[0]])[:80]} would change what is learned and is not read; {remedy}")

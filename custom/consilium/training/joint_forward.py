@@ -19,6 +19,10 @@ from torch import Tensor, nn
 from consilium.adapters import layers
 
 Key = tuple[Any, ...]
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+"""By which a joined pass may differ from one alone, relative to the largest number; of shorter types 2e-2."""
+CHANGE = 0.1
+"""By how much `check_rows` changes adapter tensors, relative to their mean size; tensors of zeros by this much."""
 
 
 def copy_sharing_base(model: nn.Module) -> nn.Module:
@@ -83,6 +87,66 @@ def forward_together(calls: Sequence[Call]) -> list[Any]:
     return [_cut(output, sum(sizes[:n]), size, sum(sizes), lengths[n]) for n, size in enumerate(sizes)]
 
 
+def check_rows(calls: Sequence[Call]) -> None:
+    """Raise ValueError unless a joined pass gives each call what its own model gives, for whatever adapter tensors.
+
+    The tensors are changed for the check, each site's otherwise: at a run's start all sites have equal ones. A model that reads
+    a tensor past its module's forward, as SAM's mask decoder does, would use the first site's for all.
+    """
+    own = [tensor for call in calls for tensor in layers.tensors(call.model).values()]
+    kept, noise = [tensor.detach().clone() for tensor in own], torch.Generator().manual_seed(0)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(own)), _as_exactly_as_stored(calls[0].model):
+        try:
+            for tensor in own:
+                size = float(tensor.abs().mean()) if tensor.numel() else 0.0
+                tensor.add_(torch.randn(tensor.shape, generator=noise).to(tensor), alpha=CHANGE * (size or 1.0))
+            before = random_state()
+            outputs = forward_together(calls)
+            check_drew_nothing(before)
+            for n in {0, len(calls) - 1}:
+                _check_equal(outputs[n], calls[n].alone())
+        finally:
+            for tensor, value in zip(own, kept, strict=True):
+                tensor.copy_(value)
+
+
+def random_state() -> list[Tensor]:
+    """Return the states of PyTorch's random numbers, the CPU's first."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+
+def check_drew_nothing(before: Sequence[Tensor]) -> None:
+    """Raise ValueError where random numbers were drawn, of a GPU too, since they had the state `before`."""
+    if not all(map(torch.equal, before, random_state())):
+        raise ValueError("the model draws random numbers, as dropout does")
+
+
+def _as_exactly_as_stored(model: nn.Module) -> torch.autocast:
+    """Return autocast switched off for a model in float32, so that little is rounded; else as it is, but without its cache.
+
+    The cache holds casts of tensors from before they were changed.
+    """
+    device = next(model.parameters()).device.type
+    wanted = torch.is_autocast_enabled(device) and any(one.dtype != torch.float32 for one in model.parameters())
+    return torch.autocast(device, torch.get_autocast_dtype(device), enabled=wanted, cache_enabled=False)
+
+
+def _check_equal(joined: Any, alone: Any) -> None:
+    """Raise ValueError where an output of a joined pass is not what the site's own model makes."""
+    pairs = zip(_leaves(_plain(joined)), _leaves(_plain(alone)), strict=True)
+    for one, other in ((one, other) for one, other in pairs if isinstance(other, Tensor)):
+        largest = float(other.abs().max()) if other.numel() else 0.0
+        lower = torch.is_autocast_enabled(other.device.type)
+        allowed = largest * (2e-2 if lower else TOLERANCE.get(other.dtype, 2e-2))
+        if one.shape != other.shape or not float((one - other).abs().max() if one.numel() else 0.0) <= allowed:
+            raise ValueError("the model mixes the rows of a batch, or reads an adapter's tensors past its layers")
+
+
+def _plain(value: Any) -> Any:
+    """Return an output's values as `_leaves` goes through them."""
+    return list(value.values()) if hasattr(value, "values") and not isinstance(value, Tensor) else value
+
+
 def _is_tokens(value: Tensor) -> bool:
     return value.ndim == 2 and not value.is_floating_point()
 
@@ -140,7 +204,8 @@ def _each_its_own(calls: Sequence[Call], sizes: Sequence[int]) -> Iterator[None]
     """Have the first call's modules that hold adapter tensors hand each site's rows to its own module."""
     owners = [layers.owners(call.model) for call in calls]
     inside = set(calls[0].part.modules())
-    replaced = [group for group in zip(*owners, strict=True) if group[0] in inside]
+    # a module with a forward of its own is left out of the model, or is the whole part
+    replaced = [group for group in zip(*owners, strict=True) if group[0] in inside and "forward" not in vars(group[0])]
     try:
         for group in replaced:
             vars(group[0])["forward"] = partial(_apart, group, [type(one).forward for one in group], sizes)
@@ -151,11 +216,16 @@ def _each_its_own(calls: Sequence[Call], sizes: Sequence[int]) -> Iterator[None]
 
 
 def _apart(
-    modules: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]], sizes: Sequence[int], hidden: Tensor, *more: Any
+    modules: Sequence[nn.Module],
+    forwards: Sequence[Callable[..., Any]],
+    sizes: Sequence[int],
+    hidden: Tensor,
+    *more: Any,
+    **options: Any,
 ) -> Tensor:
-    """Run each site's module on its rows of `hidden` (rows times any factor, ...)."""
+    """Run each site's module on its rows of `hidden` (rows times any factor, ...). Other arguments may be switches only."""
     factor, rest = divmod(len(hidden), sum(sizes))
-    if rest or more:
+    if rest or not all(isinstance(one, bool | int | float | None) for one in (*more, *options.values())):
         raise ValueError(f"{type(modules[0]).__name__} gets {tuple(hidden.shape)} for {sum(sizes)} rows")
     weights = [cast(Tensor, one.weight) for one in modules if type(one) is nn.Linear and one.bias is None]
     if len(weights) == len(modules) and len(set(sizes)) == 1 and len({one.shape for one in weights}) == 1:
@@ -163,4 +233,5 @@ def _apart(
         rows = hidden.reshape(len(modules), -1, hidden.shape[-1])
         return torch.bmm(rows, stacked.transpose(1, 2)).reshape(*hidden.shape[:-1], -1)
     chunks = hidden.split([size * factor for size in sizes])
-    return torch.cat([forward(one, chunk) for forward, one, chunk in zip(forwards, modules, chunks, strict=True)])
+    parts = zip(forwards, modules, chunks, strict=True)
+    return torch.cat([forward(one, chunk, *more, **options) for forward, one, chunk in parts])

@@ -175,6 +175,7 @@ def train(
     if dp is None and not task.num_samples:  # at site level noise hides whether a site has any; without noise none gets here
         return {"loss": 0.0, "steps": 0.0}
     optimizer = make_optimizer(list(active.values()), config)
+    optimizer.zero_grad(set_to_none=True)  # of a step that failed between its batches, in an earlier round
     if optimizer_state:
         restore_optimizer(optimizer, list(active), optimizer_state)
     anchors = {name: p.detach().clone() if name in trained else p.detach() for name, p in params.items()}

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -48,7 +48,6 @@ _KEPT |= {"layers_to_transform", "layers_pattern"}
 _UNREAD = {"base_model_name_or_path", "peft_type", "task_type", "revision", "peft_version", "auto_mapping", "inference_mode"}
 _UNREAD |= {
     "lora_dropout",
-    "init_lora_weights",
     "fan_in_fan_out",
     "megatron_core",
     "loftq_config",
@@ -57,6 +56,10 @@ _UNREAD |= {
 }
 _UNREAD |= {"ensure_weight_tying"}
 """Settings without influence on a merge; `fan_in_fan_out` is about layers that are linear layers here."""
+_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that leave the base's weights as they are; PiSSA, OLoRA, LoftQ and others change them."""
+_NAMES = re.compile(r"[\w.^$|-]*", re.ASCII)
+"""Names of layers with no repetition in them: a regular expression may take for ever."""
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 
 
@@ -144,14 +147,16 @@ def _of_gguf(source: Path) -> _Source:
         )
     if find_spec("gguf") is None:
         raise ConfigError(f"SOURCE: {path}: needs the package gguf; install it: pip install 'consilium[gguf]'")
-    told = _gguf_header(path)
+    with _as_source():
+        real = plain_file(path.parent, path.name)
+    told, names = _gguf_header(path)
     with tempfile.TemporaryDirectory(prefix="consilium-model-") as view, no_progress_bar():
-        (Path(view) / "model.gguf").symlink_to(plain_file(path.parent, path.name))
+        (Path(view) / "model.gguf").symlink_to(real)
         try:
             tokenizer = AutoTokenizer.from_pretrained(view, gguf_file="model.gguf", local_files_only=True)
-            model = AutoModelForCausalLM.from_pretrained(
+            model, loaded = AutoModelForCausalLM.from_pretrained(
                 view, gguf_file="model.gguf", local_files_only=True, dtype=torch.float32,
-                quantization_config=transformers.GgufConfig(dequantize=True),
+                quantization_config=transformers.GgufConfig(dequantize=True), output_loading_info=True,
             )  # fmt: skip
         except STOPS:
             raise
@@ -160,17 +165,37 @@ def _of_gguf(source: Path) -> _Source:
             raise CheckpointError(
                 f"SOURCE: {path}: cannot be read ({why}); use a GGUF file of Llama, Qwen, Mistral or Gemma"
             ) from None
+    _check_whole(path, model, loaded["missing_keys"], names)
     model.name_or_path = model.config._name_or_path = path.stem
     return _Source(model.eval(), tokenizer, told, torch.float32, path.parent)
 
 
-def _gguf_header(path: Path) -> dict[str, Any]:
-    """Return what a GGUF file says of itself. Raises CheckpointError for a damaged one."""
+def _check_whole(path: Path, model: PreTrainedModel, missing: Collection[str], names: Collection[str]) -> None:
+    """Raise CheckpointError for tensors that a GGUF file lacks, or has and `transformers` leaves out, which it does in silence.
+
+    These are biases that its model has not, and blocks over its number of blocks.
+    """
+    if missing:
+        what = f"lacks {shown(min(missing), 120)!r}, which would be random; fetch it again"
+        raise CheckpointError(f"SOURCE: {path}: {what}")
+    blocks = model.config.get_text_config().num_hidden_layers
+    beyond = {name for name in names if (found := re.match(r"blk\.(\d+)\.", name)) and int(found[1]) >= blocks}
+    biases = {name for name in names if name.endswith(".bias")}
+    if len(biases) <= sum(name.endswith("bias") for name in model.state_dict()):
+        biases = set()
+    if lost := sorted(beyond | biases):
+        what = f"{shown(lost[0], 120)!r} is left out by transformers, so that its numbers would be others"
+        raise CheckpointError(f"SOURCE: {path}: {what}; use the model's original folder")
+
+
+def _gguf_header(path: Path) -> tuple[dict[str, Any], Collection[str]]:
+    """Return what a GGUF file says of itself, and its tensors' names. Raises CheckpointError for a damaged one."""
     from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
 
     try:
         values, _ = read_gguf_metadata(str(path))
-        types = Counter(_ggml_name(kind) for kind in GgufHeader.from_file(str(path)).ggml_types.values())
+        tensors = GgufHeader.from_file(str(path)).ggml_types
+        types = Counter(map(_ggml_name, tensors.values()))
     except Exception as error:  # a cut file fails wherever it ends
         raise CheckpointError(f"SOURCE: {path}: no GGUF file that can be read ({short(error)}); fetch it again") from None
     named = {
@@ -183,7 +208,7 @@ def _gguf_header(path: Path) -> dict[str, Any]:
         "licence": str(values.get("general.license", UNKNOWN))[:200],
         "named": named,
         "weights": dict(sorted(types.items())),
-    }
+    }, list(tensors)
 
 
 def _ggml_name(kind: int) -> str:
@@ -210,6 +235,9 @@ def _of_folder(source: Path) -> _Source:
         tokenizer = load_tokenizer("folder", source, config)
     files = _weight_files(source)
     kinds = Counter(kind for name in files for kind in _dtypes(source / name))
+    if bad := sorted(kind for kind in kinds if not re.fullmatch(r"B?F\d+", kind)):
+        what = f"weights of type {bad[0]}, whole numbers or others without their scales"
+        raise CheckpointError(f"SOURCE: {source}: {what}; import the original folder, or a GGUF file")
     told = {
         "source": source.resolve().name,
         "format": "transformers",
@@ -304,6 +332,7 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     path = plain_file(folder, _ADAPTER[1])
     try:
         tensors = load_file(path)
+        _check_rank(kept, tensors, where)
         adapted = get_peft_model(model, LoraConfig(**kept))
     except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{where}: is none of this base ({short(error)}); name the base it was trained on") from None
@@ -331,12 +360,32 @@ def _lora_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the settings that PEFT takes. Raises ConfigError for another kind of adapter, or one with more parts."""
     if (kind := settings.get("peft_type")) != "LORA":
         raise ConfigError(f"{where}: peft_type {kind!r}: only LORA is merged; merge it by PEFT, and import the merged folder")
+    if (start := settings.get("init_lora_weights")) not in _STARTS:
+        what = f"init_lora_weights: {ascii(start)[:80]}: its base is not the original one"
+        raise ConfigError(f"{where}: {what}; merge it by PEFT's merge_and_unload, and import the merged folder")
+    for key in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern"):
+        words = [value] if isinstance(value := settings.get(key) or (), str) else value
+        if bad := next((word for word in words if not (isinstance(word, str) and _NAMES.fullmatch(word))), None):
+            what = f"{key}: {ascii(bad)[:80]} is no name of a layer"
+            raise ConfigError(f"{where}: {what}; list the names, such as q_proj, or merge it by PEFT's merge_and_unload")
     for key, value in settings.items():
+        if key == "init_lora_weights":
+            continue
         unset = value in (None, False, "none", [], {})
         if key not in _KEPT | _UNREAD and not unset:
             what = f"{shown(key, 64)}: {ascii(value)[:80]} is not merged here"
             raise ConfigError(f"{where}: {what}; merge it by PEFT's merge_and_unload, and import the merged folder")
     return {key: value for key, value in settings.items() if key in _KEPT and value is not None}
+
+
+def _check_rank(kept: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> None:
+    """Raise ConfigError for a rank over those of the adapter's tensors, before layers of that rank take memory."""
+    largest = max((len(tensor) for name, tensor in tensors.items() if ".lora_A." in name and tensor.ndim), default=0)
+    patterns = kept.get("rank_pattern") or {}
+    ranks = [kept.get("r", 8), *(patterns.values() if isinstance(patterns, dict) else ())]
+    if bad := next((rank for rank in ranks if type(rank) is not int or not 0 < rank <= largest), None):
+        what = f"a rank of {ascii(bad)[:40]} does not fit this base with the adapter's tensors, of at most {largest} rows"
+        raise ConfigError(f"{where}: {what}; fetch it again")
 
 
 def _tied_target(model: PreTrainedModel, adapted: Any) -> str:
@@ -396,7 +445,8 @@ def _copy_licences(home: Path, made: Path) -> None:
     for pattern in LICENCES:
         for path in sorted(home.glob(pattern)):
             if path.is_file():
-                shutil.copyfile(path, made / path.name)
+                with _as_source():
+                    shutil.copyfile(plain_file(home, path.name, LONGEST_TEMPLATE), made / path.name)
 
 
 def _drop_private_keys(path: Path) -> None:

@@ -57,8 +57,9 @@ def read_own(source: Path, options: Options) -> ImportResult:
     asked = [] if one_site else _asked(source, below, options)
     sites = {one.name: site for one in asked if (site := _site(one, replace(options, only=())))}
     notes: list[str] = []
-    if not sites or all(map(_named_split, sites)):
-        whole = _site(source, options)
+    by_class = _of_classes_by_patient(source, True) if options.patient_folders and _without_common_class(sites) else None
+    if by_class is not None or not sites or all(map(_named_split, sites)):
+        whole = by_class or _site(source, options)
         if whole is None:
             for path in sorted(source.glob("[!.]*.[cC][sS][vV]")):
                 open_table(path, {})  # says what is wrong with it
@@ -67,6 +68,7 @@ def read_own(source: Path, options: Options) -> ImportResult:
         sites = {source.resolve().name: whole}
     else:
         _check_sites(source, {name: len(found) for name, (found, _) in sites.items()}, options)
+        _check_classes(source, sites, options)
         left = [one.name for one in asked if one.name not in sites]
         why = "left out, it has neither masks nor classes nor a table that `consilium data import csv` reads"
         notes += [f"{name}: {why}" for name in left]
@@ -78,6 +80,7 @@ def read_own(source: Path, options: Options) -> ImportResult:
     places = [source / name for name in sites if (source / name).is_dir()] or [source]
     taken = {path for one in samples for path in (one.image, one.label)}
     told += [f"{place.name}: {lost}; {UNREAD}" for place in places if (lost := _not_read(place, taken))]
+    told += [f"{place.name}: {lost}" for place in places if (lost := _left_pictures(place, samples))]
     named = [own for folder in (source, *(source / name for name in sites)) if (own := named_values(folder))]
     if agreed := all(own == named[0] for own in named):
         notes += ["the names of classes are those of dataset.json"] if named else []
@@ -122,6 +125,48 @@ def _check_sites(source: Path, counts: Mapping[str, int], options: Options) -> N
         what = f"{len(counts)} folders, {names[0]} to {names[-1]}, half of them with at most {half} samples"
         remedy = "--patient-folders makes one site of these patients, --no-patient-folders a site of each"
         raise DataError(f"{source}: holds {what}, which may be patients or sites; write which: {remedy}")
+
+
+def _without_common_class(sites: Mapping[str, Site]) -> str:
+    """Return the first classes of two sites where all have classes and no two have one in common, "" otherwise."""
+    classes = {name: {one.label for one in found if isinstance(one.label, str)} for name, (found, _) in sites.items()}
+    apart = (
+        len(classes) > 1 and all(classes.values()) and sum(map(len, classes.values())) == len(set().union(*classes.values()))
+    )
+    told = (f"{name}: {', '.join(sorted(own)[:3])}" for name, own in list(classes.items())[:2])
+    return "; ".join(told) if apart and not any(map(_SITE.search, classes)) else ""
+
+
+def _check_classes(source: Path, sites: Mapping[str, Site], options: Options) -> None:
+    """Raise DataError for sites without a class in common, which may be classes with folders of patients or of kinds, and for
+    splits beside a folder of another name.
+    """
+    if splits := sorted(filter(_named_split, sites)):
+        what = f"{splits[0]} is called after a split, and {min(set(sites) - set(splits))} beside it is not"
+        remedy = "call splits train, validation and test, or rename the folder if it is a site"
+        raise DataError(f"{source}: {what}; {remedy}")
+    if options.patient_folders is None and (told := _without_common_class(sites)):
+        what = f"its folders have no class in common ({told}), so they may be classes with a folder for each patient"
+        remedy = "--patient-folders reads them so, --no-patient-folders makes a site of each"
+        raise DataError(f"{source}: {what}; write which: {remedy}")
+
+
+def _left_pictures(folder: Path, samples: Sequence[SourceSample]) -> str:
+    """Return how many pictures of a folder of classes are not among its samples, as they lie in no class; "" for none.
+
+    Raises DataError where they are half as many as the samples.
+    """
+    own = [one for one in samples if isinstance(one.image, Path) and one.image.is_relative_to(folder)]
+    if not own or not all(isinstance(one.label, str) for one in own):
+        return ""
+    taken = {one.image for one in own}
+    left = [path for path in files(folder, PICTURES) if path not in taken and not path.parent.name.startswith(".")]
+    if not left or find_table(folder):
+        return ""
+    what = f"{len(left)} pictures lie in no folder of a class and are not read, the first is {left[0].relative_to(folder)}"
+    if 2 * len(left) >= len(own):
+        raise DataError(f"{folder}: {what}; move each into the folder of its class")
+    return what
 
 
 def _has_below(folder: Path) -> bool:
@@ -183,10 +228,16 @@ def _of_classes(folder: Path) -> Site:
     ], []
 
 
-def _of_classes_by_patient(folder: Path) -> Site | None:
-    """Return the pictures of folders of classes with a folder for each patient in them, None of any other layout."""
+def _of_classes_by_patient(folder: Path, asked: bool = False) -> Site | None:
+    """Return the pictures of folders of classes with a folder for each patient in them, None of any other layout.
+
+    `asked`: the folders in them are patients whatever their names.
+    """
     patients = {one: [two for two in sorted(one.iterdir()) if two.is_dir()] for one in sorted(folder.iterdir()) if one.is_dir()}
-    if not patients or not all(are_patients(two.name for two in inner) for inner in patients.values()):
+    patients = {one: inner for one, inner in patients.items() if not one.name.startswith(".")}
+    if asked and any(kind_of(one.name) or _named_split(one.name) for own in patients.items() for one in (own[0], *own[1])):
+        return None
+    if not patients or not all(inner and (asked or are_patients(two.name for two in inner)) for inner in patients.values()):
         return None
     return [
         SourceSample(folder.resolve().name, check_identifier(str(two), "patient", two.name), path, one.name, is_patient=True)

@@ -43,6 +43,7 @@ def labelled(
     found = [replace(one, site=names[one.site]) for one in samples]
     notes = [*renamed_notes(names), *notes]
     notes += [] if all(one.is_patient for one in found) else [f"{source.name} {NO_PATIENTS}{unknown}"]
+    notes += [] if options.resplit else _of_two_splits(found)
     masks, classed = ([one for one in found if isinstance(one.label, Path) is kind] for kind in (True, False))
     if not masks:
         return _result_by_class_name(classed, notes)
@@ -62,6 +63,17 @@ def labelled(
     return ImportResult(masks, _classes(values, named or {}), [*notes, *(apart if beside else [])], beside)
 
 
+def _of_two_splits(samples: Sequence[SourceSample]) -> list[str]:
+    """Return a note of patients whose samples the source has in several splits of a site, [] for none."""
+    splits: dict[tuple[str, str], set[str | None]] = {}
+    for one in samples:
+        if one.is_patient:
+            splits.setdefault((one.site, one.group), set()).add(one.split)
+    if not (cut := sorted(whose for whose, own in splits.items() if len(own) > 1)):
+        return []
+    return [f"{len(cut)} patients are in several splits of the source, such as {cut[0][1]} of {cut[0][0]}; --resplit cuts anew"]
+
+
 def named_values(folder: Path) -> dict[str, list[int]]:
     """Return the values of classes by the `labels` of nnU-Net's or the Decathlon's dataset.json in a folder, {} without one.
 
@@ -69,12 +81,12 @@ def named_values(folder: Path) -> dict[str, list[int]]:
     """
     raw = read_json(folder / "dataset.json") if (folder / "dataset.json").is_file() else {}
     labels = raw.get("labels") if isinstance(raw, dict) else None
-    found = {}
+    found = dict[str, list[int]]()
     for key, value in labels.items() if isinstance(labels, dict) else ():
         name, values = (value, key) if isinstance(value, str) else (key, value)
         numbers = [str(one) for one in (values if isinstance(values, list) else [values])]
         if any(one != "0" for one in numbers) and all(map(str.isdecimal, numbers)):
-            found[name] = [int(one) for one in numbers]
+            found[name] = [*found.get(name, []), *map(int, numbers)]
     return found
 
 

@@ -133,6 +133,11 @@ def _lines(source: Path) -> tuple[list[str], Iterator[Row]]:
     def rows() -> Iterator[Row]:
         try:
             for raw in reader:
+                if any(map(str.strip, raw.pop(None, None) or ())):  # type: ignore[call-overload]
+                    what = f"line {reader.line_num + before}: more cells than the {len(there)} headings"
+                    raise DataError(
+                        f"{source}: {what}; put a cell with a {reader.reader.dialect.delimiter!r} in it into quotes"
+                    )
                 yield Row(reader.line_num + before, {name: (raw[name] or "").strip() for name in there})
         except csv.Error as error:
             raise DataError(f"{source}: line {reader.line_num + before + 1}: {error}; save it as CSV anew") from None
@@ -173,6 +178,7 @@ def _columns(
             named[one] = paths.pop(0)
             notes.append(f"--column {one}={named[one]}: its cells are paths of {'pictures' if one == 'image' else 'masks'}")
         elif one == "label" and one not in named and len(flags := [name for name in left if _is_flag(name, rows)]) > 1:
+            _check_flags(source, flags, [name for name in left if name not in flags], rows)
             named[one] = ",".join(flags)
             notes.append(f"--column {shlex.quote(f'label={named[one]}')}: these columns of 0 and 1 are the classes")
         elif one not in named:
@@ -193,6 +199,17 @@ def _parts(name: str, there: Sequence[str]) -> list[str]:
 def _is_flag(column: str, rows: Sequence[Row]) -> bool:
     """Tell whether a column says yes or no of each picture."""
     return bool(rows) and all(row.values[column].casefold() in _FLAGS for row in rows)
+
+
+def _check_flags(source: Path, flags: Sequence[str], others: Sequence[str], rows: Sequence[Row]) -> None:
+    """Raise ConfigError where columns of 0 and 1 may be no classes: another column may be, or they are called after splits."""
+    several = [name for name in others if len({row.values[name] for row in rows} - {""}) > 1]
+    own = _proposed("label", several, rows)
+    split = next((name for name in flags for word in re.split(r"[\W_]+", name) if split_of(word)), None)
+    if own != "NAME" or split:
+        choice = " or ".join(f"--column {shlex.quote(f'label={name}')}" for name in (own, ",".join(flags)))
+        what = f"no column 'label', and the classes may be in {own!r} or in the columns of 0 and 1"
+        raise ConfigError(f"--column: {source}: {what}; write {choice}")
 
 
 def _with_class(source: Path, flags: Sequence[str], rows: Sequence[Row]) -> list[Row]:

@@ -170,7 +170,13 @@ class Encoder:
 
     def _own(self, words: str) -> str:
         """Return a record's words with every special token's name in them broken, so that none is read as one."""
-        return self._names.sub(BREAK, words.replace(BREAK, ""))
+        words = words.replace(BREAK, "")
+        return self._names.sub(BREAK, self._normal(words) if self._names.search(self._normal(words)) else words)
+
+    def _normal(self, words: str) -> str:
+        """Return words as the tokenizer normalizes them: it may find a token's name only then, as of full-width signs."""
+        normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", None)
+        return words if normalizer is None else str(normalizer.normalize_str(words)).replace(BREAK, "")
 
     @property
     def default_system(self) -> str:
