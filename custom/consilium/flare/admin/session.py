@@ -1,5 +1,6 @@
 """An administrator's session with a running federation: submit, watch, abort, download. FLARE's errors become one line each."""
 
+import io
 import json
 import re
 import sys
@@ -7,7 +8,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ _LOGGED = r"^\d\S+ \S+ - \S+ - ERROR - (?:\[.*?\] - )?(?!Traceback)(.*)$"
 FLARE_ERRORS: tuple[type[Exception], ...] = tuple(
     kind for kind in vars(api_spec).values() if isinstance(kind, type) and issubclass(kind, Exception)
 )
+NO_SESSION, INACTIVE = (api_spec.SessionClosed, api_spec.AuthenticationError), "session_inactive"
+"""FLARE's errors once the server no longer knows a session, and the words of those that have no type of their own."""
 NO_JOB: tuple[type[Exception], ...] = (*FLARE_ERRORS, ConfigError, ValueError, OSError)
 Job = dict[str, Any]
 
@@ -273,7 +276,7 @@ def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
     check_time(kit)
     user = json.loads(config.read_text(encoding="utf-8"))["admin"]["username"]
     try:
-        with redirect_stdout(sys.stderr):  # FLARE prints; programs read our output
+        with redirect_stdout(sys.stderr), redirect_stderr(io.StringIO()):  # FLARE prints, and a traceback for a refusal
             session = _connected(user, kit, seconds)
         try:
             yield Admin(session)
@@ -282,4 +285,7 @@ def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
     except (api_spec.NoConnection, FLCommunicationError) as error:
         raise UnreachableError(f"{kit}: {_no_connection(kit, error)}") from None
     except FLARE_ERRORS as error:
+        if isinstance(error, NO_SESSION) or INACTIVE in str(error):
+            what = "the server has ended this session: it was started anew, or the person's credential was revoked"
+            raise UnreachableError(f"{kit}: {what}; run the command again") from None
         raise ConsiliumError(f"FLARE: {error}") from None
