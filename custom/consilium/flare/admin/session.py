@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 from nvflare.apis.fl_exception import FLCommunicationError
+from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.flare_api import api_spec
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
@@ -263,6 +264,10 @@ def _connected(user: str, kit: Path, seconds: float) -> Session:
     """Return FLARE's session. Raises ConsiliumError if the server has not yet read its own certificate."""
     try:
         return new_secure_session(user, str(kit.resolve()), timeout=seconds)
+    except KeyboardInterrupt:  # FLARE closes its connection at an error only; its threads would keep this process alive
+        for cell in list(CoreCell.ALL_CELLS.values()):
+            cell.stop()
+        raise
     except TypeError:  # FLARE's: the answer has no certificate
         raise UnreachableError(f"{kit}: the server is only just starting; try again in a minute") from None
 
