@@ -16,6 +16,7 @@ import yaml
 
 from consilium.core.errors import Reason
 from consilium.flare.kit import processes
+from consilium.flare.kit.local_federation import LEAD, LocalFederation
 from tests.conftest import run, small_config
 from tests.deployment.federation import ROOT, Federation
 
@@ -155,3 +156,17 @@ def test_quickstart_takes_at_most_two_minutes_on_an_idle_machine(tmp_path: Path,
     job = Path(shutil.copytree(ROOT / "jobs/quickstart_cells", tmp_path / "cells"))
     subprocess.run(poc(tmp_path, job, "--sites", "3"), env=environment, check=True, capture_output=True, timeout=600)
     assert time.monotonic() - began < 120
+
+
+def test_ctrl_c_ends_a_command_that_waits_for_the_server(tmp_path: Path, environment: dict[str, str]) -> None:
+    kit = LocalFederation(tmp_path / "federation", {"site-1": {}}).kit(LEAD)
+    words = [*COMMAND, "status", "--kit", str(kit)]
+    with subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        assert "Connecting" in process.stderr.readline()
+        time.sleep(2)
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(30) == 130
+        finally:
+            process.kill()

@@ -30,6 +30,7 @@ from nvflare.private.fed.utils.identity_utils import IdentityVerifier, InvalidAs
 from consilium.core.errors import ConfigError
 from consilium.flare.admin.session import connect
 from consilium.flare.kit import heartbeat_client, revocation
+from consilium.flare.kit.admission import Cause, noted
 from consilium.flare.kit.certificates import NO_PROXIES, PROXIES, examine_own, examine_servers, warnings
 from consilium.flare.kit.local_folder import certificate, update
 from consilium.flare.kit.provision import provision
@@ -144,10 +145,12 @@ def test_site_waits_until_its_certificate_is_valid(
 ) -> None:
     """FLARE's client alone would wait for ever. After the end it waits too, for a renewed kit."""
     told: list[float] = []
+    causes: list[Cause | None] = []
     monkeypatch.setattr(heartbeat_client, "configure_logging", lambda workspace: None)
 
     def later(seconds: float) -> None:
         told.append(seconds)
+        causes.append(noted(kit))  # doctor and metrics read it
         set_clock(monkeypatch, begins - timedelta(seconds=90 - sum(told)), "heartbeat_client")
 
     monkeypatch.setattr(heartbeat_client.time, "sleep", later)
@@ -164,6 +167,7 @@ def test_site_waits_until_its_certificate_is_valid(
     monkeypatch.setattr(sys, "argv", ["/nvflare/private/fed/app/client/worker_process.py"])
     heartbeat_client.AttendanceReport()  # of a job, at a site that is connected
     assert len(told) == 4
+    assert causes == [None, Cause.EARLY, Cause.EARLY, Cause.ENDED]
 
 
 def test_status_warns_of_expiry(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:

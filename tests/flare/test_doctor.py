@@ -95,6 +95,11 @@ def test_new_kit_lacks_only_data(kit: Path, server: None) -> None:
     assert found["signature"].found == "startup/ is as it was made"
 
 
+def test_a_path_that_breaks_jobs_is_a_problem(kit: Path) -> None:
+    moved = kit.rename(kit.with_name("my kit"))
+    assert "quotes" in problems(moved)["path"]
+
+
 def test_missing_server_is_a_problem(kit: Path) -> None:
     assert "Connection refused" in problems(kit)["server"]
 

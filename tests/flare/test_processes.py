@@ -7,14 +7,19 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from nvflare.lighter.prov_utils import prepare_builders
+from nvflare.lighter.provision import prepare_project
+from nvflare.lighter.provisioner import Provisioner
 
+from consilium.config.deployment import load_deployment
 from consilium.core.errors import ConfigError
 from consilium.flare.kit import processes
 from consilium.flare.kit.install import runtime
 from consilium.flare.kit.local_folder import apply_local, update
-from consilium.flare.kit.provision import provision
+from consilium.flare.kit.provision import project_of, provision
 from consilium.flare.kit.renewal import update_kit
 
 ROOT = Path(__file__).parents[2]
@@ -132,3 +137,18 @@ def test_the_root_key_is_never_readable_by_others(tmp_path: Path, monkeypatch: p
     assert seen
     assert set(seen) == {0}
     assert (state / "cert.json").stat().st_mode & 0o077 == 0
+
+
+def test_an_editor_of_the_start_script_is_no_running_kit(kit: Path) -> None:
+    for editor in sleeping(kit / "startup" / processes.START):
+        processes.check_stopped(kit)
+        processes.stop([kit])
+        assert editor.poll() is None
+
+
+def test_flares_own_command_keeps_the_root_key_private_too(tmp_path: Path) -> None:
+    raw = project_of(load_deployment(SITES), SITES)
+    Provisioner(str(tmp_path), prepare_builders(raw)).provision(prepare_project(raw), logger=Mock())
+    state = tmp_path / "consilium" / "state"
+    assert (state / "cert.json").is_file()
+    assert state.stat().st_mode & 0o077 == 0

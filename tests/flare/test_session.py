@@ -1,5 +1,6 @@
 """What an admin is told of jobs: found by name whoever submitted them, and never ended without a reason."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -7,10 +8,10 @@ from unittest.mock import Mock
 import pytest
 import yaml
 from nvflare.apis.fl_exception import FLCommunicationError
-from nvflare.fuel.flare_api.api_spec import JobNotDone, NoConnection
+from nvflare.fuel.flare_api.api_spec import InternalError, JobNotDone, NoConnection, SessionClosed
 
 from consilium.cli.watch import exit_code
-from consilium.core.errors import ConfigError, ConsiliumError
+from consilium.core.errors import ConfigError, ConsiliumError, UnreachableError
 from consilium.flare.admin.session import Admin, connect, reason_left
 
 REFUSED = """2026-11-21 16:43:10,902 - JsonScanner - ERROR - Traceback (most recent call last):
@@ -183,3 +184,33 @@ def test_exit_codes() -> None:
     """As `consilium status --help` says it."""
     told = {"FINISHED:COMPLETED": 0, "FINISHED:ABNORMAL": 1, "FINISHED:ABORTED": 1, "RUNNING": 3, "SUBMITTED": 3, "LOST": 4}
     assert {status: exit_code(status) for status in told} == told
+
+
+@pytest.mark.parametrize("error", [SessionClosed("the session is closed on server"), InternalError("error: session_inactive")])
+def test_a_session_that_the_server_ended_says_nothing_of_the_job(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "startup").mkdir()
+    (tmp_path / "startup/fed_admin.json").write_text('{"admin": {"username": "lead@hub.example"}}')
+    monkeypatch.setattr("consilium.flare.admin.session.check_time", lambda kit: None)
+    monkeypatch.setattr("consilium.flare.admin.session.new_secure_session", Mock())
+    with pytest.raises(UnreachableError, match=r"has ended this session.*; run the command again"), connect(tmp_path):
+        raise error
+
+
+def test_a_refused_login_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "startup").mkdir()
+    (tmp_path / "startup/fed_admin.json").write_text('{"admin": {"username": "lead@hub.example"}}')
+
+    def refused(*_: object, **__: object) -> None:
+        print("Connecting to FLARE ...")
+        print("Traceback (most recent call last):", file=sys.stderr)
+        raise FLCommunicationError("error:client_registration lead: its credential was revoked")
+
+    monkeypatch.setattr("consilium.flare.admin.session.check_time", lambda kit: None)
+    monkeypatch.setattr("consilium.flare.admin.session.new_secure_session", refused)
+    with pytest.raises(UnreachableError, match="refuses this kit: revoked"), connect(tmp_path):
+        pass
+    assert "Traceback" not in capsys.readouterr().err

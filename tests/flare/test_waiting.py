@@ -1,8 +1,12 @@
 """Watching costs the server little: looks become rare, and its audit.log is rotated without losing what people did."""
 
+import errno
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -51,3 +55,44 @@ def test_rotation_keeps_what_people_did(tmp_path: Path, monkeypatch: pytest.Monk
     assert "abort_job last" in path.read_text()
     assert (tmp_path / audit_rotation.ACTIONS).stat().st_mode & 0o077 == 0
     AuditService.close()
+
+
+@pytest.fixture
+def audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return the audit.log of a server's kit, which is large enough for a rotation."""
+    monkeypatch.setattr(audit_rotation, "MAX_BYTES", 10)
+    monkeypatch.setattr(AuditService, "the_auditor", None)
+    AuditService.initialize(str(tmp_path / "audit.log"))
+    yield tmp_path / "audit.log"
+    AuditService.close()
+
+
+def test_an_action_is_kept_whatever_its_arguments_are(audit: Path) -> None:
+    AuditService.add_event("lead@hub.example", "abort_job 1 [A:list_jobs ]", ref="1")
+    AuditService.add_event("lead@hub.example", "list_jobs -d", ref="2")
+    AuditService.add_event("lead@hub.example", "check_status server")
+    audit_rotation.rotate(audit.parent)
+    (line,) = (audit.parent / audit_rotation.ACTIONS).read_text().splitlines()
+    assert "abort_job 1" in line
+
+
+def test_a_full_disk_repeats_no_action(audit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (audit.parent / audit_rotation.ACTIONS).write_text("before\n")
+    AuditService.add_event("lead@hub.example", "abort_job 1")
+    real = audit_rotation.open_private
+
+    @contextmanager
+    def full(*words: Any) -> Iterator[Any]:
+        with real(*words) as file:
+            yield file
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(audit_rotation, "open_private", full)
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space"):
+                audit_rotation.rotate(audit.parent)
+    audit_rotation.rotate(audit.parent)
+    first, line = (audit.parent / audit_rotation.ACTIONS).read_text().splitlines()
+    assert first == "before"
+    assert "abort_job 1" in line

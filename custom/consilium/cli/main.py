@@ -16,7 +16,7 @@ from typer.exceptions import TyperException
 
 from consilium import __version__
 from consilium.cli.options import LONGEST_LINE
-from consilium.cli.resume_hint import FULL, again, no_room
+from consilium.cli.resume_hint import FULL, again, no_room, stoppable
 from consilium.core.errors import ConfigError, ConsiliumError, ExitCode
 from consilium.core.registry import resolve
 from consilium.core.sanitize import line
@@ -167,7 +167,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text in any encoding
     try:
-        code = app(standalone_mode=False, prog_name="consilium")
+        with stoppable():
+            code = app(standalone_mode=False, prog_name="consilium")
     except TyperException as error:  # wrong usage; without any words the help was shown
         _fail([_usage(error)] if error.format_message() else [], error.exit_code)
     except ConsiliumError as error:

@@ -1,6 +1,7 @@
 """The command `consilium poc`: a real federation on this machine, from startup kits."""
 
 import os
+import re
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,16 +13,18 @@ from rich.console import Console
 from consilium.cli.options import CheckpointsOption, Format, FormatOption, SetOption
 from consilium.cli.resume_hint import exit_interrupted, stoppable
 from consilium.cli.watch import exit_code, watch_job
+from consilium.config.deployment import SITE_NAME
 from consilium.config.job import load_job
 from consilium.config.overrides import parse_override
 from consilium.config.site import Given, find_site
-from consilium.core.errors import ConfigError, ConsiliumError, UnreachableError
+from consilium.core.errors import ConfigError, ConsiliumError, JobError, UnreachableError
 from consilium.core.registry import call
-from consilium.core.sanitize import line
+from consilium.core.sanitize import line, shown
 from consilium.federation.sites import site_names
 from consilium.flare.admin.session import connect
 from consilium.flare.admin.submission import prepare, submitting
-from consilium.flare.kit.local_federation import LEAD, LocalFederation, stop_all
+from consilium.flare.kit.local_federation import LEAD, SERVER, LocalFederation, stop_all
+from consilium.flare.kit.processes import is_word
 
 PATIENCE = 180.0
 """Seconds that server and sites have to connect; some ten on an idle machine."""
@@ -51,12 +54,17 @@ def poc(
     folder = workspace or Path("runs", time.strftime("poc-%Y%m%d-%H%M%S"))
     if folder.exists():
         raise ConfigError(f"--workspace: {folder}: exists; give a new folder")
+    if not is_word(str(folder.resolve())):
+        raise ConfigError(f"--workspace: {folder}: FLARE's jobs need a path without spaces, quotes and #; give another")
     overrides = dict(parse_override(one) for one in override or [])
     config = load_job(job, overrides, plugins=None, author=True) if job else None
     name, names = config.name if config else "", site_names(sites, data)
     if config and config.federation.min_sites > len(names):  # FLARE would wait for more
         what = f"federation.min_sites of the job is {config.federation.min_sites}"
         raise ConfigError(f"--sites: {len(names)}: {what}; give --sites {config.federation.min_sites}")
+    if wrong := [one for one in names if not re.fullmatch(SITE_NAME, one) or one == SERVER]:
+        remedy = f"letters, digits, '_' and '-', and not {SERVER}"
+        raise ConfigError(f"--sites: {shown(wrong[0])!r} cannot name a site of a federation; use {remedy}")
     given = Given(data and data.resolve(), checkpoints and checkpoints.resolve())
     found = {one: find_site(one, given).model_dump(mode="json", exclude_unset=True) for one in names}
     console = Console(stderr=format is Format.JSON, soft_wrap=True, highlight=False)
@@ -82,7 +90,8 @@ def poc(
     if job is None:
         return None
     if "folder" not in status:
-        raise ConsiliumError(f"{name}: {status['status']}: {status.get('reason', f'see the logs in {folder}')}")
+        reason = status.get("reason", f"see the logs in {folder}")
+        raise JobError(f"{name}: {status['status']}: {reason}", exit_code(status["status"]))
     call("consilium.cli.simulate_prepare:finish", status["folder"], {}, [], format)
     raise typer.Exit(exit_code(status["status"]))
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -19,6 +18,7 @@ from consilium.core.sanitize import line, shown
 from consilium.federation.job import Job, assemble_job
 from consilium.flare.job.job_context import check_federated
 from consilium.flare.job.recipe import export_job
+from consilium.flare.kit.processes import is_word
 from consilium.report.live_view import ENDING, ending
 from consilium.report.plain_files import read_json
 from consilium.report.predictions import PREDICTIONS, join_predictions
@@ -47,7 +47,7 @@ def export(request: RunRequest) -> tuple[Path, PreparedRun]:
 
 def _check_workspace(folder: Path, resume: bool, engine: Engine) -> None:
     """Make the folder, or find the run to resume in it. Raises ConfigError."""
-    if engine is Engine.FLARE and not _is_word(str(folder.resolve())):
+    if engine is Engine.FLARE and not is_word(str(folder.resolve())):
         raise ConfigError(f"--workspace: {folder}: FLARE's simulator needs a path without spaces, quotes and #; give another")
     try:
         if not resume:
@@ -64,14 +64,6 @@ def _check_workspace(folder: Path, resume: bool, engine: Engine) -> None:
         raise ConfigError("--resume: only with --engine inprocess")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"--workspace: {folder}: cannot be written to; change its permissions or give another folder")
-
-
-def _is_word(path: str) -> bool:
-    """Tell whether a path survives FLARE's simulator, which puts it into command lines unquoted."""
-    try:
-        return shlex.split(path, comments=True) == [path]
-    except ValueError:
-        return False
 
 
 # results ---------------------------------------------------------------------------------------------------------------

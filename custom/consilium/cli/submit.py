@@ -11,10 +11,10 @@ from rich.console import Console
 
 from consilium.cli.jobs import KitOption, show
 from consilium.cli.options import Format, FormatOption, JobArgument, SetOption
-from consilium.cli.watch import watch_job
+from consilium.cli.watch import exit_code, watch_job
 from consilium.config.job import load_job
 from consilium.config.overrides import parse_override
-from consilium.core.errors import ConsiliumError
+from consilium.core.errors import JobError
 from consilium.core.sanitize import line
 from consilium.flare.admin.session import Admin, connect
 from consilium.flare.admin.submission import prepare, prepare_again, submitting
@@ -72,4 +72,5 @@ def _submitted(admin: Admin, job_id: str, experiment: str, wait: bool, format: F
     elif wait:
         show(found)
     if wait and not found["status"].endswith(":COMPLETED"):
-        raise ConsiliumError(f"{experiment}: {found['status']}: {found.get('reason', 'see `consilium status` and the logs')}")
+        reason = found.get("reason", "see `consilium status` and the logs")
+        raise JobError(f"{experiment}: {found['status']}: {reason}", exit_code(found["status"]))

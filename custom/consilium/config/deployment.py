@@ -10,6 +10,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.schema import Section, read_yaml, validate
 
 Org = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+$", description="letters, digits and _")]
+SITE_NAME = r"^[A-Za-z0-9_-]+$"
 BUNDLES_HELP = "whether jobs may bring code (BYOC)"
 
 
@@ -42,7 +43,7 @@ class ServerEntry(Section):
 class SiteEntry(Section):
     """One hospital."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", description="the site's name in all runs")]
+    name: Annotated[str, Field(pattern=SITE_NAME, description="the site's name in all runs")]
     org: Annotated[Org, Field(description="letters, digits and _")]
     gpus: Annotated[int, Field(ge=0, description="what FLARE may reserve for jobs that ask")] = 0
     gpu_memory: Annotated[int, Field(ge=0, description="GiB a GPU")] = 0

@@ -90,6 +90,14 @@ class UnreachableError(ConsiliumError):
     exit_code = ExitCode.UNREACHABLE
 
 
+class JobError(ConsiliumError):
+    """A job has failed or is lost; `exit_code` says which."""
+
+    def __init__(self, message: str, exit_code: ExitCode) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class DataError(ConsiliumError):
     """A data list, an image or a mask cannot be used. `kind`: what is wrong, as a report counts it."""
 

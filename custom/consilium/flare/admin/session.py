@@ -1,5 +1,6 @@
 """An administrator's session with a running federation: submit, watch, abort, download. FLARE's errors become one line each."""
 
+import io
 import json
 import re
 import sys
@@ -7,12 +8,13 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 from nvflare.apis.fl_exception import FLCommunicationError
+from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.flare_api import api_spec
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
@@ -44,6 +46,8 @@ _LOGGED = r"^\d\S+ \S+ - \S+ - ERROR - (?:\[.*?\] - )?(?!Traceback)(.*)$"
 FLARE_ERRORS: tuple[type[Exception], ...] = tuple(
     kind for kind in vars(api_spec).values() if isinstance(kind, type) and issubclass(kind, Exception)
 )
+NO_SESSION, INACTIVE = (api_spec.SessionClosed, api_spec.AuthenticationError), "session_inactive"
+"""FLARE's errors once the server no longer knows a session, and the words of those that have no type of their own."""
 NO_JOB: tuple[type[Exception], ...] = (*FLARE_ERRORS, ConfigError, ValueError, OSError)
 Job = dict[str, Any]
 
@@ -260,6 +264,10 @@ def _connected(user: str, kit: Path, seconds: float) -> Session:
     """Return FLARE's session. Raises ConsiliumError if the server has not yet read its own certificate."""
     try:
         return new_secure_session(user, str(kit.resolve()), timeout=seconds)
+    except KeyboardInterrupt:  # FLARE closes its connection at an error only; its threads would keep this process alive
+        for cell in list(CoreCell.ALL_CELLS.values()):
+            cell.stop()
+        raise
     except TypeError:  # FLARE's: the answer has no certificate
         raise UnreachableError(f"{kit}: the server is only just starting; try again in a minute") from None
 
@@ -273,7 +281,7 @@ def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
     check_time(kit)
     user = json.loads(config.read_text(encoding="utf-8"))["admin"]["username"]
     try:
-        with redirect_stdout(sys.stderr):  # FLARE prints; programs read our output
+        with redirect_stdout(sys.stderr), redirect_stderr(io.StringIO()):  # FLARE prints, and a traceback for a refusal
             session = _connected(user, kit, seconds)
         try:
             yield Admin(session)
@@ -282,4 +290,7 @@ def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
     except (api_spec.NoConnection, FLCommunicationError) as error:
         raise UnreachableError(f"{kit}: {_no_connection(kit, error)}") from None
     except FLARE_ERRORS as error:
+        if isinstance(error, NO_SESSION) or INACTIVE in str(error):
+            what = "the server has ended this session: it was started anew, or the person's credential was revoked"
+            raise UnreachableError(f"{kit}: {what}; run the command again") from None
         raise ConsiliumError(f"FLARE: {error}") from None

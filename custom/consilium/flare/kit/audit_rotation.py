@@ -4,6 +4,8 @@ People's actions are kept for ever in a file of their own; looks are kept for on
 """
 
 import os
+import re
+from contextlib import suppress
 from pathlib import Path
 
 from nvflare.fuel.sec.audit import AuditService
@@ -14,6 +16,8 @@ MAX_BYTES, ACTIONS = 20_000_000, "audit_actions.log"
 """Size from which audit.log becomes audit.log.1, as FLARE's other logs do, and the file of people's actions."""
 LOOKS = ("check_status", "list_jobs", "show_stats", "show_errors", "get_job_meta", "sys_info", "report_resources", "report_env")
 """Commands that change nothing."""
+_LOOK = re.compile(rf"\[E:[^]]*\](\[R:[^]]*\])?\[T:[^]]*\]\[U:[^]]*\]\[A:({'|'.join(LOOKS)})[ \]]")
+"""The beginning of a look's line; the arguments of any command may hold the same words."""
 
 
 def rotate(kit: Path) -> None:
@@ -22,8 +26,14 @@ def rotate(kit: Path) -> None:
     if auditor is None or not path.is_file() or path.stat().st_size < MAX_BYTES:
         return
     with auditor._lock:  # no event is written meanwhile
-        with open(path, encoding="utf-8", errors="replace") as whole, open_private(kit / ACTIONS, "a") as kept:
-            kept.writelines(line for line in whole if not any(f"[A:{look}" in line for look in LOOKS))
+        size = (kit / ACTIONS).stat().st_size if (kit / ACTIONS).exists() else 0
+        try:
+            with open(path, encoding="utf-8", errors="replace") as whole, open_private(kit / ACTIONS, "a") as kept:
+                kept.writelines(line for line in whole if not _LOOK.match(line))
+        except OSError:  # a full disk: the next attempt would append the same lines again
+            with suppress(OSError):
+                os.truncate(kit / ACTIONS, size)
+            raise
         os.replace(path, path.with_name("audit.log.1"))
         former, auditor.audit_file = auditor.audit_file, open(path, "a", encoding="utf-8")  # noqa: SIM115 - FLARE's from now on
         former.close()

@@ -29,7 +29,7 @@ from consilium.flare.kit.certificates import examine_own, examine_servers
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, is_ours
 from consilium.flare.kit.kit_hardening import COMM, altered, is_as_signed, is_pinned, is_signed, leaves_callers_folder
 from consilium.flare.kit.local_folder import certificate, kit_name, kit_role, lacking
-from consilium.flare.kit.processes import processes
+from consilium.flare.kit.processes import is_word, processes
 from consilium.flare.kit.revocation import is_checked
 from consilium.flare.kit.revocation import read as read_revoked
 from consilium.privacy.accounting.composition import VOID
@@ -61,6 +61,9 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
     yield named
     if not named.ok:
         return
+    if not is_word(path := str(kit.resolve())):
+        what = f"{path}: FLARE writes it into the commands of jobs without quotes, and every job fails"
+        yield Finding("path", what, "move the kit to a path without spaces, quotes and #")
     yield _signature(kit)
     yield _start_script(kit)
     yield checked("settings", lambda: _settings(kit))

@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from consilium import __version__
 from consilium.core.messages import PROTOCOL
 from consilium.federation.compatibility import libraries
 from consilium.flare import patches
-from consilium.flare.kit.admission import HeartbeatFilter, await_admission, note
+from consilium.flare.kit.admission import Cause, HeartbeatFilter, await_admission, note
 
 KEY = "consilium_attendance"
 """The key in a heartbeat's context, and in the server's status."""
@@ -54,6 +55,7 @@ def await_certificate(kit: Path) -> None:
     while (path := kit / "startup" / "client.crt").is_file() and (wrong := _not_valid(path)):
         configure_logging(Workspace(str(kit)))  # FLARE does it later
         logging.getLogger(__name__).error(f"the kit's certificate {wrong}; waiting")
+        note(kit, _cause(path))
         time.sleep(RETRY)
 
 
@@ -67,6 +69,14 @@ def _not_valid(path: Path) -> str:
         return ""
     span = f"from {own.not_valid_before_utc:%Y-%m-%d %H:%M} to {own.not_valid_after_utc:%Y-%m-%d %H:%M}"
     return f"is valid {span}, now is {now:%Y-%m-%d %H:%M} UTC: set the clock, or ask the hub for a renewed kit"
+
+
+def _cause(path: Path) -> Cause | None:
+    """Return the cause of a wait for a certificate that is not valid now; None for an unreadable file."""
+    with suppress(OSError, ValueError):
+        own, now = load_crt(path), datetime.now(UTC)
+        return Cause.EARLY if now < own.not_valid_before_utc else Cause.ENDED if now > own.not_valid_after_utc else None
+    return None
 
 
 def await_engine(beat: Callable[..., None], client: FederatedClientBase, *rest: Any) -> None:

@@ -1,6 +1,7 @@
 """Living processes of a startup kit: by their command lines, not by pid files, which a crash leaves behind."""
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -14,7 +15,8 @@ import psutil
 from consilium.core.errors import ConfigError, ConsiliumError
 
 START, MODULES = "sub_start.sh", "nvflare.private.fed.app."
-"""start.sh runs the script; FLARE runs a module of the package in every process of a kit."""
+SHELLS = ("bash", "sh", "dash")
+"""start.sh runs the script in a shell; FLARE runs a module of the package in every process of a kit."""
 JOBS, MARKS = (".worker_process", ".runner_process"), ("pid.fl", "daemon_pid.fl")
 """Modules of the processes of jobs, and FLARE's pid files: start.sh refuses to start while they name any living process."""
 PATIENCE, ATTEMPTS = 10.0, 5
@@ -28,7 +30,8 @@ def processes(kit: Path, jobs_only: bool = False) -> list[psutil.Process]:
 
 def _is_of(process: psutil.Process, kit: Path, jobs_only: bool) -> bool:
     words = process.info["cmdline"] or []
-    runs = [word for word in words if word.startswith(MODULES) or os.path.basename(word) == START]
+    shell = bool(words) and os.path.basename(words[0]) in SHELLS  # an editor of the script runs no kit
+    runs = [word for word in words if word.startswith(MODULES) or (shell and os.path.basename(word) == START)]
     if not runs or (jobs_only and not runs[0].endswith(JOBS)):
         return False
     folders = [word if word != runs[0] else os.path.dirname(os.path.dirname(word)) for word in words if word.startswith("/")]
@@ -80,6 +83,14 @@ def stop(kits: Sequence[Path], number: int = signal.SIGTERM, jobs_only: bool = F
         raise ConsiliumError(f"{kits[0].parent}: processes {[one.pid for one in found]} do not end; see `ps -p PROCESS`")
     for path in () if jobs_only else (kit / mark for kit in kits for mark in MARKS):
         path.unlink(missing_ok=True)
+
+
+def is_word(path: str) -> bool:
+    """Return whether a path is one word of a command line: FLARE writes paths into the commands of jobs without quotes."""
+    try:
+        return shlex.split(path, comments=True) == [path]
+    except ValueError:
+        return False
 
 
 def free_port() -> int:

@@ -38,6 +38,7 @@ class KitBuilder(Builder):
     def build(self, project: Project, ctx: ProvisionContext) -> None:
         """Write local/ of the server and every site, close their kits to jobs, then sign startup/ of all kits."""
         deployment = load_deployment(self.sites)
+        Path(ctx.get_state_dir()).chmod(0o700)  # FLARE writes the root key there afterwards, for all to read
         for participant in (project.get_server(), *project.get_clients()):
             local = Path(ctx.get_local_dir(participant))
             write_local(local, find_entry(deployment, participant.name, self.sites))

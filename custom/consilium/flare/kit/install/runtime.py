@@ -81,6 +81,11 @@ def _check_state(kit: Path) -> None:
     if not all(Path(place).is_absolute() for place in (raw.get("state", ""), raw.get("privacy", {}).get("ledger", "/"))):
         remedy = f"move {kit / STATE}, if it is there, to a folder of its own, and write absolute paths"
         raise ConfigError(f"{path}: state: the copy would have a ledger and a budget of its own; {remedy}")
+    found = [Path(place).resolve() for place in (raw["state"], raw.get("privacy", {}).get("ledger")) if place]
+    copied = [(kit / name).resolve() for name in FOLDERS]
+    if inside := [place for place in found if any(place.is_relative_to(folder) for folder in copied)]:
+        what = "lies in a folder that is copied, so the copy would hold the site's state"
+        raise ConfigError(f"{path}: {inside[0]}: {what}; move it out of there, and correct the path")
 
 
 def _flare(copy: Path, settings: Path, output: Path) -> None:
