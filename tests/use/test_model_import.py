@@ -320,8 +320,16 @@ def test_an_adapter_as_source_names_the_option(tmp_path: Path, monkeypatch: pyte
     ("spoil", "message"),
     [
         (lambda t: t.pop("blk.1.ffn_up.weight"), "lacks 'model.layers.1.mlp.up_proj.weight'"),
-        (lambda t: t.update({"blk.0.attn_q.bias": np.ones(32, np.float32)}), "'blk.0.attn_q.bias' is left out"),
-        (lambda t: t.update({"blk.2.attn_norm.weight": np.ones(32, np.float32)}), "'blk.2.attn_norm.weight' is left out"),
+        (
+            lambda t: t.update({"blk.0.attn_q.bias": np.ones(32, np.float32)}),
+            "left out by transformers, likely 'blk.0.attn_q.bias'",
+        ),
+        (
+            lambda t: t.update({"blk.2.attn_norm.weight": np.ones(32, np.float32)}),
+            "left out by transformers, likely 'blk.2.attn_norm.weight'",
+        ),
+        (lambda t: t.update({"rope_freqs.weight": np.ones(4, np.float32)}), "4 numbers of it are left out .* likely 'rope_f"),
+        (lambda t: t.update({"blk.0.ffn_sub_norm.weight": np.ones(32, np.float32)}), "32 numbers of it are left out"),
     ],
 )
 def test_a_gguf_file_with_other_tensors_than_its_model_is_refused(

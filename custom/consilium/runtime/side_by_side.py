@@ -55,6 +55,7 @@ def one_by_one(job: Job) -> str:
         "privacy: takes a gradient of each record": config.dpsgd is not None,
         f"strategy {job.strategy.name!r} looks into each site's model": bool(parts),
         "training.compile is true": config.training.compile,
+        "the model's positions depend on pictures": config.model.name == "vision_language",
         "training.gradient_checkpointing runs blocks again in the backward pass": config.training.gradient_checkpointing,
         "model.dtype stores the base in few bits": getattr(config.model, "dtype", "") in ("nf4", "int8"),
     }

@@ -5,6 +5,7 @@ The written folder is what `model.checkpoint` names. `provenance.json` in it say
 """
 
 import json
+import math
 import re
 import shutil
 import tempfile
@@ -149,7 +150,7 @@ def _of_gguf(source: Path) -> _Source:
         raise ConfigError(f"SOURCE: {path}: needs the package gguf; install it: pip install 'consilium[gguf]'")
     with _as_source():
         real = plain_file(path.parent, path.name)
-    told, names = _gguf_header(path)
+    told, sizes = _gguf_header(path)
     with tempfile.TemporaryDirectory(prefix="consilium-model-") as view, no_progress_bar():
         (Path(view) / "model.gguf").symlink_to(real)
         try:
@@ -165,37 +166,37 @@ def _of_gguf(source: Path) -> _Source:
             raise CheckpointError(
                 f"SOURCE: {path}: cannot be read ({why}); use a GGUF file of Llama, Qwen, Mistral or Gemma"
             ) from None
-    _check_whole(path, model, loaded["missing_keys"], names)
+    _check_whole(path, model, loaded["missing_keys"], sizes)
     model.name_or_path = model.config._name_or_path = path.stem
     return _Source(model.eval(), tokenizer, told, torch.float32, path.parent)
 
 
-def _check_whole(path: Path, model: PreTrainedModel, missing: Collection[str], names: Collection[str]) -> None:
+def _check_whole(path: Path, model: PreTrainedModel, missing: Collection[str], sizes: Mapping[str, int]) -> None:
     """Raise CheckpointError for tensors that a GGUF file lacks, or has and `transformers` leaves out, which it does in silence.
 
-    These are biases that its model has not, and blocks over its number of blocks.
+    `sizes`: each tensor's numbers. The model must have as many numbers as the file.
     """
     if missing:
         what = f"lacks {shown(min(missing), 120)!r}, which would be random; fetch it again"
         raise CheckpointError(f"SOURCE: {path}: {what}")
-    blocks = model.config.get_text_config().num_hidden_layers
-    beyond = {name for name in names if (found := re.match(r"blk\.(\d+)\.", name)) and int(found[1]) >= blocks}
-    biases = {name for name in names if name.endswith(".bias")}
-    if len(biases) <= sum(name.endswith("bias") for name in model.state_dict()):
-        biases = set()
-    if lost := sorted(beyond | biases):
-        what = f"{shown(lost[0], 120)!r} is left out by transformers, so that its numbers would be others"
-        raise CheckpointError(f"SOURCE: {path}: {what}; use the model's original folder")
+    if over := sum(sizes.values()) - sum(parameter.numel() for parameter in model.parameters()):
+        blocks = model.config.get_text_config().num_hidden_layers
+        beyond = [name for name in sizes if (found := re.match(r"blk\.(\d+)\.", name)) and int(found[1]) >= blocks]
+        likely = [name for name in sizes if name.endswith(".bias") or name.startswith("rope_")]
+        named = f", likely {shown(min(beyond or likely), 120)!r}" if beyond or likely else ""
+        where = "of it are left out by transformers" if over > 0 else "of the model are not in it"
+        what = f"{abs(over):,} numbers {where}{named}"
+        raise CheckpointError(f"SOURCE: {path}: {what}, so that its answers would be others; use the model's original folder")
 
 
-def _gguf_header(path: Path) -> tuple[dict[str, Any], Collection[str]]:
-    """Return what a GGUF file says of itself, and its tensors' names. Raises CheckpointError for a damaged one."""
+def _gguf_header(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return what a GGUF file says of itself, and its tensors' sizes in numbers. Raises CheckpointError for a damaged one."""
     from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
 
     try:
         values, _ = read_gguf_metadata(str(path))
-        tensors = GgufHeader.from_file(str(path)).ggml_types
-        types = Counter(map(_ggml_name, tensors.values()))
+        tensors = GgufHeader.from_file(str(path)).tensors
+        types = Counter(_ggml_name(one.ggml_type) for one in tensors)
     except Exception as error:  # a cut file fails wherever it ends
         raise CheckpointError(f"SOURCE: {path}: no GGUF file that can be read ({short(error)}); fetch it again") from None
     named = {
@@ -208,7 +209,7 @@ def _gguf_header(path: Path) -> tuple[dict[str, Any], Collection[str]]:
         "licence": str(values.get("general.license", UNKNOWN))[:200],
         "named": named,
         "weights": dict(sorted(types.items())),
-    }, list(tensors)
+    }, {one.name: math.prod(one.shape) for one in tensors}
 
 
 def _ggml_name(kind: int) -> str:
