@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +24,7 @@ from consilium.core.sanitize import line, shown
 from consilium.federation.sites import site_names
 from consilium.flare.admin.session import connect
 from consilium.flare.admin.submission import prepare, submitting
+from consilium.flare.kit.certificates import NO_PROXIES
 from consilium.flare.kit.local_federation import LEAD, SERVER, LocalFederation, stop_all
 from consilium.flare.kit.processes import is_word
 
@@ -73,6 +75,7 @@ def poc(
             federation = LocalFederation(folder, found)
             stack.callback(federation.stop)
             console.print(line(f"{federation.kits}: kits of the server and {', '.join(names)}"))
+            _use_loopback()
             threads = str(max(1, (os.cpu_count() or 1) // len(names)))  # sites share the cores, unless the environment says how
             for one in ("server", *names):
                 federation.start(one, {"OMP_NUM_THREADS": threads} | os.environ)
@@ -102,6 +105,14 @@ def _stop(workspace: Path) -> None:
         raise ConfigError(f"--stop: {workspace}: no workspace of `consilium poc`; give the folder that it printed")
     stop_all(kits)
     typer.echo(f"{workspace}: server and sites are stopped")
+
+
+def _use_loopback() -> None:
+    """Let this process and what it starts find this Python, and reach this machine without a proxy."""
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    for name in NO_PROXIES:
+        if name == "no_proxy" or name in os.environ:
+            os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost")))
 
 
 def _await(federation: LocalFederation) -> None:

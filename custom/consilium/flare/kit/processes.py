@@ -5,7 +5,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -55,14 +54,13 @@ def check_stopped(kit: Path) -> None:
 def start(kit: Path, log: Path, environment: Mapping[str, str], before: Sequence[str] = ()) -> subprocess.Popen[bytes]:
     """Start a kit's process as `start.sh` does, in a session of its own, without FLARE's restarts; its output goes to `log`.
 
-    `before`: the words of a command that runs it.
+    `environment`: its PATH leads to the Python that has the package. `before`: the words of a command that runs it.
     """
-    path = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', os.defpath)}"
     with open(log, "ab") as output:
         return subprocess.Popen(
             [*before, "/bin/bash", str(kit / "startup" / START), "--once"],
             cwd=log.parent,
-            env={**environment, "PATH": path},
+            env=dict(environment),
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=output,
