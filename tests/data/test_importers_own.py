@@ -141,6 +141,17 @@ def test_splits_beside_another_folder_are_no_sites(tmp_path: Path) -> None:
         import_set("own", tmp_path / "raw", tmp_path / "lists")
 
 
+def test_folds_are_no_sites(tmp_path: Path) -> None:
+    put_class(
+        tmp_path / "raw", *(f"{fold}/{kind}/{i}.png" for fold in ("fold1", "fold2", "fold3") for kind in "ab" for i in "12")
+    )
+    with pytest.raises(DataError, match="fold1, fold2, fold3 are called after folds of one site's data"):
+        import_set("own", tmp_path / "raw", tmp_path / "lists")
+    for fold in ("1", "2", "3"):
+        (tmp_path / f"raw/fold{fold}").rename(tmp_path / f"raw/ward-{fold}")
+    assert import_set("own", tmp_path / "raw", tmp_path / "lists")["sites"].keys() == {"ward-1", "ward-2", "ward-3"}
+
+
 def test_two_values_of_one_name_are_one_class(tmp_path: Path) -> None:
     for number in range(4):
         put(tmp_path / "raw", "a", f"{number}", (0, 1, 2, 3))

@@ -138,13 +138,16 @@ def _without_common_class(sites: Mapping[str, Site]) -> str:
 
 
 def _check_classes(source: Path, sites: Mapping[str, Site], options: Options) -> None:
-    """Raise DataError for sites without a class in common, which may be classes with folders of patients or of kinds, and for
-    splits beside a folder of another name.
+    """Raise DataError for sites without a class in common, which may be classes with folders of patients or of kinds, for
+    splits beside a folder of another name, and for folds.
     """
     if splits := sorted(filter(_named_split, sites)):
         what = f"{splits[0]} is called after a split, and {min(set(sites) - set(splits))} beside it is not"
         remedy = "call splits train, validation and test, or rename the folder if it is a site"
         raise DataError(f"{source}: {what}; {remedy}")
+    if len(sites) > 1 and all(re.fullmatch(r"(?i)(cv[ _-]?)?fold[ _-]?\d+", name) for name in sites):
+        remedy = "import each by itself and join the lists, or rename the folders if they are sites"
+        raise DataError(f"{source}: {', '.join(list(sites)[:3])} are called after folds of one site's data; {remedy}")
     if options.patient_folders is None and (told := _without_common_class(sites)):
         what = f"its folders have no class in common ({told}), so they may be classes with a folder for each patient"
         remedy = "--patient-folders reads them so, --no-patient-folders makes a site of each"
