@@ -135,7 +135,7 @@ PROCESSES = {
     "site": "consilium.flare.job.executor",
     "worker of a study": "consilium.study.runner",
     "worker of a site": "consilium.runtime.worker_pool",
-    "rank": "consilium.client.ddp",
+    "rank": "consilium.client.ddp_worker",
 }
 
 

@@ -26,7 +26,7 @@ from consilium.core.storage import load_state
 from consilium.federation.job import Job
 from consilium.privacy.guard.masking import FILE, FOLDER, Masking
 from consilium.privacy.guard.task_schedule import AuthorizedTask, check_place
-from consilium.report.compare.scores import grouped
+from consilium.report.compare.comparability import grouped
 from consilium.report.compare.tables import cost_table
 from consilium.report.live_view import LiveView, progress, when
 from consilium.report.page.run_page import run_page

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from consilium.client.build import build_site
 from consilium.client.client import Client
-from consilium.client.ddp import Share, loss_and_gradients, ranks_of, store_of
+from consilium.client.ddp import ranks_of
+from consilium.client.ddp_worker import Share, loss_and_gradients, store_of
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, load_site
 from consilium.core.errors import ConfigError, ConsiliumError, Reason

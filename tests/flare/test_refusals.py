@@ -19,7 +19,8 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
 from consilium.client.build import build_site
-from consilium.client.ddp import failure, why
+from consilium.client.ddp import failure
+from consilium.client.ddp_worker import as_failure
 from consilium.config.sections import ServerConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, DataError, Reason, RefusedError
@@ -193,7 +194,7 @@ def test_device_errors_are_public(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (CheckpointError("/srv/vit.pth: is damaged"), "/srv/vit.pth: is damaged"),
     ]
     for error, told in said:
-        log_failure(SiteExecutor(), fl_ctx, failure(who, why(error)))
+        log_failure(SiteExecutor(), fl_ctx, failure(who, as_failure(error)))
         assert f"site.yaml: devices: {who}{told}" in caplog.text
     kept = (tmp_path / "state/errors/job-1.log").read_text()
     assert "Doe" not in caplog.text

@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from consilium.core.messages import Stage
-from consilium.report.compare.scores import Group, GroupScores, grouped, scores_of
+from consilium.report.compare.comparability import Group, grouped
+from consilium.report.compare.scores import GroupScores, scores_of
 from consilium.report.run_record import RunRecord, read_finished
 from tests.conftest import small_cells
 

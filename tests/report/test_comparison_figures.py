@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from consilium.core.messages import Stage
+from consilium.report.compare.comparability import MissingRun, grouped
 from consilium.report.compare.figures import against_bytes, axis_figure, axis_of, curves, heat_map, lines_along, style, ticks
-from consilium.report.compare.scores import MissingRun, grouped, scores_of
+from consilium.report.compare.scores import scores_of
 from consilium.report.run_record import read_finished
 from tests.conftest import small_cells
 from tests.report.runs import accuracy, change, group_of, made, make, result

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from consilium.core.messages import Stage
-from consilium.report.compare.scores import grouped, scores_of
+from consilium.report.compare.comparability import grouped
+from consilium.report.compare.scores import scores_of
 from consilium.report.compare.tables import (
     as_csv,
     comparison_tables,

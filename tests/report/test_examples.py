@@ -10,8 +10,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from consilium.core.messages import Stage
+from consilium.report.compare.comparability import grouped
 from consilium.report.compare.figures import draw_examples
-from consilium.report.compare.scores import grouped
 from consilium.report.predictions import LAYOUT, write_predictions
 from consilium.report.run_record import read_finished
 from consilium.tasks.base import Classified, Segmented

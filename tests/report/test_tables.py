@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from consilium.core.messages import Stage
-from consilium.report.compare.scores import grouped
+from consilium.report.compare.comparability import grouped
 from consilium.report.compare.tables import as_csv, as_json, comparison_tables
 from consilium.report.run_record import read_finished
 from consilium.report.tables import Column, Table, difference, latex, markdown, terminal

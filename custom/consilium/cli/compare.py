@@ -18,8 +18,8 @@ from consilium.core.sanitize import line, shown
 from consilium.core.storage import PUBLIC, named, private_folder, write_atomic
 from consilium.report.best_worst_cases import CASES
 from consilium.report.compare import Test
+from consilium.report.compare.comparability import Group, MissingRun, grouped, mixed, renamed
 from consilium.report.compare.figures import draw
-from consilium.report.compare.scores import Group, MissingRun, grouped, mixed, renamed
 from consilium.report.compare.tables import Published, as_csv, as_json, comparison_tables, method_of, read_published
 from consilium.report.page.run_page import run_page, site_folder, site_page, study_page
 from consilium.report.plain_files import subfolders

@@ -7,268 +7,57 @@ the whole batch, up to the order of float32 sums. That is PyTorch's DistributedD
 VLDB 2020) with the optimizer at one rank: for an adapter, sending its values costs what sending gradients back would.
 """
 
-import logging
 import shutil
 import tempfile
-import traceback
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import wraps
-from multiprocessing import connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from consilium.adapters import layers
+from consilium.client.ddp_worker import (
+    BlockRequest,
+    Failed,
+    Phase,
+    RankSetup,
+    ReadBase,
+    Share,
+    as_failure,
+    flat,
+    loss_and_gradients,
+    meet,
+    mesh_of,
+    named,
+    reduced,
+    sizes,
+    store_of,
+    work,
+)
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
-from consilium.core.child_process import ChildProcess, exit_reason, exit_with_parent, receive, send
+from consilium.core.child_process import ChildProcess, exit_reason, receive, send
 from consilium.core.errors import ConsiliumError, Reason
 from consilium.core.messages import Tensors
-from consilium.core.schema import validate
 from consilium.core.seeding import seed_for
 from consilium.core.storage import private_folder
 from consilium.data.datalist import DataList
 from consilium.data.loading import Loading
-from consilium.federation.job import build_model, build_task
-from consilium.federation.saved_model import load_values
+from consilium.federation.job import build_model
 from consilium.models.dtypes import QUANTIZED
-from consilium.report.private_logging import say_to
 from consilium.tasks.base import Batch, Task
-from consilium.training.device import autocast, pick_device
-from consilium.training.sharding import ask_for, hand_over, leave_world, shard, world
+from consilium.training.device import pick_device
+from consilium.training.sharding import ask_for, leave_world, shard
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule
-
-
-# ddp worker ------------------------------------------------------------------------------------------------------------
-# Another rank of a site with several devices: a process that takes its share of every batch; ddp.py is the site's side.
-
-PATIENCE = timedelta(minutes=30)
-"""How long a rank waits for the others: one that has died is known at once, one that computes is not."""
-LOOPBACK = "127.0.0.1"
-"""Where the ranks listen: nothing they exchange leaves the machine."""
-LONGEST = 1000
-"""Characters of a line: it may name a list and a file, whose paths are long."""
-
-
-class Failed(NamedTuple):
-    """Why a rank failed: in a line; `told`, see ConsiliumError; and the traceback of an unexpected error.
-
-    A rank writes that nowhere. Its site does, and puts what may name data where it puts its own; see flare/job/private_log.py.
-    """
-
-    line: str
-    told: str = ""
-    trace: str = ""
-
-
-class RankSetup(NamedTuple):
-    """What another rank makes its model and its task of; `place`: the folder where ranks meet.
-
-    `data`: the training samples, which its site has looked at. It opens none of them: all it computes on comes in shares.
-    """
-
-    settings: dict[str, Any]
-    packages: frozenset[str]
-    site: SiteConfig
-    data: DataList
-    place: Path
-    rank: int
-    size: int
-
-
-class Phase(NamedTuple):
-    """The model as a phase's training starts from it: values as sites keep them, what trains, and the adapter's factor."""
-
-    values: Tensors
-    trained: frozenset[str]
-    scaling: float
-
-
-class ReadBase(NamedTuple):
-    """Permission to read the base.
-
-    With a sharded base the ranks read one after the other, so that a host holds one whole base at a time.
-    """
-
-
-class BlockRequest(NamedTuple):
-    """The number of a block of a sharded base of which rank 0 needs all parts."""
-
-    block: int
-
-
-class Share(NamedTuple):
-    """A rank's part of a batch, {} where there is none for it, its part of the whole, and the seed of its dropout."""
-
-    batch: Batch
-    weight: float
-    seed: int
-
-
-def loss_and_gradients(task: Task, model: nn.Module, share: Share, trained: Sequence[Tensor]) -> Tensor:
-    """Return (1 + n,) float32 on the CPU: the share's weighted loss, then its gradient.
-
-    The gradient is that with respect to the n trained numbers.
-    """
-    if not share.batch:
-        return torch.zeros(1 + sum(sizes(trained)))
-    with torch.enable_grad():
-        loss = task.loss(model, share.batch) * share.weight
-        gradients = torch.autograd.grad(loss, trained, allow_unused=True) if loss.requires_grad else [None] * len(trained)
-    filled = [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, trained, strict=True)]
-    return torch.cat([loss.detach().float().cpu().view(1), flat(filled)])
-
-
-def named(model: nn.Module, names: Set[str]) -> list[Tensor]:
-    """Return the model's live adapter tensors of these names, in its own order."""
-    return [one for name, one in layers.tensors(model).items() if name in names]
-
-
-def flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Return all numbers in a row, (n,) float32 on the CPU."""
-    return torch.cat([one.detach().float().cpu().reshape(-1) for one in tensors] or [torch.zeros(0)])
-
-
-def sizes(tensors: Sequence[Tensor]) -> list[int]:
-    """Return how many numbers each has."""
-    return [one.numel() for one in tensors]
-
-
-def why(error: Exception) -> Failed:
-    """Return what a rank says of an error: only one that we expect may be told in its own words."""
-    line = " ".join(str(error).split())[:LONGEST] or type(error).__name__
-    if isinstance(error, ConsiliumError):
-        return Failed(line, error.told)
-    return Failed(line, type(error).__name__, "".join(traceback.format_exception(error)))
-
-
-def store_of(place: Path, size: int) -> "Store":
-    """Return the file in a folder by which the ranks find each other."""
-    from torch.distributed import FileStore
-
-    return FileStore(str(place / "store"), size)
-
-
-def meet(store: "Store", rank: int, size: int, patience: timedelta = PATIENCE) -> "ProcessGroup":
-    """Return the group of a site's ranks once all are there; torch's own would listen at the address of the machine's name."""
-    from torch.distributed import PrefixStore, ProcessGroupGloo
-
-    gloo: Any = ProcessGroupGloo  # whose stubs lack its options
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=LOOPBACK)]
-    options._timeout = patience
-    made: ProcessGroup = gloo(PrefixStore("site", store), rank, size, options)
-    return made
-
-
-def mesh_of(store: "Store", rank: int, size: int, site: SiteConfig) -> "DeviceMesh":
-    """Return, once all ranks are there, what a sharded base is spread over; see sharding.py."""
-    from torch.distributed import PrefixStore
-
-    return world(PrefixStore("world", store), rank, size, pick_device(site.main_device), meet, PATIENCE)
-
-
-def reduced(group: "ProcessGroup", numbers: Tensor, found: bool) -> Tensor:
-    """Return rank 0's `numbers` at all ranks, or the sum over the ranks of what each has `found`. Raises RuntimeError."""
-    (group.allreduce([numbers]) if found else group.broadcast(numbers, 0)).wait()
-    return numbers
-
-
-def work(pipe: connection.Connection) -> None:
-    """Make model and task, then take shares of batches until there is no rank 0 any more."""
-    exit_with_parent()
-    say_to(logging.NullHandler())  # its site says the same, where such lines belong
-    with suppress(EOFError, OSError):
-        setup: RankSetup = receive(pipe)
-        try:
-            worker = _joined(pipe, setup)
-            send(pipe, None)
-        except Exception as error:
-            send(pipe, why(error))
-            return
-        worker.answer(pipe)
-
-
-def _joined(pipe: connection.Connection, setup: RankSetup) -> "RankWorker":
-    """Meet the others, read the base when it is this rank's turn, and keep its part of it where it is sharded."""
-    site = setup.site
-    config = validate(JobConfig, setup.settings, Path("job.yaml"), setup.packages)
-    task = build_task(config, setup.data, site)
-    send(pipe, None)
-    store = store_of(setup.place, setup.size)
-    group, mesh = meet(store, setup.rank, setup.size), None
-    if site.base == "sharded":
-        mesh = mesh_of(store, setup.rank, setup.size, site)
-    receive(pipe)  # ReadBase
-    model = build_model(config, site)
-    return RankWorker(model, task, config, group, shard(model, mesh, pick_device(site.main_device)) if mesh else [])
-
-
-class RankWorker:
-    """What another rank has, and does."""
-
-    def __init__(
-        self, model: nn.Module, task: Task, config: JobConfig, group: "ProcessGroup", blocks: list["FSDPModule"]
-    ) -> None:
-        self.model, self.task, self.config, self.group, self.blocks = model, task, config, group, blocks
-        self.trained = list[Tensor]()
-
-    def answer(self, pipe: connection.Connection) -> None:
-        """Do what rank 0 says, until there is none or this rank has failed."""
-        while True:
-            what: Phase | Share | BlockRequest = receive(pipe)
-            try:
-                if isinstance(what, Phase):
-                    self.trained = _set(self.model, what, self.config)
-                elif isinstance(what, BlockRequest):
-                    hand_over(self.blocks[what.block])
-                else:
-                    _take(self.model, self.task, what, self.trained, self.config.training.precision, self.group)
-            except Exception as error:
-                send(pipe, why(error))
-                return
-
-
-def _set(model: nn.Module, phase: Phase, config: JobConfig) -> list[Tensor]:
-    """Bring the model to where a phase's training starts; return what trains."""
-    load_values(model, config.strategy, phase.values, "a rank")
-    for name, one in layers.tensors(model).items():
-        if one.is_leaf:  # a frozen tail is a view
-            one.requires_grad_(name in phase.trained)
-    if (scale := config.adapter_kind.scale) is not None:
-        scale(model, config.adapter, phase.scaling)
-    model.train()
-    return named(model, phase.trained)
-
-
-def _take(model: nn.Module, task: Task, share: Share, trained: list[Tensor], precision: str, group: "ProcessGroup") -> None:
-    _write(trained, reduced(group, flat(trained), found=False))
-    torch.manual_seed(share.seed)
-    with autocast(next(model.parameters()).device, precision):
-        found = loss_and_gradients(task, model, share, trained)
-    reduced(group, found, found=True)
-
-
-@torch.no_grad()
-def _write(trained: list[Tensor], values: Tensor) -> None:
-    for one, part in zip(trained, values.split(sizes(trained)), strict=True):
-        one.copy_(part.view_as(one))
-
-
-# ddp -------------------------------------------------------------------------------------------------------------------
+    from torch.distributed import ProcessGroup
 
 
 class FailedRank(RuntimeError):
-    """What a rank has said of why it failed, and which it is."""
+    """A rank has failed. `why`: the failure that it reported; `child`: its process."""
 
     def __init__(self, why: Failed, child: ChildProcess) -> None:
         super().__init__(why.line)
@@ -406,7 +195,7 @@ class Ranks:
     def failed(self, error: Exception) -> ConsiliumError:
         """End all ranks; return why, as the one that failed first has said."""
         heard = ((found, child) for child in self.children if (found := _failure_of(child)))
-        found, child = (error.why, error.child) if isinstance(error, FailedRank) else next(heard, (why(error), None))
+        found, child = (error.why, error.child) if isinstance(error, FailedRank) else next(heard, (as_failure(error), None))
         rank = self.children.index(child) + 1 if child else 0
         who = f"rank {rank} on {self.site.devices[rank]}: " if child else ""
         self.end()
@@ -490,7 +279,7 @@ class JointTask:
         return found
 
     def reduced(self, numbers: Tensor, found: bool) -> Tensor:
-        """See `reduced` in client/ddp.py. Raises OSError where a rank is gone."""
+        """See `reduced` in ddp_worker.py. Raises OSError where a rank is gone."""
         try:
             return reduced(self.ranks.group, numbers, found)
         except RuntimeError as error:

@@ -12,7 +12,10 @@ from consilium.report.tables import number
 from consilium.strategies.strategy import label_of
 from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS
 
-UNSTATED = "The licence is not stated. Whoever hands the model on writes it into the first lines; the base model's holds too."
+UNSTATED = (
+    "The licence is not stated. Before you pass the model on, write its licence into the first lines. "
+    "The base model's licence applies as well."
+)
 BEST = "-best"
 """Ends the name of the folder with the model that was best on validation data."""
 FILES = "## Files"

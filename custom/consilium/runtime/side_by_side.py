@@ -20,7 +20,15 @@ from consilium.client.client import Client
 from consilium.core.errors import STOPS
 from consilium.core.messages import Observer
 from consilium.federation.job import Job
-from consilium.training.joint_forward import Call, check_drew_nothing, check_rows, forward_together, joined_part, random_state
+from consilium.training.joint_forward import (
+    Call,
+    check_drew_nothing,
+    check_rows,
+    forward_together,
+    joined_part,
+    random_state,
+    set_random_state,
+)
 from consilium.training.loop import Stopped
 
 
@@ -68,7 +76,7 @@ def one_by_one_event(why: str) -> dict[str, str]:
 
 
 class SideBySide:
-    """Runs the work of up to `most` sites at a time. `observer` hears where sites run one by one after all, and why."""
+    """Runs the work of up to `most` sites at a time. Where sites must run one by one, `observer` is told why, once."""
 
     def __init__(self, sites: Mapping[str, Client], most: int, observer: Observer) -> None:
         self._most, self._observer = most, observer
@@ -116,9 +124,9 @@ class SideBySide:
         for worker in group:
             request = worker.request
             assert isinstance(request, _Forward)
-            if request.call.watched and request.gradients:
+            if (watched := request.call.watched) and request.gradients:
                 self._tell("each site's model is looked into, as adapters and algorithms with hooks do")
-            key: object = id(worker) if self._refused or request.call.watched else (request.call.key, request.autocast)
+            key: object = id(worker) if self._refused or watched else (request.call.key, request.autocast)
             alike.setdefault(key, []).append(worker)
         for key, workers in alike.items():
             if len(workers) == 1 or not self._joined(key, workers):
@@ -143,7 +151,7 @@ class SideBySide:
         except Exception as error:  # what fails for one site alone, too, is that site's error
             self._refused = True
             self._tell(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {str(error)[:200]}")
-            _set_random_state(before)
+            set_random_state(before)
             return False
         for worker, output in zip(workers, outputs, strict=True):
             worker.answer = partial(_given, output)
@@ -199,7 +207,7 @@ class _Worker:
     def go_on(self) -> None:
         """Let the site run until its next request, or to its end."""
         self.request = None
-        _set_random_state(self._random)
+        set_random_state(self._random)
         self._may.release()
         self._has_stopped.acquire()
 
@@ -214,7 +222,7 @@ class _Worker:
         """Answer the request by the site's own model."""
         request = self.request
         assert isinstance(request, _Forward)
-        _set_random_state(self._random)
+        set_random_state(self._random)
         with request.modes():
             self.answer = _result(request.call.alone)
         self._random = random_state()
@@ -235,12 +243,6 @@ class _Worker:
             self.outcome = _result(self._work)
         self._ended = True
         self._has_stopped.release()
-
-
-def _set_random_state(state: list[Tensor]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1:]:
-        torch.cuda.set_rng_state_all(state[1:])
 
 
 def _result(work: Callable[[], Any]) -> Callable[[], Any]:

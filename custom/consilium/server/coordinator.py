@@ -246,7 +246,7 @@ class Coordinator:
         """Note why a site has no usable answer, or may not join; return it, bounded. `word`: the kind of a site's own text."""
         reason = shown(reason, 1000)
         told = self.declined if joining else self.reasons
-        told[name] = word.text if word else reason  # a site's own text does not leave it
+        told[name] = word.text if word else reason  # other people see the kind alone: a site's own text may name data
         refusal = {"event": "refused", "site": name, "round": self.state.round, "reason": reason, "joining": joining}
         self.observer(refusal)
         self.log.refused(refusal)

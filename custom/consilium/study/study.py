@@ -59,8 +59,8 @@ def _label(name: Any) -> str:
     return str(name)
 
 
-def _or(words: str) -> WrapValidator:
-    """Return what tells in words which texts a pattern takes."""
+def _described(words: str) -> WrapValidator:
+    """Return a validator whose error message is `words`, a description of the texts that a pattern accepts."""
 
     def check(raw: Any, inner: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -74,9 +74,9 @@ def _or(words: str) -> WrapValidator:
 LABEL = "a name of 1 to 40 printable characters without = and , and /, with no blank at an end"
 AXIS = "a name of 1 to 40 small letters a to z, digits and _, with a letter first"
 Label = Annotated[
-    str, Field(pattern=r"^[^=,/\p{C}\p{Z}]([^=,/\p{C}\p{Zl}\p{Zp}]*[^=,/\p{C}\p{Z}])?$", max_length=40), _or(LABEL)
+    str, Field(pattern=r"^[^=,/\p{C}\p{Z}]([^=,/\p{C}\p{Zl}\p{Zp}]*[^=,/\p{C}\p{Z}])?$", max_length=40), _described(LABEL)
 ]
-AxisName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40), _or(AXIS)]
+AxisName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40), _described(AXIS)]
 Overrides = dict[str, Any]
 Axis = Annotated[dict[Label, Overrides], Field(min_length=1, max_length=1000), BeforeValidator(_labelled)]
 Labels = Annotated[list[Label], BeforeValidator(lambda raw: [_label(x) for x in (raw if isinstance(raw, list) else [raw])])]

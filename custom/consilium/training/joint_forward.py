@@ -60,13 +60,16 @@ class Call:
     @property
     def rows(self) -> int:
         """The size of the batch: that of the first tensor."""
-        return next(len(one) for one in _leaves((self.arguments, self.options)) if isinstance(one, Tensor))
+        return len(self._first)
 
     @property
     def length(self) -> int:
         """The tokens of a batch of texts, 0 of pictures."""
-        found = next(one for one in _leaves((self.arguments, self.options)) if isinstance(one, Tensor))
-        return found.shape[1] if _is_tokens(found) else 0
+        return self._first.shape[1] if _is_tokens(self._first) else 0
+
+    @property
+    def _first(self) -> Tensor:
+        return next(one for one in _leaves((self.arguments, self.options)) if isinstance(one, Tensor))
 
     @property
     def key(self) -> Key:
@@ -115,6 +118,13 @@ def random_state() -> list[Tensor]:
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
 
 
+def set_random_state(state: Sequence[Tensor]) -> None:
+    """Set the states that `random_state` returned."""
+    torch.set_rng_state(state[0])
+    if state[1:]:
+        torch.cuda.set_rng_state_all(list(state[1:]))
+
+
 def check_drew_nothing(before: Sequence[Tensor]) -> None:
     """Raise ValueError where random numbers were drawn, of a GPU too, since they had the state `before`."""
     if not all(map(torch.equal, before, random_state())):
@@ -133,18 +143,13 @@ def _as_exactly_as_stored(model: nn.Module) -> torch.autocast:
 
 def _check_equal(joined: Any, alone: Any) -> None:
     """Raise ValueError where an output of a joined pass is not what the site's own model makes."""
-    pairs = zip(_leaves(_plain(joined)), _leaves(_plain(alone)), strict=True)
+    pairs = zip(_leaves(joined), _leaves(alone), strict=True)
     for one, other in ((one, other) for one, other in pairs if isinstance(other, Tensor)):
         largest = float(other.abs().max()) if other.numel() else 0.0
         lower = torch.is_autocast_enabled(other.device.type)
         allowed = largest * (2e-2 if lower else TOLERANCE.get(other.dtype, 2e-2))
         if one.shape != other.shape or not float((one - other).abs().max() if one.numel() else 0.0) <= allowed:
             raise ValueError("the model mixes the rows of a batch, or reads an adapter's tensors past its layers")
-
-
-def _plain(value: Any) -> Any:
-    """Return an output's values as `_leaves` goes through them."""
-    return list(value.values()) if hasattr(value, "values") and not isinstance(value, Tensor) else value
 
 
 def _is_tokens(value: Tensor) -> bool:

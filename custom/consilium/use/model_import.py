@@ -47,14 +47,7 @@ _KEPT = {"r", "lora_alpha", "target_modules", "exclude_modules", "rank_pattern",
 _KEPT |= {"layers_to_transform", "layers_pattern"}
 """Settings of a LoRA that say what it computes when it is merged."""
 _UNREAD = {"base_model_name_or_path", "peft_type", "task_type", "revision", "peft_version", "auto_mapping", "inference_mode"}
-_UNREAD |= {
-    "lora_dropout",
-    "fan_in_fan_out",
-    "megatron_core",
-    "loftq_config",
-    "runtime_config",
-    "qalora_group_size",
-}
+_UNREAD |= {"lora_dropout", "fan_in_fan_out", "megatron_core", "loftq_config", "runtime_config", "qalora_group_size"}
 _UNREAD |= {"ensure_weight_tying"}
 """Settings without influence on a merge; `fan_in_fan_out` is about layers that are linear layers here."""
 _STARTS = (None, True, False, "gaussian", "orthogonal", "eva")

@@ -58,6 +58,6 @@ def top(page: str, library: str, base: str, folder: Path) -> str:
     ]
     if licence != UNKNOWN:
         rest = rest.replace(
-            UNSTATED, f"The licence is {licence}. Whoever hands the model on checks that it holds for the adapter too."
+            UNSTATED, f"The licence is {licence}. Before you pass the adapter on, check that it applies to it too."
         )
     return "\n".join(["---", *lines, "---", rest])

@@ -22,7 +22,8 @@ from rich.cells import cell_len
 from consilium.core.messages import Stage
 from consilium.core.sanitize import shown
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
-from consilium.report.compare.scores import Group, GroupScores, mean, scores_of
+from consilium.report.compare.comparability import Group
+from consilium.report.compare.scores import GroupScores, mean, scores_of
 from consilium.report.compare.tables import MARK
 from consilium.report.figures import NUMBERED, draw_matrix
 from consilium.report.plain_files import subfolders

@@ -12,14 +12,13 @@ from typing import Any
 from consilium.core.messages import Stage
 from consilium.core.sanitize import harmless
 from consilium.report.compare import DIAGNOSED, HELD_OUT, Test
+from consilium.report.compare.comparability import Group, frozen_model
 from consilium.report.compare.scores import (
     FEWEST,
     FEWEST_SEEDS,
-    Group,
     GroupScores,
     Interval,
     comparisons,
-    frozen_model,
     interval,
     mean,
     patients_interval,

@@ -17,8 +17,9 @@ from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit import FILE, read
 from consilium.privacy.ledger.ledger import Ledger, summary
 from consilium.report.best_worst_cases import CASES
+from consilium.report.compare.comparability import Group
 from consilium.report.compare.figures import COLOURS, PLOTS
-from consilium.report.compare.scores import Group, mean, scores_of
+from consilium.report.compare.scores import mean, scores_of
 from consilium.report.compare.tables import MEANT
 from consilium.report.live_view import ending, when
 from consilium.report.page.cases import curves as draw_curves

@@ -1,0 +1,283 @@
+"""Which runs compare: groups of runs on the same task, data, sites and test samples, and what each method is called."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import Any
+
+from consilium.core.messages import Stage
+from consilium.report.run_record import RunRecord
+from consilium.report.tables import few
+from consilium.tasks.registry import COUNT
+
+CHECKPOINT = "model.checkpoint"
+LEARNING = ("task.augment", "task.balance", "task.learn", "data.most_training", "data.phantoms.training",
+            "data.phantoms.validation", "data.phantoms.classes")  # fmt: skip
+"""Fields of task and data that change the training and not the samples scored."""
+READ = ("task.", "data.", CHECKPOINT, "privacy.unit", "privacy.per_patient")
+"""Fields by which a site reads other files, or others of its samples."""
+KINDS = ("strategy.name", "model.name", "adapter.kind", "task.name", "privacy.unit")
+"""Fields that decide which others their section has."""
+UNNAMED = ("name", "experiment", "training.seed", "training.validate.every", "training.validate.stages",
+           "training.validate.full", CHECKPOINT, "statistics", "federation.min_sites", "federation.round_timeout",
+           "federation.straggler_grace_seconds")  # fmt: skip
+"""Fields that do not tell one method from another."""
+SAME = 0.01
+"""The frozen model's scores of the same images differ by less, on whatever machine."""
+AGAIN = " again"
+"""Stands behind the seed of a private run that repeats another: another draw of noise."""
+
+
+@dataclass(frozen=True)
+class MissingRun:
+    """A run that a study has no scores of: its labels, its seed, and why."""
+
+    labels: Mapping[str, str]
+    seed: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that compare, by method and seed. `name`: "" where there is one group only; `left`: runs left out, and why.
+
+    `absent`: why a run is missing, by method and seed; `data_axes`: axes of the study that choose data, one value a group.
+    """
+
+    name: str
+    runs: Mapping[tuple[str, str], RunRecord]
+    left: tuple[str, ...] = ()
+    absent: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    data_axes: frozenset[str] = frozenset()
+
+    @property
+    def first(self) -> RunRecord:
+        """The run that the others were held against."""
+        return next(iter(self.runs.values()))
+
+    @property
+    def methods(self) -> list[str]:
+        """In the order of the runs."""
+        return list(dict.fromkeys(method for method, _ in [*self.runs, *self.absent]))
+
+    @property
+    def seeds(self) -> list[str]:
+        """In order."""
+        return sorted({seed for _, seed in [*self.runs, *self.absent]}, key=lambda seed: (len(seed), seed))
+
+    def of(self, method: str) -> list[RunRecord]:
+        """Return a method's runs."""
+        return [run for (name, _), run in self.runs.items() if name == method]
+
+    def expected(self, method: str) -> list[str]:
+        """Return the seeds that a method should have: another draw of noise only where it has one."""
+        return [seed for seed in self.seeds if AGAIN not in seed or (method, seed) in self.runs]
+
+    def titled(self, text: str) -> str:
+        """Return a figure's or table's title, which begins with the group's name if there is one."""
+        return f"{self.name}: {text}" if self.name else text
+
+    def heading(self, metric: str) -> str:
+        """Return how a metric is called in titles and figures of this group's task."""
+        base, _, rest = metric.partition("/")
+        scores = self.first.scores
+        return ", ".join(part for part in (scores.heading(base), rest, scores.grid_of(base)) if part)
+
+
+def differs(one: RunRecord, other: RunRecord) -> str | None:
+    """Return why two runs' scores do not compare; None where they do."""
+    mine, theirs = _compared(one), _compared(other)
+    if mine != theirs:
+        key = next(k for k in sorted({*mine, *theirs}) if mine.get(k, "none") != theirs.get(k, "none"))
+        return f"{key} is {_text(theirs.get(key, 'none'))}, in {one.name} {_text(mine.get(key, 'none'))}"
+    if one.split != other.split or one.metric != other.metric:
+        return f"scored by {other.metric} on {other.split}, {one.name} by {one.metric} on {one.split}"
+    if one.sites != other.sites:
+        return f"other sites than in {one.name}: {', '.join(sorted(one.sites ^ other.sites)[:5])} in one of them only"
+    whole = bool(one.whole and other.whole)
+    digests = (one.whole, other.whole) if whole else (one.data[1], other.data[1])
+    if all(digests) and digests[0] != digests[1] and _reads(one, whole) == _reads(other, whole):
+        return f"its sites' data or settings are not those of {one.name}; `consilium study run` runs the older ones again"
+    if not (one.labels and other.labels):  # cells of a study have their axes and digests for that
+        both = sorted(one.content.keys() & other.content.keys())
+        if site := next((site for site in both if one.content[site] != other.content[site]), None):
+            return f"its data at {site} are not those of {one.name}"
+    if one.settings.get("data.phantoms.kind") is not None and one.seed != other.seed:
+        return None  # each seed draws its own pictures
+    return _other_samples(one, other)
+
+
+def _compared(run: RunRecord) -> dict[str, Any]:
+    """Return the settings that decide what a score is taken of."""
+    found = {k: v for k, v in run.settings.items() if k.startswith(("task.", "data.")) and not k.startswith(LEARNING)}
+    if run.settings.get("task.scores.grid") == "resized":  # masks are compared at the model's own pixels
+        found["model.image_size"] = run.settings.get("model.image_size")
+    return found
+
+
+def _reads(run: RunRecord, whole: bool) -> list[Any]:
+    """Return what decides which samples a study's run reads: where it is equal, other digests mean changed files."""
+    most = None if whole else run.settings.get("data.most_training")  # which samples these are depends on the seed
+    fields = {k: v for k, v in run.settings.items() if k.startswith(READ) and k not in LEARNING}
+    return [run.data[0], fields, most, run.seed if most else None]
+
+
+def _other_samples(one: RunRecord, other: RunRecord) -> str | None:
+    """Return where two runs were scored on other samples, by their number or the scores of the same frozen model."""
+    models = [_section(run, "model") for run in (one, other)]
+    for site in sorted(one.closing.keys() & other.closing.keys()):
+        for stage, metric in ((Stage.GLOBAL, COUNT), (Stage.PRETRAINED, one.metric), (Stage.PRETRAINED, "loss")):
+            a, b = one.score(site, stage, metric), other.score(site, stage, metric)
+            if a is None or b is None or (stage is Stage.PRETRAINED and models[0] != models[1]):
+                continue
+            if abs(a - b) > SAME * max(1.0, abs(a) if metric == "loss" else 1.0):
+                what = "samples scored" if metric == COUNT else f"the pretrained model's {metric}"
+                return f"another test split at {site}: {what} {b:g}, in {one.name} {a:g}"
+    return None
+
+
+def _section(run: RunRecord, name: str) -> dict[str, Any]:
+    return {key: value for key, value in run.settings.items() if key.startswith(f"{name}.")}
+
+
+def frozen_model(run: RunRecord) -> str:
+    """Return a text that tells a run's frozen model from others."""
+    return json.dumps([_section(run, "model"), run.base], sort_keys=True)
+
+
+def _text(value: Any) -> str:
+    """Return a setting as tables and messages show it."""
+    if isinstance(value, float):
+        return short if float(short := f"{value:g}") == value else repr(value)
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def grouped(runs: Sequence[RunRecord], absent: Sequence[MissingRun] = ()) -> tuple[list[Group], list[str]]:
+    """Return the groups of runs that compare, in the order of the runs, and why each group is not part of the first one."""
+    found: list[list[RunRecord]] = []
+    for run in runs:
+        home = next((group for group in found if all(differs(other, run) is None for other in group)), None)
+        found.append([run]) if home is None else home.append(run)
+    axes = {axis for run in runs for axis in run.labels}
+    values = {axis: [{run.labels.get(axis) for run in group} for group in found] for axis in axes}
+    data_axes = {axis for axis, sets in values.items() if all(len(s) == 1 for s in sets) and len(set.union(*sets)) > 1}
+    every = [*(run.labels for run in runs), *(one.labels for one in absent)]
+    constant = {axis for one in every for axis in one if len({other.get(axis) for other in every}) == 1}
+    unnamed = data_axes | (set() if constant == {axis for one in every for axis in one} else constant)
+    here = [{axis: group[0].labels.get(axis) for axis in data_axes} for group in found]
+    made = []
+    for name, group, place in zip(_group_names(found, data_axes), found, here, strict=True):
+        labels = method_labels(group, unnamed)
+        named = {}
+        for one in (one for one in absent if place.items() <= one.labels.items()):
+            own = next((labels[run.name] for run in group if run.labels == one.labels), "")
+            method = own or _labelled(one.labels, unnamed) or _labelled(one.labels)
+            named[method, str(one.seed)] = one.why
+        counted, left = _counted(group, labels)
+        lacking = {key: why for key, why in named.items() if key not in counted}
+        made.append(Group(name, counted, tuple(left), lacking, frozenset(data_axes)))
+    why = []
+    for group in found[1:]:
+        reasons = (differs(first, one) for one in group for first in found[0])
+        why.append(f"{few([run.name for run in group])}: {next(reason for reason in reasons if reason)}")
+    lost = [one for one in absent if not any(place.items() <= one.labels.items() for place in here)]
+    why += [f"{_labelled(one.labels)}, seed {one.seed}: {one.why}, nor any other run of its data" for one in lost]
+    return made, why
+
+
+def _group_names(groups: Sequence[Sequence[RunRecord]], axes: Iterable[str]) -> list[str]:
+    """Return a name for each group: its values on the data axes, or its job's name, or a number; "" for an only one."""
+    labelled = [", ".join(group[0].labels.get(axis, "") for axis in sorted(axes)) for group in groups]
+    jobs = [str(group[0].settings["name"]) for group in groups]
+    numbers = [f"group {i + 1}" if len(groups) > 1 else "" for i in range(len(groups))]
+    apart = (names for names in (labelled, jobs) if len(groups) > 1 and len(set(names)) == len(names) and all(names))
+    return next(apart, numbers)
+
+
+def _labelled(labels: Mapping[str, str], unnamed: Iterable[str] = ()) -> str:
+    """Return what a study's labels call a method."""
+    gone = set(unnamed)
+    return ", ".join(value for axis, value in labels.items() if axis not in gone)
+
+
+def method_labels(runs: Sequence[RunRecord], unnamed: Iterable[str] = ()) -> dict[str, str]:
+    """Return each run's method by the run's name: of a study's cell its labels, else the strategy and what else differs.
+
+    `unnamed`: axes that name no method. Frozen weights are named by their digest, wherever the file lies; a run whose server
+    has lost its state has those of another run with its checkpoint.
+    """
+    bases: dict[str, str] = {}
+    for run in (run for run in runs if run.base):
+        bases.setdefault(run.base, f"{PurePath(str(run.settings.get(CHECKPOINT))).name} {run.base[:8]}")
+    fields: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        path, compared = run.settings.get(CHECKPOINT), _compared(run)
+        base = run.base or next((o.base for o in runs if o.base and path and o.settings.get(CHECKPOINT) == path), "")
+        fields[run.name] = {k: v for k, v in run.settings.items() if not k.startswith(UNNAMED) and k not in compared}
+        fields[run.name][CHECKPOINT] = bases.get(base)
+    kinds = {run.name: {k.partition(".")[0]: run.settings.get(k) for k in KINDS} for run in runs}
+
+    def varies(key: str, run: RunRecord) -> bool:
+        """Tell whether a field differs among runs with the same kind of its section; the kind itself, among all."""
+        section = key.partition(".")[0]
+        alike = [o for o in runs if key in KINDS or kinds[o.name].get(section) == kinds[run.name].get(section)]
+        return len({_text(fields[o.name].get(key)) for o in alike}) > 1
+
+    found = {}
+    for run in runs:
+        shown = [k for k in fields[run.name] if varies(k, run)]
+        last = [k.rpartition(".")[2] for k in shown]
+        parts = [str(run.settings["strategy.name"])]
+        for key, word in zip(shown, last, strict=True):
+            value = _text(fields[run.name][key])
+            if key in KINDS:
+                parts += [] if key == "strategy.name" else [f"{'privacy ' if key == 'privacy.unit' else ''}{value}"]
+            else:
+                parts.append(f"{key if last.count(word) > 1 else word} {value}")
+        found[run.name] = _labelled(run.labels, unnamed) or ", ".join(parts)
+    return found
+
+
+def _counted(runs: Sequence[RunRecord], labels: Mapping[str, str]) -> tuple[dict[tuple[str, str], RunRecord], list[str]]:
+    """Return runs by method and seed, and a line per run that repeats another and so is left out.
+
+    Of private runs only a copy, with all scores to the last digit, repeats another; else it is another draw of noise.
+    """
+    found: dict[tuple[str, str], RunRecord] = {}
+    left = []
+
+    def scores(run: RunRecord) -> str:
+        return json.dumps(run.closing, sort_keys=True)  # in a text NaN is NaN
+
+    for run in runs:
+        method = labels[run.name]
+        alike = {key: one for key, one in found.items() if key[0] == method and one.seed == run.seed}
+        twin = next((key for key, one in alike.items() if not run.private or scores(one) == scores(run)), None)
+        if twin is not None:
+            kept, out = (run, found[twin]) if len(run.closing) > len(found[twin].closing) else (found[twin], run)
+            found[twin] = kept
+            left.append(f"{out.name}: repeats {kept.name} (same settings and seed), so it is not counted")
+            continue
+        draw = "" if not alike else AGAIN if len(alike) == 1 else f"{AGAIN} {len(alike) + 1}"
+        found[method, f"{run.seed}{draw}"] = run
+    return found, left
+
+
+def mixed(group: Group) -> list[str]:
+    """Return a line for each method whose runs are not all of one code and the same packages. The code is the strategy's."""
+    found = []
+    for method in group.methods:
+        versions = [run.code_versions for run in group.of(method)]
+        every = sorted({name for one in versions for name in one})
+        if names := [name for name in every if len({one[name] for one in versions if name in one}) > 1]:
+            found.append(f"{method}: its runs have other {', '.join(names)} (versions.json); run the older ones again")
+    return found
+
+
+def renamed(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return the runs, each renamed to the shortest end of its path that is unique."""
+    parts = [run.name.rstrip("/").split("/") for run in runs]
+    ends = (["/".join(one[-length:]) for one in parts] for length in range(1, max(map(len, parts)) + 1))
+    names = next((names for names in ends if len(set(names)) == len(names)), ["/".join(one) for one in parts])
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
