@@ -47,6 +47,13 @@ def test_each_cause_is_known_by_what_is_said_and_has_a_remedy(cause: Cause) -> N
     assert cause.remedy
 
 
+def test_a_servers_words_are_one_bounded_line_of_a_sites_log() -> None:
+    said = admission.line(Cause.UNKNOWN, "no\nINFO - all is well\x1b[2J" + "x" * 5000)
+    assert len(said.splitlines()) == 1
+    assert "\x1b" not in said
+    assert len(said) < 600
+
+
 def test_only_the_servers_own_words_are_a_refusal() -> None:
     assert refusal(FLCommunicationError("error:client_registration " + SAID[Cause.REVOKED])) == SAID[Cause.REVOKED]
     assert refusal(wrapped("error:client_quit", SAID[Cause.REFUSED])) == SAID[Cause.REFUSED]

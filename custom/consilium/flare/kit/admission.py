@@ -23,6 +23,7 @@ from nvflare.private.defs import ClientType
 from nvflare.private.fed.authenticator import Authenticator
 from nvflare.private.fed.client.communicator import Communicator
 
+from consilium.core.sanitize import shown
 from consilium.core.storage import write_atomic
 from consilium.federation.run_folders import STATE
 
@@ -117,7 +118,7 @@ def noted(kit: Path) -> Cause | None:
 
 def line(cause: Cause, said: str) -> str:
     """Return a line for a site's log."""
-    return f"the server does not let this site in: {cause}: {cause.text} ({said}); {cause.remedy}"
+    return f"the server does not let this site in: {cause}: {cause.text} ({shown(said, 200)}); {cause.remedy}"
 
 
 def await_admission(
