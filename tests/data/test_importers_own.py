@@ -123,6 +123,36 @@ def test_classes_with_numbered_patients_are_no_sites(tmp_path: Path) -> None:
     assert list(told["sites"]) == ["a", "b"]
 
 
+@pytest.mark.parametrize("patients", [("001", "002"), ("0012", "10")])
+def test_equal_numbers_in_every_class_are_asked_for(patients: tuple[str, str], tmp_path: Path) -> None:
+    put_class(
+        tmp_path / "raw", *(f"{kind}/{number}/{i}.png" for kind in ("BENIGN", "MALIGN") for number in patients for i in "12")
+    )
+    with pytest.raises(DataError, match=r"numbers for classes .*--patient-folders reads them so"):
+        import_set("own", tmp_path / "raw", tmp_path / "lists")
+    told = import_set("own", tmp_path / "raw", tmp_path / "lists", Options(patient_folders=True))
+    assert told["classes"] == ["BENIGN", "MALIGN"]
+    told = import_set("own", tmp_path / "raw", tmp_path / "apart", Options(patient_folders=False))
+    assert list(told["sites"]) == ["BENIGN", "MALIGN"]
+
+
+def test_grades_are_classes(tmp_path: Path) -> None:
+    put_class(tmp_path / "raw", *(f"{site}/{grade}/{i}.png" for site in ("north", "south") for grade in "01234" for i in "123"))
+    assert import_set("own", tmp_path / "raw", tmp_path / "lists")["classes"] == ["0", "1", "2", "3", "4"]
+
+
+def test_splits_of_classes_with_patients_are_read(tmp_path: Path) -> None:
+    numbers = {"train": (1, 2, 3), "test": (4, 5)}
+    put_class(
+        tmp_path / "raw",
+        *(f"{s}/{k}/patient{n}{k}/{i}.png" for s, own in numbers.items() for k in "ab" for n in own for i in "12"),
+    )
+    told = import_set("own", tmp_path / "raw", tmp_path / "lists", Options(validation=0))
+    assert told["sites"] == {"raw": {"training": 12, "validation": 0, "test": 8}}
+    found = json.loads((tmp_path / "lists/raw/datalist.json").read_text())
+    assert {(one["patient"], one["label"]) for one in found["test"]} == {(f"patient{n}{k}", k) for k in "ab" for n in (4, 5)}
+
+
 def test_pictures_beside_folders_of_classes_are_told(tmp_path: Path) -> None:
     put_class(tmp_path / "raw", *(f"{site}/{kind}/{i}.png" for site in ("n", "s") for kind in "ab" for i in range(4)))
     put_class(tmp_path / "raw", "n/loose.png")

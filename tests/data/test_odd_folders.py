@@ -343,6 +343,25 @@ def test_classes_have_the_names_of_dataset_json(labels: dict[str, Any], tmp_path
     assert told["classes"] == {"liver": [1], "tumor": [2]}
 
 
+@pytest.mark.parametrize("remedy", ["zero", "named"])
+def test_pixels_to_ignore_are_no_class(remedy: str, tmp_path: Path) -> None:
+    hospital(tmp_path / "raw", "imagesTr/a_{:03}_0000.png", "labelsTr/a_{:03}.png", (1, 2))
+    labels = {"background": 0, "liver": 1, "ignore": 3}
+    (tmp_path / "raw/dataset.json").write_text(json.dumps({"labels": {**labels, "tumor": 2}}))
+    assert import_set("own", tmp_path / "raw", tmp_path / "lists")["classes"] == {"liver": [1], "tumor": [2]}
+    (tmp_path / "raw/dataset.json").write_text(json.dumps({"labels": labels | {"ignore": 2}}))
+    with pytest.raises(
+        DataError, match=r"raw: dataset.json calls 2 'ignore', .* set them to 0, or give the value another name"
+    ):
+        import_set("own", tmp_path / "raw", tmp_path / "more")
+    if remedy == "zero":
+        hospital(tmp_path / "raw", "imagesTr/a_{:03}_0000.png", "labelsTr/a_{:03}.png", (1, 0))
+    else:
+        (tmp_path / "raw/dataset.json").write_text(json.dumps({"labels": {"background": 0, "liver": 1, "unsure": 2}}))
+    told = import_set("own", tmp_path / "raw", tmp_path / "more")
+    assert told["classes"] == ({"liver": [1]} if remedy == "zero" else {"liver": [1], "unsure": [2]})
+
+
 def test_a_list_of_auto3dseg_is_read(tmp_path: Path) -> None:
     photo(tmp_path / "a.png"), drawn(tmp_path / "m.png", 1)
     entry = {"image": "a.png", "label": "m.png"}

@@ -57,7 +57,7 @@ def read_own(source: Path, options: Options) -> ImportResult:
     asked = [] if one_site else _asked(source, below, options)
     sites = {one.name: site for one in asked if (site := _site(one, replace(options, only=())))}
     notes: list[str] = []
-    by_class = _of_classes_by_patient(source, True) if options.patient_folders and _without_common_class(sites) else None
+    by_class = _of_classes_by_patient(source, True) if options.patient_folders and _classes_with_patients(sites) else None
     if by_class is not None or not sites or all(map(_named_split, sites)):
         whole = by_class or _site(source, options)
         if whole is None:
@@ -127,14 +127,20 @@ def _check_sites(source: Path, counts: Mapping[str, int], options: Options) -> N
         raise DataError(f"{source}: holds {what}, which may be patients or sites; write which: {remedy}")
 
 
-def _without_common_class(sites: Mapping[str, Site]) -> str:
-    """Return the first classes of two sites where all have classes and no two have one in common, "" otherwise."""
+def _classes_with_patients(sites: Mapping[str, Site]) -> str:
+    """Return why sites may be classes with folders of patients in them, "" where nothing tells so.
+
+    All have classes, which no two have in common, or which are numbers with zeros before them.
+    """
     classes = {name: {one.label for one in found if isinstance(one.label, str)} for name, (found, _) in sites.items()}
-    apart = (
-        len(classes) > 1 and all(classes.values()) and sum(map(len, classes.values())) == len(set().union(*classes.values()))
-    )
-    told = (f"{name}: {', '.join(sorted(own)[:3])}" for name, own in list(classes.items())[:2])
-    return "; ".join(told) if apart and not any(map(_SITE.search, classes)) else ""
+    if len(classes) < 2 or not all(classes.values()) or any(map(_SITE.search, classes)):
+        return ""
+    told = "; ".join(f"{name}: {', '.join(sorted(own)[:3])}" for name, own in list(classes.items())[:2])
+    every = set().union(*classes.values())
+    if sum(map(len, classes.values())) == len(every):
+        return f"its folders have no class in common ({told})"
+    padded = all(map(str.isdecimal, every)) and any(one.startswith("00") for one in every)
+    return f"its folders have numbers for classes ({told})" if padded else ""
 
 
 def _check_classes(source: Path, sites: Mapping[str, Site], options: Options) -> None:
@@ -148,8 +154,8 @@ def _check_classes(source: Path, sites: Mapping[str, Site], options: Options) ->
     if len(sites) > 1 and all(re.fullmatch(r"(?i)(cv[ _-]?)?fold[ _-]?\d+", name) for name in sites):
         remedy = "import each by itself and join the lists, or rename the folders if they are sites"
         raise DataError(f"{source}: {', '.join(list(sites)[:3])} are called after folds of one site's data; {remedy}")
-    if options.patient_folders is None and (told := _without_common_class(sites)):
-        what = f"its folders have no class in common ({told}), so they may be classes with a folder for each patient"
+    if options.patient_folders is None and (why := _classes_with_patients(sites)):
+        what = f"{why}, so they may be classes with a folder for each patient"
         remedy = "--patient-folders reads them so, --no-patient-folders makes a site of each"
         raise DataError(f"{source}: {what}; write which: {remedy}")
 
@@ -196,7 +202,7 @@ def _site(folder: Path, options: Options) -> Site | None:
         return _of_table(table, folder, options)
     if what := lone_masks(folder):
         raise DataError(f"{folder}: holds {what}")
-    return _of_classes(folder) if classes else _of_classes_by_patient(folder)
+    return _of_classes(folder) if classes else (_of_classes_by_patient(folder) or _of_splits(folder, options))
 
 
 def _of_splits(folder: Path, options: Options) -> Site | None:

@@ -60,7 +60,7 @@ def labelled(
     apart = [f"a job has masks or classes: {where}"]
     beside = _result_by_class_name(classed, apart) if classed else None
     masks = [_united(one, number) for number, one in enumerate(masks)]
-    return ImportResult(masks, _classes(values, named or {}), [*notes, *(apart if beside else [])], beside)
+    return ImportResult(masks, _classes(source, values, named or {}), [*notes, *(apart if beside else [])], beside)
 
 
 def _of_two_splits(samples: Sequence[SourceSample]) -> list[str]:
@@ -90,9 +90,19 @@ def named_values(folder: Path) -> dict[str, list[int]]:
     return found
 
 
-def _classes(values: Mapping[str, set[int]], named: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Return the classes of masks, by the names that their source has for them, and by numbers for others."""
+def _classes(source: Path, values: Mapping[str, set[int]], named: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """Return the classes of masks, by the names that their source has for them, and by numbers for others.
+
+    Raises DataError where masks have nnU-Net's value for pixels that no loss counts: here every pixel counts.
+    """
     every = set().union(*values.values()) - {0}
+    ignored = {value for name, own in named.items() if name.casefold() == "ignore" for value in own}
+    if there := sorted(ignored & every):
+        what = f"dataset.json calls {there[0]} 'ignore', pixels that no loss counts, and masks have it; here every pixel counts"
+        raise DataError(
+            f"{source}: {what}; draw these pixels, set them to 0, or give the value another name in dataset.json to learn it"
+        )
+    named = {name: own for name, own in named.items() if ignored.isdisjoint(own)}
     lost = every - {value for own in named.values() for value in own}
     if not named or (lost and one_class(values.values())):
         found = classes_for(values.values())
