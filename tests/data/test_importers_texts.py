@@ -286,6 +286,100 @@ def test_winogrande_by_size_keeps_twins_together(tmp_path: Path) -> None:
         import_set("winogrande", tmp_path, tmp_path / "bad", Options(size="xxl"))
 
 
+MULTIPLE = {"question": "Which vitamin?", "opa": "A1", "opb": "B1", "opc": "C1", "opd": "D1"}
+
+
+def test_medmcqa_counts_from_one_in_lines_of_a_json_file(tmp_path: Path) -> None:
+    raws = [MULTIPLE | {"question": f"Q{i}", "cop": i % 4 + 1, "exp": None, "subject_name": "Dental"} for i in range(20)]
+    write(tmp_path, "train.json", *raws)
+    write(tmp_path, "dev.json", MULTIPLE | {"cop": 2, "subject_name": "Anatomy", "choice_type": "single"})
+    write(tmp_path, "test.json", MULTIPLE)
+    found = texts("medmcqa", tmp_path, tmp_path / "out")
+    assert [len(found[split]) for split in SPLITS] == [18, 2, 1]
+    (tested,) = found["test"]
+    assert (tested.input, tested.outputs) == ("Which vitamin?\nA. A1\nB. B1\nC. C1\nD. D1", ("B",))
+    assert Counter(t.outputs[0] for split in SPLITS[:2] for t in found[split]) == dict.fromkeys("ABCD", 5)
+    assert records(tmp_path / "out/medmcqa/test.jsonl")[0]["subject_name"] == "Anatomy"
+    write(tmp_path, "dev.json", MULTIPLE | {"cop": 0})  # as a hub's copy counts
+    with pytest.raises(DataError, match=r"dev\.json: record 1: 'Which vitamin\?': expected a label from 1 to 4; found '0'"):
+        import_set("medmcqa", tmp_path, tmp_path / "bad")
+
+
+@pytest.mark.parametrize(("name", "prefix", "letters"), [("medqa", "phrases_no_exclude_", "ABCD"), ("medqa-5", "", "ABCDE")])
+def test_medqa_by_options_with_and_without_development_questions(tmp_path: Path, name: str, prefix: str, letters: str) -> None:
+    raw = {"options": {letter: f"drug {letter}" for letter in letters}, "answer": "drug D", "answer_idx": "D"}
+    for split, count in (("train", 9), ("dev", 2), ("test", 3)):
+        questions = [raw | {"question": f"{split} {i}?", "meta_info": "step1"} for i in range(count)]
+        write(tmp_path / "US", f"{prefix}{split}.jsonl", *questions)
+    found = texts(name, tmp_path, tmp_path / "out")
+    assert [len(found[split]) for split in SPLITS] == [9, 2, 3]
+    assert (found["test"][0].outputs, found["test"][0].labels) == (("D",), tuple(letters))
+    assert found["test"][0].input.splitlines()[4] == "D. drug D"
+    (tmp_path / f"US/{prefix}dev.jsonl").unlink()
+    assert [len(split) for split in texts(name, tmp_path, tmp_path / "cut").values()] == [8, 1, 3]
+    write(tmp_path / "US", f"{prefix}test.jsonl", raw | {"question": "q", "answer_idx": "F"})
+    with pytest.raises(DataError, match=r"test\.jsonl: record 1: 'q': expected a label from A to [DE]; found 'F'"):
+        import_set(name, tmp_path, tmp_path / "bad")
+    write(tmp_path / "US", f"{prefix}test.jsonl", raw | {"question": "q", "options": {}})
+    with pytest.raises(DataError, match=r"record 1: expected options A to D or E"):
+        import_set(name, tmp_path, tmp_path / "bad")
+
+
+def test_pubmedqa_is_yes_no_or_maybe_about_an_abstract(tmp_path: Path) -> None:
+    raws = {
+        str(21645374 + i): {
+            "QUESTION": f"Do {i}?", "CONTEXTS": ["One.", f"Two {i}."], "LABELS": ["A", "B"], "MESHES": [], "YEAR": "2011",
+            "reasoning_required_pred": "yes", "reasoning_free_pred": "no", "final_decision": ("yes", "no", "maybe")[i % 3],
+            "LONG_ANSWER": "Because.",
+        }
+        for i in range(20)
+    }  # fmt: skip
+    (tmp_path / "ori_pqal.json").write_text(json.dumps(raws))
+    (tmp_path / "test_ground_truth.json").write_text(json.dumps({"21645376": "maybe", "21645377": "yes"}))
+    found = texts("pubmedqa", tmp_path, tmp_path / "out")
+    assert [len(found[split]) for split in SPLITS] == [16, 2, 2]
+    tested = found["test"][0]
+    assert (tested.input, tested.outputs) == ("One.\nTwo 2.\n\nQuestion: Do 2?", ("maybe",))
+    assert tested.labels == ("yes", "no", "maybe")
+    (tmp_path / "test_ground_truth.json").unlink()
+    summary = import_set("pubmedqa", tmp_path, tmp_path / "alone")
+    assert summary["notes"] == ["there is no test_ground_truth.json: the test split is not the publisher's"]
+    for wrong in ({"1": {"QUESTION": "a", "CONTEXTS": [], "final_decision": "perhaps"}}, {"1": "yes"}, ["yes"]):
+        (tmp_path / "ori_pqal.json").write_text(json.dumps(wrong))
+        with pytest.raises(DataError, match=r"ori_pqal\.json: (1: )?expected .*; found .*; give the publisher's file"):
+            import_set("pubmedqa", tmp_path, tmp_path / "bad")
+
+
+def test_mmlu_medical_is_six_subjects_without_headings(tmp_path: Path) -> None:
+    subjects = ("anatomy", "clinical_knowledge", "college_biology", "college_medicine", "medical_genetics")
+    for subject in (*subjects, "professional_medicine", "virology"):
+        for part, count in (("dev", 5), ("val", 1), ("test", 2)):
+            rows = (f"{subject} {part} {i},a,b,c,d,C\n" for i in range(count))
+            (tmp_path / "data" / part).mkdir(parents=True, exist_ok=True)
+            (tmp_path / "data" / part / f"{subject}_{part}.csv").write_text("".join(rows))
+    found = texts("mmlu-medical", tmp_path, tmp_path / "out")
+    assert [len(found[split]) for split in SPLITS] == [30, 6, 12]
+    assert (found["test"][0].input, found["test"][0].outputs) == ("anatomy test 0\nA. a\nB. b\nC. c\nD. d", ("C",))
+    (tmp_path / "data/test/anatomy_test.csv").write_text('"Two\nlines, and ""one"" mark",a,"b,c",c,d,A\nq,a,b,c,A\n')
+    with pytest.raises(DataError, match=r"anatomy_test\.csv:3: expected question, A, B, C, D and the letter; found 5 cells"):
+        import_set("mmlu-medical", tmp_path, tmp_path / "bad")
+    (tmp_path / "data/test/anatomy_test.csv").write_text('"Two\nlines, and ""one"" mark",a,"b,c",c,d,A\n')
+    tested = texts("mmlu-medical", tmp_path, tmp_path / "lines")["test"]
+    assert 'Two\nlines, and "one" mark\nA. a\nB. b,c\nC. c\nD. d' in {text.input for text in tested}
+
+
+def test_careqa_by_language_is_cut_by_shares(tmp_path: Path) -> None:
+    raw = {"exam_id": 29, "op1": "a", "op2": "b", "op3": "c", "op4": "d", "cop": 4, "year": "2024", "category": "Nursing"}
+    for language in ("en", "es"):
+        raws = [raw | {"question": f"{language} {i}", "unique_id": str(i)} for i in range(10)]
+        (tmp_path / f"CareQA_{language}.json").write_text(json.dumps(raws))
+    found = texts("careqa", tmp_path, tmp_path / "out", test=0.8, validation=0.1)
+    assert [len(found[split]) for split in SPLITS] == [1, 1, 8]
+    assert found["test"][0].outputs == ("D",)
+    spanish = texts("careqa", tmp_path, tmp_path / "es", size="es")
+    assert all(text.input.startswith("es ") for split in SPLITS for text in spanish[split])
+
+
 def test_texts_can_be_pooled_cut_anew_and_stand_beside_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,7 @@
 """Published text sets, as their publishers ship them. Each set is a declaration that one reader serves.
 
-The choice sets (BoolQ, PIQA, HellaSwag, WinoGrande) have test sets without labels. Their labelled development set is the test
-split here, and validation is cut from the training set.
+Of the choice sets BoolQ, PIQA, HellaSwag, WinoGrande and MedMCQA have test sets without labels. Their labelled development set is
+the test split here, and validation is cut from the training set.
 """
 
 import csv
@@ -32,9 +32,10 @@ Record = dict[str, Any]
 class TextSet:
     """A published set of texts that becomes one site.
 
-    `parts`: names of each file, the first that is there is read ({size} for --size), and its split. `fields`: keys and types of
-    a record. `convert(where, raw, label)`: the record's group and the record, or None for a record without an answer. `labels`:
-    labels come in NAME-labels.lst beside NAME.jsonl. `unanswered`: how a note calls the records left out.
+    `parts`: names of each file, the first that is there is read ({size} for --size), and its split; a last name "" says that the
+    file may be missing. `fields`: keys and types of a record. `convert(where, raw, label)`: the record's group and the record, or
+    None for a record without an answer. `labels`: labels come in NAME-labels.lst beside NAME.jsonl. `unanswered`: how a note
+    calls the records left out.
     """
 
     site: str
@@ -53,7 +54,10 @@ class TextSet:
         total = 0
         for names, split in self.parts:
             size = options.size or next(iter(self.sizes), "")
-            path = find(source, [name.format(size=size) for name in names], self.layout)
+            named = [name.format(size=size) for name in names if name]
+            if not names[-1] and not any(path.name.lower() in map(str.lower, named) for path in files(source, [""])):
+                continue
+            path = find(source, named, self.layout)
             raws = _read_records(path, self.fields)
             labels = _read_labels(path, len(raws)) if self.labels else [""] * len(raws)
             total += len(raws)
@@ -80,8 +84,8 @@ def find(source: Path, names: Sequence[str], layout: str) -> Path:
 
 
 def _read_records(path: Path, fields: Mapping[str, type]) -> list[Record]:
-    """Return the records of a JSON list or a JSONL file. Raises DataError, naming file and record or line."""
-    if path.suffix.lower() == ".json":
+    """Return the records of a JSON list or of JSON lines. Raises DataError, naming file and record or line."""
+    if path.suffix.lower() == ".json" and not _is_lines(path, fields):
         raw = parse_json(str(path), read_text(path, REMEDY), REMEDY)
         if not isinstance(raw, list):
             raise DataError(f"{path}: expected a list of records; found a {type(raw).__name__}; {REMEDY}")
@@ -100,6 +104,12 @@ def _read_records(path: Path, fields: Mapping[str, type]) -> list[Record]:
             )
             raise DataError(f"{where}: expected {expected}; found {there[:200] or 'nothing'}; {REMEDY}")
     return [one for _, one in found]
+
+
+def _is_lines(path: Path, fields: Iterable[str]) -> bool:
+    """Tell whether a .json file has a record a line, as MedMCQA's have: its first line is one."""
+    first = next((line.strip() for line in text_lines(path, REMEDY) if line.strip()), "")
+    return first.startswith("{") and first.endswith("}") and all(f'"{key}"' in first for key in fields)
 
 
 def _read_labels(path: Path, count: int) -> list[str]:
@@ -126,15 +136,16 @@ def _task(instruction: str, output: str, text: str = "") -> Record:
     return {"instruction": instruction, "input": text, "output": output}
 
 
-def _choice(where: str, task: str, text: str, options: Sequence[Any], label: str, first: int) -> Record:
-    """Return a record whose answer is a letter; `label` counts the options from `first`. Raises DataError."""
+def _choice(where: str, task: str, text: str, options: Sequence[Any], label: str, first: int | None) -> Record:
+    """Return a record whose answer is a letter; `label` counts the options from `first`, or is a letter. Raises DataError."""
     letters = [chr(ord("A") + index) for index in range(len(options))]
-    if label not in map(str, range(first, first + len(letters))):
-        last = first + len(letters) - 1
-        raise DataError(f"{where}: {text[:60]!r}: expected a label from {first} to {last}; found {label[:20]!r}; {REMEDY}")
+    known = letters if first is None else [str(first + index) for index in range(len(options))]
+    if label not in known:
+        what = f"expected a label from {known[0]} to {known[-1]}; found {label[:20]!r}"
+        raise DataError(f"{where}: {text[:60]!r}: {what}; {REMEDY}")
     asked = f"{task} Answer with {', '.join(letters[:-1])} or {letters[-1]}."
     shown = "\n".join(f"{letter}. {option}" for letter, option in zip(letters, options, strict=True))
-    return _task(asked, letters[int(label) - first], f"{text}\n{shown}") | {"labels": letters}
+    return _task(asked, letters[known.index(label)], f"{text}\n{shown}") | {"labels": letters}
 
 
 def _gsm8k(where: str, raw: Record, label: str) -> tuple[str, Record]:
@@ -183,6 +194,91 @@ def _winogrande(where: str, raw: Record, label: str) -> tuple[str, Record]:
     """The two sentences of a pair are one group."""
     task, both = "Which option belongs in the gap, marked _?", [raw["option1"], raw["option2"]]
     return re.sub(r"-[12]$", "", raw["qID"]), _choice(where, task, raw["sentence"], both, label, 1)
+
+
+# medical multiple choice -----------------------------------------------------------------------------------------------
+
+MEDICAL = "Which answer is right?"
+MMLU_SUBJECTS = (
+    "anatomy", "clinical_knowledge", "college_biology", "college_medicine", "medical_genetics", "professional_medicine",
+)  # fmt: skip
+"""MMLU's medical parts, as MultiMedQA has them (Singhal et al., "Large language models encode clinical knowledge", 2023)."""
+MMLU_SPLITS = {"dev": "training", "val": "validation", "test": "test"}
+FEW = "the publisher's five development questions of each subject are the training split"
+PUBMEDQA = ("yes", "no", "maybe")
+
+
+def _medmcqa(where: str, raw: Record, label: str) -> tuple[str, Record]:
+    """`subject_name` is kept; options count from 1."""
+    options = [raw[f"op{letter}"] for letter in "abcd"]
+    found = _choice(where, MEDICAL, raw["question"], options, str(raw.get("cop")), 1)
+    return "", found | {"subject_name": str(raw.get("subject_name") or "")}
+
+
+def _medqa(where: str, raw: Record, label: str) -> tuple[str, Record]:
+    """Options are a map by letter."""
+    if list(raw["options"]) not in (list("ABCD"), list("ABCDE")):
+        raise DataError(f"{where}: expected options A to D or E; found {', '.join(raw['options'])[:80]}; {REMEDY}")
+    return "", _choice(where, MEDICAL, raw["question"], list(raw["options"].values()), raw["answer_idx"], None)
+
+
+def _careqa(where: str, raw: Record, label: str) -> tuple[str, Record]:
+    """`category` is kept; options count from 1."""
+    options = [raw[f"op{number}"] for number in range(1, 5)]
+    found = _choice(where, MEDICAL, raw["question"], options, str(raw["cop"]), 1)
+    return "", found | {"category": str(raw.get("category") or "")}
+
+
+def read_pubmedqa(source: Path, options: Options) -> ImportResult:
+    """Read PubMedQA (Jin et al. 2019), its labelled part: records by PubMed number.
+
+    Those that test_ground_truth.json names are the test split, without this file it is cut as for other sets.
+    """
+    path, tests = find(source, ["ori_pqal.json"], PUBMEDQA_LAYOUT), dict[str, Any]()
+    for found in files(source, ["test_ground_truth.json"])[:1]:
+        tests = _map(found)
+    lines = list[TextRecord]()
+    for number, raw in _map(path).items():
+        where = f"{path}: {number}"
+        fits = isinstance(raw, dict) and isinstance(raw.get("QUESTION"), str) and isinstance(raw.get("CONTEXTS"), list)
+        if not (fits and raw.get("final_decision") in PUBMEDQA):
+            what = "expected QUESTION, CONTEXTS and a final_decision of yes, no or maybe"
+            raise DataError(f"{where}: {what}; found {repr(raw)[:120]}; {REMEDY}")
+        asked = "Read the abstract and answer the question about it with yes, no or maybe."
+        text = "\n".join([*map(str, raw["CONTEXTS"]), "", f"Question: {raw['QUESTION']}"])
+        record = _task(asked, raw["final_decision"], text) | {"labels": list(PUBMEDQA)}
+        lines.append(TextRecord("pubmedqa", number, record, "test" if number in tests else None))
+    notes = [] if tests else ["there is no test_ground_truth.json: the test split is not the publisher's"]
+    return ImportResult(one_split_per_prompt(lines), None, notes)
+
+
+def _map(path: Path) -> Record:
+    found = parse_json(str(path), read_text(path, REMEDY), REMEDY)
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: expected a map by PubMed number; found a {type(found).__name__}; {REMEDY}")
+    return found
+
+
+def read_mmlu(source: Path, options: Options) -> ImportResult:
+    """Read MMLU's medical parts (Hendrycks et al. 2021): rows of question, A, B, C, D and the letter. `subject` is kept."""
+    lines = list[TextRecord]()
+    for subject in MMLU_SUBJECTS:
+        for part, split in MMLU_SPLITS.items():
+            path = find(source, [f"{subject}_{part}.csv"], MMLU_LAYOUT)
+            reader = csv.reader(text_lines(path, REMEDY, newline=""))
+            try:
+                rows = [(reader.line_num, row) for row in reader if row]
+            except csv.Error as error:
+                raise DataError(
+                    f"{path}:{reader.line_num}: expected rows of CSV; found otherwise ({error}); {REMEDY}"
+                ) from None
+            for number, row in rows:
+                where = f"{path}:{number}"
+                if len(row) != 6:
+                    raise DataError(f"{where}: expected question, A, B, C, D and the letter; found {len(row)} cells; {REMEDY}")
+                record = _choice(where, MEDICAL, row[0], row[1:5], row[5].strip(), None) | {"subject": subject}
+                lines.append(TextRecord("mmlu-medical", f"{path.name}:{number}", record, split))
+    return ImportResult(one_split_per_prompt(lines), None, [FEW])
 
 
 def read_medquad(source: Path, options: Options) -> ImportResult:
@@ -261,6 +357,8 @@ def _e2e_rows(path: Path) -> list[tuple[str, str]]:
 
 MEDQUAD_LAYOUT = "folders such as 1_CancerGov_QA or 9_CDC_QA with *.xml of QAPairs"
 E2E_LAYOUT = "trainset.csv, devset.csv and testset_w_refs.csv with the columns mr and ref"
+PUBMEDQA_LAYOUT = "ori_pqal.json, a map of records with QUESTION, CONTEXTS and final_decision, and test_ground_truth.json"
+MMLU_LAYOUT = "dev, val and test with SUBJECT_dev.csv, SUBJECT_val.csv and SUBJECT_test.csv, as anatomy_test.csv"
 _DEVELOPMENT_TESTS = partial(TextSet, notes=(DEVELOPMENT,))
 TEXT_SETS = (
     TextSet(  # Cobbe et al. (2021)
@@ -299,8 +397,35 @@ TEXT_SETS = (
         ((("train_{size}.jsonl",), None), (("dev.jsonl",), "test")),
         {"qID": str, "sentence": str, "option1": str, "option2": str}, _winogrande, labels=True, sizes=SIZES,
     ),
+    _DEVELOPMENT_TESTS(  # Pal et al. (2022)
+        "medmcqa", "train.json and dev.json, a record a line with question, opa to opd and cop (1 to 4)",
+        ((("train.json",), None), (("dev.json",), "test")),
+        {"question": str, "opa": str, "opb": str, "opc": str, "opd": str, "cop": int}, _medmcqa,
+    ),
+    TextSet(  # Jin et al. (2021), four options
+        "medqa", "phrases_no_exclude_train.jsonl, _dev.jsonl and _test.jsonl of US/4_options",
+        (
+            (("phrases_no_exclude_train.jsonl",), None),
+            (("phrases_no_exclude_dev.jsonl", ""), "validation"),
+            (("phrases_no_exclude_test.jsonl",), "test"),
+        ),
+        {"question": str, "options": dict, "answer_idx": str}, _medqa,
+    ),
+    TextSet(  # Jin et al. (2021), five options
+        "medqa-5", "train.jsonl, dev.jsonl and test.jsonl of US with question, options and answer_idx",
+        ((("train.jsonl",), None), (("dev.jsonl", ""), "validation"), (("test.jsonl",), "test")),
+        {"question": str, "options": dict, "answer_idx": str}, _medqa,
+    ),
+    TextSet(  # Arias-Duart et al. (2025)
+        "careqa", "CareQA_en.json (or --size es), a list of records with question, op1 to op4 and cop (1 to 4)",
+        ((("CareQA_{size}.json",), None),),
+        {"question": str, "op1": str, "op2": str, "op3": str, "op4": str, "cop": int}, _careqa, sizes=("en", "es"),
+        notes=("the publisher has a test set alone: write --test 0.98 --validation 0.01 to score nearly all of it",),
+    ),
 )  # fmt: skip
 SETS = {one.site: Importer(one.layout, one.read, sizes=one.sizes) for one in TEXT_SETS} | {
     "medquad": Importer(MEDQUAD_LAYOUT, read_medquad),
     "e2e": Importer(E2E_LAYOUT, read_e2e),
+    "pubmedqa": Importer(PUBMEDQA_LAYOUT, read_pubmedqa),
+    "mmlu-medical": Importer(MMLU_LAYOUT, read_mmlu),
 }

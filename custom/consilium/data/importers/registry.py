@@ -21,6 +21,7 @@ _MODULES = {
     "volumes": ("prostate", "mnms"),
     "published_texts": (
         "gsm8k", "metamathqa", "medquad", "alpaca", "e2e", "boolq", "piqa", "hellaswag", "winogrande",
+        "pubmedqa", "medmcqa", "medqa", "medqa-5", "mmlu-medical", "careqa",
     ),
 }  # fmt: skip
 IMPORTERS: Registry[Importer] = Registry(
