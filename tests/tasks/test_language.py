@@ -154,6 +154,8 @@ def test_loss_and_perplexity_of_a_uniform_model_and_of_an_empty_split() -> None:
     found = task.evaluate(Uniform().train(), "test", 1)
     assert found["loss"] == pytest.approx(math.log(len(TOKENIZER)), rel=1e-5)
     assert found["perplexity"] == pytest.approx(len(TOKENIZER), rel=1e-4)
+    assert found["token_loss"] == pytest.approx(math.log(len(TOKENIZER)))
+    assert found["bits_per_token"] == pytest.approx(math.log2(len(TOKENIZER)))
     task.data.splits["test"] = ()
     assert task.evaluate(Uniform(), "test", 1) == {}
 
@@ -215,7 +217,8 @@ def test_labels_are_predicted_by_the_first_one_written(monkeypatch: pytest.Monke
     monkeypatch.setattr(task, "write", lambda *_: written)
     assert task.evaluate(Uniform(), "test", 2)["accuracy"] == 0.25
     found = task.evaluate(Uniform(), "test", 2)
-    assert found.keys() == {"loss", "perplexity", "cut_prompts", "cut_answers", "cut_asked", "accuracy"}
+    per_token = {"perplexity", "token_loss", "bits_per_token"}
+    assert found.keys() == {"loss", *per_token, "cut_prompts", "cut_answers", "cut_asked", "accuracy"}
     more = {"n", "loss_low", "loss_high", "accuracy_low", "accuracy_high"}
     assert metric_names(LanguageConfig(name="language", evaluate="label")) == found.keys() | more
 
@@ -275,7 +278,7 @@ def test_what_a_record_s_score_is_of(caplog: pytest.LogCaptureFixture) -> None:
         assert task.scored is not None
         assert (task.scored.score, task.scored.lower) == (said, True)
     make_task(text("q", "yes"), labels=["yes", "no"])
-    assert "task.labels is not read where task.evaluate is loss; use label to score by it" in caplog.text
+    assert "task.labels is not read where task.evaluate is loss; use options or label to score by it" in caplog.text
 
 
 def test_records_without_a_label_or_final_answer_are_refused() -> None:

@@ -29,7 +29,9 @@ def data_import(
     minimum: Annotated[int, typer.Option(min=1, help="leave sites with fewer samples out")] = 1,
     types: Annotated[bool, typer.Option("--types", help="label cell classes instead of nuclei (pannuke, monusac)")] = False,
     resplit: Annotated[bool, typer.Option("--resplit", help="pool the publisher's splits and cut anew by patient")] = False,
-    size: Annotated[str, typer.Option(help="which of several files (winogrande: xl, l, m, s, xs, debiased; careqa: en, es)")] = "",
+    size: Annotated[
+        str, typer.Option(help="one of several files (winogrande: xl, l, m, s, xs, debiased; careqa: en, es)")
+    ] = "",
     only: Annotated[list[str] | None, typer.Option(metavar="SITE", help="take this site; may be repeated")] = None,
     rename: Annotated[list[str] | None, typer.Option(metavar="OLD=NEW", help="name a site otherwise; may be repeated")] = None,
     column: Annotated[

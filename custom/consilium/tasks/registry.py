@@ -13,7 +13,7 @@ from consilium.tasks.base import Task
 
 COUNT, LOW, HIGH = "n", "_low", "_high"
 """The metric that counts scored units, and the suffixes of a 95 % interval's ends; see bootstrap.py."""
-LOWER = frozenset({"loss", "hd95", "assd", "hd95_mm", "assd_mm", "mae", "perplexity"})
+LOWER = frozenset({"loss", "hd95", "assd", "hd95_mm", "assd_mm", "mae", "perplexity", "token_loss", "bits_per_token"})
 """Metrics of which less is better."""
 
 

@@ -1,7 +1,7 @@
 """Published text sets, as their publishers ship them. Each set is a declaration that one reader serves.
 
-Of the choice sets BoolQ, PIQA, HellaSwag, WinoGrande and MedMCQA have test sets without labels. Their labelled development set is
-the test split here, and validation is cut from the training set.
+BoolQ, PIQA, HellaSwag, WinoGrande and MedMCQA have test sets without labels. Their labelled development set is the test split
+here, and validation is cut from the training set.
 """
 
 import csv
@@ -32,10 +32,10 @@ Record = dict[str, Any]
 class TextSet:
     """A published set of texts that becomes one site.
 
-    `parts`: names of each file, the first that is there is read ({size} for --size), and its split; a last name "" says that the
-    file may be missing. `fields`: keys and types of a record. `convert(where, raw, label)`: the record's group and the record, or
-    None for a record without an answer. `labels`: labels come in NAME-labels.lst beside NAME.jsonl. `unanswered`: how a note
-    calls the records left out.
+    `parts`: names of each file, the first that is there is read ({size} for --size), and its split; a last name "" says that
+    the file may be missing. `fields`: keys and types of a record. `convert(where, raw, label)`: the record's group and the
+    record, or None for a record without an answer. `labels`: labels come in NAME-labels.lst beside NAME.jsonl. `unanswered`:
+    how a note calls the records left out.
     """
 
     site: str
@@ -109,7 +109,10 @@ def _read_records(path: Path, fields: Mapping[str, type]) -> list[Record]:
 def _is_lines(path: Path, fields: Iterable[str]) -> bool:
     """Tell whether a .json file has a record a line, as MedMCQA's have: its first line is one."""
     first = next((line.strip() for line in text_lines(path, REMEDY) if line.strip()), "")
-    return first.startswith("{") and first.endswith("}") and all(f'"{key}"' in first for key in fields)
+    if not (first.startswith("{") and first.endswith("}")):
+        return False
+    found = parse_json(f"{path}:1", first, REMEDY)
+    return isinstance(found, dict) and set(fields) <= found.keys()
 
 
 def _read_labels(path: Path, count: int) -> list[str]:

@@ -13,18 +13,21 @@ from consilium.tasks.language.text_scores import NAMES
 from consilium.tasks.registry import Change, Scores, TaskConfig, TaskKind, uncertainty_names
 
 WRITTEN: dict[str, tuple[str, ...]] = {
-    "loss": (), "label": ("accuracy",), "exact": ("exact",), "generation": NAMES, "teacher_forced": (*NAMES, "token_accuracy"),
+    "loss": (), "options": ("accuracy", "accuracy_norm"), "label": ("accuracy",), "exact": ("exact",), "generation": NAMES,
+    "teacher_forced": (*NAMES, "token_accuracy"),
 }  # fmt: skip
 """Metrics that each kind of `task.evaluate` adds to loss and perplexity, the leading one first."""
 
 
+PER_TOKEN = ("perplexity", "token_loss", "bits_per_token")
+"""Of all learned tokens of a split, however they lie in records: what trainers of language models draw."""
 CUT = ("cut_prompts", "cut_answers")
 """Shares of a split's records whose prompt, or answer, was cut."""
 CUT_ASKED = "cut_asked"
 """The same of prompts that were answered: an answer needs positions of the model too."""
 ASKS = ("label", "exact", "generation")
 """Kinds of evaluation in which the model writes answers."""
-BY_RECORD = frozenset({"accuracy", "exact", "rouge_l", "meteor"})
+BY_RECORD = frozenset({"accuracy", "accuracy_norm", "exact", "rouge_l", "meteor"})
 """Metrics that are means over records and so have an interval, as the loss has."""
 
 
@@ -33,9 +36,10 @@ class LanguageConfig(TaskConfig):
 
     name: Literal["language"]
     evaluate: Annotated[
-        Literal["loss", "label", "exact", "generation", "teacher_forced"],
+        Literal["loss", "options", "label", "exact", "generation", "teacher_forced"],
         Field(
-            description="loss; label, exact or generation add what their greedily written answers score. `teacher_forced` "
+            description="loss; `options` adds how often the likeliest of a record's labels is right; label, exact or "
+            "generation add what their greedily written answers score. `teacher_forced` "
             "scores each position's likeliest token with the true ones before it given, as FedHera's public "
             "code does: no answers, and much higher"
         ),
@@ -91,17 +95,20 @@ def metric_names(config: LanguageConfig) -> frozenset[str]:
     """Return every metric a language task can report."""
     written = WRITTEN[config.evaluate]
     return frozenset(
-        {"loss", "perplexity", *_cuts(config), *written, *uncertainty_names({"loss", *BY_RECORD.intersection(written)})}
+        {"loss", *PER_TOKEN, *_cuts(config), *written, *uncertainty_names({"loss", *BY_RECORD.intersection(written)})}
     )
 
 
 HEADINGS = {
-    "accuracy": "Accuracy", "exact": "Exact", "loss": "Loss", "perplexity": "Perplexity", "rouge_l": "ROUGE-L",
+    "accuracy": "Accuracy", "accuracy_norm": "Accuracy by length", "token_loss": "Loss per token",
+    "bits_per_token": "Bits per token", "exact": "Exact", "loss": "Loss", "perplexity": "Perplexity", "rouge_l": "ROUGE-L",
     "bleu": "BLEU", "meteor": "METEOR (stems)", "nist": "NIST", "cider": "CIDEr-D", "token_accuracy": "Token accuracy",
     "cut_prompts": "Cut prompts", "cut_answers": "Cut answers", "cut_asked": "Cut when asked",
 }  # fmt: skip
 
 
+NORM = "Accuracy by length: log-likelihoods are divided by the option's characters (lm-evaluation-harness' acc_norm)"
+TOKENS = "Loss counts records alike; loss, bits and perplexity per token count all learned tokens of the split alike"
 RULES = {"gsm8k": "GSM8K's", "metamath": "MetaMath's"}
 
 
@@ -115,8 +122,9 @@ def scores(config: LanguageConfig) -> Scores:
     remark = ", teacher-forced: no answers were written" if config.evaluate == "teacher_forced" else ""
     if config.evaluate == "exact" and config.extraction != "any":
         remark = f", answers read by {RULES[config.extraction]} rule"
-    beside = (*written[1:], "loss") if written else ("perplexity",)
-    return Scores((*written[:1], "loss"), (*beside, *_cuts(config)), HEADINGS, remark)
+    beside = (*written[1:], "loss") if written else PER_TOKEN
+    meanings = {"accuracy_norm": NORM, "bits_per_token": TOKENS}
+    return Scores((*written[:1], "loss"), (*beside, *_cuts(config)), HEADINGS, remark, meanings=meanings)
 
 
 _TASK = "consilium.tasks.language.task"

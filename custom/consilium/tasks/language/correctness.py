@@ -25,7 +25,7 @@ READERS: Mapping[str, tuple[Reader, Reader, Reader]] = {
 
 def truth(text: Text, config: LanguageConfig) -> frozenset[str]:
     """Return a record's right labels or final answers, none where none is asked for. Raises UnfitError if it has none."""
-    if config.evaluate == "label":
+    if config.evaluate in ("label", "options"):
         given = (text.final_answer,) if text.final_answer else text.outputs
         found, known = [_label_or_answer(one, text, config) for one in given], text.labels or config.labels
         remedy = "give one there, or change the record's labels" if text.labels else "set task.labels"

@@ -19,9 +19,16 @@ def learned_positions(targets: Tensor) -> Tensor:
 
 
 def losses_at(model: nn.Module, inputs: Mapping[str, Any], targets: Tensor, places: Tensor) -> Tensor:
-    """Return the cross-entropy (M,), in float32, of the targets (N, T) at these of their flattened places (M,).
+    """Return the cross-entropy (M,), in float32, of the targets (N, T) at these of their flattened places (M,)."""
+    logits = logits_at(model, inputs, places)
+    wanted = targets.to(logits.device, non_blocking=True).flatten()[places.to(logits.device, non_blocking=True)]
+    return F.cross_entropy(logits, wanted, reduction="none")
 
-    A model that applies its output layer in another way than once to all of (N, T) computes all logits, with equal losses.
+
+def logits_at(model: nn.Module, inputs: Mapping[str, Any], places: Tensor) -> Tensor:
+    """Return the logits (M, V), in float32, at these flattened places (M,) of the inputs (N, T).
+
+    A model that applies its output layer in another way than once to all of (N, T) computes all logits.
     """
     rows, device = inputs["input_ids"].shape, next(model.parameters()).device
     places, chosen = places.to(device, non_blocking=True), False
@@ -40,8 +47,7 @@ def losses_at(model: nn.Module, inputs: Mapping[str, Any], targets: Tensor, plac
     finally:
         if handle is not None:
             handle.remove()
-    logits = (logits if chosen else logits.flatten(0, 1)[places][None])[0].float()
-    return F.cross_entropy(logits, targets.to(device, non_blocking=True).flatten()[places], reduction="none")
+    return cast(Tensor, (logits if chosen else logits.flatten(0, 1)[places][None])[0].float())
 
 
 def spread(values: Tensor, places: Tensor, shape: torch.Size) -> Tensor:

@@ -20,6 +20,7 @@ from consilium.tasks.bootstrap import intervals_of_means
 from consilium.tasks.language import ASKS, CUT, CUT_ASKED, WRITTEN, LanguageConfig, text_scores
 from consilium.tasks.language.correctness import judged, truth
 from consilium.tasks.language.losses import learned_positions, losses_at, spread
+from consilium.tasks.language.options import Row, log_likelihoods
 from consilium.tasks.language.packing import grouped, packed_losses
 from consilium.tasks.language.tokens import IGNORED, Encoded, Encoder
 from consilium.tasks.registry import COUNT
@@ -32,12 +33,13 @@ class LanguageTask:
     """One site's instructions. All are turned into tokens once at the start, so that bad data stops before any training.
 
     Metrics: "loss", the mean over samples of each sample's mean loss per learned token, so that every sample has a gradient of
-    its own and weighs the same; "perplexity", exp of the mean over all learned tokens of the split. By `evaluate`: "label" adds
-    "accuracy", how often the label of the greedily written answer is that of a reference (no label is wrong); "exact" adds
-    "exact", how often final answers agree; "generation" adds text_scores.NAMES, and so does "teacher_forced", of no answers:
-    see _forced. All but labels come in the closing evaluation only. CUT and CUT_ASKED are shares of records that were cut. The
-    closing evaluation adds how many records were scored, and intervals of what is a mean over records. In a quiet list a
-    record without a label or a final answer is never right, and one that cannot be written as tokens is an empty one.
+    its own and weighs the same; "token_loss", the mean over all learned tokens of the split, also as "bits_per_token" and
+    "perplexity". By `evaluate`: "options" adds "accuracy" and "accuracy_norm", see _chosen; "label" adds "accuracy", how often
+    the label of the greedily written answer is that of a reference (no label is wrong); "exact" adds "exact", how often final
+    answers agree; "generation" adds text_scores.NAMES, and so does "teacher_forced", of no answers: see _forced. All but labels
+    and options come in the closing evaluation only. CUT and CUT_ASKED are shares of records that were cut. The closing
+    evaluation adds how many records were scored, and intervals of what is a mean over records. In a quiet list a record without
+    a label or a final answer is never right, and one that cannot be written as tokens is an empty one.
     """
 
     def __init__(self, data: DataList, tokenizer: PreTrainedTokenizerBase, max_length: int, config: LanguageConfig) -> None:
@@ -52,8 +54,8 @@ class LanguageTask:
         self._pairs = {split: [pair for _, pair in rows] for split, rows in written.items()}
         self._truth = {split: [self._true(text) for text in self.data.splits[split]] for split in SPLITS if split != "training"}
         self._told = set[str]()
-        if config.labels and self.kind != "label":
-            self._tell(f"task.labels is not read where task.evaluate is {self.kind}; use label to score by it")
+        if config.labels and self.kind not in ("label", "options"):
+            self._tell(f"task.labels is not read where task.evaluate is {self.kind}; use options or label to score by it")
         self._tell_default_system()
         prompts, answers = _cut([pair for pairs in self._pairs.values() for pair in pairs])
         if prompts or answers:
@@ -96,9 +98,9 @@ class LanguageTask:
         """Return "input_ids", "attention_mask" and "labels" (N, T) of these training samples; `seed` changes nothing."""
         return self._collate("training", indices)
 
-    def _collate(self, split: str, indices: Sequence[int]) -> Batch:
-        """Return a batch of these records of a split."""
-        return self._encoder.collate([self._pairs[split][i][:2] for i in indices])
+    def _collate(self, split: str, indices: Sequence[int], rows: Sequence[Row] | None = None) -> Batch:
+        """Return a batch of these records of a split, or of other `rows` of token ids and labels about them."""
+        return self._encoder.collate([self._pairs[split][i][:2] for i in indices] if rows is None else rows)
 
     def _collate_prompts(self, split: str, indices: Sequence[int], prompts: Sequence[list[int]]) -> Batch:
         """Return a batch of these records' prompts, to be written on."""
@@ -141,6 +143,8 @@ class LanguageTask:
         if self.kind == "teacher_forced" and distances:
             said, true, accuracy = self._forced(model, split, batch_size)
             return accuracy | text_scores.of_corpus(said, true), text_scores.of_records(said, true)
+        if self.kind == "options":
+            return {}, self._chosen(model, split, batch_size)
         if self.kind not in ASKS or not (distances or self.kind == "label"):
             return {}, {}
         written = self.write(model, split, batch_size)
@@ -152,6 +156,30 @@ class LanguageTask:
         each = text_scores.of_records(written, references)
         self.scored = self._scored(split, each["rouge_l"], "ROUGE-L", lower=False)
         return cut | text_scores.of_corpus(written, references), each
+
+    def _chosen(self, model: nn.Module, split: str, batch_size: int) -> dict[str, list[float]]:
+        """Return by record whether its likeliest option is right: by log-likelihood, and by that per character of the option.
+
+        These are acc and acc_norm of lm-evaluation-harness, which counts the blanks at the end of a prompt to its options. A
+        prompt is cut to leave room for the longest option.
+        """
+        texts, encoder = self._texts(split), self._encoder
+        words = [text.labels or self.config.labels for text in texts]
+        options = [[encoder.option(one) for one in own] for own in words]
+        most = [encoder.max_length + 1 - max(map(len, own), default=1) for own in options]
+        prompts = [encoder.prompt(text, room)[0] for text, room in zip(texts, most, strict=True)]
+        for at, prompt in enumerate(prompts):
+            begin = len(prompt) - encoder.blank_end(prompt)
+            prompts[at], options[at] = prompt[:begin], [[*prompt[begin:], *one] for one in options[at]]
+        found = log_likelihoods(
+            model, lambda some, rows: inputs_of(model, self._collate(split, some, rows)), prompts, options, batch_size
+        )
+        right: dict[str, list[float]] = {"accuracy": [], "accuracy_norm": []}
+        for own, values, true in zip(words, found, self._truth[split], strict=True):
+            scaled = [value / max(len(one), 1) for value, one in zip(values, own, strict=True)]
+            for name, by in (("accuracy", values), ("accuracy_norm", scaled)):
+                right[name].append(float(bool(own) and own[by.index(max(by))] in true))
+        return right
 
     @torch.no_grad()
     def write(self, model: nn.Module, split: str, batch_size: int, indices: Sequence[int] | None = None) -> list[str]:
@@ -247,12 +275,18 @@ class LanguageTask:
             of_records = losses.sum(1) / learned.sum(1)
             each, means = each + of_records.tolist(), means + float(of_records.sum())
             total, count = total + float(losses.sum()), count + int(learned.sum())
-        return each, {"loss": means / len(each), "perplexity": math.exp(min(total / count, 700.0))}
+        per_token = {"token_loss": total / count, "bits_per_token": total / count / math.log(2)}
+        return each, {"loss": means / len(each), "perplexity": math.exp(min(total / count, 700.0)), **per_token}
 
     def _true(self, text: Text) -> frozenset[str]:
         """Return `truth` of a record; nothing for UnfitError if the list ignores unfit samples."""
         try:
-            return truth(text, self.config)
+            found = truth(text, self.config)
+            for one in (text.labels or self.config.labels) if self.kind == "options" else ():
+                if not 0 < len(self._encoder.option(one)) <= self._encoder.max_length // 2:
+                    what = f"the option {one[:60]!r} has no token, or more than half of model.max_length"
+                    raise UnfitError(f"{text.name}: {what}; mend it, or raise model.max_length")
+            return found
         except UnfitError as error:
             if self.quiet:
                 return frozenset()

@@ -80,6 +80,18 @@ class Encoder:
         tokens = self._plain(said + ending)
         return tokens if ending else [*tokens, self.tokenizer.eos_token_id]
 
+    def option(self, words: str) -> list[int]:
+        """Return the tokens of an answer without its ending."""
+        return self._plain(self._prompt.ending(self._own(words))[0])
+
+    def blank_end(self, tokens: Sequence[int]) -> int:
+        """Return how many tokens at the end are blanks and line breaks alone."""
+        found = 0
+        with plain_failure():
+            while found < len(tokens) and self.tokenizer.decode(tokens[-found - 1]).isspace():
+                found += 1
+        return found
+
     def _ends(self) -> list[int]:
         """Return the tokens that end an answer: the tokenizer's own, and the first special one of a chat's ending."""
         _, ending = self._prompt.ending("")

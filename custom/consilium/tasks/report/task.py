@@ -21,6 +21,7 @@ from consilium.models.vision_language import VisionLanguageConfig
 from consilium.models.vision_language.layout import Picture
 from consilium.models.vision_language.network import picture
 from consilium.tasks.base import Batch
+from consilium.tasks.language.options import Row
 from consilium.tasks.language.task import LanguageTask, all_token_loss, full_rows
 from consilium.tasks.language.tokens import Encoder
 from consilium.tasks.report import ReportConfig
@@ -122,8 +123,8 @@ class ReportTask(LanguageTask):
     def _encoder_of(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Encoder:
         return SeeingEncoder(tokenizer, max_length, self.config.prompt, self._seen)
 
-    def _collate(self, split: str, indices: Sequence[int]) -> Batch:
-        return super()._collate(split, indices) | {"image": self._images(split, indices)}
+    def _collate(self, split: str, indices: Sequence[int], rows: Sequence[Row] | None = None) -> Batch:
+        return super()._collate(split, indices, rows) | {"image": self._images(split, indices)}
 
     def _collate_prompts(self, split: str, indices: Sequence[int], prompts: Sequence[list[int]]) -> Batch:
         return super()._collate_prompts(split, indices, prompts) | {"image": self._images(split, indices)}
