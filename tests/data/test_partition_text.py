@@ -182,3 +182,6 @@ def test_clusters_by_the_command_put_like_with_like(
     assert [sorted(counts.values()) for counts in found["training"].values()] == [[6, 6], [6, 6]]
     assert run(monkeypatch, "data", "partition", tmp_path / "set", tmp_path / "more", "--clusters", 3, *asked) == 2
     assert "--clusters: 3 are more than there are different records" in capsys.readouterr().err
+    asked = (*asked, "--model", tmp_path / "none")
+    assert run(monkeypatch, "data", "partition", tmp_path / "set", tmp_path / "more", "--clusters", 2, *asked) == 2
+    assert f"--model: {tmp_path / 'none'}: no such folder" in capsys.readouterr().err

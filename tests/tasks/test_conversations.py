@@ -184,3 +184,21 @@ def test_the_template_s_own_system_prompt_is_said(template: str, said: str, capl
     if said:
         LanguageTask(told, speaking(template), 1000, config)
         assert "of its own" not in caplog.text
+
+
+@pytest.mark.parametrize("template", [LLAMA_3, PHI_3])
+@pytest.mark.parametrize("strange", ["\ue000", "\ue0000\ue000", "\ue0001\ue000", "\ue001\ue000\ue002", "\uf8ff", "\U0010fffd"])
+def test_private_characters_of_a_record_are_words_like_others(template: str, strange: str) -> None:
+    """A record with them gives the tokens that it has with a letter in their place, but for that letter's own."""
+    writer, letter = encoder(template), "Q"
+    fields = {"instruction": "a {} b", "input": "c {} d", "system": "e {} f"}
+
+    def tokens(word: str) -> tuple[str, str]:
+        own = {key: value.replace("{}", word) for key, value in fields.items()}
+        history = ((f"g {word} h", f"i {word} j"),)
+        record = Text("x:1", outputs=(f"k {word} l",), history=history, **own)
+        whole = writer.pair(record)
+        learned = [one for one, label in zip(whole.ids, whole.labels, strict=True) if label != IGNORED]
+        return writer.decode(whole.ids), writer.decode(learned)
+
+    assert tuple(said.replace(strange, letter) for said in tokens(strange)) == tokens(letter)

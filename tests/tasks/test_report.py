@@ -102,9 +102,19 @@ def test_what_is_wrong_with_a_record_is_one_line(qwen: Made, tmp_path: Path) -> 
         _task("qwen2_5_vl", qwen, write_records(tmp_path / "b", image="absent.png"))
     with pytest.raises(ConfigError, match=r"model\.max_length: 24: a picture alone takes 18 tokens; use at least 34"):
         _task("qwen2_5_vl", qwen, write_records(tmp_path / "c"), most=24)
-    for number, changes in enumerate(({"instruction": "\ufffc twice"}, {"output": "\ufffc"})):
-        with pytest.raises(DataError, match="stand for a picture"):
-            _task("qwen2_5_vl", qwen, write_records(tmp_path / f"d{number}", **changes))
+
+
+@pytest.mark.parametrize("prompt", ["alpaca", "chat"])
+def test_the_object_mark_of_a_document_in_a_record_is_no_picture(prompt: str, qwen: Made, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("tiny", None)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    plain, _ = _task(
+        "qwen2_5_vl", qwen, write_records(tmp_path / "a", system="Be brief.", output="word"), tokenizer, prompt=prompt
+    )
+    marked = {"instruction": "What \ufffcis seen?", "output": "\ufffcword", "system": "\ufffcBe brief."}
+    task, _ = _task("qwen2_5_vl", qwen, write_records(tmp_path / "b", **marked), tokenizer, prompt=prompt)
+    for key, wanted in plain.batch([0, 1], 0).items():
+        torch.testing.assert_close(task.batch([0, 1], 0)[key], wanted)
 
 
 def test_a_chat_has_its_picture_in_the_user_s_turn(qwen: Made, tmp_path: Path) -> None:

@@ -219,6 +219,11 @@ def _edit(folder: Path, name: str, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+def _replaced(path: Path, target: str) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
 def _tensor(folder: Path, change: Callable[[dict[str, Tensor]], None], name: str = "model.safetensors") -> None:
     state = load_file(folder / name)
     change(state)
@@ -258,7 +263,7 @@ def test_a_source_that_no_job_could_use_is_refused_and_nothing_is_written(kind: 
     source = save_folder(tmp_path / "source")
     spoil, message = BAD[kind]
     spoil(source)
-    with pytest.raises((CheckpointError, ConfigError), match=message) as found:
+    with pytest.raises((CheckpointError, ConfigError), match=rf"\ASOURCE: .*{message}") as found:
         import_model(source, tmp_path / "made")
     assert "\n" not in str(found.value)
     assert not (tmp_path / "made").exists()
@@ -283,13 +288,24 @@ def test_another_template_is_the_remedy_for_one_that_fails(tmp_path: Path) -> No
         (lambda f: _edit(f, "adapter_config.json", target_modules=["nowhere"]), "none of this base"),
         (lambda f: _edit(f, "adapter_config.json", r=3), "does not fit this base"),
         (lambda f: (f / "adapter_model.safetensors").write_bytes(b"x"), "none of this base"),
+        (lambda f: (f / "adapter_config.json").write_text("{"), r"adapter_config\.json: not valid JSON"),
+        (lambda f: (f / "adapter_config.json").write_text("[]"), r"adapter_config\.json: no JSON map, but \[\]"),
+        (
+            lambda f: (f / "adapter_config.json").unlink(),
+            r"cannot be read .*; give a folder of PEFT's with adapter_config\.json",
+        ),
+        (lambda f: (f / "adapter_model.safetensors").unlink(), r"cannot be read .*; give a folder of PEFT's with adapter_"),
+        (
+            lambda f: _replaced(f / "adapter_model.safetensors", "../base/model.safetensors"),
+            "outside the folder; copy the file",
+        ),
     ],
 )
 def test_an_adapter_that_cannot_be_merged_is_refused(spoil: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     base = save_folder(tmp_path / "base")
     peft_folder(base, tmp_path / "adapter")
     spoil(tmp_path / "adapter")
-    with pytest.raises((CheckpointError, ConfigError), match=message):
+    with pytest.raises((CheckpointError, ConfigError), match=rf"\A--adapter: .*{message}"):
         import_model(base, tmp_path / "made", tmp_path / "adapter")
 
 

@@ -7,10 +7,13 @@ from typing import Literal
 from consilium.data.clusters import clusters
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.models.causal_lm.text_embeddings import embeddings
+from consilium.models.model_folder import named_as
 
 
 def text_clusters(count: int, folder: Path | None, seed: int, texts: Sequence[str]) -> list[str]:
     """Return each text's cluster, of `count`, by the model in the transformers `folder`; None: the tiny model."""
     variant: Literal["tiny", "folder"] = "folder" if folder else "tiny"
-    points = embeddings(build_causal_lm(variant, folder), load_tokenizer(variant, folder), texts)
+    with named_as("--model"):
+        model, tokenizer = build_causal_lm(variant, folder), load_tokenizer(variant, folder)
+    points = embeddings(model, tokenizer, texts)
     return clusters(points, count, seed)

@@ -16,7 +16,7 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-from consilium.core.errors import CheckpointError
+from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.sanitize import shown
 from consilium.models.checkpoint_file import refuse_adapter, refuse_adapter_tensors, tensor_names
 from consilium.models.tokenizer_bounds import check_program
@@ -55,6 +55,18 @@ _WORDS = {
 _TOKEN = re.compile(r"[a-z][a-z0-9_]{0,63}_token", re.ASCII)
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _ADDED = {"content": str, "lstrip": bool, "normalized": bool, "rstrip": bool, "single_word": bool, "special": bool}
+
+
+@contextmanager
+def named_as(field: str, wanted: str = WANTED) -> Iterator[None]:
+    """Let errors about a folder name `field` in place of a job's model.checkpoint, and `wanted` where a file is missing."""
+    try:
+        yield
+    except (CheckpointError, ConfigError) as error:
+        text = str(error).replace("model.checkpoint:", f"{field}:", 1).replace(WANTED, wanted)
+        text = text.replace("another architecture than model.config", "another architecture than its config.json says")
+        text = text.replace("copy the folder's config.json into model.config", "fetch weights and config.json again")
+        raise type(error)(re.sub(r"\Amodel\.config\b", f"{field}: config.json", text)) from None
 
 
 @contextmanager

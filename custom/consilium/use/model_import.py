@@ -10,8 +10,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,7 +33,7 @@ from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer, 
 from consilium.models.export import no_progress_bar, save_text_model
 from consilium.models.folder import short
 from consilium.models.gguf import gguf_files
-from consilium.models.model_folder import INDEX, WEIGHTS, plain_file, read_json
+from consilium.models.model_folder import INDEX, WEIGHTS, named_as, plain_file, read_json
 from consilium.tasks.language.prompts import Prompt
 from consilium.use.output_folder import LICENCES, as_the_umask_says, check_destination, new_folder
 
@@ -89,12 +88,14 @@ def import_model(
     replaces the one that the source names.
     """
     check_destination(folder, force=False)
-    found = _of_gguf(source) if gguf_files(source) else _of_folder(source)
+    with named_as("SOURCE"):
+        found = _of_gguf(source) if gguf_files(source) else _of_folder(source)
     if template is not None:
         found.tokenizer.chat_template = _template(template)
     told = dict(found.told) | {"licence": licence or found.told["licence"]}
     if adapter is not None:
-        told |= {"adapter": merge_adapter(found.model, adapter)}
+        with named_as("--adapter", "give a folder of PEFT's with adapter_config.json and adapter_model.safetensors"):
+            told |= {"adapter": merge_adapter(found.model, adapter)}
     _check_numbers(found.model, source)
     notes = [*_notes(told), *_template_notes(found.tokenizer, template or source)]
     dtype = torch.float32 if adapter is not None else found.dtype
@@ -141,8 +142,7 @@ def _of_gguf(source: Path) -> _Source:
         )
     if find_spec("gguf") is None:
         raise ConfigError(f"SOURCE: {path}: needs the package gguf; install it: pip install 'consilium[gguf]'")
-    with _as_source():
-        real = plain_file(path.parent, path.name)
+    real = plain_file(path.parent, path.name)
     told, sizes = _gguf_header(path)
     with tempfile.TemporaryDirectory(prefix="consilium-model-") as view, no_progress_bar():
         (Path(view) / "model.gguf").symlink_to(real)
@@ -221,12 +221,11 @@ def _of_folder(source: Path) -> _Source:
         raise ConfigError(f"SOURCE: {source}: an adapter alone, without the base's weights; {remedy}")
     if not source.is_dir():
         raise CheckpointError(f"SOURCE: {source}: no such folder or GGUF file; give a GGUF file or a transformers folder")
-    with _as_source():
-        refuse_adapter(source)
-        config = read_json(source, "config.json")
-        _check_tied(source, config)
-        model = build_causal_lm("folder", source, config)
-        tokenizer = load_tokenizer("folder", source, config)
+    refuse_adapter(source)
+    config = read_json(source, "config.json")
+    _check_tied(source, config)
+    model = build_causal_lm("folder", source, config)
+    tokenizer = load_tokenizer("folder", source, config)
     files = _weight_files(source)
     kinds = Counter(kind for name in files for kind in _dtypes(source / name))
     if bad := sorted(kind for kind in kinds if not re.fullmatch(r"B?F\d+", kind)):
@@ -241,18 +240,6 @@ def _of_folder(source: Path) -> _Source:
         "weights": dict(sorted(kinds.items())),
     }
     return _Source(model, tokenizer, told, _stored(kinds), source)
-
-
-@contextmanager
-def _as_source() -> Iterator[None]:
-    """Let errors of a job's model folder name the command's argument."""
-    try:
-        yield
-    except (CheckpointError, ConfigError) as error:
-        text = str(error).replace("model.checkpoint:", "SOURCE:", 1)
-        text = text.replace("another architecture than model.config", "another architecture than its config.json says")
-        text = text.replace("copy the folder's config.json into model.config", "fetch weights and config.json again")
-        raise type(error)(text) from None
 
 
 def _weight_files(source: Path) -> list[str]:
@@ -439,7 +426,7 @@ def _copy_licences(home: Path, made: Path) -> None:
     for pattern in LICENCES:
         for path in sorted(home.glob(pattern)):
             if path.is_file():
-                with _as_source():
+                with named_as("SOURCE"):
                     shutil.copyfile(plain_file(home, path.name, LONGEST_TEMPLATE), made / path.name)
 
 
@@ -456,7 +443,7 @@ def _write_record(made: Path, told: Mapping[str, Any]) -> None:
 
 def _check_written(made: Path) -> None:
     """Read the folder back as a job does. Raises CheckpointError, ConfigError."""
-    with _as_source():
+    with named_as("SOURCE"):
         config = read_json(made, "config.json")
         build_causal_lm("folder", made, config)
         load_tokenizer("folder", made, config)

@@ -26,8 +26,9 @@ PAPER_WITHOUT_INPUT = (
 CLOCK = "{% macro strftime_now(form) %}26 Jul 2024{% endmacro %}"
 """In place of the clock that some templates read: prompts are the same on every day. The day is Llama 3's own default."""
 PROBE = "an answer"
-HERE = "\ue000"
-"""A private-use character that stands for the input while a chat template renders the text around it."""
+STAND_INS = range(0xE000, 0x110000)
+"""Characters, private ones first, of which one stands for an input or an answer while a template renders the text around it.
+A record is shorter than there are such characters, so it lacks one."""
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 FORMS = {"alpaca": (WITH_INPUT, WITHOUT_INPUT), "alpaca-paper": (PAPER_WITH_INPUT, PAPER_WITHOUT_INPUT)}
 
@@ -97,7 +98,8 @@ class Prompt:
         """Return the parts of a conversation: each answer is learned with what ends the last answer too."""
         _, ending = self._around
         answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
-        marks = [f"{HERE}{number}{HERE}" for number in range(len(answers))]
+        here = self._stand_in(turn["content"] for turn in turns)
+        marks = [f"{here}{number}{here}" for number in range(len(answers))]
         names = iter(marks)
         shown_turns = [turn | {"content": next(names)} if turn["role"] == "assistant" else turn for turn in map(dict, turns)]
         rest, parts = self._chat(shown_turns, asks=False), list[tuple[str, bool]]()
@@ -144,12 +146,17 @@ class Prompt:
         def said_of(message: str) -> str:
             return self._chat([*earlier, {"role": "user", "content": message}]) + lead
 
-        said = said_of(_message(question, context))
-        before, _, after = said_of(_message(question, HERE)).rpartition(HERE) if context else ("", "", "")
+        said, here = said_of(_message(question, context)), self._stand_in([question, *(turn["content"] for turn in earlier)])
+        before, _, after = said_of(_message(question, here)).rpartition(here) if context else ("", "", "")
         end = len(said) - len(after)
         if not before or not said.endswith(after) or not said[:end].startswith(before):  # a template may write it otherwise
             return Parts(said, "", "")
         return Parts(before, said[len(before) : end], after)
+
+    def _stand_in(self, words: Iterable[str]) -> str:
+        """Return a character that neither these words nor the template hold."""
+        held = set(self._template).union(*words)
+        return next(one for one in map(chr, STAND_INS) if one not in held)
 
     def ending(self, answer: str) -> tuple[str, str]:
         """Return an answer as it follows the prompt, and its ending ("" for the tokenizer's end token)."""

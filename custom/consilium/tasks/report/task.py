@@ -60,14 +60,19 @@ class SeeingEncoder(Encoder):
         return found, cut
 
     def answer(self, text: Text) -> list[int]:
-        """See Encoder. Raises UnfitError for an answer that contains the picture's stand-in."""
-        found = super().answer(text)
+        """See Encoder. Raises UnfitError for an answer that contains the picture's tokens."""
+        found = super().answer(_without_mark(text))
         if self._seen.token in found:
             raise UnfitError(f"{text.name}: its output has words that stand for a picture; remove them")
         return found
 
+    def option(self, words: str) -> list[int]:
+        """See Encoder."""
+        return super().option(words.replace(MARK, ""))
+
     def _marked(self, text: Text) -> Text:
         """Return a record that has the picture in the user's turn of a chat, before the words."""
+        text = _without_mark(text)
         if not self._in_turn:
             return text
         return (
@@ -82,6 +87,12 @@ class SeeingEncoder(Encoder):
         """Return a text's tokens, with the picture's in the place of its mark."""
         before, found, after = text.partition(MARK)
         return super()._plain(before) + self._shown + super()._plain(after) if found else super()._plain(text)
+
+
+def _without_mark(text: Text) -> Text:
+    """Return a record without Unicode's object replacement character, which texts copied from documents hold."""
+    fields = {name: getattr(text, name).replace(MARK, "") for name in ("instruction", "input", "system")}
+    return replace(text, outputs=tuple(one.replace(MARK, "") for one in text.outputs), **fields)
 
 
 class ReportTask(LanguageTask):
