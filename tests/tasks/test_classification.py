@@ -258,7 +258,7 @@ def test_the_job_says_whether_images_or_patients_are_scored(per: str, accuracy: 
 
 
 def test_a_patient_of_two_classes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"2\.png: another image of its patient is of another class; set task\.scores\.per"):
+    with pytest.raises(DataError, match=r"2\.png: another sample of its patient is of another class; set task\.scores\.per"):
         by_patient(tmp_path, ["a", "b", "a"], ["dark", "light", "light"])
 
 

@@ -19,6 +19,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.messages import Stage
 from consilium.core.sanitize import line, shown
+from consilium.federation.job import reads_texts
 from consilium.report.results_table import PICTURE, VALUES
 from consilium.report.tables import terminal
 from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS, Scores
@@ -84,7 +85,7 @@ def predict(
     """Let a trained model predict new images (masks, classes) or texts (answers). Not a medical device."""
     opened = open_model(model, site, stage, site_of(device, checkpoints), best)
     beside: list[Path] = []
-    inputs = find_inputs(images, opened.config.task.name in ("language", "report"), out, beside)
+    inputs = find_inputs(images, reads_texts(opened.config), out, beside)
     predictor = Predictor(opened, batch or opened.config.training.batch_size, _prompts(opened, {"box": boxes, "point": points}))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with progress_bar("predicting", len(inputs), format, *columns) as advance:

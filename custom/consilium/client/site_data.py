@@ -22,6 +22,7 @@ from consilium.data.patients import by_patient, item_patient, most_of_one
 from consilium.data.sample_check import FileWatch, count_lost, without_faults
 from consilium.data.store import open_store
 from consilium.data.synthetic.phantoms import make_phantoms
+from consilium.data.text import Text
 from consilium.privacy.plan import per_patient
 from consilium.tasks.registry import TASKS
 
@@ -89,7 +90,7 @@ def _loading(site: SiteConfig, root: Path, quiet: bool) -> Loading:
 
 def _without_bad(config: JobConfig, data: DataList) -> DataList:
     look = TASKS[config.task.name].look
-    if look is None:
+    if look is None or any(isinstance(item, Text) for items in data.splits.values() for item in items):
         return data
     store = open_store(data.loading.folder, data.loading.most)
     return without_faults(data, partial(look, config.task), f"look {config.task.model_dump_json()}", store)

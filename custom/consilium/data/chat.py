@@ -4,6 +4,7 @@ Alpaca:      {"instruction": ..., "input": ..., "output": ..., "system": ...}
 messages:    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}, or "conversations"
 completion:  {"prompt": ..., "completion": ...}, both texts or both lists of messages
 question:    {"question": ..., "answer": ...}
+text:        {"text": ..., "label": ...}, the label a name or a number; where a record is in another form these two are not read
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "prompt": ("prompt", "completion"),
     "question": ("question", "answer"),
     "instruction": ("instruction", "input", "output", "outputs"),
+    "text": ("text", "label"),
 }
 """Keys of each form, by its first."""
 MEANINGS = frozenset(
@@ -30,7 +32,7 @@ MEANINGS = frozenset(
     }
 )  # fmt: skip
 """Keys that would change what a record asks or which words are learned, and that no form here has."""
-KEYS = MEANINGS | {"system", *(key for keys in FORMS.values() for key in keys)}
+KEYS = MEANINGS | {"system", *(key for name, keys in FORMS.items() for key in keys if name != "text")}
 """All keys that say something, in the case in which they are read."""
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "developer": "system"}
 """Other names of roles, ShareGPT's and OpenAI's."""
@@ -59,6 +61,8 @@ def chat_of(where: str, raw: Mapping[str, Any]) -> Chat | None:
     """Return a record in the one form, None where it has no key of any. Raises DataError, naming `where` and the key."""
     present = {key for key, value in raw.items() if value not in ("", [], {}, None)}
     forms = [name for name, keys in FORMS.items() if present.intersection(keys)]
+    if len(forms) > 1 and "text" in forms:
+        forms.remove("text")
     if len(forms) > 1:
         pair = " and ".join(repr(next(key for key in FORMS[name] if key in present)) for name in forms[:2])
         raise DataError(f"{where}: has {pair}, keys of two forms; leave one of them out")
@@ -78,6 +82,9 @@ def chat_of(where: str, raw: Mapping[str, Any]) -> Chat | None:
         return _of_completion(where, raw, system)
     if form == "question":
         return Chat(form, raw.get("question", ""), answer=raw.get("answer"), system=system)
+    if form == "text":
+        label = raw.get("label")
+        return Chat(form, raw.get("text", ""), answer=str(label) if type(label) is int else label, system=system)
     return Chat(form, raw.get("instruction", ""), raw.get("input", ""), system=system)
 
 

@@ -103,8 +103,15 @@ def _add(report: Findings, split: str, item: Item, called: str, found: SampleRep
     report.traces.append(Trace(split, called, found.marks, found.hash, split == "training"))
 
 
-def check_texts(path: Path, length_of: Callable[[Text], int] | None = None, max_length: int = 0) -> Findings:
+def check_texts(
+    path: Path,
+    length_of: Callable[[Text], int] | None = None,
+    max_length: int = 0,
+    class_of: Callable[[Text], int] | None = None,
+) -> Findings:
     """Read every record and report; with `length_of` also lengths in a job's tokens, and which exceed `max_length`.
+
+    `class_of`: raises DataError for a record without a class of the job's.
 
     Equal prompts, or one patient, in two splits leak the test into training and are problems. Raises DataError where a file
     cannot be read.
@@ -114,6 +121,12 @@ def check_texts(path: Path, length_of: Callable[[Text], int] | None = None, max_
     for split, text in [(name, text) for name in SPLITS for text in data.splits[name]]:
         if not all(output.strip() for output in text.outputs):
             report.problem("empty answer", text.name)
+        if class_of is not None:
+            report.images_of_class.setdefault(text.label[:80], Counter())[split] += 1
+            try:
+                class_of(text)
+            except DataError as error:
+                report.problem("no class of the job", str(error))
         if length_of is not None:
             length = length_of(text)
             report.lengths[length] += 1

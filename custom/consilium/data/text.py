@@ -57,6 +57,11 @@ class Text:
     learns_history: bool = True
 
     @property
+    def label(self) -> str:
+        """The class that a record says, for tasks of classes: its answer."""
+        return self.outputs[0].strip()
+
+    @property
     def prompt_words(self) -> str:
         """All words before the answer, without the template around them."""
         earlier = (part for pair in self.history for part in pair)

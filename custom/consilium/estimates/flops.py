@@ -107,6 +107,8 @@ def _sample(config: JobConfig) -> dict[str, Tensor]:
     """Return one sample as the model takes it, of the job's size: tokens to the last, a picture, its prompts."""
     if length := getattr(config.model, "max_length", 0):
         ids = torch.zeros(1, length, dtype=torch.long)
+        if config.task.outputs:
+            return {"text": ids}
         return {
             "input_ids": ids,
             "attention_mask": torch.zeros(1, 1, length, length),
@@ -119,7 +121,7 @@ def _sample(config: JobConfig) -> dict[str, Tensor]:
 
 
 def _answer(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
-    if "image" not in given:
+    if "input_ids" in given:
         read = getattr(model, "read", dict)  # of a model that also sees: its pictures are not counted
         return model(**read(**given), use_cache=False).logits
     return model(*given.values())

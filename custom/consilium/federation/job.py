@@ -221,6 +221,11 @@ def bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.
     )
 
 
+def reads_texts(config: JobConfig) -> bool:
+    """Tell whether a job's records are texts, with or without a picture each."""
+    return MODELS[config.model.name].tokenizer is not None
+
+
 def checkpoint_of(config: ModelConfig, site: SiteConfig, whose: str = "the site's") -> Path | None:
     """Return the checkpoint's path with ${SITE} replaced by the site's checkpoint folder.
 

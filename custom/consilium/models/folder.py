@@ -35,10 +35,16 @@ PREPROCESSOR = ("preprocessor_config.json", "processor_config.json")
 
 
 class Known(NamedTuple):
-    """The kind of model that a folder must hold, and known examples, for messages."""
+    """The kind of model that a folder must hold, and known examples, for messages.
+
+    `among`: the class of `transformers` whose architectures alone are taken, by default the one that builds. `spare`: a pattern
+    of tensors that a checkpoint may have too many, or lack.
+    """
 
     what: str
     examples: str
+    among: Any = None
+    spare: str = "(?!)"
 
 
 def build(
@@ -49,9 +55,9 @@ def build(
     `config`: the contents of its config.json, read from the folder where it is None. `options` go to `transformers`. Raises
     CheckpointError for a missing, damaged or other checkpoint, ConfigError for an architecture that is not known.
     """
-    shape = shape_of(config if config is not None else _read_config(folder), auto, known)
+    shape = shape_of(config if config is not None else _read_config(folder), known.among or auto, known)
     try:
-        return _fill(auto, folder, shape, options) if weights else _laid_out(auto, shape, options)
+        return _fill(auto, folder, shape, options, known.spare) if weights else _laid_out(auto, shape, options)
     except ImportError as error:
         found = re.search(r"requires the (\S+) library", str(error))
         what = f"needs the package {found[1]}, which is not here" if found else f"cannot be loaded here ({short(error)})"
@@ -69,11 +75,13 @@ def _laid_out(auto: Any, shape: PreTrainedConfig, options: Mapping[str, Any]) ->
         raise ConfigError(f"model.config: {what}; give the contents of the model's config.json") from None
 
 
-def load_tokenizer(folder: Path | None, config: Mapping[str, Any] | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    folder: Path | None, config: Mapping[str, Any] | None = None, writes: bool = True
+) -> PreTrainedTokenizerBase:
     """Return the tokenizer beside the weights, of a model of this config.json if it is given.
 
     A padding token that the model has no row for is dropped, because padding is never read. Raises CheckpointError where there
-    is no tokenizer, or none with an end-of-text token that the model knows.
+    is no tokenizer, or, for a model that `writes`, none with an end-of-text token that the model knows.
     """
     folder = _require(folder)
     only_slow = (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file()
@@ -90,7 +98,7 @@ def load_tokenizer(folder: Path | None, config: Mapping[str, Any] | None = None)
             raise CheckpointError(f"model.checkpoint: {folder}: no tokenizer to read ({why}); {wanted}") from None
         tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(folder)
     check_backend(tokenizer, str(folder))
-    if tokenizer.eos_token_id is None:
+    if writes and tokenizer.eos_token_id is None:
         raise CheckpointError(f"model.checkpoint: {folder}: its tokenizer has no eos_token; name one in tokenizer_config.json")
     _require_rows(folder, tokenizer, config or {})
     return tokenizer
@@ -204,9 +212,9 @@ def extend_class(model: Any, ours: type) -> None:
     model.__class__ = type(f"{ours.__name__}{type(model).__name__}", (ours, type(model)), {})
 
 
-def restore_class(model: Any, *added: str) -> None:
-    """Undo `extend_class` and `register_pixels`, and remove what else was `added`."""
-    for name in (*PIXELS, *added):
+def restore_class(model: Any, *added: str, pixels: bool = True) -> None:
+    """Undo `extend_class` and, for a model of `pixels`, `register_pixels`; remove what else was `added`."""
+    for name in (*(PIXELS if pixels else ()), *added):
         delattr(model, name)
     model.__class__ = type(model).__mro__[2]
 
@@ -251,7 +259,7 @@ def shape_of(config: Mapping[str, Any], auto: Any, known: Known) -> PreTrainedCo
     return shape
 
 
-def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapping[str, Any]) -> PreTrainedModel:
+def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapping[str, Any], spare: str) -> PreTrainedModel:
     """Return the model with the folder's weights; a tensor missing, one too many or of another shape is an error."""
     folder = _require(folder)
     if (folder / "config.json").is_file() and read_json(folder, "config.json").get("quantization_config"):
@@ -274,7 +282,7 @@ def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapp
             why = short(error, view, folder)
             raise CheckpointError(f"model.checkpoint: {folder}: cannot be read ({why}); {WANTED}") from None
     model.name_or_path = model.config._name_or_path = str(folder)
-    _require_equal_layout(folder, found)
+    _require_equal_layout(folder, found, re.compile(spare))
     return model
 
 
@@ -285,15 +293,15 @@ def _require_unpacked(folder: Path) -> None:
         raise CheckpointError(f"model.checkpoint: {folder}: {_PACKED}")
 
 
-def _require_equal_layout(folder: Path, found: Mapping[str, Any]) -> None:
-    """Raise CheckpointError, naming the first tensor that `transformers` found to differ from the architecture."""
+def _require_equal_layout(folder: Path, found: Mapping[str, Any], spare: re.Pattern[str]) -> None:
+    """Raise CheckpointError, naming the first tensor, none of the `spare`, that differs from the architecture."""
     for kind, what in (
         ("mismatched_keys", "of another shape"),
         ("missing_keys", "missing"),
         ("unexpected_keys", "one too many"),
     ):
-        if found[kind]:
-            first = sorted(str(key[0] if isinstance(key, tuple) else key) for key in found[kind])[0]
+        names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in found[kind])
+        if first := next((name for name in names if not spare.fullmatch(name)), ""):
             reason = f"another architecture than model.config: {first} is {what}"
             remedy = _PLAIN if _OTHERS_HEAD.search(first) else "copy the folder's config.json into model.config"
             raise CheckpointError(f"model.checkpoint: {folder}: {reason}; {remedy}")

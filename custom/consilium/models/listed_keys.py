@@ -33,6 +33,8 @@ _STAGES, _STAGE = ("out_features", "stage_names"), re.compile(r"stem|stage[0-9]{
 """Names of the stages of a backbone."""
 _GENERATION = frozenset(GenerationConfig._get_default_generation_params())
 """Keys that earlier versions wrote into a config.json; `transformers` itself drops them."""
+_FORMER = {"position_embedding_type": "absolute", "directionality": "bidi", "pooler_type": "first_token_transform"}
+"""Keys that earlier versions wrote, with the one value whose code is still there."""
 _REMEDY = "leave it out, or give the contents of the model's own config.json"
 
 
@@ -78,7 +80,7 @@ def _section(values: Mapping[str, Any], kind: type[PreTrainedConfig], place: str
         elif owner is not None:
             _check_value(value, owner, key, where)
             found[key] = value
-        elif key in _GENERATION or value in ({}, [], ""):
+        elif key in _GENERATION or value in ({}, [], "") or _FORMER.get(key) == value:
             continue
         elif value is None or isinstance(value, bool | int | float) or _is_numbers(value):
             found |= {key: value} if key in _names(kind) else {}

@@ -149,6 +149,7 @@ MODELS: Registry[ModelKind] = Registry(
         "clip": "consilium.models.clip:CLIP",
         "causal_lm": "consilium.models.causal_lm:CAUSAL_LM",
         "vision": "consilium.models.vision:VISION",
+        "text_encoder": "consilium.models.text_encoder:TEXT_ENCODER",
         "vision_language": "consilium.models.vision_language:VISION_LANGUAGE",
         "unet": "consilium.models.unet:UNET",
     },

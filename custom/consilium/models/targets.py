@@ -15,8 +15,26 @@ from consilium.core.errors import ConfigError
 from consilium.models.registry import pattern_of
 
 _ATTENTION = re.compile(r"attn|attention")
-_OUT = {"o_proj", "o_a_proj", "o_b_proj", "out_proj", "dense", "c_proj", "wo", "Wo", "proj", "output", "attention_out"}
+_OUT = {
+    "o_proj",
+    "o_a_proj",
+    "o_b_proj",
+    "out_proj",
+    "dense",
+    "c_proj",
+    "wo",
+    "Wo",
+    "proj",
+    "output",
+    "attention_out",
+    "out_lin",
+}
 """Names of the output projection of attention."""
+_APART = {
+    "q_proj": True, "v_proj": True, "query": True, "value": True, "q_lin": True, "v_lin": True,
+    "k_proj": False, "key": False, "k_lin": False,
+}  # fmt: skip
+"""Names of attention's inputs that have a layer each, and whether `qv` means them."""
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
 """Linear layers that choose experts."""
 _CROSS = re.compile(r"(^|\.)(encoder_attn|crossattention|cross_attn)\.")
@@ -80,10 +98,10 @@ def pattern(name: str, tower: str, model: nn.Module) -> str:
             raise ConfigError(f"adapter.targets: 'all-linear' {what}; use attention, or a full regex of what is meant")
         return _all_of(name, "linear", found.attention + found.mlp)
     if name == "qv":
-        if fused := [one for one in found.inputs if one.rpartition(".")[2] not in ("q_proj", "k_proj", "v_proj")]:
+        if fused := [one for one in found.inputs if one.rpartition(".")[2] not in _APART]:
             what = f"query and value have no layers of their own ({_list(fused)})"
             raise ConfigError(f"adapter.targets: 'qv': {what}; use qkv, attention or all-linear")
-        return _all_of(name, "attention", [one for one in found.inputs if not one.endswith(".k_proj")])
+        return _all_of(name, "attention", [one for one in found.inputs if _APART[one.rpartition(".")[2]]])
     return _all_of(name, "attention", found.attention if name == "attention" else found.inputs)
 
 

@@ -18,7 +18,7 @@ Statistic = Callable[[np.ndarray], dict[str, np.ndarray]]
 
 def group_of(item: Item) -> str:
     """Return the unit that a bootstrap draws: the patient, else the volume, else the picture."""
-    return item.patient or str(item.image)
+    return item.patient or str(item.image or item.name)
 
 
 def numbered(groups: Sequence[str]) -> np.ndarray:

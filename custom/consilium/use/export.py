@@ -3,7 +3,7 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from consilium import __version__
 from consilium.adapters.names import SHIFT, is_local
@@ -15,7 +15,6 @@ from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.job import checkpoint_of, tokenizer_of
 from consilium.federation.model_card import FILES
 from consilium.federation.saved_model import CARD, TENSORS, SavedModel, export_adapter, read_kept, with_parameters
-from consilium.models.causal_lm import CausalLmConfig
 from consilium.models.causal_lm.network import TINY_FOLDER
 from consilium.models.dtypes import QUANTIZED
 from consilium.use import bundle_export, merge, onnx_export, peft_folder
@@ -66,7 +65,9 @@ def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, f
         name = f"docs/{CARD}" if format == "bundle" else CARD
         page = _page(found, format, about, difference)
         if library := _library(found, format):
-            page = peft_folder.top(page, library, base or str(_base(found, own)), _base(found, own))
+            page = peft_folder.top(
+                page, library, base or str(_base(found, own)), _base(found, own), peft_folder.TAGS[found.config.model.name]
+            )
         write_atomic(made / name, page.encode(), PUBLIC)
         record = {"format": format, "consilium": __version__, "job": found.config.title, "model": found.card.name}
         write_record(made, record | {"difference": difference})
@@ -86,8 +87,8 @@ def _check_blend(kept: SavedModel, format: Format) -> None:
 
 
 def _library(found: TrainedModel, format: Format) -> str:
-    """Return the library that opens an exported language model, "" for other models."""
-    return {"peft": "peft", "merged": "transformers"}.get(format, "") if found.config.model.name == "causal_lm" else ""
+    """Return the library that opens an exported model of texts, "" for other models."""
+    return {"peft": "peft", "merged": "transformers"}.get(format, "") if found.config.model.name in peft_folder.TAGS else ""
 
 
 def _base(found: TrainedModel, own: SiteConfig) -> Path:
@@ -99,9 +100,11 @@ def _write(found: TrainedModel, format: Format, made: Path, own: SiteConfig, bas
     if format == "peft":
         about = _write_peft(found, made)
         if _library(found, format):
-            about = about.replace(_PEFT, _PEFT_TEXT)
-            section = cast(CausalLmConfig, found.config.model)
-            peft_folder.complete(made, section, tokenizer_of(found.config, own), base or str(_base(found, own)))
+            peft_folder.complete(made, found.config, tokenizer_of(found.config, own), base or str(_base(found, own)))
+            if found.config.model.name == "causal_lm":
+                about = about.replace(_PEFT, _PEFT_TEXT)
+            elif peft_folder.is_classifier(found.config):
+                about = about.replace(_PEFT, _PEFT_CLASSES.format(found.config.task.outputs)).replace(_HEAD, "")
         return about, None
     model, config = found.model.cpu().float(), found.config  # a base that is kept in bfloat16 too
     if format == "merged":
@@ -124,6 +127,16 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
 
 model, tokenizer = AutoPeftModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")
+```
+"""
+_PEFT_CLASSES = """An adapter for PEFT and the classifier's head, with its tokenizer:
+
+```python
+from peft import AutoPeftModelForSequenceClassification
+from transformers import AutoTokenizer
+
+model = AutoPeftModelForSequenceClassification.from_pretrained(".", num_labels={})
+tokenizer = AutoTokenizer.from_pretrained(".")
 ```
 """
 _DECODER = """

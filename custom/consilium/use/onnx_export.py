@@ -22,8 +22,9 @@ MOST_BYTES = 2**30
 def check(config: JobConfig) -> None:
     """Raise ConfigError for a language model, or where the extra is missing."""
     if MODELS[config.model.name].tokenizer is not None:
-        what = "writes token after token with a memory of its own, which no single graph is"
-        raise ConfigError(f"--format onnx: a language model {what}; use merged, and your runtime's own converter")
+        writes = "a language model writes token after token with a memory of its own, which no single graph is"
+        what = "a text encoder is not exported as a graph" if config.task.outputs else writes
+        raise ConfigError(f"--format onnx: {what}; use merged, and your runtime's own converter")
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise ConfigError(f"--format onnx: needs {missing[0]}, which is not installed; run: pip install 'consilium[onnx]'")
 

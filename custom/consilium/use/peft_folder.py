@@ -1,4 +1,4 @@
-"""What a PEFT folder of a causal language model needs beside its tensors, so that PEFT and vLLM open it alone."""
+"""What a PEFT folder of a model of texts needs beside its tensors, so that PEFT, and of language models vLLM, open it alone."""
 
 import json
 import re
@@ -6,32 +6,70 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+
+from consilium.config.job import JobConfig
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.model_card import UNSTATED
-from consilium.models.causal_lm import CausalLmConfig
-from consilium.models.causal_lm.network import build_causal_lm
 from consilium.models.checkpoint_file import tensor_names
+from consilium.models.export import HEAD_FILE
 from consilium.models.layout import layout
+from consilium.models.registry import MODELS
+from consilium.models.text_encoder import TextEncoderConfig
 from consilium.use.model_import import UNKNOWN, licence_of
 
 SETTINGS = "adapter_config.json"
 
 
-def complete(made: Path, config: CausalLmConfig, tokenizer: Any, base: str) -> None:
+TASKS = {"causal_lm": "CAUSAL_LM", "text_encoder": "FEATURE_EXTRACTION"}
+"""PEFT's names of what a model is for, by its kind."""
+TAGS = {"causal_lm": "text-generation", "text_encoder": "text-classification"}
+"""A model hub's names of the same."""
+WITH_POOLER = ("bert",)
+"""Architectures whose classifier in `transformers` is one linear layer on what the encoder pools, as ours is."""
+
+
+def is_classifier(config: JobConfig) -> bool:
+    """Tell whether a model is one that AutoModelForSequenceClassification builds, head included."""
+    model = config.model
+    return (
+        isinstance(model, TextEncoderConfig)
+        and model.features == "pooled"
+        and (model.config or {}).get("model_type") in WITH_POOLER
+    )
+
+
+def complete(made: Path, config: JobConfig, tokenizer: Any, base: str) -> None:
     """Write base, task and short targets into the folder's settings, and the tokenizer with its chat template beside them.
 
-    `base`: the base's name on the Hub, or its folder.
+    `base`: the base's name on the Hub, or its folder. A classifier's tensors get the names that it has in `transformers`.
     """
     path = made / SETTINGS
-    settings = json.loads(path.read_text(encoding="utf-8")) | {"base_model_name_or_path": base, "task_type": "CAUSAL_LM"}
+    told = {"base_model_name_or_path": base, "task_type": TASKS[config.model.name]}
+    settings = json.loads(path.read_text(encoding="utf-8")) | told
     with layout():
-        modules = build_causal_lm(config.variant, None, config.config, weights=False).named_modules()
+        modules = MODELS[config.model.name].build(config.model, config.task, None, False, False).named_modules()
     tensors = tensor_names(made / "adapter_model.safetensors")
     layers = {found[1] for name in tensors if (found := re.fullmatch(r"base_model\.model\.(.+)\.lora_A\.weight", name))}
     if short := short_names(layers, (name for name, _ in modules)):
         settings["target_modules"] = short
+    if is_classifier(config):
+        settings |= _as_classifier(
+            made, settings["target_modules"], str((getattr(config.model, "config", None) or {})["model_type"])
+        )
     write_atomic(path, json.dumps(settings, indent=2, sort_keys=True).encode(), PUBLIC)
     tokenizer.save_pretrained(made)
+
+
+def _as_classifier(made: Path, targets: list[str] | str, prefix: str) -> dict[str, Any]:
+    """Give an encoder's tensors and its head the names of a classifier's, in one file; return the settings that say so."""
+    path, head = made / "adapter_model.safetensors", made / HEAD_FILE
+    tensors = {name.replace(".model.", f".model.{prefix}.", 1): tensor for name, tensor in load_file(path).items()}
+    tensors |= {f"base_model.model.classifier.{n.rpartition('.')[2]}": tensor for n, tensor in load_file(head).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    head.unlink()
+    named = targets if isinstance(targets, list) else rf"{prefix}\.({targets})"
+    return {"task_type": "SEQ_CLS", "modules_to_save": ["classifier"], "target_modules": named}
 
 
 def short_names(layers: Iterable[str], names: Iterable[str]) -> list[str]:
@@ -42,10 +80,10 @@ def short_names(layers: Iterable[str], names: Iterable[str]) -> list[str]:
     return sorted(short) if adapted and found == adapted and not any(part.isdecimal() for part in short) else []
 
 
-def top(page: str, library: str, base: str, folder: Path) -> str:
+def top(page: str, library: str, base: str, folder: Path, tag: str) -> str:
     """Return a model card with base and licence in its first lines, which model hubs read; a licence stated there stays.
 
-    `library` opens the model; `folder` is the base's.
+    `library` opens the model, of a task that hubs call `tag`; `folder` is the base's.
     """
     head, _, rest = page.removeprefix("---\n").partition("\n---\n")
     stated = re.search(r"^license: (.+)$", head, re.MULTILINE)
@@ -53,7 +91,7 @@ def top(page: str, library: str, base: str, folder: Path) -> str:
     lines = [
         f"license: {licence}",
         f"library_name: {library}",
-        "pipeline_tag: text-generation",
+        f"pipeline_tag: {tag}",
         f"base_model: {json.dumps(base)}",
     ]
     if licence != UNKNOWN:

@@ -6,7 +6,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from consilium.core.storage import PRIVATE, private_folder, write_atomic
 from consilium.data import volumes
 from consilium.data.datalist import DataList
 from consilium.data.text import Text, read_records
-from consilium.federation.job import build_task
+from consilium.federation.job import build_task, reads_texts
 from consilium.report.predictions import overlay
 from consilium.training.device import autocast
 from consilium.use.inputs import Input
@@ -99,25 +99,28 @@ def _answer_records(opened: TrainedModel, where: Path, texts: list[Text], batch_
     return [answer for part in (texts[:half], texts[half:]) for answer in _answer_records(opened, where, part, batch_size)]
 
 
-def _written(opened: TrainedModel, where: Path, texts: list[Text], batch_size: int) -> list[str]:
-    import torch
-
+def _written(opened: TrainedModel, where: Path, texts: list[Text], batch_size: int) -> list[Any]:
     config = opened.config
-    task: Any = build_task(config, DataList(where, {"training": tuple(texts), "validation": (), "test": ()}), opened.own)
+    data = DataList(where, {"training": tuple(texts), "validation": (), "test": ()})
+    if config.task.name == "classification":  # records without a class
+        data = replace(data, loading=replace(data.loading, ignore_unfit=True))
+    task: Any = build_task(config, data, opened.own)
     device = next(opened.model.parameters()).device
     with torch.no_grad(), autocast(device, config.training.precision):
-        written: list[str] = task.write(opened.model, "training", batch_size)
+        written: list[Any] = task.write(opened.model, "training", batch_size)
     return written
 
 
-def _record(text: Text, said: str) -> dict[str, Any]:
+def _record(text: Text, said: str | dict[str, Any]) -> dict[str, Any]:
+    """Return a record with its answer, or its class."""
     asked: dict[str, Any] = {
         "system": text.system,
         "history": text.history,
         "instruction": text.instruction,
         "input": text.input,
     }
-    return {"record": text.name} | {key: value for key, value in asked.items() if value} | {"answer": said}
+    found = said if isinstance(said, dict) else {"answer": said}
+    return {"record": text.name} | {key: value for key, value in asked.items() if value} | found
 
 
 # predict ---------------------------------------------------------------------------------------------------------------
@@ -145,6 +148,7 @@ def predict(predictor: Predictor, inputs: list[Input], wanted: OutputOptions, do
     """
     name = predictor.opened.config.task.name
     work = {"segmentation": _masks, "classification": _classes, "language": _answers, "report": _answers}.get(name)
+    work = _answers if work is _classes and reads_texts(predictor.opened.config) else work
     if work is None:
         raise ConfigError(f"task.name: {name!r}: predict knows segmentation, classification, language and report")
     apart, clashing = clashes(name, inputs, wanted)

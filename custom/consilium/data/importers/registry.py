@@ -15,7 +15,7 @@ from consilium.data.importers.write_datalists import earlier_imports, write_site
 _ROOM = "consilium.data.importers"
 _MODULES = {
     "image_folders": ("own",),
-    "table": ("csv",),
+    "table": ("csv", "csv-text"),
     "published_pictures": ("polyp", "polyp-pranet", "fundus", "fundus-feddg", "tnbc", "oct-c8", "kvasir-v2"),
     "nuclei": ("pannuke", "monuseg", "monusac"),
     "volumes": ("prostate", "mnms"),

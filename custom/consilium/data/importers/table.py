@@ -16,16 +16,21 @@ from consilium.data.class_names import EACH_ITS_OWN, doubts
 from consilium.data.file_kinds import PICTURES, is_volume, place_of
 from consilium.data.folders import split_of
 from consilium.data.identifiers import check_identifier
-from consilium.data.importers.base import Importer, ImportResult, Options, SourceSample, files
+from consilium.data.importers.base import Importer, ImportResult, Options, SourceSample, TextRecord, files
 from consilium.data.importers.labels import labelled
 from consilium.data.pairs import composed, kind_of, without_ending
 from consilium.data.safe_open import text_lines
-from consilium.data.site_names import asked_sites
+from consilium.data.site_names import asked_sites, slug
 
 LAYOUT = (
     "a CSV file with a picture a line: columns image (a path from the file's folder) and label (its class, or the path of its "
     "mask), and where known site, patient and split; --column image=NAME for another heading"
 )
+TEXT_LAYOUT = (
+    "a CSV file with a text a line: columns text and label (its class), and where known site, patient and split; "
+    "--column text=NAME for another heading"
+)
+TEXT_FIELDS = ("text", "label", "site", "patient", "split")
 FIELDS = ("image", "label", "site", "patient", "split")
 NEEDED = FIELDS[:2]
 SEPARATOR = re.compile(r"\s*\"?sep=(.)\"?[\s,;]*", re.IGNORECASE)
@@ -77,6 +82,42 @@ def read_table(source: Path, options: Options) -> ImportResult:
     one = [] if "site" in table.rows[0].values else [ONE]
     samples = table.samples(source.stem, options)
     return labelled(source, samples, [*table.notes, *one], options)
+
+
+def read_texts(source: Path, options: Options) -> ImportResult:
+    """Read texts by their lines: text, label and, where known, site, patient and split. Raises DataError, ConfigError."""
+    there, lines = _lines(source)
+    _check_headings(source, there)
+    exact = {name.casefold(): name for name in reversed(there)}
+    wanted = {one: options.columns.get(one) or exact.get(one, "") for one in TEXT_FIELDS}
+    if wrong := [one for one in options.columns if one not in TEXT_FIELDS]:
+        raise ConfigError(f"--column: {wrong[0]!r}: expected one of {', '.join(TEXT_FIELDS)}{nearest(wrong[0], TEXT_FIELDS)}")
+    if absent := [one for one in TEXT_FIELDS if wanted[one] not in there and (wanted[one] or one in TEXT_FIELDS[:2])]:
+        what = f"{source}: no column {wanted[absent[0]] or absent[0]!r}; there are {', '.join(there)}"
+        raise ConfigError(f"--column: {what}; write --column {absent[0]}=NAME")
+    every = [{one: row.values[name] for one, name in wanted.items() if name} | {"line": str(row.number)} for row in lines]
+    kept = [row for row in every if row["text"] and row["label"]]
+    if not kept:
+        raise DataError(
+            f"{source}: no line has a {wanted['text']} and a {wanted['label']}; give a line per text, with its label"
+        )
+    found, sites = list[TextRecord](), dict[str, str]()
+    for row in kept:
+        where = f"{source}: line {row['line']}"
+        patient = check_identifier(where, "patient", row.get("patient", ""))
+        if (given := row.get("split", "")) and split_of(given) is None:
+            raise DataError(f"{where}: split {given[:80]!r} is none of training, validation, test; write one of them")
+        record = {"text": row["text"], "label": row["label"]} | ({"patient": patient} if patient else {})
+        group, split = patient or f"line {row['line']}", split_of(given) if given else None
+        named = row.get("site") or source.stem
+        if sites.setdefault(site := slug(named), named) != named or not site:
+            what = f"site {named[:80]!r} has no name of its own in letters a to z and digits"
+            raise DataError(f"{where}: {what}; rename it in the table")
+        found.append(TextRecord(site, group, record, split))
+    lost = len(every) - len(kept)
+    notes = [f"{lost} of {len(every)} lines without text or label are left out"] if lost else []
+    alone = [] if wanted["site"] else [ONE.replace("datalist.json", "folder")]
+    return ImportResult(found, sorted({row["label"] for row in kept}), [*notes, *alone])
 
 
 def find_table(folder: Path) -> Table | None:
@@ -315,4 +356,7 @@ def _check_once(source: Path, rows: Sequence[Row], found: Sequence[SourceSample]
             raise DataError(f"{source}: line {row.number}: {what}")
 
 
-SETS = {"csv": Importer(LAYOUT, read_table, is_file=True, is_own=True)}
+SETS = {
+    "csv": Importer(LAYOUT, read_table, is_file=True, is_own=True),
+    "csv-text": Importer(TEXT_LAYOUT, read_texts, is_file=True),
+}

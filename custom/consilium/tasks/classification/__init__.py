@@ -1,15 +1,19 @@
-"""Classification: one class per image, judged by accuracy."""
+"""Classification: one class per image or text, judged by accuracy."""
 
 from dataclasses import replace
-from typing import Annotated, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from consilium.core.registry import lazy
 from consilium.core.schema import MOST_CLASSES, ClassName, Section, each_once
+from consilium.data.check_report import Findings
+from consilium.data.datalist import DataList, Lost
 from consilium.data.settings import PictureSettings
+from consilium.data.text import has_texts, read_texts
 from consilium.tasks import pictures
-from consilium.tasks.registry import Scores, TaskConfig, TaskKind, uncertainty_names
+from consilium.tasks.registry import Change, Scores, TaskConfig, TaskKind, uncertainty_names
 
 F1Classes = Literal["all", "present"]
 
@@ -30,7 +34,7 @@ class ClassificationScoresConfig(Section):
 
 
 class ClassificationConfig(PictureSettings, TaskConfig):
-    """One class per image."""
+    """One class per image, or per text for a text encoder; what is said of pictures is for these alone."""
 
     name: Literal["classification"]
     classes: Annotated[
@@ -101,16 +105,48 @@ SCORES = Scores(("accuracy",), ("f1",), {"accuracy": "Accuracy", "f1": "Macro F1
 FORMER = {"scores": {"f1": "present"}}
 """What macro F1 was of runs whose job.yaml does not say it."""
 _TASK = "consilium.tasks.classification.task"
+_check_texts = lazy("consilium.data.check:check_texts")
+_class_index = lazy(f"{_TASK}:class_index")
+_pictures, _usable_pictures = pictures.reader(classes=True), pictures.usable(classes=True)
+
+
+def _is_texts(path: Path) -> bool:
+    return has_texts(path) or path.suffix == ".jsonl"
+
+
+def _read(path: Path) -> DataList:
+    return read_texts(path) if _is_texts(path) else _pictures(path)
+
+
+def _usable(path: Path, lost: list[Lost]) -> DataList:
+    return read_texts(path) if _is_texts(path) else _usable_pictures(path, lost)
+
+
+def _prepare(config: ClassificationConfig, data: DataList) -> DataList:
+    return data if _is_texts(data.path) else pictures.prepare(config, data)
+
+
+def _check(
+    path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None
+) -> Findings:
+    """Return what the check finds in a list of pictures, or in a folder of texts."""
+    if not _is_texts(path):
+        return pictures.check(path, config, tokenizer, max_length, change)
+    length = (lambda text: len(tokenizer(text.prompt_words).input_ids)) if tokenizer is not None else None
+    found: Findings = _check_texts(path, length, max_length, config and (lambda text: _class_index(text, config.classes)))
+    return found
+
+
 CLASSIFICATION = TaskKind(
     ClassificationConfig,
     scores,
     metric_names,
-    pictures.reader(classes=True),
+    _read,
     lazy(f"{_TASK}:build"),
-    pictures.check,
-    prepare=pictures.prepare,
+    _check,
+    prepare=_prepare,
     look=lazy(f"{_TASK}:check_item"),
-    usable=pictures.usable(classes=True),
+    usable=_usable,
     rehearse=lazy(f"{_TASK}:rehearse"),
     former=FORMER,
     undigested=FORMER,

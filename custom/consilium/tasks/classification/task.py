@@ -1,4 +1,4 @@
-"""Classification: batches of images and class numbers, cross-entropy, accuracy, macro F1, recalls and the confusion table."""
+"""Classification: batches of images, or texts, and class numbers; cross-entropy, accuracy, F1, recalls, the confusion table."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,10 +18,12 @@ from consilium.data.images import BLACK, Colour, Sample, read_picture
 from consilium.data.sample_check import image_shape
 from consilium.data.settings import DEFAULTS, PictureSettings, read_as
 from consilium.data.store import CachedSample
+from consilium.data.text import Text
 from consilium.models.registry import ModelConfig
-from consilium.tasks.base import Batch, Classified, Scored, evaluating
+from consilium.tasks.base import Answered, Batch, Classified, Scored, evaluating
 from consilium.tasks.bootstrap import group_of, grouped, intervals, numbered
 from consilium.tasks.classification import ClassificationConfig, F1Classes
+from consilium.tasks.classification.texts import TextSamples, padded, require_kind, words_of
 from consilium.tasks.registry import COUNT
 
 EXAMPLES = 6
@@ -33,6 +35,7 @@ NONE = -1
 class ClassificationTask:
     """One site's images, each of one class. All are checked at the start, so that bad data stops before any training.
 
+    With `texts` they are those, in the place of images: a batch has "text" (N, T) where else it has "image".
     Metrics: see `score`, of each image, or `by_patient` of the mean probability over a patient's images.
     A class without samples in the evaluated split has no recall; `f1` says whether macro F1 counts it. In a quiet list an
     image of no class is in no batch and no score, and a patient of two classes has that of the first image.
@@ -49,8 +52,10 @@ class ClassificationTask:
         padding: Colour = BLACK,
         balance: str = "none",
         f1: F1Classes = "all",
+        texts: TextSamples | None = None,
     ) -> None:
-        self.data, self.classes, self.augment = data, list(classes), augment
+        self._key, self.augment = ("image", augment) if texts is None else ("text", False)
+        self.data, self.classes = data, list(classes)
         self.workers = data.loading.workers
         self.num_samples = len(data.splits["training"])
         self.scored: Scored | None = None
@@ -62,7 +67,7 @@ class ClassificationTask:
         if by_patient and not data.loading.ignore_unfit:
             for split in SPLITS[1:]:
                 check_patients(data.splits[split], self._labels[split], self._whose[split])
-        self._samples = SampleCache(
+        self._samples: SampleCache | TextSamples = texts or SampleCache(
             data,
             lambda item: self._read(item, image_size, settings, padding),
             lambda item: _check_item(item, self.classes, settings),
@@ -103,20 +108,20 @@ class ClassificationTask:
         return bool(self.data.splits[split])
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
-        """Return "image" (N, 3, S, S) and "label" (N,) of these training samples, augmented as `seed` says.
+        """Return "image" (N, 3, S, S), or "text" (N, T), and "label" (N,) of these training samples, augmented as `seed` says.
 
         {} if none of them can be read.
         """
 
         def made(index: int, raw: CachedSample) -> Sample:
-            return augment(raw, seed, index) if self.augment else to_float(index, raw)
+            return augment(raw, seed, index) if self.augment else self._plain(index, raw)
 
         return self._collate("training", self._samples.map("training", indices, made))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross-entropy of a batch, in float32, balanced as the job says."""
         device = next(model.parameters()).device
-        logits = model(batch["image"].to(device, non_blocking=True)).float()
+        logits = model(batch[self._key].to(device, non_blocking=True)).float()
         return balanced_loss(logits, batch["label"].to(device), self._counts.to(device), self._balance)
 
     @torch.no_grad()
@@ -129,7 +134,7 @@ class ClassificationTask:
         with evaluating(model):
             for part in self._samples.parts(split, batch_size):
                 if batch := self._collate(split, part):
-                    logits.append(model(batch["image"].to(device, non_blocking=True)).float().cpu())
+                    logits.append(model(batch[self._key].to(device, non_blocking=True)).float().cpu())
                     kept += [index for index, _ in part]
         if not kept:
             return {}
@@ -148,28 +153,52 @@ class ClassificationTask:
         return Scored("probability of the true class", False, names, tuple(values), tuple(kept))
 
     def examples(self, model: nn.Module, split: str) -> Classified | None:
-        """Return pictures of as many classes as can be; None if the split is empty."""
-        return self.show(model, split, spread(self._labels[split], EXAMPLES))
+        """Return pictures of as many classes as can be; None if the split is empty, and for texts."""
+        if self._key == "text":
+            return None
+        found = self.show(model, split, spread(self._labels[split], EXAMPLES))
+        return found if isinstance(found, Classified) else None
 
     @torch.no_grad()
-    def show(self, model: nn.Module, split: str, indices: Sequence[int]) -> Classified | None:
-        """Return these pictures with their classes; None if none can be read.
+    def show(self, model: nn.Module, split: str, indices: Sequence[int]) -> Classified | Answered | None:
+        """Return these pictures, or texts, with their classes; None if none can be read.
 
         The model sees one at a time, to save memory.
         """
-        batch = self._collate(split, self._samples.map(split, indices, to_float))
+        batch = self._collate(split, self._samples.map(split, indices, self._plain))
         if not batch:
             return None
         device = next(model.parameters()).device
         with evaluating(model):
-            logits = torch.cat([model(image[None].to(device)).float().cpu() for image in batch["image"]])
+            logits = torch.cat([model(one[None].to(device)).float().cpu() for one in batch[self._key]])
+        if self._key == "text":
+            texts = [self.data.splits[split][index] for index in indices]
+            names = [tuple(self.classes[i] for i in some) for some in (batch["label"].tolist(), logits.argmax(1).tolist())]
+            return Answered(tuple(map(words_of, texts)), *names)
         return Classified(batch["image"].byte(), batch["label"], logits.softmax(1), tuple(self.classes))
 
     def _collate(self, split: str, samples: Sequence[tuple[int, Sample]]) -> Batch:
         if not samples:
             return {}
         labels = torch.tensor([self._labels[split][index] for index, _ in samples])
-        return {"image": torch.stack([sample["image"] for _, sample in samples]), "label": labels}
+        rows = [sample[self._key] for _, sample in samples]
+        return {self._key: torch.stack(rows) if self._key == "image" else padded(rows), "label": labels}
+
+    def _plain(self, index: int, raw: Any) -> Sample:
+        """Return a sample as it is, of an image as float32."""
+        return to_float(index, raw) if self._key == "image" else raw
+
+    @torch.no_grad()
+    def write(self, model: nn.Module, split: str, batch_size: int) -> list[dict[str, Any]]:
+        """Return each text's class and the probabilities of all, whatever class the record says."""
+        device, found = next(model.parameters()).device, list[dict[str, Any]]()
+        with evaluating(model):
+            for part in self._samples.parts(split, batch_size):
+                shares = model(self._collate(split, part)[self._key].to(device)).float().softmax(1).cpu()
+                for row in shares:
+                    named = dict(zip(self.classes, [round(one, 6) for one in row.tolist()], strict=True))
+                    found.append({"class": self.classes[int(row.argmax())], "probabilities": named})
+        return found
 
 
 def balanced_loss(logits: Tensor, labels: Tensor, counts: Tensor, balance: str) -> Tensor:
@@ -201,18 +230,21 @@ def spread(labels: Sequence[int], count: int) -> list[int]:
     return sorted(index for _, index in sorted(turns)[:count])
 
 
-def class_index(item: Item, classes: Sequence[str]) -> int:
+def class_index(item: Item | Text, classes: Sequence[str]) -> int:
     """Return a sample's class by name or number from 0. Raises UnfitError if it has none of `classes`."""
     known = f"task.classes has {', '.join(classes)}"
-    if item.label is None or isinstance(item.label, Path):
-        raise UnfitError(f"{item.image}: has no class; every sample of a classification task needs a label ({known})")
-    if isinstance(item.label, str):
-        if item.label not in classes:
-            raise UnfitError(f"{item.image}: label {item.label!r} is no class of the task; {known}")
-        return list(classes).index(item.label)
-    if not 0 <= item.label < len(classes):
-        raise UnfitError(f"{item.image}: label {item.label} is outside 0..{len(classes) - 1}; {known}")
-    return item.label
+    label, name = item.label, item.image or item.name
+    if isinstance(item, Text) and label not in classes and str(label).isdecimal():
+        label = int(str(label))
+    if label is None or isinstance(label, Path):
+        raise UnfitError(f"{name}: has no class; every sample of a classification task needs a label ({known})")
+    if isinstance(label, str):
+        if label not in classes:
+            raise UnfitError(f"{name}: label {label[:80]!r} is no class of the task; {known}")
+        return list(classes).index(label)
+    if not 0 <= label < len(classes):
+        raise UnfitError(f"{name}: label {label} is outside 0..{len(classes) - 1}; {known}")
+    return label
 
 
 def check_patients(items: Sequence[Item], labels: Sequence[int], whose: np.ndarray) -> None:
@@ -220,7 +252,8 @@ def check_patients(items: Sequence[Item], labels: Sequence[int], whose: np.ndarr
     first: dict[int, int] = {}
     for item, label, patient in zip(items, labels, whose.tolist(), strict=True):
         if first.setdefault(patient, label) != label:
-            raise DataError(f"{item.image}: another image of its patient is of another class; set task.scores.per: image")
+            where = item.image or item.name
+            raise DataError(f"{where}: another sample of its patient is of another class; set task.scores.per: image")
 
 
 def of_patients(logits: Tensor, labels: Tensor, whose: np.ndarray) -> tuple[Tensor, Tensor, np.ndarray]:
@@ -282,13 +315,16 @@ def check_item(config: ClassificationConfig, item: Item) -> None:
 
 def build(config: ClassificationConfig, model: ModelConfig, data: DataList, tokenizer: Any) -> ClassificationTask:
     """See TaskKind."""
+    require_kind(data, tokenizer is not None, model.name)
+    texts = TextSamples(data, tokenizer, getattr(model, "max_length", 0)) if tokenizer is not None else None
     return ClassificationTask(
         data, config.classes, model.image_side, config.augment, config, config.scores.per == "patient", model.padding,
-        config.balance, config.scores.f1,
+        config.balance, config.scores.f1, texts,
     )  # fmt: skip
 
 
 def rehearse(config: ClassificationConfig, base: ModelConfig, model: nn.Module, count: int) -> Tensor:
     """See TaskKind."""
-    side = base.image_side
-    return F.cross_entropy(model(torch.zeros(count, 3, side, side)).float(), torch.zeros(count, dtype=torch.long))
+    side, length = base.image_side, getattr(base, "max_length", 0)
+    given = torch.zeros(count, 3, side, side) if side else torch.zeros(count, length, dtype=torch.long)
+    return F.cross_entropy(model(given).float(), torch.zeros(count, dtype=torch.long))

@@ -1,0 +1,44 @@
+"""Text encoders of `transformers` by local folder, such as BERT, with a trained head, for classification."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from consilium.core.registry import lazy
+from consilium.models.architecture import FolderConfig, named_sets
+from consilium.models.registry import Cut, ModelKind
+
+PAD = -1
+"""In the place of a token's number, where a text has ended."""
+
+
+class TextEncoderConfig(FolderConfig):
+    """A frozen text encoder with a trained head, for classification of reports: BERT, RoBERTa, DistilBERT and the like."""
+
+    name: Literal["text_encoder"]
+    variant: Annotated[Literal["folder"], Field(description="a `folder` of `transformers`")]
+    max_length: Annotated[int, Field(ge=8, le=8192, description="tokens of a text; longer ones lose their end")] = 256
+    features: Annotated[
+        Literal["pooled", "mean", "first"],
+        Field(description="what the encoder pools itself, the mean over the tokens, or the first token"),
+    ] = "pooled"
+
+    apart: ClassVar[tuple[str, ...]] = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra")
+
+
+def _cut(model: Any) -> Cut:
+    """Return the point of the model before the classifier's head. Its features are (N, F)."""
+    return Cut(model.pooled, model.head.in_features, -1)
+
+
+_NETWORK = "consilium.models.text_encoder.network"
+TEXT_ENCODER = ModelKind(
+    TextEncoderConfig,
+    "classification",
+    lazy(f"{_NETWORK}:build"),
+    named_sets(),
+    lazy(f"{_NETWORK}:tokenizer_of"),
+    _cut,
+    lazy(f"{_NETWORK}:save"),
+    head_apart=True,
+)

@@ -1,0 +1,116 @@
+"""Text classifiers on an encoder of `transformers`, under the encoder's own names: plain PEFT loads what is exported."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from consilium.core.errors import ConfigError
+from consilium.models import folder
+from consilium.models.export import HEAD_FILE, page, save_head, save_pretrained
+from consilium.models.text_encoder import PAD, TextEncoderConfig
+
+KNOWN = folder.Known("text encoder", "bert, roberta, xlm-roberta, camembert, distilbert, electra", AutoModelForMaskedLM)
+OTHERS = r"(cls|lm_head|classifier|vocab_\w+|generator_\w+|discriminator_\w+|predictions|qa_outputs)\b.*"
+"""Tensors of what a checkpoint was trained for, which an encoder leaves out."""
+POOLER = r"pooler\..*"
+_LOAD = """import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".")
+encoder = AutoModel.from_pretrained(".", dtype=torch.float32).eval()
+head = load_file("{file}")
+
+
+@torch.no_grad()
+def logits(input_ids, attention_mask):
+    \"\"\"Map token ids and mask (N, T) to class logits (N, {outputs}).\"\"\"
+    output = encoder(input_ids=input_ids, attention_mask=attention_mask)
+    features = {features}
+    return F.linear(features, head["head.weight"], head["head.bias"])
+"""
+_FEATURES = {
+    "pooled": "output.pooler_output",
+    "first": "output.last_hidden_state[:, 0]",
+    "mean": "(output.last_hidden_state * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdim=True)",
+}
+
+
+class TextClassifier(PreTrainedModel):
+    """Methods that `build` adds to the encoder's own class: token ids in, class logits out."""
+
+    features: str
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """Map token ids (N, T), PAD behind a text's end or with a mask, to class logits (N, C)."""
+        mask = (input_ids != PAD).long() if attention_mask is None else attention_mask
+        seen = None if mask.is_meta else mask  # of which transformers would read a number
+        output: Any = super().forward(input_ids=input_ids.clamp(min=0), attention_mask=seen)  # type: ignore[misc]
+        tokens = output.last_hidden_state
+        if self.features == "mean":
+            found = (tokens * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        else:
+            found = tokens[:, 0] if self.features == "first" else output.pooler_output
+        return self.head(self.pooled(found))  # type: ignore[no-any-return]
+
+
+def build(
+    config: TextEncoderConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool
+) -> PreTrainedModel:
+    """See registry.Build: a classifier with the folder's weights and a zero head."""
+    known = KNOWN._replace(spare=OTHERS if config.features == "pooled" else f"{OTHERS}|{POOLER}")
+    model: Any = folder.build(AutoModel, checkpoint, config.config, weights, known)
+    kind = model.config.model_type
+    for key in ("is_decoder", "is_encoder_decoder"):
+        if getattr(model.config, key, False):
+            raise ConfigError(f"model.config.{key}: true: {kind!r} is no encoder alone; known are {KNOWN.examples}")
+    if taken := next((name for name in ("head", "pooled", "features") if hasattr(model, name)), None):
+        what = f"model_type {kind!r} has a {taken!r} of its own, where ours would stand"
+        raise ConfigError(f"model.config: {what}; known are {KNOWN.examples}")
+    if config.features != "pooled" and getattr(model, "pooler", None) is not None:
+        model.pooler = None
+    folder.require_positions(model, config.max_length, 0)
+    model.head, model.pooled, model.features = nn.Linear(model.config.hidden_size, task.outputs), nn.Identity(), config.features
+    for tensor in model.head.parameters():
+        nn.init.zeros_(tensor)
+    folder.extend_class(model, TextClassifier)
+    if not weights:
+        _rehearse(copy.deepcopy(model).to("meta"), config)
+    if use_checkpointing:
+        folder.use_checkpointing(model)
+    return model.eval()
+
+
+def _rehearse(model: TextClassifier, config: TextEncoderConfig) -> None:
+    """Raise ConfigError where the encoder lacks the features that the job asks for: one step shows it."""
+    kind = f"model_type {model.config.model_type!r}"
+    try:
+        found = model(torch.zeros(2, 8, dtype=torch.long, device="meta"))
+    except Exception as error:  # whatever a model of another sort makes of tokens
+        if config.features == "pooled":
+            raise ConfigError(f"model.features: 'pooled': {kind} pools nothing itself; use mean or first") from None
+        what = f"{kind} does not take texts ({folder.short(error)})"
+        raise ConfigError(f"model.config: {what}; known are {KNOWN.examples}") from None
+    if found.ndim != 2:
+        raise ConfigError(f"model.config: {kind} has no features of each text; known are {KNOWN.examples}")
+
+
+def tokenizer_of(config: TextEncoderConfig, checkpoint: Path | None) -> PreTrainedTokenizerBase:
+    """See registry.ModelKind."""
+    return folder.load_tokenizer(checkpoint, config.config, writes=False)
+
+
+def save(target: Path, model: Any, config: TextEncoderConfig, task: Any, tokenizer: PreTrainedTokenizerBase) -> str:
+    """See registry.Saved. The head gets a file."""
+    head = model.head
+    folder.restore_class(model, "head", "pooled", "features", pixels=False)
+    save_pretrained(target, model)
+    save_head(target, {"head.weight": head.weight, "head.bias": head.bias})
+    tokenizer.save_pretrained(target)
+    code = _LOAD.format(file=HEAD_FILE, outputs=head.out_features, features=_FEATURES[config.features])
+    return page(f"`AutoModel` loads the encoder; what stands behind it is {HEAD_FILE}.", code)
