@@ -25,14 +25,16 @@ def save_head(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Keep `transformers` from showing progress bars for the length of the block."""
+    """Keep `transformers` from showing progress bars, and its reports on weights, for the length of the block."""
     from transformers.utils import logging
 
-    noisy = logging.is_progress_bar_enabled()
+    noisy, told = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(told)
         if noisy:
             logging.enable_progress_bar()
 

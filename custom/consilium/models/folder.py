@@ -38,13 +38,14 @@ class Known(NamedTuple):
     """The kind of model that a folder must hold, and known examples, for messages.
 
     `among`: the class of `transformers` whose architectures alone are taken, by default the one that builds. `spare`: a pattern
-    of tensors that a checkpoint may have too many, or lack.
+    of tensors that a checkpoint may have too many, or lack; `lacking`: what to do where it lacks others.
     """
 
     what: str
     examples: str
     among: Any = None
     spare: str = "(?!)"
+    lacking: str = ""
 
 
 def build(
@@ -57,7 +58,7 @@ def build(
     """
     shape = shape_of(config if config is not None else _read_config(folder), known.among or auto, known)
     try:
-        return _fill(auto, folder, shape, options, known.spare) if weights else _laid_out(auto, shape, options)
+        return _fill(auto, folder, shape, options, known) if weights else _laid_out(auto, shape, options)
     except ImportError as error:
         found = re.search(r"requires the (\S+) library", str(error))
         what = f"needs the package {found[1]}, which is not here" if found else f"cannot be loaded here ({short(error)})"
@@ -259,7 +260,7 @@ def shape_of(config: Mapping[str, Any], auto: Any, known: Known) -> PreTrainedCo
     return shape
 
 
-def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapping[str, Any], spare: str) -> PreTrainedModel:
+def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapping[str, Any], known: Known) -> PreTrainedModel:
     """Return the model with the folder's weights; a tensor missing, one too many or of another shape is an error."""
     folder = _require(folder)
     if (folder / "config.json").is_file() and read_json(folder, "config.json").get("quantization_config"):
@@ -282,7 +283,7 @@ def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapp
             why = short(error, view, folder)
             raise CheckpointError(f"model.checkpoint: {folder}: cannot be read ({why}); {WANTED}") from None
     model.name_or_path = model.config._name_or_path = str(folder)
-    _require_equal_layout(folder, found, re.compile(spare))
+    _require_equal_layout(folder, found, known)
     return model
 
 
@@ -293,17 +294,23 @@ def _require_unpacked(folder: Path) -> None:
         raise CheckpointError(f"model.checkpoint: {folder}: {_PACKED}")
 
 
-def _require_equal_layout(folder: Path, found: Mapping[str, Any], spare: re.Pattern[str]) -> None:
-    """Raise CheckpointError, naming the first tensor, none of the `spare`, that differs from the architecture."""
+def _require_equal_layout(folder: Path, found: Mapping[str, Any], known: Known) -> None:
+    """Raise CheckpointError, naming the first tensor, none of the spare ones, that differs from the architecture."""
     for kind, what in (
         ("mismatched_keys", "of another shape"),
         ("missing_keys", "missing"),
         ("unexpected_keys", "one too many"),
     ):
         names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in found[kind])
-        if first := next((name for name in names if not spare.fullmatch(name)), ""):
+        if first := next((name for name in names if not re.fullmatch(known.spare, name)), ""):
             reason = f"another architecture than model.config: {first} is {what}"
-            remedy = _PLAIN if _OTHERS_HEAD.search(first) else "copy the folder's config.json into model.config"
+            remedy = (
+                known.lacking
+                if kind == "missing_keys" and known.lacking
+                else _PLAIN
+                if _OTHERS_HEAD.search(first)
+                else "copy the folder's config.json into model.config"
+            )
             raise CheckpointError(f"model.checkpoint: {folder}: {reason}; {remedy}")
 
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from consilium.core.registry import lazy
 from consilium.models.architecture import FolderConfig, named_sets
@@ -13,7 +13,10 @@ PAD = -1
 
 
 class TextEncoderConfig(FolderConfig):
-    """A frozen text encoder with a trained head, for classification of reports: BERT, RoBERTa, DistilBERT and the like."""
+    """A frozen text encoder with a trained head, for classification of reports: BERT, RoBERTa, DistilBERT and the like.
+
+    The encoder's own dropout is off, so that privacy can tell records apart; `adapter.dropout` is the adapter's.
+    """
 
     name: Literal["text_encoder"]
     variant: Annotated[Literal["folder"], Field(description="a `folder` of `transformers`")]
@@ -24,6 +27,11 @@ class TextEncoderConfig(FolderConfig):
     ] = "pooled"
 
     apart: ClassVar[tuple[str, ...]] = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra")
+
+    @field_validator("config")
+    @classmethod
+    def _draws_nothing(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        return value and {key: 0.0 if "drop" in key and one else one for key, one in value.items()}
 
 
 def _cut(model: Any) -> Cut:

@@ -63,7 +63,10 @@ def build(
     config: TextEncoderConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool
 ) -> PreTrainedModel:
     """See registry.Build: a classifier with the folder's weights and a zero head."""
-    known = KNOWN._replace(spare=OTHERS if config.features == "pooled" else f"{OTHERS}|{POOLER}")
+    pooled = config.features == "pooled"
+    known = KNOWN._replace(
+        spare=OTHERS if pooled else f"{OTHERS}|{POOLER}", lacking="use model.features: mean" if pooled else ""
+    )
     model: Any = folder.build(AutoModel, checkpoint, config.config, weights, known)
     kind = model.config.model_type
     for key in ("is_decoder", "is_encoder_decoder"):
