@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from pydantic import ValidationError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -17,6 +19,8 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, ConsiliumError, DataError
 from consilium.core.storage import checkpoint_hash
+from consilium.estimates.flops import work_of
+from consilium.estimates.memory import memory_of
 from consilium.federation.job import assemble_job, build_model, build_task
 from consilium.runtime.engine import simulate
 from consilium.tasks.registry import TASKS
@@ -239,3 +243,32 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path, caplog: pytest.LogCapture
         assemble_job(job(base, config={"model_type": "llama"}))
     with pytest.raises(ConfigError, match=r"model\.max_length: 64: this folder's model has 40 positions; use 40 at most"):
         assemble_job(job(base, max_length=64))
+
+
+@pytest.mark.parametrize("features", ["pooled", "mean"])
+def test_costs_are_counted_on_a_model_that_is_only_laid_out(features: str, tmp_path: Path) -> None:
+    """By hand, of L layers of width D and F between, T tokens: 2 T (4 D^2 + 2 D F) with weights, 4 T^2 D beside."""
+    laid = assemble_job(job(save_encoder(tmp_path / "base"), features=features))
+    layers, width, between, tokens = 2, 16, 24, 24
+    products = layers * (2 * tokens * (4 * width**2 + 2 * width * between) + 4 * tokens**2 * width)
+    assert products < work_of(laid).scoring < 1.3 * products
+    assert memory_of(laid).peak > 4 * 16 * 16
+
+
+def test_settings_of_pictures_are_refused_and_the_check_names_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = save_encoder(tmp_path / "base")
+    raw = job(base).model_dump()
+    with pytest.raises(
+        ValidationError, match=r"task\.crop: 64 is for pictures, and model\.name 'text_encoder' reads texts; leave"
+    ):
+        JobConfig.model_validate(raw | {"task": raw["task"] | {"crop": 64}})
+    folder = reports(tmp_path / "a")
+    (folder / "test.jsonl").write_text('{"text": "new", "label": "fracture"}\n')
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
+    assert run(monkeypatch, "data", "check", folder, "--job", tmp_path / "job.yaml") == 1
+    said = capsys.readouterr().out
+    assert "1 x no class of the job" in said
+    assert "test.jsonl:1: label 'fracture' is no class of the task" in said
+    assert "class effusion: 4 training, 1 validation" in said

@@ -34,6 +34,7 @@ from consilium.config.sections import (
 from consilium.core.errors import ConfigError
 from consilium.core.registry import NO_PLUGINS, KindField, Plugins
 from consilium.core.schema import SMALLEST_NOISE, Name, Section, read_yaml, validate
+from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.models.architecture import refuse_adapter
 from consilium.models.registry import MODELS, ModelConfig
 from consilium.strategies.registry import STRATEGIES
@@ -230,6 +231,11 @@ class JobConfig(Section):
         wanted = MODELS[self.model.name].task
         if wanted != self.task.name and self.model.name not in TASKS[self.task.name].models:
             raise ValueError(f"task.name: {self.task.name!r} does not fit model.name {self.model.name!r}; expected {wanted!r}")
+        if isinstance(self.task, PictureSettings) and MODELS[self.model.name].tokenizer is not None:
+            for name in PictureSettings.model_fields:
+                if name in self.task.model_fields_set and (value := getattr(self.task, name)) != getattr(DEFAULTS, name):
+                    what = f"is for pictures, and model.name {self.model.name!r} reads texts; leave it out"
+                    raise ValueError(f"task.{name}: {value!r} {what}")
         if getattr(self.task, "packed", False) and not (self.model.packs() and not self.strategy.traits.parts):
             what = "needs a llama, mistral or qwen without a shorter sliding window, and a strategy that looks at no features"
             raise ValueError(f"task.packed: true {what}; use false")
