@@ -81,7 +81,7 @@ def test_every_form_says_the_same(
         ({"question": "a"}, 'needs a "answer"'),
         ({"question": 3, "answer": "a"}, "question: 3 is no text"),
         ({"instruction": "a", "output": "b", "system": 3}, "system: 3 is no text"),
-        ({"text": "Once upon a time"}, "has neither"),
+        ({"text": "Once upon a time"}, 'needs a "label"; write the answer there'),
         ({"messages": [ASK, said("assistant", "\ud800")]}, "half a character"),
     ],
 )
@@ -129,3 +129,12 @@ def test_equal_last_questions_of_other_conversations_are_no_duplicates(tmp_path:
 def test_keys_in_another_spelling_are_not_lost(record: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         read(tmp_path, record)
+
+
+def test_text_and_label_are_a_form_and_nothing_in_records_of_another(tmp_path: Path) -> None:
+    """Alpaca's release on the Hub has a `text` of its own beside instruction and output."""
+    write(tmp_path, "training.jsonl", {"text": "Fluid.", "label": "effusion"}, {"text": "Clear.", "label": 1})
+    write(tmp_path, "test.jsonl", {"instruction": "Fever?", "output": "Drink.", "text": "Fever? Drink.", "label": 0})
+    found = read_texts(tmp_path).splits
+    assert [(text.prompt_words, text.label) for text in found["training"]] == [("Fluid.", "effusion"), ("Clear.", "1")]
+    assert [(text.prompt_words, text.outputs) for text in found["test"]] == [("Fever?", ("Drink.",))]
