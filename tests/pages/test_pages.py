@@ -31,7 +31,7 @@ NOT_RUN = {
         "consilium allow WORKSPACE",
         "consilium simulate jobs/quickstart --mlflow",
     ],
-    "jobs/models.md": ["consilium models import", "python -m tests.pretraining"],
+    "jobs/models.md": ["consilium models import", "python -m tests.pretraining", "consilium data import csv-text"],
     "jobs/papers.md": ["consilium study run iat_table1"],
     "custom/consilium/data/README.md": [
         "consilium data cache STATE",
@@ -42,7 +42,7 @@ NOT_RUN = {
     ],
     "custom/consilium/privacy/README.md": ["consilium privacy sums KIT"],
     "custom/README.md": ["pip install ./my-algorithms", "ruff check .", "python -m build"],
-    "custom/consilium/use/README.md": ["consilium submit"],
+    "custom/consilium/use/README.md": ["consilium submit", "lm_eval run"],
     "provisioning/README.md": ["consilium poc jobs/quickstart_cells", "consilium allow /tmp/nvflare"],
     "provisioning/engineer.md": [
         "consilium provision sites.yml",
@@ -56,8 +56,8 @@ NOT_RUN = {
     "tests/README.md": ["pytest tests/strategies", "python -m tests.tools.mutants"],
 }
 """How every block begins that no test runs; each has its reason in the page."""
-OTHERS = ("profile.yml", "me.yml", "project.yml", "ages.yaml: a job.yaml")
-"""YAML that is FLARE's own, or a file that the page's commands run."""
+OTHERS = ("profile.yml", "me.yml", "project.yml", "ages.yaml: a job.yaml", "tasks/hospital.yaml")
+"""YAML that is FLARE's or lm-evaluation-harness' own, or a file that the page's commands run."""
 SHELLS = {"sh", "shell", "console", "zsh"}
 
 
