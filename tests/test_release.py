@@ -95,7 +95,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_wheel_has_every_module_the_weights_the_policies_and_the_examples(wheel: Path) -> None:
-    assert wheel.name == f"consilium-{consilium.__version__}-py3-none-any.whl"
+    assert wheel.name == f"consilium_flare-{consilium.__version__}-py3-none-any.whl"
     held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("consilium/")}
     package = ROOT / "custom" / "consilium"
     listed = subprocess.run(["git", "ls-files", "jobs", "provisioning"], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -18,15 +18,15 @@ PAGE = "provisioning/installation.md"
 PACK, INSTALL = (next(b.text for b in blocks(PAGE) if word in b.text) for word in ("uv pip compile", "--no-index"))
 
 
-def write_wheel(folder: Path, name: str, version: str, *needs: str, code: str = "") -> Path:
-    """Write a wheel of one module, with the command NAME that runs its main()."""
+def write_wheel(folder: Path, name: str, version: str, *needs: str) -> Path:
+    """Write a wheel of one module, with the command `consilium` that runs its main()."""
     lines = [f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}", *(f"Requires-Dist: {need}" for need in needs)]
     info, path = f"{name}-{version}.dist-info", folder / f"{name}-{version}-py3-none-any.whl"
     content = {
-        f"{name}.py": code or f"def main():\n    print({version!r})\n",
+        f"{name}.py": f"def main():\n    print({version!r})\n",
         f"{info}/METADATA": "\n".join(lines) + "\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/entry_points.txt": f"[console_scripts]\n{name} = {name}:main\n",
+        f"{info}/entry_points.txt": f"[console_scripts]\nconsilium = {name}:main\n",
     }
     content[f"{info}/RECORD"] = "".join(f"{one},,\n" for one in [*content, f"{info}/RECORD"])
     with zipfile.ZipFile(path, "w") as archive:
@@ -59,7 +59,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     provision(ROOT / "provisioning/sites.yml", place / "kits")
     for name in ("links", "a house"):
         (place / name).mkdir()
-    write_wheel(place / "links", "consilium", consilium.__version__, "tinypart>=1.0")
+    write_wheel(place / "links", "consilium_flare", consilium.__version__, "tinypart>=1.0")
     write_wheel(place / "links", "tinypart", "1.0")
     write_wheel(place / "links", "tinypart", "1.1")
     (place / "a house/requirements.txt").write_text("tinypart==1.0\n")

@@ -52,7 +52,7 @@ NOT_RUN = {
     ],
     "provisioning/installation.md": [
         "python3 -m venv /opt/consilium",
-        "echo 'consilium==",
+        "echo 'consilium-flare==",
         "openssl x509",
         "useradd",
         "docker build",
