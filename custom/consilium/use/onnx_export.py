@@ -25,9 +25,8 @@ def check(config: JobConfig) -> None:
         what = "writes token after token with a memory of its own, which no single graph is"
         raise ConfigError(f"--format onnx: a language model {what}; use merged, and your runtime's own converter")
     if missing := [name for name in NEEDED if find_spec(name) is None]:
-        raise ConfigError(
-            f"--format onnx: needs {missing[0]}, which is not installed; run: pip install 'consilium-flare[onnx]'"
-        )
+        remedy = "run: pip install 'consilium-flare[onnx]'"
+        raise ConfigError(f"--format onnx: needs {missing[0]}, which is not installed; {remedy}")
 
 
 def write(folder: Path, model: nn.Module, config: JobConfig) -> tuple[str, float]:
