@@ -59,7 +59,7 @@ def custom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def test_a_bundle_is_the_whole_package(custom: Path) -> None:
     package = Path(__file__).parents[2] / "custom/consilium"
-    there = {p.relative_to(package) for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    there = {p.relative_to(package) for p in package.rglob("*") if p.is_file() and not {"__pycache__", "examples"} & {*p.parts}}
     assert {p.relative_to(custom / "consilium") for p in custom.rglob("*") if p.is_file()} == there
 
 

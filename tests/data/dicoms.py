@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("highdicom", reason="needs consilium[dicom]")
+pytest.importorskip("highdicom", reason="needs consilium-flare[dicom]")
 
 import gdcm
 from highdicom.seg import SegmentAlgorithmTypeValues, Segmentation, SegmentDescription

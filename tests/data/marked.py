@@ -6,7 +6,7 @@ import pytest
 
 from consilium.data.synthetic.phantoms import make_phantoms
 
-pydicom = pytest.importorskip("pydicom", reason="needs consilium[dicom]")
+pydicom = pytest.importorskip("pydicom", reason="needs consilium-flare[dicom]")
 
 MARK = "987654321"
 """Part of every identifier below."""

@@ -259,7 +259,7 @@ def test_without_the_extra_one_line_says_what_to_install(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(dicom, "import_module", missing)
     for read in (volumes.header, volumes.voxels):
-        with pytest.raises(DataError, match=r"a.dcm: is DICOM; install consilium\[dicom\] to read it$"):
+        with pytest.raises(DataError, match=r"a.dcm: is DICOM; install consilium-flare\[dicom\] to read it$"):
             read(path)
 
 

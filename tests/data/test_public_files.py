@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-pytest.importorskip("tifffile", reason="needs consilium[slides]")
-pytest.importorskip("pydicom", reason="needs consilium[dicom]")
+pytest.importorskip("tifffile", reason="needs consilium-flare[slides]")
+pytest.importorskip("pydicom", reason="needs consilium-flare[dicom]")
 
 from consilium.core.errors import DataError
 from consilium.data import slides, volumes

@@ -42,7 +42,7 @@ def made_list(folder: Path, files: Any) -> Path:
 
 
 def test_dicom_says_itself_whose_it_is(tmp_path: Path) -> None:
-    pytest.importorskip("highdicom", reason="needs consilium[dicom]")
+    pytest.importorskip("highdicom", reason="needs consilium-flare[dicom]")
     path = made_list(tmp_path, "dicom")
     entries = json.loads(path.read_text())
     assert all(entry.keys() == {"image", "label"} for split in ("training", "test") for entry in entries[split])
@@ -51,7 +51,7 @@ def test_dicom_says_itself_whose_it_is(tmp_path: Path) -> None:
 
 
 def test_nifti_and_dicom_hold_the_same_voxels_at_the_same_places(tmp_path: Path) -> None:
-    pytest.importorskip("highdicom", reason="needs consilium[dicom]")
+    pytest.importorskip("highdicom", reason="needs consilium-flare[dicom]")
     one, other = (made(tmp_path / files, files)["training"][1] for files in ("nifti", "dicom"))
     headers = [volumes.header(item.image) for item in (one, other)]
     assert np.allclose(headers[0].grid.affine, headers[1].grid.affine, atol=1e-4)

@@ -16,8 +16,7 @@ from nvflare.lighter.provisioner import Provisioner
 
 from consilium.config.deployment import load_deployment
 from consilium.core.errors import ConfigError
-from consilium.flare.kit import processes
-from consilium.flare.kit.install import runtime
+from consilium.flare.kit import deploy_prepare, processes
 from consilium.flare.kit.local_folder import apply_local, update
 from consilium.flare.kit.provision import project_of, provision
 from consilium.flare.kit.renewal import update_kit
@@ -57,7 +56,7 @@ CHANGES: list[Callable[[Path], object]] = [
     update,
     lambda kit: apply_local(SITES, kit),
     lambda kit: update_kit(kit, kit),
-    lambda kit: runtime.prepare(kit, ROOT / "provisioning/container/slurm.yaml", kit.with_name("out")),
+    lambda kit: deploy_prepare.prepare(kit, ROOT / "provisioning/container/slurm.yaml", kit.with_name("out")),
 ]
 
 
@@ -106,7 +105,7 @@ def test_a_copy_has_only_what_a_fresh_kit_has(kit: Path, tmp_path: Path) -> None
     ):
         (kit / name).parent.mkdir(parents=True, exist_ok=True)
         (kit / name).write_text("1")
-    copied = runtime.copy_fresh(kit, tmp_path / "copy")
+    copied = deploy_prepare.copy_fresh(kit, tmp_path / "copy")
     assert {path.relative_to(copied) for path in copied.rglob("*") if not path.is_dir()} == fresh
 
 

@@ -17,7 +17,7 @@ from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.flare.kit.class_allow_list import CLASSES
 from consilium.flare.kit.kit_hardening import is_pinned, leave_callers_folder, leaves_callers_folder
-from consilium.flare.kit.local_folder import apply_local, kit_name
+from consilium.flare.kit.local_folder import apply_local, kit_name, update
 from consilium.flare.kit.provision import project_of, provision
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +121,44 @@ def test_bundles_by_site_and_role(tmp_path: Path) -> None:
     opened = local(kits / "hospital-b", "authorization.json")["permissions"]
     assert {role for role, rights in opened.items() if rights["byoc"] == "any"} == {"project_admin", "lead"}
     assert local(kits / "hospital-a", "authorization.json")["permissions"]["lead"]["byoc"] == "none"
+
+
+FORMER = {
+    "job.filters": "filters",
+    "job.controller": "controller",
+    "job.aggregator": "aggregator",
+    "job.executor": "executor",
+    "job.late_join": "late_sites",
+    "kit.heartbeat_client": "attendance_report",
+    "kit.heartbeat_server": "attendance",
+    "kit.revocation_check": "revocation_check",
+}
+"""Modules under consilium.flare of the classes that kits name, now and in version 0.2.0."""
+
+
+@pytest.mark.parametrize("name", ["hospital-a", "fl.hub.example"])
+def test_allow_brings_a_kit_of_version_0_2_up_to_date(name: str, kits: Path, tmp_path: Path) -> None:
+    kit = Path(shutil.copytree(kits / name, tmp_path / name, symlinks=True))
+    files = [path for path in ((kit / "local" / one) for one in ("resources.json", "privacy.json")) if path.is_file()]
+    now = [json.loads(path.read_text()) for path in files]
+    for path in files:
+        text = path.read_text()
+        for module, former in FORMER.items():
+            text = text.replace(f'"consilium.flare.{module}.', f'"consilium.flare.{former}.')
+        path.write_text(text)
+    assert [json.loads(path.read_text()) for path in files] != now
+    for _ in range(2):
+        update(kit)
+        assert [json.loads(path.read_text()) for path in files] == now
+
+
+def test_allow_keeps_names_of_others(kits: Path, tmp_path: Path) -> None:
+    kit = Path(shutil.copytree(kits / "hospital-a", tmp_path / "kit", symlinks=True))
+    scopes = local(kit, "privacy.json")
+    scopes["scopes"][0]["task_data_filters"] += [{"path": "clinic.filters.GuardTaskFilter"}, {"path": "consilium.plug.Own"}]
+    (kit / "local/privacy.json").write_text(json.dumps(scopes))
+    update(kit)
+    assert local(kit, "privacy.json") == scopes
 
 
 def test_second_provision_keeps_the_root(tmp_path: Path) -> None:

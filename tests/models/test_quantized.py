@@ -205,7 +205,7 @@ def test_hooks_and_names_stay(bitsandbytes: None) -> None:
 def test_without_bitsandbytes_it_is_refused_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "consilium.models.quantized", raising=False)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ConfigError, match=r"^model\.dtype: 'nf4': bitsandbytes cannot be loaded here .*consilium\[quant\]"):
+    with pytest.raises(ConfigError, match=r"^model\.dtype: 'nf4': bitsandbytes cannot be loaded .*consilium-flare\[quant\]"):
         store(nn.Linear(2, 2), "nf4", [])
 
 
@@ -213,7 +213,7 @@ def test_the_doctor_says_so_before_a_site_joins(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.delitem(sys.modules, "consilium.models.quantized", raising=False)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     (tmp_path / "job.yaml").write_text(kept_as(small_config("fedit"), "nf4").model_dump_json())
-    with pytest.raises(ConfigError, match=r"^model\.dtype: 'nf4': bitsandbytes cannot be loaded here .*consilium\[quant\]"):
+    with pytest.raises(ConfigError, match=r"^model\.dtype: 'nf4': bitsandbytes cannot be loaded .*consilium-flare\[quant\]"):
         examine_memory(tmp_path / "job.yaml", SiteConfig())
 
 

@@ -45,5 +45,5 @@ def test_language_models_are_refused_with_the_reason() -> None:
 
 def test_a_missing_extra_is_one_line_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx_export, "find_spec", lambda name: None if name == "onnxscript" else object())
-    with pytest.raises(ConfigError, match=r"^--format onnx: needs onnxscript, .*; run: pip install 'consilium\[onnx\]'$"):
+    with pytest.raises(ConfigError, match=r"^--format onnx: needs onnxscript, .*; run: pip install 'consilium-flare\[onnx\]'$"):
         onnx_export.check(FUNDUS)

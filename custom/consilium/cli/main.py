@@ -85,6 +85,7 @@ CLI = "consilium.cli"
 RUN, USE, DATA, DEPLOYMENT, SITE = "Run and compare", "Use a model", "Data and privacy", "Deployment", "At a site"
 COMMANDS: dict[str | None, dict[str, str | Group]] = {
     RUN: {
+        "init": f"{CLI}.init:init",
         "simulate": f"{CLI}.simulate:simulate",
         **{name: f"{CLI}.compare:{name}" for name in ("compare", "report")},
         **{name: f"{CLI}.cost:{name}" for name in ("cost", "fit")},
@@ -125,14 +126,13 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
         "poc": f"{CLI}.poc:poc",
         "provision": f"{CLI}.kits:provision",
         "export": f"{CLI}.export:export",
-        **{name: f"{CLI}.kits:{name}" for name in ("allow", "revoke", "renew", "wheels", "prepare")},
+        **{name: f"{CLI}.kits:{name}" for name in ("allow", "revoke", "renew", "prepare")},
     },
     SITE: {
         "approve": f"{CLI}.site_evidence:approve",
         "doctor": f"{CLI}.doctor:doctor",
         "update-kit": f"{CLI}.kits:update_kit",
         "metrics": f"{CLI}.kits:metrics",
-        "service": Group("A startup kit as a systemd service.", {"install": f"{CLI}.kits:install"}),
         "audit": f"{CLI}.audit:audit",
         **{name: f"{CLI}.site_evidence:{name}" for name in ("evidence", "forget")},
     },

@@ -29,7 +29,6 @@ from consilium.flare.admin.evidence import ACCEPTED, LEDGER, chains, copy_ledger
 from consilium.flare.admin.evidence import verify as verify_archive
 from consilium.flare.admin.session import stored_jobs
 from consilium.flare.job.recipe import export
-from consilium.flare.kit.install.sbom import environment
 from consilium.flare.kit.local_folder import kit_name, kit_role
 from consilium.flare.kit.root_ca import root_fingerprint
 from consilium.privacy.accounting.composition import VOID
@@ -127,10 +126,9 @@ CLAIMS = """# Evidence of {site} on run {experiment}
 For the ethics board and the data protection officer. `what-left.md` is the record in words; `audit-1.jsonl` is the record
 itself, in which each line holds the hash of the one before it. `ledger.sqlite` is the site's privacy ledger, of all its jobs,
 because they share one budget. `policy-*` is what the site allows, `job.yaml` the job as it ran where FLARE still has it,
-`packages.txt` all that is installed, and `sbom.cdx.json` the same as a bill of materials in CycloneDX: as they were when
-this was made. `accepted.json`, where there is one, names lost rows that the administrator has put on record. `attack-*.json`,
-where there is one, is what an attack on the run's models found: a bound over the epsilon that is promised for the same unit
-disproves the promise, one under it proves nothing.
+`packages.txt` all that was installed when this was made. `accepted.json`, where there is one, names lost rows that the
+administrator has put on record. `attack-*.json`, where there is one, is what an attack on the run's models found: a bound over
+the epsilon that is promised for the same unit disproves the promise, one under it proves nothing.
 
 {warnings}What is claimed: no message of this run left the site beside those in the record, as far as the guard of this package
 sent it; the record and the ledger are as they were written ({intact}); privacy is as `what-left.md` says, no more.
@@ -226,7 +224,7 @@ def _files(experiment: str, kit: Path) -> dict[str, bytes]:
     if not records:
         raise ConfigError(f"{folder}: holds no record of what left: nothing did, or it was removed")
     found = {f"audit-{i + 1}.jsonl": path.read_bytes() for i, path in enumerate(records)}
-    found |= {"versions.json": json.dumps(versions(), indent=1).encode(), "sbom.cdx.json": environment().encode()}
+    found["versions.json"] = json.dumps(versions(), indent=1).encode()
     if copy := copy_ledger(ledger):
         found[LEDGER] = copy
     if lost := accepted(state):

@@ -51,7 +51,7 @@ def study_list(
 ) -> None:
     """List the studies in jobs/studies: what each makes, its cells, how many are done, and GPU hours by estimate."""
     if not STUDIES.is_dir():
-        remedy = "call this in the folder of Consilium's repository, or give other commands a study's file"
+        remedy = "run `consilium init FOLDER` and call this in FOLDER, or give other commands a study's file"
         raise ConfigError(f"{STUDIES}: no such folder here; {remedy}")
     found = [_summary(load(path), count, tflops) for path in sorted(STUDIES.glob("*.yaml"))]
     if format is Format.JSON:

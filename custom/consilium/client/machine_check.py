@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
 from pathlib import Path
 
 import psutil
 import torch
 
+from consilium import __version__
 from consilium.client.finding import Finding
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig
@@ -51,8 +53,8 @@ def examine_versions() -> Iterator[Finding]:
     """Yield a finding for Python, for each package that must be the pinned one, and for torchvision."""
     old = "" if sys.version_info >= (3, 11) else "install Python 3.11 or newer"
     yield Finding("python", platform.python_version(), old)
-    pins = dict(line.split("==") for line in _requirements())
-    yield Finding("consilium", _installed("consilium") or "not installed", "" if pins else "pip install it at this site")
+    yield Finding("consilium", __version__)
+    pins = tested_versions()
     for name in LIBRARIES:
         yield _beside_pin(name, _installed(name), pins.get(name))
     yield _torchvision()
@@ -163,12 +165,10 @@ def _read(path: Path) -> DataList:
     return read_texts(path) if has_texts(path) or path.suffix == ".jsonl" else read_datalist(path, None)
 
 
-def _requirements() -> list[str]:
-    """Return consilium's own pins; none where it is not installed."""
-    try:
-        return [line for line in requires("consilium") or [] if "==" in line and ";" not in line]
-    except PackageNotFoundError:
-        return []
+def tested_versions() -> dict[str, str]:
+    """Return the exact version of each dependency that the package was tested with; its ranges are wider."""
+    text = (files("consilium") / "examples" / "requirements.txt").read_text(encoding="utf-8")
+    return dict(line.split("==") for line in text.splitlines() if "==" in line)
 
 
 def _installed(name: str) -> str | None:

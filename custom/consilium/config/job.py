@@ -306,5 +306,6 @@ def job_file(path: Path) -> Path:
     candidates = [path] if path.is_file() else [path / "app/config/job.yaml", path / "job.yaml"]
     found = next((c for c in candidates if c.is_file()), None)
     if found is None:
-        raise ConfigError(f"{path}: no job.yaml there; give a job folder such as jobs/quickstart or a job.yaml")
+        remedy = "`consilium init FOLDER` writes those of the package into FOLDER/jobs"
+        raise ConfigError(f"{path}: no job.yaml there; give a job folder or a job.yaml; {remedy}")
     return found

@@ -168,7 +168,7 @@ def _layout(path: Path, stamp: tuple[int, int]) -> Layout:
         except ImportError:
             if not is_slide(path):
                 return Layout((pictures.size(path),), "pictures")
-            raise DataError(f"{path}: is a whole slide; install consilium[slides] to read it") from None
+            raise DataError(f"{path}: is a whole slide; install consilium-flare[slides] to read it") from None
         if (OpenSlide.detect_format(str(path)) or "generic-tiff") != "generic-tiff":
             if tiff:
                 _check_tiles(path)

@@ -15,7 +15,7 @@ def _allow_segment_anything_without_torchvision() -> None:
         return
     spec = importlib.util.find_spec("segment_anything")
     if spec is None or not spec.submodule_search_locations:
-        raise ImportError("segment-anything is not installed; run: pip install -r requirements.txt")
+        raise ImportError("segment-anything is not installed; run: pip install segment-anything")
     package = ModuleType("segment_anything")
     package.__path__ = list(spec.submodule_search_locations)
     package.__spec__ = spec

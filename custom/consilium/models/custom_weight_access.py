@@ -18,6 +18,8 @@ _USED = {
 """Layers by architecture whose weight a kernel multiplies with: an adapter in one has no effect."""
 _ASKED = frozenset({"patch_embedding", "weights_proj", "prediction_coefs", "correction_coefs"})
 """Layers of any architecture whose weight's type is read (SigLIP 2, DeepSeek 3.2) or whose weight is clamped (Gemma 3n)."""
+_ASKED_OF = {"down_proj": ("inkling2_loop",)}
+"""Layers by architecture whose weight's type is read, where others have layers of that name that are used as usual."""
 _WRAPPED = (".base_layer", ".base")
 """An adapter's names for the layer that it wraps."""
 
@@ -35,7 +37,8 @@ def user_of(name: str, kinds: Set[str]) -> str | None:
 
 def is_read(name: str, kinds: Set[str]) -> bool:
     """Tell whether code of these architectures reads this layer's weight directly, so that it must stay unchanged."""
-    return _own(name) in _ASKED or user_of(name, kinds) is not None
+    own = _own(name)
+    return own in _ASKED or not kinds.isdisjoint(_ASKED_OF.get(own, ())) or user_of(name, kinds) is not None
 
 
 def _own(name: str) -> str:

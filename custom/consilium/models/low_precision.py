@@ -108,6 +108,6 @@ def _quantizer(dtype: str) -> Callable[[nn.Linear, str], None]:
     except Exception as error:  # bitsandbytes may be missing, or fail at its own libraries while it loads
         why = " ".join(str(error).split())[:120]
         what = f"model.dtype: {dtype!r}: bitsandbytes cannot be loaded here ({why})"
-        raise ConfigError(f"{what}; pip install 'consilium[quant]', or use bf16") from None
+        raise ConfigError(f"{what}; pip install 'consilium-flare[quant]', or use bf16") from None
     found: Callable[[nn.Linear, str], None] = module.quantize
     return found

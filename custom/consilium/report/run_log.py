@@ -34,7 +34,7 @@ LOCK = ".run.lock"
 MEANS = "(mean of sites)"
 """The folder of means over sites in TensorBoard; no site can have this name."""
 PACKAGES = (
-    "consilium", "nvflare", "torch", "transformers", "monai", "peft", "opacus", "segment-anything", "safetensors", "numpy"
+    "nvflare", "torch", "transformers", "monai", "peft", "opacus", "segment-anything", "safetensors", "numpy"
 )  # fmt: skip
 VERSIONS, THEN = "versions.json", ", then "
 """The file of versions, and what stands between two versions of a package in a run that was resumed with another."""
@@ -279,7 +279,7 @@ def other_version(folder: Path) -> str:
 
 def versions() -> dict[str, str]:
     """Return the installed versions of what decides a run's numbers."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
+    found = {"python": platform.python_version(), "platform": platform.platform(), "consilium": __version__}
     for name in PACKAGES:
         try:
             found[name] = version(name)

@@ -46,7 +46,7 @@ KEPT = Path("server", "mlflow.json")
 def check_installed() -> None:
     """Raise ConfigError where there is no MLflow to call."""
     if find_spec("mlflow") is None:
-        raise ConfigError("mlflow: is not installed; pip install 'consilium[mlflow]', or leave the option out")
+        raise ConfigError("mlflow: is not installed; pip install 'consilium-flare[mlflow]', or leave the option out")
 
 
 class Tracker:

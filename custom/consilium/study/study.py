@@ -419,7 +419,8 @@ def load(path: Path | str, size: Size = "", workspace: Path | None = None) -> St
     candidates = [Path(path), STUDIES / f"{path}.yaml"]
     if (file := next((one for one in candidates if one.is_file()), None)) is None:
         there = ", ".join(sorted(one.stem for one in STUDIES.glob("*.yaml"))) or "none"
-        raise ConfigError(f"{path}: no such study; give a file, or a name in {STUDIES} (there: {there})")
+        remedy = "`consilium init FOLDER` writes those of the package into FOLDER/jobs/studies"
+        raise ConfigError(f"{path}: no such study; give a file, or a name in {STUDIES} (there: {there}); {remedy}")
     config = validate(StudyConfig, read_yaml(file), file)
     if size and getattr(config, size) is None:
         raise ConfigError(f"{file}: {size}: the study has no such section; add it, or run the study without --{size}")

@@ -141,7 +141,7 @@ def _of_gguf(source: Path) -> _Source:
             f"SOURCE: {path}: {what}; join them by llama.cpp's `llama-gguf-split --merge`, and name the result"
         )
     if find_spec("gguf") is None:
-        raise ConfigError(f"SOURCE: {path}: needs the package gguf; install it: pip install 'consilium[gguf]'")
+        raise ConfigError(f"SOURCE: {path}: needs the package gguf; install it: pip install 'consilium-flare[gguf]'")
     real = plain_file(path.parent, path.name)
     told, sizes = _gguf_header(path)
     with tempfile.TemporaryDirectory(prefix="consilium-model-") as view, no_progress_bar():

@@ -10,8 +10,8 @@ import pytest
 
 from tests.adversary.data import bombs
 
-pytest.importorskip("pydicom", reason="needs consilium[dicom]")
-pytest.importorskip("tifffile", reason="needs consilium[slides]")
+pytest.importorskip("pydicom", reason="needs consilium-flare[dicom]")
+pytest.importorskip("tifffile", reason="needs consilium-flare[slides]")
 
 MOST = 2**29
 """Bytes that a bomb may take of memory beside what the process has."""

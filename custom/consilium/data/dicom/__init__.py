@@ -37,4 +37,4 @@ def _part(path: Path, name: str) -> Any:
     try:
         return import_module(f"consilium.data.dicom.{name}")
     except ModuleNotFoundError:
-        raise DataError(f"{path}: is DICOM; install consilium[dicom] to read it") from None
+        raise DataError(f"{path}: is DICOM; install consilium-flare[dicom] to read it") from None

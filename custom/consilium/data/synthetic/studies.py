@@ -67,7 +67,7 @@ def _writer(files: str) -> Write:
     try:
         write: Write = import_module("consilium.data.synthetic.dicom").write_dicom
     except ModuleNotFoundError:
-        raise DataError("--files dicom: install consilium[dicom] to write DICOM") from None
+        raise DataError("--files dicom: install consilium-flare[dicom] to write DICOM") from None
     return write
 
 

@@ -84,8 +84,8 @@ def export(job: Path, folder: Path, bundle: bool = False, plugins: Plugins = Non
     settings = json.loads(server.read_text(encoding="utf-8")) | {"server": {"task_request_interval": TASK_REQUEST_INTERVAL}}
     server.write_text(json.dumps(settings, indent=2), encoding="utf-8")
     if bundle:
-        package = str(files("consilium"))
-        shutil.copytree(package, target / "app" / "custom" / "consilium", ignore=shutil.ignore_patterns("__pycache__"))
+        unwanted = shutil.ignore_patterns("__pycache__", "examples")
+        shutil.copytree(str(files("consilium")), target / "app" / "custom" / "consilium", ignore=unwanted)
     return target
 
 

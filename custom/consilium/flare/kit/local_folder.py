@@ -1,6 +1,7 @@
 """A startup kit's local/ folder: a participant's policies, from the templates in policies/ and its entry in sites.yml."""
 
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,21 @@ from consilium.flare.kit.processes import check_stopped
 SITE_HEADER = "# This hospital's own settings; they win over every job. provisioning/administrator.md lists all fields.\n"
 MAY_BRING_CODE = ("project_admin", "lead")
 """Who may submit a job with code where sites.yml says `bundles: true`."""
+ROLES = {"client.crt": "site", "server.crt": "server"}
+"""A kit's role by the certificate it holds; a person's has client.crt too, and is neither."""
 COMPONENTS = {
     "server": (revocation.COMPONENT, late_join.COMPONENT, heartbeat_server.COMPONENT),
     "site": (heartbeat_client.COMPONENT,),
 }
 """Our components in a kit's own process, by role: entries of its local/resources.json."""
+PLACES = {
+    path.rpartition(".")[2]: path
+    for role in ROLES.values()
+    for path in (*CLASSES[role], *(str(one["path"]) for one in COMPONENTS[role]))
+}
+"""Where each class that a kit or a job may name is in this version; kits of 0.2 name the same classes in former modules."""
 POLICIES = ("authorization.json", "privacy.json", "site.yaml")
 """Files of which each of our kits has one, and none of FLARE's has any: a kit that has lost some of them is not FLARE's."""
-ROLES = {"client.crt": "site", "server.crt": "server"}
-"""A kit's role by the certificate it holds; a person's has client.crt too, and is neither."""
 
 
 def write_local(folder: Path, entry: SiteEntry | ServerEntry) -> None:
@@ -87,11 +94,20 @@ def update(folder: Path) -> Path:
         server = ServerEntry(name="server", org="server", state=folder.resolve() / STATE)
         write_local(folder / "local", server if role == "server" else SiteEntry(name="site", org="site"))
     path = folder / "local" / "resources.json"
+    for file in (path, path.with_name("privacy.json")):
+        if file.is_file():
+            text = file.read_text(encoding="utf-8")
+            write_atomic(file, re.sub(r'"consilium\.[\w.]*\.(\w+)"', _place, text).encode())
     if path.is_file() and (missing := lacking(folder, role)):
         found = json.loads(path.read_text(encoding="utf-8"))
         added = [one for one in COMPONENTS[role] if one["id"] in missing]
         _write_json(path, found | {"components": [*found.get("components", []), *added]})
     return allow_classes(folder, role)
+
+
+def _place(former: re.Match[str]) -> str:
+    """Return the place, in quotes, of a class that a file names, or the name as it is for no class of ours."""
+    return f'"{PLACES[former[1]]}"' if former[1] in PLACES else former[0]
 
 
 def lacking(kit: Path, role: str) -> list[str]:

@@ -1,0 +1,25 @@
+"""The command `consilium init`."""
+
+import shutil
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from consilium.cli.options import Format, FormatOption, emit
+from consilium.core.errors import ConfigError
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(help="a new or empty folder")],
+    format: FormatOption = Format.TXT,
+) -> None:
+    """Write the jobs, studies, notebooks and templates of kits that come with the package, to run and to edit."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: exists and is not empty; give a new folder")
+    unwanted = shutil.ignore_patterns("*.md", "*.png", "__pycache__")  # a clone has them beside what the wheel has
+    shutil.copytree(str(files("consilium") / "examples"), folder, ignore=unwanted, dirs_exist_ok=True)
+    found = sorted(path.name for path in folder.iterdir())
+    text = f"{folder}: {', '.join(found)}. Go there, and run for example: consilium simulate jobs/quickstart_cells"
+    emit({"folder": str(folder), "holds": found}, text, format)

@@ -1,1 +1,0 @@
-"""Installation on a hospital's machine: wheelhouse, bill of materials, systemd unit, container and cluster runtimes."""

@@ -1,0 +1,42 @@
+"""`consilium init` gives a user of the wheel what a clone has: jobs, studies, templates of kits."""
+
+from pathlib import Path
+
+import pytest
+
+from consilium.config.deployment import load_deployment
+from consilium.config.job import load_job
+from tests.conftest import run
+from tests.pages.reading import ROOT
+
+
+def test_init_writes_jobs_studies_and_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "init", "hub") == 0
+    monkeypatch.chdir("hub")
+    for path in ROOT.glob("jobs/*/app/config/job.yaml"):
+        job = Path(*path.relative_to(ROOT).parts[:2])
+        assert load_job(job) == load_job(ROOT / job)
+    load_deployment(Path("provisioning/sites.yml"))
+    assert run(monkeypatch, "study", "show", "quickstart_cells") == 0
+    assert not [path for path in Path().rglob("*") if path.is_symlink()]
+
+
+@pytest.mark.parametrize("words", [("cost", "jobs/quickstart"), ("study", "show", "quickstart_cells"), ("study", "list")])
+def test_message_of_missing_jobs_names_init(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, *words) == 2
+    assert "`consilium init FOLDER`" in capsys.readouterr().err
+    assert run(monkeypatch, "init", "FOLDER") == 0
+    monkeypatch.chdir("FOLDER")
+    assert run(monkeypatch, *words) == 0
+
+
+def test_init_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").write_text("x")
+    for folder in (tmp_path, tmp_path / "mine"):
+        assert run(monkeypatch, "init", folder) == 2
+        assert "exists and is not empty; give a new folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
