@@ -17,7 +17,7 @@ from consilium.flare.admin.kit_metrics import collect
 from consilium.flare.kit import admission
 from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.doctor import examine
-from consilium.flare.kit.local_folder import certificate
+from consilium.flare.kit.kit_files import certificate
 from consilium.flare.kit.renewal import renew, update_kit
 from consilium.flare.kit.revocation import revoke
 from tests.conftest import small_config

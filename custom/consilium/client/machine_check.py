@@ -70,8 +70,7 @@ def _beside_pin(name: str, found: str | None, pin: str | None) -> Finding:
 def examine_data(site: SiteConfig) -> Finding:
     """Return whether the data list is there and all files it names."""
     if site.datalist is None:
-        remedy = "set `datalist:`; without it only jobs with generated data run"
-        return Finding("data list", "none in site.yaml", remedy)
+        return Finding("data list", "none in site.yaml: only jobs with generated data run", advice="set `datalist:` for others")
     return checked("data list", partial(_counted, site.datalist))
 
 

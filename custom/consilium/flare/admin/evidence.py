@@ -34,7 +34,7 @@ from nvflare.lighter.utils import (
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.schema import Section, validate
 from consilium.core.storage import write_atomic
-from consilium.flare.kit.local_folder import certificate, kit_name
+from consilium.flare.kit.kit_files import certificate, kit_name
 from consilium.flare.kit.root_ca import fingerprints, named_root
 from consilium.privacy.ledger import audit
 from consilium.privacy.ledger.ledger import Ledger

@@ -21,7 +21,7 @@ from consilium.federation.run_folders import RUNS, STATE
 from consilium.flare.kit import heartbeat_server
 from consilium.flare.kit.admission import noted
 from consilium.flare.kit.certificates import days_left
-from consilium.flare.kit.local_folder import certificate, kit_name, kit_role
+from consilium.flare.kit.kit_files import certificate, kit_name, kit_role
 from consilium.flare.kit.revocation import read as revoked
 from consilium.privacy.accounting.composition import epsilon_for
 from consilium.privacy.ledger import audit

@@ -18,13 +18,13 @@ from nvflare.lighter.utils import load_crt
 
 from consilium.client.finding import Finding
 from consilium.core.errors import ConfigError
-from consilium.flare.kit.local_folder import certificate
+from consilium.flare.kit.kit_files import certificate, relay_of
 
 WARN_DAYS, URGENT_DAYS = 60, 30
 """Days before the end from which there is a warning, and from which there is a problem."""
 RENEW = "ask the hub for a renewed kit, then `consilium update-kit KIT --from NEW_KIT`"
 RENEW_SERVER = "at the hub: `consilium renew SITES_YML -o kits`, then `consilium update-kit` at the server"
-CONFIGS = ("fed_client.json", "fed_admin.json", "fed_server.json")
+CONFIGS = ("fed_client.json", "fed_admin.json", "fed_server.json", "fed_relay.json")
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 NO_PROXIES = ("no_grpc_proxy", "no_proxy")
 """Environment variables in the order in which gRPC reads them, lower case only."""
@@ -89,18 +89,24 @@ def _check_server_certificate(kit: Path) -> x509.Certificate | Finding:
 
 
 def server_address(kit: Path) -> str:
-    """Return host:port of the server that a kit is for. Raises ConfigError."""
+    """Return host:port of the server that a kit is for, or of the relay that it goes through. Raises ConfigError."""
     return _service(kit)[0]
 
 
 def _service(kit: Path) -> tuple[str, str]:
-    """Return host:port of the server that a kit is for, and the scheme of FLARE's transport. Raises ConfigError."""
+    """Return host:port of the server or relay that a kit connects to, and the scheme of the transport. Raises ConfigError."""
+    if relay := relay_of(kit):
+        return relay["address"], relay.get("scheme", "")
     for path in (kit / "startup" / name for name in CONFIGS):
         if path.is_file():
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            if "admin" in raw:
-                return f"{raw['admin']['host']}:{raw['admin']['port']}", raw["admin"].get("scheme", "")
-            return raw["servers"][0]["service"]["target"], raw["servers"][0]["service"].get("scheme", "")
+            try:
+                raw = json.loads(path.read_text(encoding="utf-8"))
+                if "admin" in raw:
+                    return f"{raw['admin']['host']}:{raw['admin']['port']}", raw["admin"].get("scheme", "")
+                service = raw["connect_to"] if "connect_to" in raw else raw["servers"][0]["service"]
+                return service.get("target") or service["address"], service.get("scheme", "")
+            except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+                raise ConfigError(f"{path}: names no server ({error!r}); ask the hub for the kit") from None
     raise ConfigError(f"{kit}: no startup kit: none of {', '.join(CONFIGS)} in startup/; give the folder that has startup/")
 
 

@@ -29,6 +29,7 @@ from consilium.flare.kit import revocation
 from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.audit_rotation import rotate
 from consilium.flare.kit.heartbeat_client import KEY, Facts, own_facts
+from consilium.flare.kit.kit_files import server_folders
 from consilium.flare.kit.revocation import latest_heartbeat
 
 MAX_SITES = 10_000
@@ -60,6 +61,8 @@ class Attendance(FLComponent):
         if event_type == EventType.SYSTEM_BOOTSTRAP:
             self._kit = Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT).get_root_dir())
             self._latest = latest_heartbeat(self._kit / STATE / ATTENDANCE)
+            with suppress(ConfigError):  # the doctor says so
+                private_folder(server_folders(self._kit)[0])  # FLARE would make it for all to read
             with suppress(ConfigError):  # no file yet, or a damaged one, which is written anew
                 former = read(self._kit)["sites"]
                 self._sites = {

@@ -32,8 +32,8 @@ from nvflare.lighter.utils import (
 from consilium.config.deployment import load_deployment
 from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
+from consilium.flare.kit.kit_files import certificate
 from consilium.flare.kit.kit_hardening import is_as_signed, is_signed
-from consilium.flare.kit.local_folder import certificate
 from consilium.flare.kit.processes import check_stopped
 from consilium.flare.kit.provision import check_names, provision
 from consilium.flare.kit.root_ca import FORMER, ROOT, ROOT_KEY, fingerprints, follow, named_root, public_bytes

@@ -20,8 +20,8 @@ from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.schema import read_yaml
 from consilium.federation.run_folders import STATE
+from consilium.flare.kit.kit_files import kit_name, kit_role
 from consilium.flare.kit.kit_hardening import COMM, RESOURCES, is_pinned
-from consilium.flare.kit.local_folder import kit_name, kit_role
 from consilium.flare.kit.processes import check_stopped
 
 DEFAULT = f"{RESOURCES}.default"

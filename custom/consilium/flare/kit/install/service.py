@@ -1,6 +1,5 @@
 """A sandboxed systemd unit for a startup kit: it runs as the kit's owner, may write its state and read its data."""
 
-import json
 import pwd
 import re
 import sys
@@ -10,7 +9,8 @@ from urllib.parse import unquote, urlparse
 
 from consilium.config.site import SiteConfig, load_site
 from consilium.core.errors import ConfigError
-from consilium.flare.kit.local_folder import kit_name, kit_role
+from consilium.flare.kit.certificates import server_address
+from consilium.flare.kit.kit_files import kit_name, kit_role, server_folders
 
 UNITS = Path("/etc/systemd/system")
 HOMES = tuple(map(Path, ("/home", "/root", "/run/user")))
@@ -86,7 +86,10 @@ def unit(kit: Path) -> str:
     name, user, group = _name(kit), *_owner(kit)
     settings = kit / "local" / "site.yaml"
     site = load_site(settings) if settings.is_file() else SiteConfig()
-    jobs, low_port = _server(kit) if kit_role(kit) == "server" else ([], False)
+    jobs, low_port = [], False
+    if kit_role(kit) == "server":
+        jobs = [one.parent for one in server_folders(kit)]
+        low_port = int(server_address(kit).rpartition(":")[2]) < 1024
     written = list(dict.fromkeys([kit, *_written(site), *jobs]))
     read = [path for path in dict.fromkeys(_read(site)) if path not in written]
     python = Path(sys.prefix)
@@ -166,18 +169,3 @@ def _read(site: SiteConfig) -> Iterator[Path]:
     yield from (one if one.is_dir() else one.parent for one in lists)
     if site.checkpoints is not None:
         yield site.checkpoints
-
-
-def _server(kit: Path) -> tuple[list[Path], bool]:
-    """Return a server's folders of jobs and snapshots, and whether its port is below 1024. Raises ConfigError."""
-    path = kit / "local" / "resources.json"
-    try:
-        resources = json.loads(path.read_text(encoding="utf-8"))
-        jobs = [one["args"]["uri_root"] for one in resources["components"] if one["id"] == "job_manager"]
-        snapshots = resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"]
-        path = kit / "startup" / "fed_server.json"
-        target = json.loads(path.read_text(encoding="utf-8"))["servers"][0]["service"]["target"]
-        return [Path(one).parent for one in [*jobs, snapshots]], int(target.rpartition(":")[2]) < 1024
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        remedy = "ask the hub for the kit, or run `consilium provision SITES_YML --local KIT`"
-        raise ConfigError(f"{path}: is not as a server's ({error!r}); {remedy}") from None
