@@ -23,6 +23,7 @@ from consilium.flare.kit.revocation import revoke
 from tests.conftest import small_config
 from tests.deployment.federation import ADMIN, Federation
 from tests.deployment.jobs import consilium
+from tests.deployment.network import Relay
 
 
 def age(kit: Path, state: Path, days: float) -> None:
@@ -108,6 +109,34 @@ def test_revoked_hospital_needs_a_later_kit(tmp_path: Path) -> None:
         assert sites(federation) == {"site-1", "site-2", "site-3"}
         federation.until(lambda: admission.noted(kit) is None, 60, "the site to know that it is in")
         federation.shutdown()
+
+
+@pytest.mark.long
+def test_causes_outlive_a_server_that_is_away_and_a_certificate_may_end_under_a_running_site(tmp_path: Path) -> None:
+    """Site 3 is revoked; site 2's certificate ends, and its connection breaks later. Site 1 shares its health."""
+    names = {"site-1": {"health": "share"}, "site-2": {}, "site-3": {}}
+    with Federation(tmp_path, names) as federation, Relay(federation.port) as line:
+        state = federation.kits.parent / "state/cert.json"
+        federation.reroute("site-2", line.port)
+        age(federation.kit("site-2"), state, 360 - 40 / 86400)
+        federation.start()
+        revoke("site-3", federation.kit("server"))
+        kit, revoked = federation.kit("site-2"), federation.kit("site-3")
+        federation.until(lambda: "it stays until the connection breaks" in federation.log("site-2"), 90, "the line in the log")
+        assert admission.noted(kit) is None
+        federation.until(lambda: admission.noted(revoked) is Cause.REVOKED, 60, "the refusal at site 3")
+        rows = {row["site"]: row for row in json.loads(consilium(federation, "sites", "--format", "json"))["sites"]}
+        assert (rows["site-2"]["state"], rows["site-3"]["state"]) == ("here", "revoked")
+        assert rows["site-2"]["notes"] == ["its certificate has ended: it is out once its connection breaks; `consilium renew`"]
+        assert rows["site-1"]["health"].keys() == {"disk_free", "memory_free", "memory", "gpus"}
+        assert (rows["site-2"]["health"], rows["site-3"]["health"]) == (None, None)
+        assert "GiB of disk free" in consilium(federation, "sites")
+        line.reset()
+        federation.until(lambda: admission.noted(kit) is Cause.ENDED, 150, "the cause at site 2")
+        federation.kill("server")
+        time.sleep(25)  # four heartbeats without an answer
+        for name, cause in (("site-2", "ended"), ("site-3", "revoked")):
+            assert [one.labels["cause"] for one in collect(federation.kit(name)) if one.name == "refused"] == [cause]
 
 
 def admission_of(kit: Path) -> str:

@@ -131,6 +131,7 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
         "approve": f"{CLI}.site_evidence:approve",
         "doctor": f"{CLI}.doctor:doctor",
         "update-kit": f"{CLI}.kits:update_kit",
+        **{name: f"{CLI}.kits:{name}" for name in ("lock", "unlock")},
         "metrics": f"{CLI}.kits:metrics",
         "service": Group("A startup kit as a systemd service.", {"install": f"{CLI}.kits:install"}),
         "audit": f"{CLI}.audit:audit",

@@ -18,7 +18,7 @@ from nvflare.lighter.utils import load_crt
 
 from consilium.client.finding import Finding
 from consilium.core.errors import ConfigError
-from consilium.flare.kit.kit_files import certificate, relay_of
+from consilium.flare.kit.kit_files import certificate, private_key, relay_of
 
 WARN_DAYS, URGENT_DAYS = 60, 30
 """Days before the end from which there is a warning, and from which there is a problem."""
@@ -112,10 +112,10 @@ def _service(kit: Path) -> tuple[str, str]:
 
 def server_certificate(kit: Path) -> x509.Certificate:
     """Return the server's certificate. Raises OSError, of which ssl.SSLError is one."""
-    (target, scheme), own = _service(kit), certificate(kit)
+    (target, scheme), own, key = _service(kit), certificate(kit), private_key(kit)
     host, _, port = target.rpartition(":")
     context = ssl.create_default_context(cafile=kit / "startup" / "rootCA.pem")
-    context.load_cert_chain(own, own.with_suffix(".key"))
+    context.load_cert_chain(own, key)
     proxy = proxy_of(host) if scheme == "grpc" else ""
     with _reached(host, int(port), proxy) as plain, context.wrap_socket(plain, server_hostname=host) as link:
         return x509.load_der_x509_certificate(link.getpeercert(binary_form=True) or b"")
@@ -156,6 +156,7 @@ def check_time(kit: Path) -> None:
     if not own.not_valid_before_utc <= datetime.now(UTC) <= own.not_valid_after_utc:
         found = next(examine_own(kit))
         raise ConfigError(f"{kit}: {found.found}; {found.remedy}")
+    private_key(kit)
 
 
 def why_no_connection(kit: Path) -> str:

@@ -32,7 +32,7 @@ from consilium.flare.kit.certificates import examine_own, examine_servers, serve
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, is_ours
 from consilium.flare.kit.heartbeat_server import read
 from consilium.flare.kit.install.service import TEMPORARY
-from consilium.flare.kit.kit_files import certificate, kit_name, kit_role, server_folders
+from consilium.flare.kit.kit_files import LOCKED, certificate, kit_name, kit_role, private_key, server_folders
 from consilium.flare.kit.kit_hardening import COMM, altered, is_as_signed, is_pinned, is_signed, leaves_callers_folder
 from consilium.flare.kit.local_folder import lacking
 from consilium.flare.kit.processes import is_word, processes
@@ -75,6 +75,7 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
         yield Finding("path", what, "move the kit to a path without spaces, quotes and #")
     yield _signature(kit)
     yield _start_script(kit)
+    yield checked("key", lambda: _key(kit))
     yield checked("settings", lambda: _settings(kit))
     role = kit_role(kit) or "site"  # `kit_name` has found one
     yield checked("FLARE's code", lambda: patches.check(role))
@@ -164,6 +165,20 @@ def _signature(kit: Path) -> Finding:
     if is_as_signed(kit / "startup"):
         return Finding("signature", "startup/ is as it was made")
     return Finding("signature", f"startup/ was altered: {', '.join(altered(kit / 'startup'))}", "restore it")
+
+
+def _key(kit: Path) -> Finding | str:
+    """Return whether the private key is there, for its user alone, and whether it is locked when the kit is not in use."""
+    path = private_key(kit)
+    if (mode := path.stat().st_mode & 0o777) & 0o077:
+        return Finding(
+            "key", f"{path}: mode {mode:o}: others can read it", f"chmod 600 {path}; ask the hub for a new kit if they may have"
+        )
+    return (
+        "locked, and open now"
+        if (kit / LOCKED).is_file()
+        else "for this user only; `consilium lock` puts it under a passphrase"
+    )
 
 
 def _start_script(kit: Path) -> Finding:

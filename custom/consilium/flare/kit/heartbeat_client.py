@@ -7,7 +7,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -59,31 +58,25 @@ def await_certificate(kit: Path) -> None:
 
     FLARE 2.9's client fails without a message, and then waits for ever, even once the certificate is valid.
     """
-    while (path := kit / "startup" / "client.crt").is_file() and (wrong := _not_valid(path)):
+    while (path := kit / "startup" / "client.crt").is_file() and (found := not_valid(path))[0]:
         configure_logging(Workspace(str(kit)))  # FLARE does it later
-        logging.getLogger(__name__).error(f"the kit's certificate {wrong}; waiting")
-        note(kit, _cause(path))
+        logging.getLogger(__name__).error(f"the kit's certificate {found[0]}; waiting")
+        note(kit, found[1])
         time.sleep(RETRY)
 
 
-def _not_valid(path: Path) -> str:
-    """Return why a certificate is not valid now, with a remedy; "" for a valid one."""
+def not_valid(path: Path) -> tuple[str, Cause | None]:
+    """Return why a certificate is not valid now, with a remedy, and the cause; "" for a valid one."""
     try:
         own, now = load_crt(path), datetime.now(UTC)
     except (OSError, ValueError):  # such as a half-copied file
-        return "cannot be read: restore the kit"
+        return "cannot be read: restore the kit", None
     if own.not_valid_before_utc <= now <= own.not_valid_after_utc:
-        return ""
+        return "", None
     span = f"from {own.not_valid_before_utc:%Y-%m-%d %H:%M} to {own.not_valid_after_utc:%Y-%m-%d %H:%M}"
-    return f"is valid {span}, now is {now:%Y-%m-%d %H:%M} UTC: set the clock, or ask the hub for a renewed kit"
-
-
-def _cause(path: Path) -> Cause | None:
-    """Return the cause of a wait for a certificate that is not valid now; None for an unreadable file."""
-    with suppress(OSError, ValueError):
-        own, now = load_crt(path), datetime.now(UTC)
-        return Cause.EARLY if now < own.not_valid_before_utc else Cause.ENDED if now > own.not_valid_after_utc else None
-    return None
+    remedy = "set the clock, or ask the hub for a renewed kit"
+    cause = Cause.EARLY if now < own.not_valid_before_utc else Cause.ENDED
+    return f"is valid {span}, now is {now:%Y-%m-%d %H:%M} UTC: {remedy}", cause
 
 
 def await_engine(beat: Callable[..., None], client: FederatedClientBase, *rest: Any) -> None:
@@ -133,10 +126,10 @@ class AttendanceReport(FLComponent):
 
         A connection outlives its certificate: the site stays until that breaks.
         """
-        path = self._kit / "startup" / "client.crt"
-        if time.monotonic() - self._said >= RETRY and (wrong := _not_valid(path)):
-            self._said = time.monotonic()
-            if away := self._said - self._answered > SILENCE:
-                note(self._kit, _cause(path))
+        wrong, cause = not_valid(self._kit / "startup" / "client.crt")
+        if wrong and (now := time.monotonic()) - self._said >= RETRY:
+            self._said = now
+            if (away := now - self._answered > SILENCE) and cause:
+                note(self._kit, cause)
             left = "the server does not answer" if away else "it stays until the connection breaks"
             logging.getLogger(__name__).error(f"the kit's certificate {wrong}; {left}")

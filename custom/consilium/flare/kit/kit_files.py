@@ -9,6 +9,8 @@ from nvflare.lighter.utils import load_crt
 
 from consilium.core.errors import ConfigError
 
+LOCKED = "keys.locked"
+"""In a kit: its private keys under a passphrase, see key_lock.py."""
 ROLES = {"client.crt": "site", "server.crt": "server"}
 """A kit's role by the certificate it holds; a person's has client.crt too, and is neither."""
 
@@ -29,6 +31,20 @@ def certificate(kit: Path) -> Path:
         if (path := kit / "startup" / name).is_file():
             return path
     raise ConfigError(f"{kit}: no startup kit: startup/client.crt is missing; give the folder that has startup/ and local/")
+
+
+def is_open(kit: Path) -> bool:
+    """Return whether a kit's private key can be read."""
+    return certificate(kit).with_suffix(".key").is_file()
+
+
+def private_key(kit: Path) -> Path:
+    """Return the file of a kit's private key. Raises ConfigError if it is not there, such as that of a locked kit."""
+    path = certificate(kit).with_suffix(".key")
+    if not is_open(kit):
+        remedy = f"is locked; run `consilium unlock {kit}`" if (kit / LOCKED).is_file() else "is not there; restore the kit"
+        raise ConfigError(f"{path}: the private key {remedy}")
+    return path
 
 
 def server_folders(kit: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from consilium.flare.job import late_join
 from consilium.flare.kit import heartbeat_client, heartbeat_server, revocation
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, allow_classes
 from consilium.flare.kit.kit_files import kit_name, kit_role
-from consilium.flare.kit.kit_hardening import is_signed, leave_callers_folder, pin_settings
+from consilium.flare.kit.kit_hardening import is_signed, leave_callers_folder, pin_settings, unlock_at_start
 from consilium.flare.kit.processes import check_stopped
 
 SITE_HEADER = "# This hospital's own settings; they win over every job. provisioning/administrator.md lists all fields.\n"
@@ -107,6 +107,7 @@ def close(kit: Path) -> None:
     pin_settings(kit)
     if not is_signed(kit / "startup"):
         leave_callers_folder(kit / "startup")
+        unlock_at_start(kit / "startup")
 
 
 def find_entry(deployment: DeploymentConfig, name: str, source: Path) -> SiteEntry | ServerEntry:
