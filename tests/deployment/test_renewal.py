@@ -113,7 +113,7 @@ def test_revoked_hospital_needs_a_later_kit(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_causes_outlive_a_server_that_is_away_and_a_certificate_may_end_under_a_running_site(tmp_path: Path) -> None:
-    """Site 3 is revoked; site 2's certificate ends, and its connection breaks later. Site 1 shares its health."""
+    """Site 3 is revoked; site 2's certificate ends, the connection breaks, and it is renewed. Site 1 shares its health."""
     names = {"site-1": {"health": "share"}, "site-2": {}, "site-3": {}}
     with Federation(tmp_path, names) as federation, Relay(federation.port) as line:
         state = federation.kits.parent / "state/cert.json"
@@ -133,10 +133,22 @@ def test_causes_outlive_a_server_that_is_away_and_a_certificate_may_end_under_a_
         assert "GiB of disk free" in consilium(federation, "sites")
         line.reset()
         federation.until(lambda: admission.noted(kit) is Cause.ENDED, 150, "the cause at site 2")
+        assert [one.labels["cause"] for one in collect(kit) if one.name == "refused"] == ["ended"]
+        new = renew(federation.file, federation.kits.parents[1], ["site-2"])
+        with pytest.raises(ConfigError, match="stop it first"):
+            update_kit(kit, new / "site-2")
+        update_kit(kit, new / "site-2", running=True)  # no restart: its next connection has the new certificate
+        federation.until(lambda: admission.noted(kit) is None, 60, "site 2 to be back")
+        federation.until(lambda: certificate_days(federation, "site-2") > 300, 60, "its new certificate in the list")
         federation.kill("server")
         time.sleep(25)  # four heartbeats without an answer
-        for name, cause in (("site-2", "ended"), ("site-3", "revoked")):
-            assert [one.labels["cause"] for one in collect(federation.kit(name)) if one.name == "refused"] == [cause]
+        assert admission.noted(revoked) is Cause.REVOKED
+        assert [one.labels["cause"] for one in collect(revoked) if one.name == "refused"] == ["revoked"]
+
+
+def certificate_days(federation: Federation, site: str) -> int:
+    rows = json.loads(consilium(federation, "sites", "--format", "json"))["sites"]
+    return next(int(row["certificate_days_left"]) for row in rows if row["site"] == site)
 
 
 def admission_of(kit: Path) -> str:

@@ -223,11 +223,16 @@ def key(labels: str, wanted: list[str]) -> tuple[str, ...]:
     return tuple("".join(re.findall(f'{name}="([^"]*)"', labels)) for name in wanted)
 
 
-@pytest.fixture
-def alerts() -> dict[str, str]:
+def alert_rules() -> dict[str, str]:
+    """Return each alert's expression by its name."""
     (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
     assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"])
     return {rule["alert"].removeprefix("Consilium"): rule["expr"] for rule in group["rules"]}
+
+
+@pytest.fixture
+def alerts() -> dict[str, str]:
+    return alert_rules()
 
 
 def test_alerts_on_recorded_metrics(server: Path, site: Path, alerts: dict[str, str]) -> None:

@@ -115,13 +115,18 @@ def renew(
 
 def update_kit(
     kit: Annotated[Path, typer.Argument(help="the startup kit in use, stopped")],
+    *,
     new: Annotated[Path, typer.Option("--from", help="the renewed kit")],
     fingerprint: Annotated[str, typer.Option(help="SHA-256 of the root's certificate, if the root has a new key")] = "",
+    running: Annotated[
+        bool, typer.Option("--running", help="a site's, while it runs: it takes the new one at its next connection")
+    ] = False,
     format: FormatOption = Format.TXT,
 ) -> None:
     """Put a renewed kit's startup/ in the place of the old one. local/, state and records of the kit stay as they are."""
-    changed = renewal.update_kit(kit, new, fingerprint)
-    text = f"{kit}: {', '.join(changed)}. Start it again; then delete {kit / renewal.OLD}, which holds the former key"
+    changed = renewal.update_kit(kit, new, fingerprint, running)
+    after = "It counts from the next connection on" if running else "Start it again"
+    text = f"{kit}: {', '.join(changed)}. {after}; then delete {kit / renewal.OLD}, which holds the former key"
     emit({"kit": str(kit), "changed": changed}, text, format)
 
 

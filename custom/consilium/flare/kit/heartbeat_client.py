@@ -7,13 +7,13 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
-from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
 from nvflare.fuel.f3.cellnet.defs import CellChannel, MessageHeaderKey, ReturnCode
@@ -97,21 +97,20 @@ class AttendanceReport(FLComponent):
             patches.CLIENT_REGISTRATION.wrap(await_admission)
             logging.getLogger(f"{Communicator.__module__}.{Communicator.__qualname__}").addFilter(HeartbeatFilter(Path.cwd()))
         self._kit = Path.cwd()
-        self._ends: float | None = None
         self._health: HealthReport | None = None
         self._answered = self._said = 0.0
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Put the facts into the context that FLARE sends with a heartbeat."""
-        if event_type == EventType.SYSTEM_BOOTSTRAP:
-            workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
-            self._ends = load_crt(Path(workspace.get_startup_kit_dir()) / "client.crt").not_valid_after_utc.timestamp()
-        elif event_type == EventType.BEFORE_CLIENT_HEARTBEAT:
+        if event_type == EventType.BEFORE_CLIENT_HEARTBEAT:
             if self._health is None:  # the first one: a job's process sends none
                 self._health = HealthReport(self._kit)
                 cell = fl_ctx.get_engine().get_cell().core_cell
                 cell.add_incoming_reply_filter(CellChannel.SERVER_MAIN, CellChannelTopic.HEART_BEAT, self._accepted)
-            fl_ctx.set_prop(KEY, own_facts(self._ends, self._health.facts), private=False, sticky=False)
+            ends = None
+            with suppress(OSError, ValueError):  # just now replaced by a renewed one
+                ends = load_crt(self._kit / "startup" / "client.crt").not_valid_after_utc.timestamp()
+            fl_ctx.set_prop(KEY, own_facts(ends, self._health.facts), private=False, sticky=False)
         elif event_type == EventType.AFTER_CLIENT_HEARTBEAT:
             self._warn_of_end()
 

@@ -32,7 +32,7 @@ from nvflare.lighter.utils import (
 from consilium.config.deployment import load_deployment
 from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
-from consilium.flare.kit.kit_files import LOCKED, certificate, private_key
+from consilium.flare.kit.kit_files import LOCKED, certificate, kit_role, private_key
 from consilium.flare.kit.kit_hardening import is_as_signed, is_signed
 from consilium.flare.kit.processes import check_stopped
 from consilium.flare.kit.provision import check_names, provision
@@ -93,13 +93,17 @@ def _same_key(certificate: str, state: dict[str, Any], days: int) -> str:
     return serialize_cert(new.sign(signing, hashes.SHA256())).decode()
 
 
-def update_kit(kit: Path, new: Path, fingerprint: str = "") -> list[str]:
+def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = False) -> list[str]:
     """Replace a kit's startup/ by that of a renewed kit, and return a line for each new certificate. All else stays.
 
     A root with another key is accepted only with the SHA-256 `fingerprint` of its certificate or key, which must come by
-    another way than the kit. Raises ConfigError, before anything is changed, unless the kit is stopped and `new` renews it.
+    another way than the kit. `running`: allow a site that runs; it takes its new certificate at its next connection. Raises
+    ConfigError, before anything is changed, unless the kit is stopped (or so) and `new` renews it.
     """
-    check_stopped(kit)
+    if not running:
+        check_stopped(kit)
+    elif kit_role(kit) != "site":
+        raise ConfigError(f"--running: {kit}: a server reads its certificate at its start; stop it, and leave out --running")
     if problem := next(_problems(kit, new, named_root(fingerprint) if fingerprint else ""), None):
         raise ConfigError(f"{new}: {problem}")
     startup, ready, old = kit / "startup", kit / NEW, kit / OLD
