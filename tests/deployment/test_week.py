@@ -166,9 +166,8 @@ def wednesday_a_certificate_has_ended(hospitals: Week) -> None:
     assert "set the clock, or ask the hub" in {f.check: f for f in examine(hospitals.kit("site-3"))}["clock"].remedy
     registered = hospitals.log("site-3").count(REGISTERED)
     hospitals.start("site-3", wait=0)
-    time.sleep(5)
+    hospitals.until(lambda: "the kit's certificate is valid from" in hospitals.log("site-3"), 60, "the line in its log")
     assert hospitals.log("site-3").count(REGISTERED) == registered
-    assert "the kit's certificate is valid from" in hospitals.log("site-3")
     hospitals.kill("site-3")
     hospitals.change("site-3")
     path = hospitals.kit("site-3") / "local/site.yaml"

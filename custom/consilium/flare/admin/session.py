@@ -147,7 +147,8 @@ class Admin:
 
     def _why(self, job: Job) -> str:
         if job["status"] == LOST:
-            return "its server process is gone; `consilium resume` goes on from the last finished round"
+            resume = f"`consilium resume {shown(experiment_of(job))} --kit KIT`"
+            return f"its server process is gone; {resume} goes on from the last finished round"
         undeployed = [line for line in job.get("job_deploy_detail", []) if not line.endswith(": OK")]
         reason = self._outcome(job["job_id"]).get("reason") or "; ".join(undeployed)
         return " ".join((reason or self._unscheduled(job["job_id"]) or NO_REASON).split())
