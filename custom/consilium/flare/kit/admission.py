@@ -26,7 +26,6 @@ from nvflare.private.fed.client.communicator import Communicator
 from consilium.core.sanitize import shown
 from consilium.core.storage import write_atomic
 from consilium.federation.run_folders import STATE
-from consilium.flare.kit.kit_files import relay_of
 
 FILE = "admission.json"
 """In our folder of a site's kit, while its server does not let it in: {"cause", "since"}."""
@@ -168,19 +167,14 @@ def ask(kit: Path) -> str | None:
     secrets = {DriverParams.CA_CERT.value: root, DriverParams.CLIENT_CERT.value: own, DriverParams.CLIENT_KEY.value: key}
     secrets[DriverParams.CONNECTION_SECURITY.value] = client.get("connection_security", "mtls")
     flare_decomposers.register()
-    identities, name = {FQCN.ROOT_SERVER: server["identity"]} | client.get("auth_identity_map", {}), client["fqsn"]
-    place = f"{server['service'].get('scheme', 'grpc')}://{server['service']['target']}"
-    if relay := relay_of(kit):
-        place, name = f"{relay.get('scheme', 'grpc')}://{relay['address']}", f"{relay['fqcn']}.{name}"
-        identities |= {relay["fqcn"]: relay.get("auth_identity", relay.get("identity")), name: client["fqsn"]}
     cell = Cell(
-        fqcn=name if relay else f"{name}.{uuid.uuid4()}",  # the server takes from a site names that begin with its own
-        root_url=None if relay else place,
+        fqcn=f"{client['fqsn']}.{uuid.uuid4()}",  # the server takes from a site names that begin with its own
+        root_url=f"{server['service'].get('scheme', 'grpc')}://{server['service']['target']}",
         secure=True,
         credentials=secrets,
         create_internal_listener=False,
-        parent_url=place if relay else None,
-        auth_identity_map=identities,
+        parent_url=None,
+        auth_identity_map={FQCN.ROOT_SERVER: server["identity"]},
     )
     authenticator = Authenticator(
         cell=cell,

@@ -32,7 +32,7 @@ from consilium.flare.kit.certificates import examine_own, examine_servers, serve
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, is_ours
 from consilium.flare.kit.heartbeat_server import read
 from consilium.flare.kit.install.service import TEMPORARY
-from consilium.flare.kit.kit_files import LOCKED, certificate, kit_name, kit_role, private_key, server_folders
+from consilium.flare.kit.kit_files import LOCKED, certificate, kit_name, kit_role, private_key, relay_of, server_folders
 from consilium.flare.kit.kit_hardening import COMM, altered, is_as_signed, is_pinned, is_signed, leaves_callers_folder
 from consilium.flare.kit.local_folder import lacking
 from consilium.flare.kit.processes import is_word, processes
@@ -148,7 +148,8 @@ def _relays(raw: dict[str, Any], kit: Path) -> Finding | str:
 def _admission(kit: Path) -> Finding:
     """Return whether the server lets the site in: as its own process found, or by registering as the site would."""
     try:
-        running = processes(kit)
+        if not (running := processes(kit)) and relay_of(kit):
+            return Finding("admission", "not asked through a relay; start the site, and its log says so")
         said = "as the running site found" if running else admission.ask(kit)
     except FLCommunicationError as error:
         return Finding("admission", f"the server does not answer a registration ({error})", advice="try again in a minute")
