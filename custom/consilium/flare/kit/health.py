@@ -99,13 +99,13 @@ class HealthReport:
         if site.health is None:
             return None
         state, memory = site.state or self.kit / STATE, psutil.virtual_memory()
-        found = {"disk_free": shutil.disk_usage(state if state.is_dir() else self.kit).free}
+        found: dict[str, Any] = {"disk_free": shutil.disk_usage(state if state.is_dir() else self.kit).free}
         found |= {"memory_free": memory.available, "memory": memory.total, "gpus": gpus()}
         return found | self._data_facts(site) | last_refusal(state)
 
     def _data_facts(self, site: SiteConfig) -> dict[str, Any]:
         """Return whether all data lists can be read, and when that was tried; {} for a site without any."""
-        paths = [one.datalist for one in site.datasets.values()] or [site.datalist] * (site.datalist is not None)
+        paths = [one for one in (site.datalist, *(data.datalist for data in site.datasets.values())) if one]
         if not paths:
             return {}
         if not 0 <= time.time() - self._data.get("data_checked", 0.0) < DATA_PERIOD:
