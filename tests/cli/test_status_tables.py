@@ -54,7 +54,8 @@ def test_the_list_of_jobs(width: int, monkeypatch: pytest.MonkeyPatch, status: A
     assert max(map(len, text.splitlines())) <= width
     for whole in ("FINISHED:COMPLETED", JOB, "ward-study"):
         assert whole in text
-    assert ("lead@hospital.example.org" in text) == (width == 60)  # left out, or in a line of its own
+    assert "another-study-with-a-long-name-of-its-own" in text
+    assert ("lead@hospital.example.org" in text) == (width < 140)  # left out, or in a line of its own
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -63,10 +64,10 @@ def test_the_sites_of_a_job(width: int, monkeypatch: pytest.MonkeyPatch, capsys:
     submit.show({"experiment": "e", "status": "RUNNING", "job_id": JOB, "problems": [], "progress": progress()})
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= width
-    assert ("university-hospital-of-the-north" in text) == (width == 140)
+    assert text.count("university-hospital-of-the-north") == text.count("university-hospital-of-the-south") == 1
     for number in ("0.750", "0.500", "0.625", "24 (33%)"):
         assert text.count(number) == 3
-    assert ("6,835" in text) == (width == 140)  # KiB down
+    assert "6,835" in text  # KiB down
 
 
 def test_in_a_pipe_a_table_is_wide(monkeypatch: pytest.MonkeyPatch, status: Any) -> None:

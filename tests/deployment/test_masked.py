@@ -1,6 +1,7 @@
 """Noise in shares under masks on real kits: pinned keys, a server killed amid a phase, a site killed before it reveals."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from consilium.cli.audit import _records, _report, markdown
 from consilium.config.job import JobConfig
 from consilium.config.site import load_site
+from consilium.core.errors import Reason
 from consilium.core.storage import load_state
 from consilium.federation.job import assemble_job
 from consilium.federation.run_folders import STATE
@@ -72,3 +74,39 @@ def test_masked_noise_survives_killed_sites(tmp_path: Path) -> None:
         for site in SITES[:3]:
             (kept,) = (federation.kit(site) / STATE).rglob("masks/masks.json")
             assert kept.read_text() == '{"ended": true}'
+
+
+def test_a_masked_round_says_for_which_site_it_waits_and_edits_of_site_yaml_count_from_the_next_job_on(tmp_path: Path) -> None:
+    """Site 4's machine loses power amid a round. Meanwhile site 1's administrator asks for approvals."""
+    raw = training_only(small_config("fedit", rounds=3, local_steps=8), test=1).model_dump()
+    raw["federation"] |= {"min_sites": 3, "straggler_grace_seconds": 20.0}
+    noise = {"privacy": {"unit": "site", "trust": "distributed", "noise_multiplier": 1.0, "clip": 0.5}}
+    masked = JobConfig.model_validate(raw | noise | {"secure_aggregation": {}})
+    with Federation(tmp_path / "kits", {name: ward(seed) for seed, name in enumerate(SITES)}) as federation:
+        pin(federation, SITES)
+        federation.start()
+        consilium(federation, "submit", str(federation.export(masked)), "--experiment", "ward-study")
+        federation.until(lambda: len(masked_files(federation, 0)) == len(SITES), 120, "the updates of round 1")
+        federation.kill("site-4")
+        settings = federation.kit("site-1") / "local/site.yaml"
+        settings.write_text(settings.read_text() + "approve: digest\n")
+        seen = []
+
+        def waits() -> bool:
+            found = json.loads(consilium(federation, "status", "ward-study", "--format", "json"))["progress"] or {}
+            if found.get("waiting"):
+                seen.append((found["waiting"], found["eta_seconds"], consilium(federation, "status", "ward-study")))
+            return any(one[0]["sites"] == ["site-4"] for one in seen)
+
+        federation.until(waits, 60, "the status to name site 4")
+        waiting, eta, text = seen[-1]
+        assert 0 <= waiting["seconds"] <= 20
+        assert eta is None or eta >= waiting["seconds"]
+        assert re.search(r"; waits for site-4, at most 1?\d s", text), text
+        folder = federation.server_files()
+        federation.until(lambda: (folder / "results.json").is_file(), 180, "the run to end")
+        assert [event["sites"] for event in federation.events("concluded")][1:] == [SITES[:3]] * 2
+        shares = json.loads(consilium(federation, "status", "ward-study", "--format", "json"))["progress"]["sites"]
+        assert {name: one["share"] is None for name, one in shares.items()} == {name: name == "site-4" for name in SITES}
+        consilium(federation, "submit", str(federation.export(masked)), "--experiment", "next", "--wait", code=1)
+        assert Reason.APPROVAL.text in {e["reason"] for e in federation.events("refused") if e["site"] == "site-1"}

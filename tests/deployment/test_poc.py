@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from consilium.core.errors import Reason
-from consilium.flare.kit import processes
+from consilium.flare.kit import key_lock, processes
 from consilium.flare.kit.local_federation import LEAD, LocalFederation
 from tests.conftest import run, small_config
 from tests.deployment.federation import ROOT, Federation
@@ -172,3 +172,23 @@ def test_ctrl_c_ends_a_command_that_waits_for_the_server(tmp_path: Path, environ
             assert process.wait(30) == 130
         finally:
             process.kill()
+
+
+def test_start_sh_opens_a_locked_kit_by_its_passphrase_only(tmp_path: Path) -> None:
+    with Federation(tmp_path / "federation", {"site-1": {}}) as federation:
+        kit, script = federation.kit("site-1"), [str(federation.kit("site-1") / "startup/start.sh")]
+        key_lock.lock(kit, "five words by telephone")
+        for name, text in (("right", "five words by telephone"), ("wrong", "five words by telegraph")):
+            (tmp_path / name).write_text(text + "\n")
+        federation.start("server", wait=0)
+        for name, says in (("", "nobody to ask"), ("wrong", "wrong passphrase")):
+            env = federation.environment() | ({"CONSILIUM_PASSPHRASE_FILE": str(tmp_path / name)} if name else {})
+            done = subprocess.run(script, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+            assert (done.returncode, says in done.stderr) == (1, True), done.stderr
+        env = federation.environment() | {"CONSILIUM_PASSPHRASE_FILE": str(tmp_path / "right")}
+        with open(federation.folder / "site-1.log", "wb") as log:
+            subprocess.run(script, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True, timeout=120)
+        federation.until(lambda: "Successfully registered client" in federation.log("site-1"), 120, "site-1 to be in")
+        federation.kill("site-1")
+        key_lock.lock(kit)
+        assert not (kit / "startup/client.key").exists()

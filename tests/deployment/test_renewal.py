@@ -17,12 +17,13 @@ from consilium.flare.admin.kit_metrics import collect
 from consilium.flare.kit import admission
 from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.doctor import examine
-from consilium.flare.kit.local_folder import certificate
+from consilium.flare.kit.kit_files import certificate
 from consilium.flare.kit.renewal import renew, update_kit
 from consilium.flare.kit.revocation import revoke
 from tests.conftest import small_config
 from tests.deployment.federation import ADMIN, Federation
 from tests.deployment.jobs import consilium
+from tests.deployment.network import Relay
 
 
 def age(kit: Path, state: Path, days: float) -> None:
@@ -108,6 +109,46 @@ def test_revoked_hospital_needs_a_later_kit(tmp_path: Path) -> None:
         assert sites(federation) == {"site-1", "site-2", "site-3"}
         federation.until(lambda: admission.noted(kit) is None, 60, "the site to know that it is in")
         federation.shutdown()
+
+
+@pytest.mark.long
+def test_causes_outlive_a_server_that_is_away_and_a_certificate_may_end_under_a_running_site(tmp_path: Path) -> None:
+    """Site 3 is revoked; site 2's certificate ends, the connection breaks, and it is renewed. Site 1 shares its health."""
+    names = {"site-1": {"health": "share"}, "site-2": {}, "site-3": {}}
+    with Federation(tmp_path, names) as federation, Relay(federation.port) as line:
+        state = federation.kits.parent / "state/cert.json"
+        federation.reroute("site-2", line.port)
+        age(federation.kit("site-2"), state, 360 - 40 / 86400)
+        federation.start()
+        revoke("site-3", federation.kit("server"))
+        kit, revoked = federation.kit("site-2"), federation.kit("site-3")
+        federation.until(lambda: "it stays until the connection breaks" in federation.log("site-2"), 90, "the line in the log")
+        assert admission.noted(kit) is None
+        federation.until(lambda: admission.noted(revoked) is Cause.REVOKED, 60, "the refusal at site 3")
+        rows = {row["site"]: row for row in json.loads(consilium(federation, "sites", "--format", "json"))["sites"]}
+        assert (rows["site-2"]["state"], rows["site-3"]["state"]) == ("here", "revoked")
+        assert rows["site-2"]["notes"] == ["its certificate has ended: it is out once its connection breaks; `consilium renew`"]
+        assert rows["site-1"]["health"].keys() == {"disk_free", "memory_free", "memory", "gpus"}
+        assert (rows["site-2"]["health"], rows["site-3"]["health"]) == (None, None)
+        assert "GiB of disk free" in consilium(federation, "sites")
+        line.reset()
+        federation.until(lambda: admission.noted(kit) is Cause.ENDED, 150, "the cause at site 2")
+        assert [one.labels["cause"] for one in collect(kit) if one.name == "refused"] == ["ended"]
+        new = renew(federation.file, federation.kits.parents[1], ["site-2"])
+        with pytest.raises(ConfigError, match="stop it first"):
+            update_kit(kit, new / "site-2")
+        update_kit(kit, new / "site-2", running=True)  # no restart: its next connection has the new certificate
+        federation.until(lambda: admission.noted(kit) is None, 60, "site 2 to be back")
+        federation.until(lambda: certificate_days(federation, "site-2") > 300, 60, "its new certificate in the list")
+        federation.kill("server")
+        time.sleep(25)  # four heartbeats without an answer
+        assert admission.noted(revoked) is Cause.REVOKED
+        assert [one.labels["cause"] for one in collect(revoked) if one.name == "refused"] == ["revoked"]
+
+
+def certificate_days(federation: Federation, site: str) -> int:
+    rows = json.loads(consilium(federation, "sites", "--format", "json"))["sites"]
+    return next(int(row["certificate_days_left"]) for row in rows if row["site"] == site)
 
 
 def admission_of(kit: Path) -> str:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,8 +24,10 @@ from typer.testing import CliRunner
 
 from consilium.cli.main import app
 from consilium.config.job import JobConfig
-from consilium.core.errors import Reason
+from consilium.core.errors import ExitCode, Reason
 from consilium.federation.run_folders import RUNS, STATE
+from consilium.flare.kit import admission
+from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.doctor import examine
 from consilium.flare.kit.renewal import renew, update_kit
 from consilium.flare.kit.revocation import revoke
@@ -35,7 +38,9 @@ from tests.deployment import counted
 from tests.deployment.federation import ADMIN, ROOT, SERVER, Federation
 from tests.deployment.jobs import consilium
 from tests.deployment.network import Relay
+from tests.deployment.test_poc import COMMAND
 from tests.deployment.test_renewal import age
+from tests.flare.test_metrics import alert_rules, firing
 
 pytestmark = pytest.mark.slow
 SITES = ["site-1", "site-2", "site-3"]
@@ -46,6 +51,7 @@ ROWS = {"site-1": [WEDNESDAY, THURSDAY], "site-2": [WEDNESDAY, THURSDAY], "site-
 """Round and phase of each release, by private job: DEeR has two phases a round; site 3's budget is for one job."""
 A_FRAME, A_LINK = 200, 20_000
 """Bytes that gRPC, HTTP/2 and TLS may add to a frame, acknowledgements included, and to a connection (two handshakes)."""
+ALERTS = alert_rules()
 PRIVATE = {"privacy": {"unit": "site", "epsilon": 8, "clip": 0.5}}
 
 
@@ -117,6 +123,7 @@ def test_a_week(tmp_path: Path) -> None:
         thursday_a_budget_runs_out(hospitals)
         friday_all_upgrade_one_is_out_and_one_is_new(hospitals, first)
         hospitals.shutdown()
+        check_alarms(hospitals)
         for site in [*SITES, "site-4"]:
             check_what_left(hospitals, site)
             check_evidence(hospitals, site)
@@ -131,6 +138,9 @@ def monday_a_plain_job_and_a_crash(hospitals: Week) -> dict[str, Any]:
     consilium(hospitals, "submit", str(job), "--experiment", "monday")
     hospitals.until(lambda: len(hospitals.events("started")) == 2, 240, "round 2")
     hospitals.kill("server")
+    words = ["status", "monday", "--check", "--kit", str(hospitals.kit(ADMIN))]
+    asked = subprocess.run([*COMMAND, *words], env=hospitals.environment(), capture_output=True, text=True)
+    assert asked.returncode == ExitCode.UNREACHABLE, asked.stderr  # not "failed": nothing is known of the job
     new = renew(hospitals.file, hospitals.kits.parents[1], root="new")
     update_kit(hospitals.kit("server"), new / SERVER)
     shutil.copytree(new / ADMIN / "startup", hospitals.kit(ADMIN) / "startup", dirs_exist_ok=True)
@@ -156,9 +166,8 @@ def wednesday_a_certificate_has_ended(hospitals: Week) -> None:
     assert "set the clock, or ask the hub" in {f.check: f for f in examine(hospitals.kit("site-3"))}["clock"].remedy
     registered = hospitals.log("site-3").count(REGISTERED)
     hospitals.start("site-3", wait=0)
-    time.sleep(5)
+    hospitals.until(lambda: "the kit's certificate is valid from" in hospitals.log("site-3"), 60, "the line in its log")
     assert hospitals.log("site-3").count(REGISTERED) == registered
-    assert "the kit's certificate is valid from" in hospitals.log("site-3")
     hospitals.kill("site-3")
     hospitals.change("site-3")
     path = hospitals.kit("site-3") / "local/site.yaml"
@@ -190,10 +199,34 @@ def friday_all_upgrade_one_is_out_and_one_is_new(hospitals: Week, first: dict[st
     revoke("site-2", hospitals.kit("server"))
     hospitals.start("site-2", wait=0)
     hospitals.until(lambda: "its credential was revoked" in hospitals.log("server"), 60, "the refusal")
+    the_revoked_site_finds_out(hospitals)
     hospitals.kill("site-2")
     events = hospitals.run("friday", first | {"cross_site": {"run": "monday", "personalized": True}})
     assert {event["site"] for event in events if event["event"] == "refused"} == {"site-3"}  # nothing without noise leaves it
     assert "site-4" in (hospitals.server_files() / "cross_sites.json").read_text()
+
+
+def the_revoked_site_finds_out(hospitals: Week) -> None:
+    """Its log, its doctor, the hub's list, both ends' metrics and alert say the same cause."""
+    kit, cause = hospitals.kit("site-2"), Cause.REVOKED
+    hospitals.until(lambda: admission.noted(kit) is cause, 60, "the cause at the site")
+    assert f"does not let this site in: {cause}: {cause.text}" in hospitals.log("site-2")
+    assert {f.check: f for f in examine(kit)}["admission"].remedy == cause.remedy
+    rows = json.loads(consilium(hospitals, "sites", "--format", "json"))["sites"]
+    assert next(row for row in rows if row["site"] == "site-2")["state"] == cause
+    labels = f'{{site="site-2",cause="{cause}"}}'
+    server, here = hospitals.kit("server"), hospitals.kit("site-1")
+    hospitals.until(
+        lambda: firing(ALERTS["SiteRefused"], [server], time.time()) == {labels}, 60, "the server's list in its file"
+    )
+    assert firing(ALERTS["SiteRefused"], [kit, here], time.time()) == {labels}
+
+
+def check_alarms(hospitals: Week) -> None:
+    """Four hours after the week no alarm comes of runs that have ended as they should."""
+    for alert in ("RunStands", "RunStopped", "LedgerBroken"):
+        kits = [hospitals.kit(name) for name in ("server", "site-1", "site-3", "site-4")]
+        assert firing(ALERTS[alert], kits, time.time() + 4 * 3600) == set(), alert
 
 
 def check_what_left(hospitals: Week, site: str) -> None:

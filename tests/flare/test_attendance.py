@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +15,16 @@ import yaml
 from nvflare.apis.event_type import EventType
 
 from consilium import __version__
-from consilium.cli.sites import told
+from consilium.cli.sites import describe_health, told
 from consilium.core.errors import ConfigError
 from consilium.core.messages import PROTOCOL
 from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare.kit import heartbeat_server
+from consilium.flare.kit.health import DATA_PERIOD, HealthReport, checked_health
 from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.local_folder import COMPONENTS, lacking, update
 from consilium.flare.kit.provision import provision
+from consilium.privacy.ledger.audit import FILE, AuditLog
 from tests.conftest import run
 
 NOW = 1_800_000_000.0
@@ -56,6 +59,112 @@ def test_valid_facts_are_kept() -> None:
 )  # fmt: skip
 def test_invalid_facts_are_dropped(said: Any) -> None:
     assert heartbeat_server.checked_facts(said, NOW) == {"last_seen": NOW}
+
+
+HEALTH = {
+    "disk_free": 10**12, "memory_free": 2**33, "memory": 2**34, "gpus": [[2**33, 2**34]], "data_readable": True,
+    "data_checked": NOW - 60, "refusal": "budget", "refused_at": NOW - 7200,
+}  # fmt: skip
+
+
+class Many(dict):  # type: ignore[type-arg]
+    """A mapping that must not be walked through: a site may send any number of entries."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError
+
+    items = keys = values = __iter__
+
+
+@pytest.mark.parametrize(
+    ("said", "left"),
+    [
+        (HEALTH, HEALTH),
+        (None, {}),
+        ("x" * 10**6, {}),
+        ([HEALTH], {}),
+        ({"patients": 12, "disk_free": 1, "\x1b[31m": 1}, {"disk_free": 1}),
+        ({"disk_free": 10**400, "memory_free": -1, "memory": True}, {}),
+        ({"disk_free": 1.5, "memory_free": float("nan"), "memory": "1"}, {}),
+        ({"gpus": [[1, 2]] * 65}, {}),
+        ({"gpus": [[1, 2, 3]]}, {}),
+        ({"gpus": [["\x1b[31m", 2]]}, {}),
+        ({"gpus": "12"}, {}),
+        ({"data_readable": 1, "data_checked": float("inf")}, {}),
+        ({"refusal": "\x1b[31mbudget"}, {}),
+        ({"refusal": "budget\n"}, {}),
+        ({"refusal": ["budget"]}, {}),
+        ({"refused_at": -1}, {}),
+    ],
+)
+def test_of_health_the_server_takes_known_bounded_facts_only(said: Any, left: dict[str, Any]) -> None:
+    kept = heartbeat_server.checked_facts(Many(facts(health=said)), NOW)
+    assert kept.pop("health") == left
+    assert kept == heartbeat_server.checked_facts(facts(), NOW)
+
+
+def test_health_is_shown_and_its_problems_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = heartbeat_server.checked_facts(facts(health=HEALTH), NOW) | {"here": True, "jobs": []}
+    bad = facts(health=HEALTH | {"disk_free": 10**9, "data_readable": False}, certificate_ends=NOW - 86400)
+    unwell = heartbeat_server.checked_facts(bad, NOW) | {"here": True, "jobs": []}
+    silent = heartbeat_server.checked_facts(facts(), NOW) | {"here": True, "jobs": []}
+    first, second, third = told({"server": own_facts(), "sites": {"a": kept, "b": unwell, "c": silent}}, NOW)
+    assert describe_health(first["health"], NOW) == (
+        "931.3 GiB of disk free, 8.0 GiB of memory free, GPU 0: 8.0 of 16.0 GiB free, data list can be read (1 min ago), "
+        "last refused a job 2 h ago: budget"
+    )
+    assert first["notes"] == []
+    assert second["notes"] == [
+        "its certificate has ended: it is out once its connection breaks; `consilium renew`",
+        "its data list cannot be read; `consilium doctor KIT` there says why",
+        "under 5 GiB of its disk are free; a job may break off",
+    ]
+    assert third["health"] is None
+
+
+def test_a_site_shares_health_with_its_leave_only_and_nothing_of_its_data(tmp_path: Path) -> None:
+    """Edits of site.yaml count at the next look; a list that cannot be read is found, its name stays."""
+    kit, local = tmp_path, tmp_path / "local"
+    local.mkdir()
+    report = HealthReport.__new__(HealthReport)
+    report.kit, report._data = kit, {}
+    assert report.look() is None  # no site.yaml
+    (local / "site.yaml").write_text("{}\n")
+    assert report.look() is None  # the default
+    (local / "site.yaml").write_text("health: share\n")
+    found = report.look()
+    assert found is not None
+    assert found.keys() == {"disk_free", "memory_free", "memory", "gpus"}
+    assert checked_health(found) == found
+    (local / "site.yaml").write_text("health: share\ndatalist: ../ward-7.json\n")
+    found = report.look()
+    assert found is not None
+    assert found["data_readable"] is False
+    (kit / "ward-7.json").write_text('{"training": [], "validation": [], "test": []}')
+    assert (report.look() or {})["data_readable"] is False  # read every ten minutes
+    report._data["data_checked"] -= DATA_PERIOD
+    log = AuditLog(kit / STATE / "runs" / "r" / "sites" / "clinic" / FILE)
+    for reason in ("budget", "data"):
+        log.add({"kind": "refusal", "reason": reason, "what": "ward-7/patient-3.png"}, again=True)
+    log.add({"kind": "hello"})
+    found = report.look()
+    assert found is not None
+    assert found["data_readable"] is True
+    assert found["refusal"] == "data"
+    assert checked_health(found) == found
+    assert not any(word in json.dumps(found) for word in ("ward", "patient", "clinic"))
+    (local / "site.yaml").write_text("health: share\ndevice: [\n")
+    assert report.look() is None
+
+
+def test_a_hanging_disk_stops_health_and_no_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HealthReport, "look", lambda self: threading.Event().wait(60))
+    report = HealthReport(tmp_path)
+    assert report.facts is None
+    report._last = time.monotonic() - 301, {"disk_free": 1}
+    assert report.facts is None
+    report._last = time.monotonic() - 299, {"disk_free": 1}
+    assert report.facts == {"disk_free": 1}
 
 
 def test_rows_note_problems() -> None:

@@ -32,7 +32,8 @@ from consilium.flare.admin.session import connect
 from consilium.flare.kit import heartbeat_client, revocation
 from consilium.flare.kit.admission import Cause, noted
 from consilium.flare.kit.certificates import NO_PROXIES, PROXIES, examine_own, examine_servers, warnings
-from consilium.flare.kit.local_folder import certificate, update
+from consilium.flare.kit.kit_files import certificate
+from consilium.flare.kit.local_folder import update
 from consilium.flare.kit.provision import provision
 from consilium.flare.kit.renewal import OLD, renew, update_kit
 from consilium.flare.kit.revocation import REFUSED, read, revoke

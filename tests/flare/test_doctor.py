@@ -4,6 +4,7 @@ import json
 import shutil
 import socket
 import ssl
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,12 +16,16 @@ from typing import Any
 import pytest
 import yaml
 
-from consilium.flare.kit import certificates
+from consilium.client.finding import Finding
+from consilium.federation.run_folders import ATTENDANCE, STATE
+from consilium.flare.kit import certificates, doctor
 from consilium.flare.kit.doctor import examine
+from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.local_folder import update
 from consilium.flare.kit.provision import provision
 from consilium.privacy.ledger.audit import AuditLog
 from tests.deployment.federation import free_port
+from tests.deployment.relayed import RELAY, provision_relayed
 from tests.privacy.test_ledger import RECORD, old_ledger
 
 
@@ -86,11 +91,12 @@ def unsafe_start(kit: Path) -> None:
     path.write_text(path.read_text().replace('cd "$WORKSPACE/.empty"', "true"))
 
 
-def test_new_kit_lacks_only_data(kit: Path, server: None) -> None:
+def test_a_new_kit_is_well_for_jobs_with_generated_data(kit: Path, server: None) -> None:
     found = {f.check: f for f in examine(kit)}
-    assert [f.line() for f in found.values() if not f.ok] == [
-        "PROBLEM  data list: none in site.yaml; set `datalist:`; without it only jobs with generated data run"
-    ]
+    assert [f.line() for f in found.values() if not f.ok] == []
+    assert found["data list"].line() == (
+        "warning  data list: none in site.yaml: only jobs with generated data run; set `datalist:` for others"
+    )
     assert found["server"].found.endswith("answers, and is of this project")
     assert found["signature"].found == "startup/ is as it was made"
 
@@ -218,6 +224,69 @@ def test_server_kit_is_checked(made: Path, tmp_path: Path) -> None:
     assert not {"privacy scope", "site.yaml", "data list", "server"} & checks
     listing("consilium.flare.job.executor.SiteExecutor")(kit)
     assert "is none that a server needs" in problems(kit)["allow-list"]
+
+
+def test_a_servers_state_is_private_writable_and_lasting(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kit = Path(shutil.copytree(made / "localhost", tmp_path / "server", symlinks=True))
+
+    def found() -> Finding:
+        return {one.check: one for one in examine(kit)}["state"]
+
+    change("resources.json", lambda r: r["components"][1]["args"].update(uri_root=str(tmp_path / "state" / "jobs")))(kit)
+    assert "is made at the start" in found().found or "temporary" in found().found
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state").chmod(0o750)
+    assert found().line().startswith("PROBLEM  state: ")
+    assert "mode 750" in found().found
+    subprocess.run(found().remedy, shell=True, check=True)
+    assert found().ok
+    assert "temporary folder" in found().found  # pytest's folders are under /tmp
+    monkeypatch.setattr(doctor, "TEMPORARY", ())
+    assert found().line() == f"ok       state: {tmp_path / 'state'}: for this user only"
+    monkeypatch.setattr(doctor.os, "access", lambda *_: False)
+    assert "cannot write there" in found().found
+    change("resources.json", lambda r: r.pop("components"))(kit)
+    assert "names no folder of jobs" in found().found
+
+
+def test_a_servers_port_is_free_before_it_runs(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kit = Path(shutil.copytree(made / "localhost", tmp_path / "server", symlinks=True))
+    port = certificates.server_address(kit).rpartition(":")[2]
+
+    def said() -> str:
+        return {one.check: one for one in examine(kit)}["port"].line()
+
+    assert said() == f"ok       port: {port}: free"
+    with socket.create_server(("127.0.0.1", int(port))):
+        assert said().startswith(f"PROBLEM  port: {port}: Address already in use; stop what listens there")
+        monkeypatch.setattr(doctor, "processes", lambda kit: [1])
+        assert said() == f"ok       port: {port}: it listens"
+    assert said().startswith(f"PROBLEM  port: {port}: it runs and does not listen; ")
+
+
+def test_relays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server names them, a site behind one asks it and not the server, and a relay's own kit is no site's."""
+    raw = {"name": "t", "server": {"name": "localhost", "org": "hub", "port": free_port(), "state": str(tmp_path / "state")}}
+    raw |= {"sites": [{"name": name, "org": name} for name in ("a", "b", "c")], "admins": []}
+    raw["admins"] = [{"name": "a@hub.example", "org": "hub", "role": "lead"}]
+    (tmp_path / "sites.yml").write_text(yaml.safe_dump(raw))
+    kits = provision_relayed(tmp_path / "sites.yml", tmp_path / "kits")
+    assert {one.check: one for one in examine(kits / "localhost")}["relays"].line() == f"ok       relays: {RELAY} before b, c"
+    relay = {one.check: one for one in examine(kits / RELAY)}
+    assert {name for name, one in relay.items() if not one.ok} == {"server"}  # it does not run
+    assert relay["port"].found.endswith("free")
+    assert {"signature", "clock", "root"} <= relay.keys()
+    address = certificates.server_address(kits / "b")
+    assert address == f"localhost:{relay['port'].found.partition(':')[0]}"
+    assert certificates.server_address(kits / "a") == certificates.server_address(kits / RELAY) != address
+    assert problems(kits / "b")["server"].startswith(f"PROBLEM  server: {address}: [Errno 111]")
+    monkeypatch.setattr(doctor, "examine_servers", lambda kit: Finding("server", "answers"))
+    assert "not asked through a relay" in {one.check: one for one in examine(kits / "b")}["admission"].found
+    (kits / "localhost" / STATE).mkdir()
+    seen = {name: {"last_seen": 1, "here": name == "a", "jobs": []} for name in ("a", "b", "c")}
+    (kits / "localhost" / STATE / ATTENDANCE).write_text(json.dumps({"server": own_facts(), "sites": seen}))
+    monkeypatch.setattr(doctor, "processes", lambda kit: [1])
+    assert f"no site behind {RELAY} is here" in {one.check: one for one in examine(kits / "localhost")}["relays"].advice
 
 
 def test_lost_ledger_is_a_problem(kit: Path) -> None:

@@ -2,11 +2,20 @@
 
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from nvflare.apis.event_type import EventType
+from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, ReturnCode
+from nvflare.fuel.f3.message import Message
+from nvflare.private.fed.client.communicator import Communicator
 from nvflare.private.fed.client.fed_client_base import FederatedClientBase
 
+from consilium.flare.kit import admission, heartbeat_client
+from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.heartbeat_client import AttendanceReport
 
 
@@ -28,3 +37,71 @@ def test_clock_jump_at_start_keeps_heartbeats(monkeypatch: pytest.MonkeyPatch) -
     client.engine = object()
     assert began.wait(10)
     assert beats == ["site-1"]
+
+
+class Server:
+    """Answers a client's heartbeats by a return code, or not at all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(heartbeat_client, "HealthReport", lambda kit: SimpleNamespace(facts=None))
+        self.site, self.filters, self.sent = AttendanceReport(), list[Callable[[Message], None]](), dict[str, Any]()
+
+        def add(channel: str, topic: str, callback: Callable[[Message], None]) -> None:
+            assert (channel, topic) == ("task", "heart_beat")
+            self.filters.append(callback)
+
+        cell = SimpleNamespace(core_cell=SimpleNamespace(add_incoming_reply_filter=add))
+        engine = SimpleNamespace(get_cell=lambda: cell)
+        self.fl_ctx: Any = SimpleNamespace(
+            get_engine=lambda: engine, set_prop=lambda key, value, **_: self.sent.update({key: value})
+        )
+
+    def beat(self, code: str = "") -> None:
+        """Do what FLARE does at a heartbeat: its second event comes without an answer too."""
+        self.site.handle_event(EventType.BEFORE_CLIENT_HEARTBEAT, self.fl_ctx)
+        (reply,) = self.filters
+        if code:
+            reply(Message({MessageHeaderKey.RETURN_CODE: code}))
+        self.site.handle_event(EventType.AFTER_CLIENT_HEARTBEAT, self.fl_ctx)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+    monkeypatch.chdir(tmp_path)
+    for owner, name in ((FederatedClientBase, "run_heartbeat"), (Communicator, "client_registration")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end
+    return Server(monkeypatch)
+
+
+def test_the_cause_of_a_refusal_stays_until_the_server_lets_the_site_in(server: Server, tmp_path: Path) -> None:
+    """An unanswered heartbeat says nothing, whether the server is away or its answer is an error."""
+    admission.note(tmp_path, Cause.REVOKED)
+    for code in ("", ReturnCode.TIMEOUT, ReturnCode.UNAUTHENTICATED, ReturnCode.COMM_ERROR):
+        server.beat(code)
+        assert admission.noted(tmp_path) is Cause.REVOKED
+    server.beat(ReturnCode.OK)
+    assert admission.noted(tmp_path) is None
+
+
+def test_a_certificate_that_ends_under_a_running_site_is_logged_each_minute(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While the connection holds it is in; once the server does not answer, the end is the cause."""
+    now = [1000.0]
+    monkeypatch.setattr(heartbeat_client, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    ended = list[str]()
+    monkeypatch.setattr(heartbeat_client, "not_valid", lambda path: ("".join(ended), Cause.ENDED if ended else None))
+    server.beat(ReturnCode.OK)
+    assert caplog.text == ""
+    ended.append("is valid from 2025-01-01 to 2026-01-01, now is 2026-01-02")
+    for _ in range(13):
+        server.beat(ReturnCode.OK)
+        now[0] += 10
+    assert caplog.text.count("is valid from 2025-01-01") == 3
+    assert "it stays until the connection breaks" in caplog.text
+    assert admission.noted(tmp_path) is None
+    for _ in range(13):
+        server.beat()
+        now[0] += 10
+    assert "the server does not answer" in caplog.text
+    assert admission.noted(tmp_path) is Cause.ENDED

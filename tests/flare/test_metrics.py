@@ -6,6 +6,8 @@ import re
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -14,6 +16,7 @@ from consilium.core.errors import ConfigError
 from consilium.federation.run_folders import STATE
 from consilium.flare.admin.kit_metrics import HELP, collect
 from consilium.flare.kit import admission
+from consilium.flare.kit.heartbeat_client import own_facts
 from consilium.flare.kit.provision import provision
 from consilium.privacy.ledger.audit import FILE, AuditLog
 from consilium.report.exposition import Sample, exposition
@@ -110,6 +113,36 @@ def test_a_run_that_was_stopped_says_when_and_why_until_it_is_resumed(server: Pa
     assert not [name for name in found if "run_stopped" in name]
 
 
+def attend(kit: Path, **sites: dict[str, Any]) -> None:
+    """Write the server's list of sites."""
+    rows = {name: {"last_seen": 1_000_000.0, "here": True, "jobs": []} | facts for name, facts in sites.items()}
+    (kit / STATE / "attendance.json").write_text(json.dumps({"server": own_facts(), "sites": rows}))
+
+
+HEALTH = {"disk_free": 7 * 10**9, "memory_free": 4096, "memory": 8192, "gpus": [[100, 200]], "data_readable": True}
+HEALTH |= {"data_checked": 1_000_001.0, "refusal": "budget", "refused_at": 1_000_002.0}
+
+
+def test_what_sites_say_of_themselves_becomes_metrics_of_the_server(server: Path) -> None:
+    attend(server, a={"health": HEALTH, "skew": -3.5, "certificate_ends": 2_000_000.0}, b={"cause": "ended", "here": False})
+    found = {name: value for name, value in numbers(server).items() if "consilium_site_" in name and 'site="a"' in name}
+    seen = {name: found.pop(name) for name in list(found) if "last_seen" in name}
+    assert len(seen) == 1
+    assert found == {
+        'consilium_site_last_heartbeat_timestamp_seconds{site="a"}': 1_000_000,
+        'consilium_site_clock_ahead_seconds{site="a"}': -3.5,
+        'consilium_site_certificate_end_timestamp_seconds{site="a"}': 2_000_000,
+        'consilium_site_disk_free_bytes{site="a"}': 7 * 10**9,
+        'consilium_site_memory_free_bytes{site="a"}': 4096,
+        'consilium_site_gpu_memory_free_bytes{site="a",gpu="0"}': 100,
+        'consilium_site_data_readable{site="a"}': 1,
+        'consilium_site_data_checked_timestamp_seconds{site="a"}': 1_000_001,
+        'consilium_site_last_refusal_timestamp_seconds{site="a",code="budget"}': 1_000_002,
+    }
+    others = {name for name in numbers(server) if 'site="b"' in name and "heartbeat" not in name and "last_seen" not in name}
+    assert others == {'consilium_refused{site="b",cause="ended"}', 'consilium_run_refusals_total{run="fundus-1",site="b"}'}
+
+
 def test_old_runs_are_left_out(server: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time() + 31 * 86400
     monkeypatch.setattr("consilium.flare.admin.kit_metrics.time.time", lambda: now)
@@ -190,11 +223,16 @@ def key(labels: str, wanted: list[str]) -> tuple[str, ...]:
     return tuple("".join(re.findall(f'{name}="([^"]*)"', labels)) for name in wanted)
 
 
-@pytest.fixture
-def alerts() -> dict[str, str]:
+def alert_rules() -> dict[str, str]:
+    """Return each alert's expression by its name."""
     (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
     assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"])
     return {rule["alert"].removeprefix("Consilium"): rule["expr"] for rule in group["rules"]}
+
+
+@pytest.fixture
+def alerts() -> dict[str, str]:
+    return alert_rules()
 
 
 def test_alerts_on_recorded_metrics(server: Path, site: Path, alerts: dict[str, str]) -> None:
@@ -219,10 +257,49 @@ def test_alerts_on_recorded_metrics(server: Path, site: Path, alerts: dict[str, 
     assert firing(alerts["LedgerBroken"], [site], t) == {""}
 
 
+def test_each_alert_fires_at_its_bound_and_not_before(
+    server: Path, site: Path, alerts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules of certificates, disks, refused and unwell sites, budgets and refused answers, on both sides of their bounds."""
+    fired = set[str]()
+
+    def check(alert: str, kit: Path, *expected: str, **more: Any) -> None:
+        assert firing(alerts[alert], [kit], 1_000_020.0, **more) == set(expected)
+        fired.add(alert) if expected else None
+
+    for days, ends, soon in ((60, False, False), (59, True, False), (14, True, False), (13, True, True), (-1, True, True)):
+        monkeypatch.setattr("consilium.flare.admin.kit_metrics.days_left", lambda found, days=days: days)
+        both = ('{of="participant"}', '{of="root"}')
+        check("CertificateEnds", site, *(both if ends else ()))
+        check("CertificateEndsSoon", site, *(both if soon else ()))
+    for free, full in ((5 * 10**9, False), (5 * 10**9 - 1, True)):
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr("consilium.flare.admin.kit_metrics.shutil", SimpleNamespace(disk_usage=lambda _, u=usage: u))
+        check("DiskFull", site, *([""] if full else []))
+        attend(server, a={"health": HEALTH | {"disk_free": free}})
+        check("SiteUnwell", server, *(['{site="a"}'] if full else []))
+    attend(server, a={"health": HEALTH | {"data_readable": False}}, b={})
+    check("SiteUnwell", server, '{site="a"}')
+    check("SiteRefused", server)
+    attend(server, b={"cause": "revoked", "here": False})
+    check("SiteRefused", server, '{site="b",cause="revoked"}')
+    for spent, low in ((4.5, False), (4.6, True)):
+        monkeypatch.setattr("consilium.flare.admin.kit_metrics.epsilon_for", lambda *_, spent=spent: spent)
+        check("BudgetLow", site, *(['{dataset="ward",unit="site"}'] if low else []))
+    path = server / STATE / "runs" / "fundus-1" / "metrics.jsonl"
+    line, first = json.dumps({"event": "refused", "site": "b", "round": 2, "reason": "late", "time": 1.0}), path.read_text()
+    before = {'consilium_run_refusals_total{run="fundus-1",site="b"}': 1.0}  # an hour ago
+    for more, many in ((3, False), (4, True)):
+        path.write_text("\n".join([line] * more) + "\n" + first)
+        check("Refusals", server, *(['{run="fundus-1",site="b"}'] if many else []), before=before)
+    assert fired | {"RunStands", "RunStopped", "SiteSilent", "LedgerBroken", "MetricsOld"} == alerts.keys()
+
+
 def test_alerts_use_written_metrics(server: Path, site: Path, alerts: dict[str, str]) -> None:
     AuditLog(site / STATE / "runs/r/sites/clinic" / FILE).add({"kind": "hello"})
     stop(server, "no room", 1_000_030.0)
     admission.note(site, admission.Cause.REVOKED)
+    attend(server, a={"health": HEALTH, "skew": 0.0, "certificate_ends": 2_000_000.0})
     assert numbers(site)['consilium_refused{site="clinic",cause="revoked"}'] == 1
     written = {name.partition("{")[0] for kit in (server, site) for name in numbers(kit)}
     spoken = {name for rule in alerts.values() for name in re.findall(r"consilium_\w+", rule)}

@@ -16,8 +16,9 @@ from consilium.config.deployment import load_deployment
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.flare.kit.class_allow_list import CLASSES
+from consilium.flare.kit.kit_files import kit_name
 from consilium.flare.kit.kit_hardening import is_pinned, leave_callers_folder, leaves_callers_folder
-from consilium.flare.kit.local_folder import apply_local, kit_name, update
+from consilium.flare.kit.local_folder import apply_local, update
 from consilium.flare.kit.provision import project_of, provision
 
 ROOT = Path(__file__).parents[2]

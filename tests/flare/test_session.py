@@ -146,6 +146,14 @@ def test_failed_jobs_have_a_reason(status: str, tmp_path: Path) -> None:
     assert "not in allow_list" in told.status("0-id")["reason"]
 
 
+def test_a_lost_job_names_the_command_that_goes_on(tmp_path: Path) -> None:
+    """FLARE lists it as running for ever; tests of recovery run the command."""
+    told = Admin(Session([job(0, status="RUNNING", experiment="ward-study")], tmp_path))
+    assert told.status("ward-study")["status"] == "LOST"
+    assert "`consilium resume ward-study --kit KIT`" in told.status("ward-study")["reason"]
+    assert told.reasons(told.jobs()) == [told.status("ward-study")["reason"]]
+
+
 def test_waiting_job_names_missing_sites(tmp_path: Path) -> None:
     """The lines are FLARE 2.9's own."""
     missing = [f"2026-11-22 20:3{n}:00: connected sites ({n}) < min_sites (3)" for n in (0, 2)]

@@ -45,6 +45,7 @@ NOT_RUN = {
     "custom/consilium/use/README.md": ["consilium submit", "lm_eval run"],
     "provisioning/README.md": ["consilium poc jobs/quickstart_cells", "consilium allow /tmp/nvflare"],
     "provisioning/engineer.md": [
+        "consilium lock",
         "consilium provision sites.yml",
         "consilium submit",
         "consilium status fundus-1",
@@ -57,7 +58,7 @@ NOT_RUN = {
         "useradd",
         "docker build",
     ],
-    "provisioning/administrator.md": ["consilium doctor KIT", "consilium approve --revoke DIGEST"],
+    "provisioning/administrator.md": ["consilium doctor KIT", "consilium unlock", "consilium approve --revoke DIGEST"],
     "provisioning/data-protection-officer.md": ["consilium evidence fundus-1", "consilium forget fundus-1"],
     "tests/README.md": ["pytest tests/strategies", "python -m tests.tools.mutants"],
 }

@@ -52,10 +52,31 @@ def test_a_run_in_its_third_round(tmp_path: Path) -> None:
     assert not found["finished"]
 
 
-def test_a_sites_weight_is_that_of_the_last_mean_it_was_part_of(tmp_path: Path) -> None:
+def test_weights_and_shares_are_those_of_the_last_mean(tmp_path: Path) -> None:
+    """A site that was not part of it has none, whatever it had before."""
+
+    def shares(*lines: dict[str, Any]) -> dict[str, tuple[int | None, float | None]]:
+        sites = progress(folder(tmp_path, *lines))["sites"]
+        return {name: (site["weight"], site["share"]) for name, site in sites.items()}
+
     lines = [started(0, 0.0), result("a", 0, 1.0), result("b", 0, 1.0), concluded(0, 2.0), started(1, 2.0), result("a", 1, 3.0)]
-    sites = progress(folder(tmp_path, *lines))["sites"]
-    assert {name: (site["weight"], site["share"]) for name, site in sites.items()} == {"a": (30, 0.75), "b": (10, 0.25)}
+    assert shares(*lines) == {"a": (30, 0.75), "b": (10, 0.25)}
+    assert shares(*lines, concluded(1, 4.0)) == {"a": (30, 1.0), "b": (None, None)}
+
+
+def test_a_round_that_takes_longer_leaves_the_time_of_later_ones(tmp_path: Path) -> None:
+    """By hand: rounds of 10 s, and this one has gone on for 60."""
+    now = time.time()
+
+    def eta(rounds_done: int, waiting: dict[str, Any] | None = None) -> float | None:
+        lines = [x for r in range(rounds_done) for x in (started(r, now - 200 + 10 * r), concluded(r, now - 190 + 10 * r))]
+        found: float | None = progress(folder(tmp_path, *lines, started(rounds_done, now - 60)), waiting)["eta_seconds"]
+        return found
+
+    assert eta(2) == pytest.approx(2 * 10, abs=1)
+    assert eta(4) is None  # the last one: nothing is known, and 0 would be wrong
+    assert eta(4, {"sites": ["b"], "seconds": 14.0}) == pytest.approx(14, abs=1)
+    assert eta(2, {"sites": ["b"], "seconds": 14.0}) == pytest.approx(34, abs=1)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from consilium.report.live_view import last_round, reported, score_of, when
 from consilium.report.tables import fit, number
 from consilium.tasks.registry import Scores
 
+KIB = "KiB "
+"""The beginning of the headings of sizes."""
 KitOption = Annotated[Path, typer.Option("--kit", help="an admin's startup kit")]
 
 
@@ -116,27 +118,33 @@ def _table(progress: dict[str, Any], width: int) -> Table:
     scores = Scores(leading, (), told["headings"], grid=str(told.get("grid") or ""))
     score = scores.lead({metric for one in sites.values() for metric in reported(one["metrics"])})
     headings = {stage: shown(scores.heading(score)) for stage in (Stage.GLOBAL, Stage.PERSONALIZED)}
-    layouts = [
-        partial(_sites, progress, score, headings, joint, sizes) for joint, sizes in ((" ", True), ("\n", True), ("\n", False))
-    ]
-    found = fit(layouts, [shown(name) for name in sites], width)
+    rows = [_site_row(progress, name, score, headings) for name in sorted(sites)]
+    layouts = [partial(_sites, rows, joint, sizes) for joint, sizes in ((" ", True), ("\n", True), ("\n", False))]
+    found = fit([*layouts, partial(tall_table, rows)], [row["site"] for row in rows], width, whole_names=True)
     found.caption = shown(scores.label(score)) if scores.grid_of(score) else None
     return found
 
 
-def _sites(
-    progress: dict[str, Any], score: str, headings: dict[Stage, str], joint: str, sizes: bool, names: Mapping[str, str]
-) -> Table:
+def _site_row(progress: dict[str, Any], name: str, score: str, headings: dict[Stage, str]) -> dict[str, str]:
+    """Return the cells of a site's row, by heading."""
+    one = progress["sites"][name]
+    found = {"site": shown(name), "round": str(min(one["round"] + 1, last_round(progress)))}
+    found["weight"] = "-" if one["share"] is None else f"{one['weight']} ({one['share']:.0%})"
+    found["loss"] = number(one["metrics"].get(TRAIN_LOSS))
+    found |= {f"{heading} {stage}": number(score_of(one["metrics"], stage, score)) for stage, heading in headings.items()}
+    return found | {f"{KIB}{way}": f"{one[f'bytes_{way}'] // 1024:,}" for way in ("up", "down")}
+
+
+def _sites(rows: list[dict[str, str]], joint: str, sizes: bool, names: Mapping[str, str]) -> Table:
+    """Return a line per row, with headings in one line or two (`joint`), with or without `sizes`."""
     table = Table(box=SIMPLE, pad_edge=False)
-    told = [f"{heading}{joint}{stage}" for stage, heading in headings.items()]
-    for heading in ("site", "round", "weight", "loss", *told, *((f"KiB{joint}up", f"KiB{joint}down") if sizes else ())):
-        table.add_column(Text(heading), justify="left" if heading == "site" else "right", no_wrap=True)
-    for name, one in sorted(progress["sites"].items()):
-        metrics, share = one["metrics"], one["share"]
-        numbers = [number(metrics.get(TRAIN_LOSS)), *(number(score_of(metrics, stage, score)) for stage in headings)]
-        moved = [f"{one[way] // 1024:,}" for way in ("bytes_up", "bytes_down") if sizes]
-        weight = "-" if share is None else f"{one['weight']} ({share:.0%})"
-        table.add_row(Text(names[shown(name)]), str(min(one["round"] + 1, last_round(progress))), weight, *numbers, *moved)
+    headings = [heading for heading in rows[0] if sizes or not heading.startswith(KIB)]
+    for heading in headings:
+        before, _, last = heading.rpartition(" ")
+        text = f"{before}{joint}{last}" if before else last
+        table.add_column(Text(text), justify="left" if heading == "site" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(Text(names[row["site"]]), *(Text(row[heading]) for heading in headings[1:]))
     return table
 
 
@@ -144,7 +152,8 @@ def _list(jobs: list[dict[str, Any]]) -> None:
     console, rows = page(), [_row(one) for one in jobs]
     wide = ("experiment", "status", "submitted", "took", "by", "job")
     layouts = [partial(wide_table, rows, headings) for headings in (wide, wide[:2] + wide[-1:])]
-    console.print(fit([*layouts, partial(tall_table, rows)], [row["experiment"] for row in rows], console.width))
+    layouts.append(partial(tall_table, rows))
+    console.print(fit(layouts, [row["experiment"] for row in rows], console.width, whole_names=True))
     for one in jobs:
         if "reason" in one:
             console.print(line(f"{one['experiment']}: {one['reason']}", "red", 1000), soft_wrap=True)

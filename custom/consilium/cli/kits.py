@@ -1,5 +1,7 @@
-"""The commands on startup kits: provision, renew, update-kit, allow, revoke, metrics, prepare."""
+"""The commands on startup kits: provision, renew, update-kit, lock, allow, revoke, metrics, prepare."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,7 +11,8 @@ from consilium.cli.options import Format, FormatOption, emit
 from consilium.core.errors import ConfigError
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.flare.admin.kit_metrics import HELP, collect
-from consilium.flare.kit import deploy_prepare, renewal, revocation
+from consilium.flare.kit import deploy_prepare, key_lock, renewal, revocation
+from consilium.flare.kit.kit_files import LOCKED, is_open
 from consilium.flare.kit.local_folder import apply_local, update
 from consilium.flare.kit.provision import provision as make_kits
 from consilium.flare.kit.root_ca import fingerprint as root_fingerprint
@@ -49,6 +52,7 @@ def revoke(
 # provision -------------------------------------------------------------------------------------------------------------
 # The command `consilium provision`.
 
+PASSPHRASE_FILE = "CONSILIUM_PASSPHRASE_FILE"
 SitesArgument = Annotated[Path, typer.Argument(metavar="SITES_YML", help="as provisioning/sites.yml")]
 
 
@@ -108,14 +112,67 @@ def renew(
 
 def update_kit(
     kit: Annotated[Path, typer.Argument(help="the startup kit in use, stopped")],
+    *,
     new: Annotated[Path, typer.Option("--from", help="the renewed kit")],
     fingerprint: Annotated[str, typer.Option(help="SHA-256 of the root's certificate, if the root has a new key")] = "",
+    running: Annotated[
+        bool, typer.Option("--running", help="a site's, while it runs: it takes the new one at its next connection")
+    ] = False,
     format: FormatOption = Format.TXT,
 ) -> None:
     """Put a renewed kit's startup/ in the place of the old one. local/, state and records of the kit stay as they are."""
-    changed = renewal.update_kit(kit, new, fingerprint)
-    text = f"{kit}: {', '.join(changed)}. Start it again; then delete {kit / renewal.OLD}, which holds the former key"
+    changed = renewal.update_kit(kit, new, fingerprint, running)
+    after = "It counts from the next connection on" if running else "Start it again"
+    text = f"{kit}: {', '.join(changed)}. {after}; then delete {kit / renewal.OLD}, which holds the former key"
     emit({"kit": str(kit), "changed": changed}, text, format)
+
+
+# lock ------------------------------------------------------------------------------------------------------------------
+# The commands `consilium lock` and `consilium unlock`.
+
+PassphraseOption = Annotated[
+    Path | None, typer.Option("--passphrase-file", help="a file whose first line it is; default: it is asked for")
+]
+
+
+def lock(
+    kit: Annotated[Path, typer.Argument(help="a startup kit that is not in use")], passphrase_file: PassphraseOption = None
+) -> None:
+    """Put a kit's private keys under a passphrase, to send it or to keep it; close a locked kit that was opened."""
+    is_locked = (kit / LOCKED).is_file()
+    key_lock.lock(kit, None if is_locked else _passphrase(passphrase_file, anew=True))
+    text = f"{kit}: its keys are locked; `consilium unlock {kit}`, or start.sh, opens it"
+    typer.echo(text if is_locked else f"{text}. Copies of the kit that were made before, as in a backup, hold them in clear")
+
+
+def unlock(
+    kit: Annotated[Path, typer.Argument(help="a locked startup kit")],
+    passphrase_file: PassphraseOption = None,
+    for_good: Annotated[bool, typer.Option("--for-good", help="put the keys back into the kit, in clear")] = False,
+) -> None:
+    """Open a locked kit: its keys are in memory until `consilium lock` or a restart of the machine."""
+    if not (kit / LOCKED).is_file():
+        raise ConfigError(f"{kit}: is not locked; nothing to do")
+    if is_open(kit) and not for_good:
+        typer.echo(f"{kit}: is open already")
+        return
+    folder = key_lock.unlock(kit, _passphrase(passphrase_file), for_good)
+    if for_good or not folder.is_relative_to(kit.resolve()):
+        typer.echo(
+            f"{kit}: its keys are in {folder}" + ("" if for_good else ", in memory, until `consilium lock` or a restart")
+        )
+    else:
+        typer.echo(f"{kit}: this machine has no folder in memory, so its keys are on disk in {folder} until `consilium lock`")
+
+
+def _passphrase(file: Path | None, anew: bool = False) -> str:
+    """Return the passphrase of a file, of the variable PASSPHRASE_FILE's, or of whom is at the terminal."""
+    if (path := file or os.environ.get(PASSPHRASE_FILE)) is not None:
+        return Path(path).read_text(encoding="utf-8").partition("\n")[0].strip("\r")
+    if not sys.stdin.isatty():
+        raise ConfigError(f"passphrase: nobody to ask; give --passphrase-file, or {PASSPHRASE_FILE} in the environment")
+    found: str = typer.prompt("Passphrase", hide_input=True, confirmation_prompt=anew, err=True)
+    return found
 
 
 # prepare ---------------------------------------------------------------------------------------------------------------

@@ -132,6 +132,7 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
         "approve": f"{CLI}.site_evidence:approve",
         "doctor": f"{CLI}.doctor:doctor",
         "update-kit": f"{CLI}.kits:update_kit",
+        **{name: f"{CLI}.kits:{name}" for name in ("lock", "unlock")},
         "metrics": f"{CLI}.kits:metrics",
         "audit": f"{CLI}.audit:audit",
         **{name: f"{CLI}.site_evidence:{name}" for name in ("evidence", "forget")},

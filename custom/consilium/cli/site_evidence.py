@@ -29,7 +29,7 @@ from consilium.flare.admin.evidence import ACCEPTED, LEDGER, chains, copy_ledger
 from consilium.flare.admin.evidence import verify as verify_archive
 from consilium.flare.admin.session import stored_jobs
 from consilium.flare.job.recipe import export
-from consilium.flare.kit.local_folder import kit_name, kit_role
+from consilium.flare.kit.kit_files import kit_name, kit_role
 from consilium.flare.kit.root_ca import root_fingerprint
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit import FILE, is_void

@@ -1,6 +1,7 @@
 """The command `consilium sites`: each site's last heartbeat, versions, clock, certificate and jobs."""
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -19,6 +20,8 @@ from consilium.flare.kit.certificates import WARN_DAYS
 from consilium.flare.kit.heartbeat_server import read
 from consilium.report.tables import fit
 
+GIB, DISK_GIB = 2**30, 5.0
+"""Free space of a disk under which there is a note, as of the doctor."""
 SILENT = 60
 """Seconds without a heartbeat; FLARE drops a site after 600."""
 SKEW = 60.0
@@ -49,6 +52,8 @@ def sites(
     layouts = [partial(wide_table, cells, HEADINGS), partial(tall_table, cells)]
     console.print(fit(layouts, [cell["site"] for cell in cells], console.width))
     for row in rows:
+        if row["health"]:
+            console.print(line(f"{row['site']}: {describe_health(row['health'], now)}"), soft_wrap=True)
         for note in row["notes"]:
             console.print(line(f"{row['site']}: {note}", "yellow"), soft_wrap=True)
 
@@ -71,6 +76,7 @@ def _row(name: str, one: Mapping[str, Any], server: Mapping[str, Any], now: floa
         "clock_ahead_seconds": one.get("skew"),
         "certificate_days_left": days,
         "jobs": one["jobs"],
+        "health": one.get("health"),
         "notes": _notes(one, server, days),
     }
 
@@ -90,8 +96,29 @@ def _notes(one: Mapping[str, Any], server: Mapping[str, Any], days: int | None) 
     if abs(one.get("skew", 0.0)) >= SKEW:
         found.append(f"its clock is {one['skew']:+.0f} s from the server's; set it")
     if days is not None and days < WARN_DAYS:
-        found.append(f"its certificate ends in {days} days; `consilium renew`")
+        when = f"ends in {days} days" if days >= 0 else "has ended: it is out once its connection breaks"
+        found.append(f"its certificate {when}; `consilium renew`")
+    health = one.get("health", {})
+    if not health.get("data_readable", True):
+        found.append("its data list cannot be read; `consilium doctor KIT` there says why")
+    if health.get("disk_free", math.inf) < DISK_GIB * GIB:
+        found.append(f"under {DISK_GIB:g} GiB of its disk are free; a job may break off")
     return found
+
+
+def describe_health(health: Mapping[str, Any], now: float) -> str:
+    """Return a site's health in words."""
+    sizes = {"disk": health.get("disk_free"), "memory": health.get("memory_free")}
+    said = [f"{size / GIB:,.1f} GiB of {what} free" for what, size in sizes.items() if size is not None]
+    gpus = enumerate(health.get("gpus", ()))
+    said += [f"GPU {number}: {free / GIB:,.1f} of {whole / GIB:,.1f} GiB free" for number, (free, whole) in gpus]
+    if "data_readable" in health:
+        when = f" ({_ago(now - health['data_checked'])} ago)" if "data_checked" in health else ""
+        said.append(f"data list {'can' if health['data_readable'] else 'cannot'} be read{when}")
+    if "refusal" in health:
+        when = f" {_ago(now - health['refused_at'])} ago" if "refused_at" in health else ""
+        said.append(f"last refused a job{when}: {health['refusal']}")
+    return ", ".join(said)
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
@@ -108,7 +135,8 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _ago(seconds: int) -> str:
+def _ago(seconds: float) -> str:
+    seconds = max(round(seconds), 0)
     return next(
         (f"{seconds // size} {unit}" for size, unit in ((86400, "d"), (3600, "h"), (60, "min")) if seconds >= size),
         f"{seconds} s",

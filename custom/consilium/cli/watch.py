@@ -1,12 +1,13 @@
 """Watching a running job until it has ended, and the exit code of a job's status."""
 
+import re
 import time
 from typing import Any
 
 from rich.console import Console
 
 from consilium.core.errors import ExitCode
-from consilium.core.sanitize import line
+from consilium.core.sanitize import line, shown
 from consilium.flare.admin.session import Admin
 from consilium.report.live_view import ending
 
@@ -14,6 +15,10 @@ LOST = "LOST"
 """The status in flare/admin/session.py. A job also has it for moments between its end and its final status."""
 LOST_AFTER = 60.0
 """Seconds with status LOST after which a job counts as lost."""
+SECONDS = re.compile(r"(; ETA )?\d+ s\b")
+"""What changes in a line about a job while nothing happens."""
+MAX_NAMES = 5
+"""Sites whose names a line has; of more it has the number."""
 SOON, LATE = 1.0, 15.0
 """Seconds between two looks at a job: after a change, and the most. FLARE's server writes three lines for each."""
 
@@ -35,9 +40,9 @@ def watch_job(admin: Admin, job_id: str, console: Console) -> dict[str, Any]:
         if time.monotonic() > ends:
             return found
         now = place(found["progress"]) if found["progress"] else found["status"]
-        if now.split("; ETA")[0] != said and now != LOST:  # between a job's end and its final status
+        if SECONDS.sub("", now) != said and now != LOST:  # between a job's end and its final status
             console.print(line(now))
-            said, pause = now.split("; ETA")[0], SOON
+            said, pause = SECONDS.sub("", now), SOON
         time.sleep(pause)
         pause = min(pause * 1.5, LATE)
     return found
@@ -54,4 +59,8 @@ def place(progress: dict[str, Any]) -> str:
     line += f"{len(progress['answered'])} of {len(progress['asked'])} sites have answered"
     if progress["epsilon"] is not None:
         line += f"; epsilon {progress['epsilon']:.3g}"
+    if waiting := progress.get("waiting"):
+        names = [shown(name, 60) for name in waiting["sites"]]
+        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        line += f"; waits for {', '.join(names[:MAX_NAMES])}{more}, at most {waiting['seconds']:.0f} s"
     return line + (f"; ETA {progress['eta_seconds']:.0f} s" if progress["eta_seconds"] is not None else "")

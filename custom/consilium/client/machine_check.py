@@ -23,9 +23,9 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import LIBRARIES
 from consilium.core.storage import file_hash
-from consilium.data.datalist import DataList, Item, read_datalist
+from consilium.data.datalist import Item
 from consilium.data.patients import item_patient, most_of_one
-from consilium.data.text import has_texts, read_texts
+from consilium.data.text import read_lists
 from consilium.estimates.memory import memory_of, remedies
 from consilium.federation.compatibility import Verdict, judge
 from consilium.federation.job import assemble_job
@@ -72,8 +72,7 @@ def _beside_pin(name: str, found: str | None, pin: str | None) -> Finding:
 def examine_data(site: SiteConfig) -> Finding:
     """Return whether the data list is there and all files it names."""
     if site.datalist is None:
-        remedy = "set `datalist:`; without it only jobs with generated data run"
-        return Finding("data list", "none in site.yaml", remedy)
+        return Finding("data list", "none in site.yaml: only jobs with generated data run", advice="set `datalist:` for others")
     return checked("data list", partial(_counted, site.datalist))
 
 
@@ -94,7 +93,7 @@ def examine_datasets(site: SiteConfig) -> Iterator[Finding]:
 def examine_patients(site: SiteConfig, check: str, path: Path) -> Iterator[Finding]:
     """Yield whether a list names the patients that a budget is about, and whether a budget for records hides too little."""
     with suppress(ConsiliumError):  # a list that cannot be read has its own line
-        samples = _read(path).splits["training"]
+        samples = read_lists(path).splits["training"]
         patients, most = most_of_one(samples)
         nameless = sum(not item_patient(item) for item in samples)
         if "patient" in site.privacy.budgets and nameless:
@@ -108,14 +107,14 @@ def examine_patients(site: SiteConfig, check: str, path: Path) -> Iterator[Findi
 
 
 def _counted(path: Path) -> str:
-    return f"{path}: " + ", ".join(f"{len(items)} {split}" for split, items in _read(path).splits.items())
+    return f"{path}: " + ", ".join(f"{len(items)} {split}" for split, items in read_lists(path).splits.items())
 
 
 def _apart(site: SiteConfig) -> Finding | str:
     """Return whether data sets with budgets of their own share an image: its patient would be charged to one at a time."""
     owners: dict[Path, tuple[str, str]] = {}
     for name, one in site.datasets.items():
-        for item in (item for items in _read(one.datalist).splits.values() for item in items if isinstance(item, Item)):
+        for item in (item for items in read_lists(one.datalist).splits.values() for item in items if isinstance(item, Item)):
             patients, other = owners.setdefault(item.image.resolve(), (one.patients or name, name))
             if patients != (one.patients or name):
                 found = f"data sets {other} and {name} both list {item.image}, so its budget counts twice"
@@ -159,10 +158,6 @@ def examine_disk(folder: Path) -> Finding:
     free = shutil.disk_usage(there).free / 2**30
     enough = "" if free >= DISK_GIB else f"free at least {DISK_GIB:g} GiB, or set `state:` in site.yaml to a larger disk"
     return Finding("disk", f"{there}: {free:.1f} GiB free", enough)
-
-
-def _read(path: Path) -> DataList:
-    return read_texts(path) if has_texts(path) or path.suffix == ".jsonl" else read_datalist(path, None)
 
 
 def tested_versions() -> dict[str, str]:

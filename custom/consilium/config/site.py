@@ -204,6 +204,13 @@ class SiteConfig(Section):
     statistics_minimum: Annotated[
         int, Field(ge=MIN_CELL_COUNT, le=100_000, description="the fewest patients in a count; a job may ask for more")
     ] = 10
+    health: Annotated[
+        Literal["share"] | None,
+        Field(
+            description="`health: share` lets the hub see free disk, memory and GPU memory, whether the data lists can be read"
+            " and when that was tried, and the code of the last refusal; nothing counts or names data. Counts within a minute"
+        ),
+    ] = None
     approve: Annotated[
         Literal["digest"] | None,
         Field(description="`approve: digest`: only jobs that its administrator has approved run here, see `consilium approve`"),

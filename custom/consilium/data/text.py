@@ -15,7 +15,7 @@ from typing import Any
 from consilium.core.errors import DataError
 from consilium.core.schema import MOST_CLASSES
 from consilium.data.chat import EXAMPLE, FORMS, Chat, chat_of
-from consilium.data.datalist import SPLITS, DataList
+from consilium.data.datalist import SPLITS, DataList, read_datalist
 from consilium.data.identifiers import identifier, pseudonym
 from consilium.data.safe_open import check_line, is_encodable, parse_json, text_lines
 
@@ -80,6 +80,11 @@ class Text:
 def has_texts(folder: Path) -> bool:
     """Tell whether the folder holds a training split of instruction data."""
     return any((folder / name).is_file() for name in FILES["training"])
+
+
+def read_lists(path: Path) -> DataList:
+    """Return what a site's `datalist` names: a folder or file of records, else a data list. Raises DataError."""
+    return read_texts(path) if has_texts(path) or path.suffix == ".jsonl" else read_datalist(path, None)
 
 
 def read_texts(path: Path, pictures: bool = False) -> DataList:

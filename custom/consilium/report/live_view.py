@@ -32,13 +32,15 @@ ENDING = ("round", "rounds", "validations", "best_round")
 REFUSAL = ("time", "round", "joining", "site", "reason")
 
 
-def progress(folder: Path) -> dict[str, Any]:
+def progress(folder: Path, waiting: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return plain JSON values on the run in `folder` (see RunLog): place, ETA in seconds, epsilon, sites, refusals.
+
+    `waiting`: the "sites" whose answers the server waits for, and the "seconds" that they have left, if it does.
 
     `round` is the one going on, counted from 0; the ETA is of the rounds, without the closing evaluation. `ended`: where and
     why the rounds have ended early, None where they have not. Per site: the round of its last result, its last metrics (as
-    far as the site shares them), bytes of tensors up and down so far, its weight in the last mean it was part of and its share
-    of that mean's whole weight (None before there is one).
+    far as the site shares them), bytes of tensors up and down so far, its weight in the last mean and its share of that mean's
+    whole weight (None if it was not part of it).
     """
     config = yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))
     rounds, lines = config["training"]["rounds"], read_events(folder / "metrics.jsonl")[0]
@@ -54,7 +56,8 @@ def progress(folder: Path) -> dict[str, Any]:
         "asked": here["sites"],
         "answered": sorted(x["site"] for x in lines if x["event"] == "result" and place_of(x) == place_of(here)),
         "epsilon": of["concluded"][-1].get("privacy/epsilon") if of["concluded"] else None,
-        "eta_seconds": None if early else _eta(lines, here["round"], rounds),
+        "waiting": dict(waiting) if waiting else None,
+        "eta_seconds": None if early else _eta(lines, here["round"], rounds, (waiting or {}).get("seconds", 0.0)),
         "ended": early,
         "sites": _sites(lines),
         "refused": [{k: x.get(k) for k in REFUSAL} for x in of["refused"]][-20:],
@@ -93,14 +96,18 @@ def when(refusal: Mapping[str, Any], rounds: int) -> str:
     return f"before {place}" if refusal["round"] else "before the first round"
 
 
-def _eta(lines: list[Line], current: int, rounds: int) -> float | None:
-    """Return the seconds until the last round ends, by the median of the last rounds; None before the first has ended."""
+def _eta(lines: list[Line], current: int, rounds: int, least: float) -> float | None:
+    """Return the seconds until the last round ends, by the median of the last rounds; this one takes `least` more at least.
+
+    None before the first has ended, and for a last round that takes longer than those.
+    """
     began, ended = round_times(lines)
     took = [ended[round] - began[round] for round in sorted(ended) if round in began and round < current][-5:]
     if not took or current not in began:
         return None
-    left = statistics.median(took) * (rounds - current) - (time.time() - began[current])
-    return round(max(left, 0.0), 1)
+    usual = statistics.median(took)
+    left = usual * (rounds - current - 1) + max(usual - (time.time() - began[current]), least)
+    return round(left, 1) or None
 
 
 def _sites(lines: list[Line]) -> dict[str, Any]:
@@ -115,9 +122,10 @@ def _sites(lines: list[Line]) -> dict[str, Any]:
         site |= {"round": one["round"], "metrics": before | metrics}
         if one["event"] == "result":
             weights.setdefault(place_of(one), {})[one["site"]] = one.get("weight", 1)
-    for mean in (weights.get(place_of(x), {}) for x in lines if x["event"] == "concluded"):
-        for name, weight in mean.items():
-            found[name] |= {"weight": weight, "share": weight / sum(mean.values())}
+    last = next((place_of(x) for x in reversed(lines) if x["event"] == "concluded"), None)
+    mean = weights.get(last, {}) if last else {}
+    for name, weight in mean.items():
+        found[name] |= {"weight": weight, "share": weight / sum(mean.values())}
     return found
 
 

@@ -124,15 +124,18 @@ def _tall(table: Table, headings: Sequence[str], names: Mapping[str, str]) -> Gr
     return grid
 
 
-def fit(layouts: Sequence[Layout], names: Iterable[str], width: int) -> Grid:
-    """Return the first layout that fits into `width` cells; from the second one on, names may be shortened for it."""
+def fit(layouts: Sequence[Layout], names: Iterable[str], width: int, whole_names: bool = False) -> Grid:
+    """Return the first layout that fits into `width` cells; from the second one on, names may be shortened for it.
+
+    With `whole_names` they are shortened in the last layout only.
+    """
     names = list(names)
     whole = {name: name for name in names}
     longest = max(map(cell_len, [*names, ""]))
     room = longest
     for index, layout in enumerate(layouts):
         room = longest - max(needed(layout(whole)) - width, 0)
-        if room == longest or (index and room >= SHORT):
+        if room == longest or (index and room >= SHORT and not whole_names):
             return layout(shortened(names, room))
     return layouts[-1](shortened(names, max(room, 1)))
 

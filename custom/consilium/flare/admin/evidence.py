@@ -34,7 +34,7 @@ from nvflare.lighter.utils import (
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.schema import Section, validate
 from consilium.core.storage import write_atomic
-from consilium.flare.kit.local_folder import certificate, kit_name
+from consilium.flare.kit.kit_files import certificate, kit_name, private_key
 from consilium.flare.kit.root_ca import fingerprints, named_root
 from consilium.privacy.ledger import audit
 from consilium.privacy.ledger.ledger import Ledger
@@ -123,7 +123,7 @@ def pack(kit: Path, experiment: str, files: Mapping[str, bytes], output: Path) -
         files={name: hashlib.sha256(content).hexdigest() for name, content in sorted(every.items())},
     )
     text = json.dumps(manifest.model_dump(), indent=1).encode()
-    signature = sign_content(text, load_private_key_file(str(own.with_suffix(".key"))), return_str=False)
+    signature = sign_content(text, load_private_key_file(str(private_key(kit))), return_str=False)
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in {**every, MANIFEST: text, SIGNATURE: signature}.items():

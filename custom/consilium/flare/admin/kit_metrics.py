@@ -21,7 +21,7 @@ from consilium.federation.run_folders import RUNS, STATE
 from consilium.flare.kit import heartbeat_server
 from consilium.flare.kit.admission import noted
 from consilium.flare.kit.certificates import days_left
-from consilium.flare.kit.local_folder import certificate, kit_name, kit_role
+from consilium.flare.kit.kit_files import certificate, kit_name, kit_role
 from consilium.flare.kit.revocation import read as revoked
 from consilium.privacy.accounting.composition import epsilon_for
 from consilium.privacy.ledger import audit
@@ -31,6 +31,15 @@ from consilium.report.plain_files import read_events
 
 RECENT = 30 * 86400.0
 """Seconds without an event after which a run is left out."""
+SITE_FACTS = {
+    "skew": "site_clock_ahead_seconds",
+    "certificate_ends": "site_certificate_end_timestamp_seconds",
+    "disk_free": "site_disk_free_bytes",
+    "memory_free": "site_memory_free_bytes",
+    "data_readable": "site_data_readable",
+    "data_checked": "site_data_checked_timestamp_seconds",
+}
+"""Facts of a heartbeat that are one number, and their metrics."""
 HELP = {
     "info": "version of the package that wrote this",
     "written_timestamp_seconds": "when this was written",
@@ -47,6 +56,15 @@ HELP = {
     "run_round_seconds": "how long the last concluded round took",
     "run_refusals_total": "answers of a site that were not used, or did not come",
     "site_last_seen_timestamp_seconds": "when a site's last result or hello was accepted",
+    "site_last_heartbeat_timestamp_seconds": "when a site's last heartbeat was accepted",
+    "site_clock_ahead_seconds": "how far a site's clock is ahead of the server's",
+    "site_certificate_end_timestamp_seconds": "when a site's certificate ends",
+    "site_disk_free_bytes": "free disk of a site that shares its health",
+    "site_memory_free_bytes": "free memory of a site that shares its health",
+    "site_gpu_memory_free_bytes": "free memory of each GPU of a site that shares its health",
+    "site_data_readable": "0 if the data list of a site that shares its health cannot be read",
+    "site_data_checked_timestamp_seconds": "when a site last tried to read its data list",
+    "site_last_refusal_timestamp_seconds": "when a site last refused a job, with the code",
     "epsilon_spent": "privacy that all jobs together have cost",
     "epsilon_left": "privacy that the budget leaves, never under 0",
     "ledger_intact": "0 if the privacy ledger cannot be read or was altered",
@@ -80,10 +98,24 @@ def _server(kit: Path, state: Path) -> Iterator[Sample]:
             yield from _run(folder, read_events(path)[0], seen)
     with suppress(ConfigError):  # no site was seen, or the file is damaged, which `consilium sites` says
         for name, one in heartbeat_server.read(kit)["sites"].items():
-            if one.get("cause"):
-                yield Sample("refused", 1, {"site": name, "cause": one["cause"]})
+            yield from _attendance(name, one)
     for site, when in sorted(seen.items()):
         yield Sample("site_last_seen_timestamp_seconds", when, {"site": site})
+
+
+def _attendance(name: str, one: dict[str, Any]) -> Iterator[Sample]:
+    """Yield what a site's last heartbeat said; see health.py for what it says with its leave only."""
+    of, health = {"site": name}, one.get("health", {})
+    if one.get("cause"):
+        yield Sample("refused", 1, of | {"cause": one["cause"]})
+    yield Sample("site_last_heartbeat_timestamp_seconds", one["last_seen"], of)
+    for fact, metric in SITE_FACTS.items():
+        if fact in one | health:
+            yield Sample(metric, float((one | health)[fact]), of)
+    for number, (free, _) in enumerate(health.get("gpus", ())):
+        yield Sample("site_gpu_memory_free_bytes", free, of | {"gpu": str(number)})
+    if "refusal" in health:
+        yield Sample("site_last_refusal_timestamp_seconds", health.get("refused_at", 0.0), of | {"code": health["refusal"]})
 
 
 def _run(folder: Path, lines: list[dict[str, Any]], seen: dict[str, float]) -> Iterator[Sample]:

@@ -25,6 +25,7 @@ from consilium.federation.run_folders import default_name
 from consilium.flare.kit.admission import cause_of, refusal
 from consilium.flare.kit.certificates import check_time, why_no_connection
 from consilium.flare.kit.heartbeat_client import KEY
+from consilium.flare.kit.kit_files import server_folders
 from consilium.report.live_view import progress
 
 ENDED = "FINISHED"
@@ -146,7 +147,8 @@ class Admin:
 
     def _why(self, job: Job) -> str:
         if job["status"] == LOST:
-            return "its server process is gone; `consilium resume` goes on from the last finished round"
+            resume = f"`consilium resume {shown(experiment_of(job))} --kit KIT`"
+            return f"its server process is gone; {resume} goes on from the last finished round"
         undeployed = [line for line in job.get("job_deploy_detail", []) if not line.endswith(": OK")]
         reason = self._outcome(job["job_id"]).get("reason") or "; ".join(undeployed)
         return " ".join((reason or self._unscheduled(job["job_id"]) or NO_REASON).split())
@@ -200,12 +202,7 @@ def stored_jobs(kit: Path, experiment: str) -> list[Path]:
     They are found by FLARE's metadata, or by the jobs' own files if FLARE's tools submitted them. Raises ConfigError for a kit
     that names no folder of jobs.
     """
-    path = kit / "local" / "resources.json"
-    try:
-        (manager,) = (one for one in json.loads(path.read_text(encoding="utf-8"))["components"] if one["id"] == "job_manager")
-        metas = sorted(Path(manager["args"]["uri_root"]).glob("*/meta"))
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"{path}: names no folder of jobs (job_manager); run `consilium doctor KIT`") from None
+    metas = sorted(server_folders(kit)[0].glob("*/meta"))
     return [meta.parent for meta in metas if _is_of(meta, experiment) or _names(meta.with_name("data"), experiment)]
 
 

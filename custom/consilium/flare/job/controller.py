@@ -93,7 +93,8 @@ class RoundController(Controller):
         collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
         asked = event_type == InfoCollector.EVENT_TYPE_GET_STATS and isinstance(collector, GroupInfoCollector)
         if asked and self.coordinator:
-            collector.set_info("consilium", progress(self.coordinator.folder))
+            waiting = dict(self.registration.tasks.waiting) if self.registration else None
+            collector.set_info("consilium", progress(self.coordinator.folder, waiting))
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
         """Close the run's files and publish those that an administrator may download."""

@@ -19,7 +19,7 @@ class Registration:
 
     def __init__(self, tasks: TaskSender) -> None:
         self.sent: dict[str, Task] = {}
-        self._tasks, self._lock = tasks, threading.Lock()
+        self.tasks, self._lock = tasks, threading.Lock()
         self._arrivals = job_context.arrivals(tasks.fl_ctx, self._arrived)
 
     def close(self) -> None:
@@ -29,7 +29,7 @@ class Registration:
 
     def send(self, tasks: TaskSender | None = None) -> dict[str, Task]:
         """Send a hello to each unregistered client that has none pending; return all pending. A reply registers its site."""
-        tasks = tasks or self._tasks
+        tasks = tasks or self.tasks
         coordinator = tasks.coordinator
 
         def register(name: str, result: Shareable) -> None:
@@ -50,10 +50,10 @@ class Registration:
 
     def _arrived(self, names: set[str]) -> None:
         """Send a hello to sites that connected, or did so again: by now such a site may have another version or other data."""
-        coordinator = self._tasks.coordinator
+        coordinator = self.tasks.coordinator
         coordinator.sites = {n: one for n, one in list(coordinator.sites.items()) if n not in names}  # read by other threads
-        with self._tasks.fl_ctx.get_engine().new_context() as fl_ctx:
-            self.send(replace(self._tasks, fl_ctx=fl_ctx))
+        with self.tasks.fl_ctx.get_engine().new_context() as fl_ctx:
+            self.send(replace(self.tasks, fl_ctx=fl_ctx))
 
 
 def read_hello(name: str, result: Shareable) -> Hello:

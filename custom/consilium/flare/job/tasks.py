@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
 from nvflare.apis.fl_constant import ReturnCode
@@ -27,7 +28,7 @@ class TaskSender:
     """Sends tasks to sites for a controller and takes their replies.
 
     `revoked` returns the sites whose credentials were revoked since the job began; `period`: seconds between two looks at the
-    tasks' states; `replied`: all sites that have sent any reply.
+    tasks' states; `replied`: all sites that have sent any reply; `waiting`: see `wait_for`.
     """
 
     controller: Controller
@@ -37,6 +38,7 @@ class TaskSender:
     revoked: Callable[[], set[str]]
     period: float
     replied: set[str] = field(default_factory=set)
+    waiting: dict[str, Any] = field(default_factory=dict)
 
     @property
     def aborted(self) -> bool:
@@ -100,15 +102,24 @@ class TaskSender:
         return tasks
 
     def wait_for(self, tasks: Mapping[str, Task], enough: Callable[[], bool], grace: float | None = None) -> None:
-        """Return when all tasks have ended, or `grace` seconds (by default the job's) after `enough` became true."""
-        grace = self.coordinator.job.config.federation.straggler_grace_seconds if grace is None else grace
-        enough_since = None
-        while any(task.completion_status is None for task in tasks.values()) and not self.aborted:
+        """Return when all tasks have ended, or `grace` seconds (by default the job's) after `enough` became true.
+
+        Once a site has answered, `waiting` holds those that have not, and how many seconds of their time are left.
+        """
+        federation = self.coordinator.job.config.federation
+        grace = federation.straggler_grace_seconds if grace is None else grace
+        began, enough_since = time.monotonic(), None
+        while (silent := [n for n, task in tasks.items() if task.completion_status is None]) and not self.aborted:
+            now = time.monotonic()
             if enough():
-                enough_since = enough_since or time.monotonic()
-                if time.monotonic() - enough_since >= grace:
-                    return
+                enough_since = enough_since or now
+                if now - enough_since >= grace:
+                    break
+            if enough_since is not None or len(silent) < len(tasks):
+                left = federation.round_timeout + began if enough_since is None else grace + enough_since
+                self.waiting.update(sites=sorted(silent), seconds=round(left - now, 1))
             time.sleep(self.period)
+        self.waiting.clear()
 
     def cancel(self, task: Task) -> None:
         """End a task; a result that still comes is dropped."""

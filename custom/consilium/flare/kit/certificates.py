@@ -18,13 +18,13 @@ from nvflare.lighter.utils import load_crt
 
 from consilium.client.finding import Finding
 from consilium.core.errors import ConfigError
-from consilium.flare.kit.local_folder import certificate
+from consilium.flare.kit.kit_files import certificate, private_key, relay_of
 
 WARN_DAYS, URGENT_DAYS = 60, 30
 """Days before the end from which there is a warning, and from which there is a problem."""
 RENEW = "ask the hub for a renewed kit, then `consilium update-kit KIT --from NEW_KIT`"
 RENEW_SERVER = "at the hub: `consilium renew SITES_YML -o kits`, then `consilium update-kit` at the server"
-CONFIGS = ("fed_client.json", "fed_admin.json", "fed_server.json")
+CONFIGS = ("fed_client.json", "fed_admin.json", "fed_server.json", "fed_relay.json")
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 NO_PROXIES = ("no_grpc_proxy", "no_proxy")
 """Environment variables in the order in which gRPC reads them, lower case only."""
@@ -89,27 +89,33 @@ def _check_server_certificate(kit: Path) -> x509.Certificate | Finding:
 
 
 def server_address(kit: Path) -> str:
-    """Return host:port of the server that a kit is for. Raises ConfigError."""
+    """Return host:port of the server that a kit is for, or of the relay that it goes through. Raises ConfigError."""
     return _service(kit)[0]
 
 
 def _service(kit: Path) -> tuple[str, str]:
-    """Return host:port of the server that a kit is for, and the scheme of FLARE's transport. Raises ConfigError."""
+    """Return host:port of the server or relay that a kit connects to, and the scheme of the transport. Raises ConfigError."""
+    if relay := relay_of(kit):
+        return relay["address"], relay.get("scheme", "")
     for path in (kit / "startup" / name for name in CONFIGS):
         if path.is_file():
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            if "admin" in raw:
-                return f"{raw['admin']['host']}:{raw['admin']['port']}", raw["admin"].get("scheme", "")
-            return raw["servers"][0]["service"]["target"], raw["servers"][0]["service"].get("scheme", "")
+            try:
+                raw = json.loads(path.read_text(encoding="utf-8"))
+                if "admin" in raw:
+                    return f"{raw['admin']['host']}:{raw['admin']['port']}", raw["admin"].get("scheme", "")
+                service = raw["connect_to"] if "connect_to" in raw else raw["servers"][0]["service"]
+                return service.get("target") or service["address"], service.get("scheme", "")
+            except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+                raise ConfigError(f"{path}: names no server ({error!r}); ask the hub for the kit") from None
     raise ConfigError(f"{kit}: no startup kit: none of {', '.join(CONFIGS)} in startup/; give the folder that has startup/")
 
 
 def server_certificate(kit: Path) -> x509.Certificate:
     """Return the server's certificate. Raises OSError, of which ssl.SSLError is one."""
-    (target, scheme), own = _service(kit), certificate(kit)
+    (target, scheme), own, key = _service(kit), certificate(kit), private_key(kit)
     host, _, port = target.rpartition(":")
     context = ssl.create_default_context(cafile=kit / "startup" / "rootCA.pem")
-    context.load_cert_chain(own, own.with_suffix(".key"))
+    context.load_cert_chain(own, key)
     proxy = proxy_of(host) if scheme == "grpc" else ""
     with _reached(host, int(port), proxy) as plain, context.wrap_socket(plain, server_hostname=host) as link:
         return x509.load_der_x509_certificate(link.getpeercert(binary_form=True) or b"")
@@ -150,6 +156,7 @@ def check_time(kit: Path) -> None:
     if not own.not_valid_before_utc <= datetime.now(UTC) <= own.not_valid_after_utc:
         found = next(examine_own(kit))
         raise ConfigError(f"{kit}: {found.found}; {found.remedy}")
+    private_key(kit)
 
 
 def why_no_connection(kit: Path) -> str:

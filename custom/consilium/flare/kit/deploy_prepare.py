@@ -20,8 +20,8 @@ from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.schema import read_yaml
 from consilium.federation.run_folders import STATE
+from consilium.flare.kit.kit_files import LOCKED, kit_name, kit_role
 from consilium.flare.kit.kit_hardening import COMM, RESOURCES, is_pinned
-from consilium.flare.kit.local_folder import kit_name, kit_role
 from consilium.flare.kit.processes import check_stopped
 
 DEFAULT = f"{RESOURCES}.default"
@@ -38,6 +38,8 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
     if kit_role(kit) is None or not is_pinned(kit):
         raise ConfigError(f"{kit}: is no closed kit of a site or server; run `consilium allow KIT` first")
     check_stopped(kit)
+    if (kit / LOCKED).is_file():
+        raise ConfigError(f"{kit}: its keys are locked, and a container cannot ask; run `consilium unlock {kit} --for-good`")
     if output.resolve().is_relative_to(kit.resolve()):
         raise ConfigError(f"--output: {output}: lies in the kit that is copied; give a folder outside of it")
     if kit_role(kit) == "site":

@@ -1,7 +1,10 @@
 """`consilium doctor`: checks of a startup kit (signature, policies, certificates, server, data) and of the machine."""
 
 import json
+import os
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,10 +28,13 @@ from consilium.federation.run_folders import STATE
 from consilium.flare import patches
 from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
 from consilium.flare.kit import admission
-from consilium.flare.kit.certificates import examine_own, examine_servers
+from consilium.flare.kit.certificates import examine_own, examine_servers, server_address
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, is_ours
+from consilium.flare.kit.heartbeat_server import read
+from consilium.flare.kit.install.service import TEMPORARY
+from consilium.flare.kit.kit_files import LOCKED, certificate, kit_name, kit_role, private_key, relay_of, server_folders
 from consilium.flare.kit.kit_hardening import COMM, altered, is_as_signed, is_pinned, is_signed, leaves_callers_folder
-from consilium.flare.kit.local_folder import certificate, kit_name, kit_role, lacking
+from consilium.flare.kit.local_folder import lacking
 from consilium.flare.kit.processes import is_word, processes
 from consilium.flare.kit.revocation import is_checked
 from consilium.flare.kit.revocation import read as read_revoked
@@ -52,9 +58,12 @@ def examine(kit: Path, job: Path | None = None) -> list[Finding]:
 
 
 def _examine_kit(kit: Path) -> Iterator[Finding]:
-    if (kit / "startup" / "fed_admin.json").is_file():  # a person has no site: no list, policies or classes
+    relay = (kit / "startup" / "fed_relay.json").is_file()
+    if relay or (kit / "startup" / "fed_admin.json").is_file():  # neither is a site: no list, policies or classes
         yield _signature(kit)
         yield from examine_own(kit)
+        if relay:
+            yield checked("port", lambda: _port(kit, _json(kit / "local" / COMM)["internal"]["resources"]["port"]))
         yield checked("server", lambda: examine_servers(kit))
         return
     named = checked("startup kit", lambda: f"{kit}: {kit_name(kit)}")
@@ -66,6 +75,7 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
         yield Finding("path", what, "move the kit to a path without spaces, quotes and #")
     yield _signature(kit)
     yield _start_script(kit)
+    yield checked("key", lambda: _key(kit))
     yield checked("settings", lambda: _settings(kit))
     role = kit_role(kit) or "site"  # `kit_name` has found one
     yield checked("FLARE's code", lambda: patches.check(role))
@@ -74,6 +84,10 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
     yield from examine_own(kit)
     if role == "server":
         yield checked("revocation", lambda: _revocation(kit))
+        yield checked("state", lambda: _state(server_folders(kit)[0].parent))
+        yield checked("disk", lambda: examine_disk(server_folders(kit)[0]))
+        yield checked("port", lambda: _port(kit, int(server_address(kit).rpartition(":")[2])))
+        yield checked("relays", lambda: _relays(_json(kit / "startup" / "fed_server.json"), kit))
     else:
         own = certificate(kit).read_text(encoding="utf-8")
         yield checked("fingerprint", lambda: f"{fingerprint(public_key(own))} (for others' secure_aggregation.partners)")
@@ -84,10 +98,58 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
             yield _admission(kit)
 
 
+def _state(folder: Path) -> Finding | str:
+    """Return whether a server's folder of jobs and snapshots is for its own user, writable and in a lasting place."""
+    there = next(one for one in (folder, *folder.resolve().parents) if one.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        found = f"{there}: user {os.geteuid()} cannot write there"
+        return Finding("state", found, f"as root: mkdir -p {folder} && chown {os.geteuid()} {folder}")
+    if there == folder and (mode := folder.stat().st_mode & 0o777) & 0o077:
+        found = f"{folder}: mode {mode:o}: other users of this machine can read jobs and results"
+        return Finding("state", found, f"chmod 700 {folder}")
+    if any(folder.resolve().is_relative_to(place) for place in TEMPORARY):
+        advice = "a restart of the machine may empty it: name another `state` in sites.yml, `consilium provision --local KIT`"
+        return Finding("state", f"{folder}: in a temporary folder", advice=advice)
+    return f"{folder}: for this user only" if there == folder else f"{folder}: is made at the start, for this user only"
+
+
+def _port(kit: Path, port: int) -> Finding | str:
+    """Return whether a server or relay listens on its port, or could if it does not run."""
+    with socket.socket() as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            own.bind(("", port))
+        except PermissionError:
+            return Finding("port", f"{port}: this user may not listen there", "`consilium service install` gives it the right")
+        except OSError as error:
+            if processes(kit):
+                return f"{port}: it listens"
+            remedy = f"stop what listens there (`ss -ltnp sport = :{port}` names it), or choose another `port` in sites.yml"
+            return Finding("port", f"{port}: {error.strerror}", remedy)
+    if processes(kit):
+        return Finding("port", f"{port}: it runs and does not listen", f"try again in a minute, then see {kit / 'log.txt'}")
+    return f"{port}: free"
+
+
+def _relays(raw: dict[str, Any], kit: Path) -> Finding | str:
+    """Return the sites behind each relay, and whether one relay's sites are all away."""
+    behind: dict[str, list[str]] = {}
+    for place, site in raw["servers"][0].get("auth_identity_map", {}).items():
+        behind.setdefault(place.rpartition(".")[0], []).append(site)
+    found = "; ".join(f"{relay} before {', '.join(sites)}" for relay, sites in behind.items() if relay) or "none"
+    seen = {}
+    with suppress(ConfigError):
+        seen = read(kit)["sites"]
+    away = [r for r, sites in behind.items() if r and processes(kit) and not any(seen.get(s, {}).get("here") for s in sites)]
+    advice = f"no site behind {away[0]} is here: at the relay run `consilium doctor KIT`" if away else ""
+    return Finding("relays", found, advice=advice)
+
+
 def _admission(kit: Path) -> Finding:
     """Return whether the server lets the site in: as its own process found, or by registering as the site would."""
     try:
-        running = processes(kit)
+        if not (running := processes(kit)) and relay_of(kit):
+            return Finding("admission", "not asked through a relay; start the site, and its log says so")
         said = "as the running site found" if running else admission.ask(kit)
     except FLCommunicationError as error:
         return Finding("admission", f"the server does not answer a registration ({error})", advice="try again in a minute")
@@ -104,6 +166,20 @@ def _signature(kit: Path) -> Finding:
     if is_as_signed(kit / "startup"):
         return Finding("signature", "startup/ is as it was made")
     return Finding("signature", f"startup/ was altered: {', '.join(altered(kit / 'startup'))}", "restore it")
+
+
+def _key(kit: Path) -> Finding | str:
+    """Return whether the private key is there, for its user alone, and whether it is locked when the kit is not in use."""
+    path = private_key(kit)
+    if (mode := path.stat().st_mode & 0o777) & 0o077:
+        return Finding(
+            "key", f"{path}: mode {mode:o}: others can read it", f"chmod 600 {path}; ask the hub for a new kit if they may have"
+        )
+    return (
+        "locked, and open now"
+        if (kit / LOCKED).is_file()
+        else "for this user only; `consilium lock` puts it under a passphrase"
+    )
 
 
 def _start_script(kit: Path) -> Finding:

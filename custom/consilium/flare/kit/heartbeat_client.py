@@ -14,11 +14,13 @@ from typing import Any
 
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
-from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
+from nvflare.fuel.f3.cellnet.defs import CellChannel, MessageHeaderKey, ReturnCode
+from nvflare.fuel.f3.message import Message
 from nvflare.fuel.utils.log_utils import configure_logging
 from nvflare.lighter.utils import load_crt
+from nvflare.private.defs import CellChannelTopic
 from nvflare.private.fed.client.communicator import Communicator
 from nvflare.private.fed.client.fed_client_base import FederatedClientBase
 
@@ -27,6 +29,7 @@ from consilium.core.messages import PROTOCOL
 from consilium.federation.compatibility import libraries
 from consilium.flare import patches
 from consilium.flare.kit.admission import Cause, HeartbeatFilter, await_admission, note
+from consilium.flare.kit.health import HealthReport
 
 KEY = "consilium_attendance"
 """The key in a heartbeat's context, and in the server's status."""
@@ -37,14 +40,17 @@ JOB = "worker_process"
 """The module that FLARE runs for a job at a site."""
 RETRY = 60.0
 """Seconds between two checks of a certificate that is not valid, each with a line in the log."""
+SILENCE = 30.0
+"""Seconds without an answer after which a site whose certificate is not valid is out."""
 POLL = 0.1
 """Seconds between two checks whether the client has its engine."""
 
 
-def own_facts(certificate_ends: float | None = None) -> Facts:
-    """Return this participant's versions, its clock (seconds since 1970), and when its certificate ends."""
+def own_facts(certificate_ends: float | None = None, health: Facts | None = None) -> Facts:
+    """Return this participant's versions, its clock (seconds since 1970), when its certificate ends, and its `health`."""
     facts: Facts = {"version": __version__, "protocol": PROTOCOL, "libraries": libraries(), "clock": time.time()}
-    return facts if certificate_ends is None else facts | {"certificate_ends": certificate_ends}
+    more = {"certificate_ends": certificate_ends, "health": health}
+    return facts | {name: value for name, value in more.items() if value is not None}
 
 
 def await_certificate(kit: Path) -> None:
@@ -52,31 +58,25 @@ def await_certificate(kit: Path) -> None:
 
     FLARE 2.9's client fails without a message, and then waits for ever, even once the certificate is valid.
     """
-    while (path := kit / "startup" / "client.crt").is_file() and (wrong := _not_valid(path)):
+    while (path := kit / "startup" / "client.crt").is_file() and (found := not_valid(path))[0]:
         configure_logging(Workspace(str(kit)))  # FLARE does it later
-        logging.getLogger(__name__).error(f"the kit's certificate {wrong}; waiting")
-        note(kit, _cause(path))
+        logging.getLogger(__name__).error(f"the kit's certificate {found[0]}; waiting")
+        note(kit, found[1])
         time.sleep(RETRY)
 
 
-def _not_valid(path: Path) -> str:
-    """Return why a certificate is not valid now, with a remedy; "" for a valid one."""
+def not_valid(path: Path) -> tuple[str, Cause | None]:
+    """Return why a certificate is not valid now, with a remedy, and the cause; "" for a valid one."""
     try:
         own, now = load_crt(path), datetime.now(UTC)
     except (OSError, ValueError):  # such as a half-copied file
-        return "cannot be read: restore the kit"
+        return "cannot be read: restore the kit", None
     if own.not_valid_before_utc <= now <= own.not_valid_after_utc:
-        return ""
+        return "", None
     span = f"from {own.not_valid_before_utc:%Y-%m-%d %H:%M} to {own.not_valid_after_utc:%Y-%m-%d %H:%M}"
-    return f"is valid {span}, now is {now:%Y-%m-%d %H:%M} UTC: set the clock, or ask the hub for a renewed kit"
-
-
-def _cause(path: Path) -> Cause | None:
-    """Return the cause of a wait for a certificate that is not valid now; None for an unreadable file."""
-    with suppress(OSError, ValueError):
-        own, now = load_crt(path), datetime.now(UTC)
-        return Cause.EARLY if now < own.not_valid_before_utc else Cause.ENDED if now > own.not_valid_after_utc else None
-    return None
+    remedy = "set the clock, or ask the hub for a renewed kit"
+    cause = Cause.EARLY if now < own.not_valid_before_utc else Cause.ENDED
+    return f"is valid {span}, now is {now:%Y-%m-%d %H:%M} UTC: {remedy}", cause
 
 
 def await_engine(beat: Callable[..., None], client: FederatedClientBase, *rest: Any) -> None:
@@ -96,14 +96,39 @@ class AttendanceReport(FLComponent):
             patches.CLIENT_HEARTBEAT.wrap(await_engine)
             patches.CLIENT_REGISTRATION.wrap(await_admission)
             logging.getLogger(f"{Communicator.__module__}.{Communicator.__qualname__}").addFilter(HeartbeatFilter(Path.cwd()))
-        self._ends: float | None = None
+        self._kit = Path.cwd()
+        self._health: HealthReport | None = None
+        self._answered = self._said = 0.0
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Put the facts into the context that FLARE sends with a heartbeat."""
-        if event_type == EventType.SYSTEM_BOOTSTRAP:
-            workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
-            self._ends = load_crt(Path(workspace.get_startup_kit_dir()) / "client.crt").not_valid_after_utc.timestamp()
-        elif event_type == EventType.BEFORE_CLIENT_HEARTBEAT:
-            fl_ctx.set_prop(KEY, own_facts(self._ends), private=False, sticky=False)
+        if event_type == EventType.BEFORE_CLIENT_HEARTBEAT:
+            if self._health is None:  # the first one: a job's process sends none
+                self._health = HealthReport(self._kit)
+                cell = fl_ctx.get_engine().get_cell().core_cell
+                cell.add_incoming_reply_filter(CellChannel.SERVER_MAIN, CellChannelTopic.HEART_BEAT, self._accepted)
+            ends = None
+            with suppress(OSError, ValueError):  # just now replaced by a renewed one
+                ends = load_crt(self._kit / "startup" / "client.crt").not_valid_after_utc.timestamp()
+            fl_ctx.set_prop(KEY, own_facts(ends, self._health.facts), private=False, sticky=False)
         elif event_type == EventType.AFTER_CLIENT_HEARTBEAT:
-            note(Path.cwd(), None)
+            self._warn_of_end()
+
+    def _accepted(self, reply: Message) -> None:
+        """Note that the server lets the site in. FLARE's event after a heartbeat comes for an unanswered one too."""
+        if reply.get_header(MessageHeaderKey.RETURN_CODE) == ReturnCode.OK:
+            self._answered = time.monotonic()
+            note(self._kit, None)
+
+    def _warn_of_end(self) -> None:
+        """Log every minute that the certificate has ended, and note it as the cause once the server does not answer.
+
+        A connection outlives its certificate: the site stays until that breaks.
+        """
+        wrong, cause = not_valid(self._kit / "startup" / "client.crt")
+        if wrong and (now := time.monotonic()) - self._said >= RETRY:
+            self._said = now
+            if (away := now - self._answered > SILENCE) and cause:
+                note(self._kit, cause)
+            left = "the server does not answer" if away else "it stays until the connection breaks"
+            logging.getLogger(__name__).error(f"the kit's certificate {wrong}; {left}")

@@ -28,7 +28,9 @@ from consilium.flare import patches
 from consilium.flare.kit import revocation
 from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.audit_rotation import rotate
+from consilium.flare.kit.health import checked_health, is_time
 from consilium.flare.kit.heartbeat_client import KEY, Facts, own_facts
+from consilium.flare.kit.kit_files import server_folders
 from consilium.flare.kit.revocation import latest_heartbeat
 
 MAX_SITES = 10_000
@@ -60,6 +62,8 @@ class Attendance(FLComponent):
         if event_type == EventType.SYSTEM_BOOTSTRAP:
             self._kit = Path(fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT).get_root_dir())
             self._latest = latest_heartbeat(self._kit / STATE / ATTENDANCE)
+            with suppress(ConfigError):  # the doctor says so
+                private_folder(server_folders(self._kit)[0])  # FLARE would make it for all to read
             with suppress(ConfigError):  # no file yet, or a damaged one, which is written anew
                 former = read(self._kit)["sites"]
                 self._sites = {
@@ -117,15 +121,12 @@ class Attendance(FLComponent):
         return {n: cause for n, cause in (found | dict.fromkeys(disabled, Cause.REFUSED)).items() if n not in here}
 
 
-def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1e11
-
-
 VALID: dict[str, Callable[[Any], bool]] = {
     "version": is_version,
     "protocol": lambda value: type(value) is int and 0 <= value < 10**6,
     "libraries": are_libraries,
-    "certificate_ends": _is_time,
+    "certificate_ends": is_time,
+    "health": lambda value: type(value) is dict and checked_health(value) == value,
 }
 """What a site may say of itself, beside its clock."""
 
@@ -133,8 +134,11 @@ VALID: dict[str, Callable[[Any], bool]] = {
 def checked_facts(sent: Any, now: float) -> Facts:
     """Return the valid facts of those that a site sent, the time of its heartbeat, and how many seconds its clock is ahead."""
     sent = sent if isinstance(sent, Mapping) else {}
+    sent = {name: sent[name] for name in (*VALID, "clock") if name in sent}
+    if "health" in sent:
+        sent["health"] = checked_health(sent["health"])
     facts = {"last_seen": now} | {name: sent[name] for name, valid in VALID.items() if name in sent and valid(sent[name])}
-    return facts | ({"skew": round(sent["clock"] - now, 1)} if _is_time(sent.get("clock")) else {})
+    return facts | ({"skew": round(sent["clock"] - now, 1)} if is_time(sent.get("clock")) else {})
 
 
 def read(kit: Path) -> Facts:
@@ -161,7 +165,7 @@ def _is_row(one: Facts) -> bool:
     skew, jobs = one.get("skew", 0.0), one["jobs"]
     return (
         all(VALID[name](one[name]) for name in VALID.keys() & one.keys())
-        and _is_time(one["last_seen"])
+        and is_time(one["last_seen"])
         and type(one["here"]) is bool
         and one.get("cause") in (None, *Cause)
         and isinstance(jobs, list)

@@ -9,10 +9,11 @@ from typing import Any
 
 from cryptography.exceptions import InvalidSignature
 from nvflare.lighter.constants import ProvFileName
-from nvflare.lighter.utils import load_crt, verify_content, verify_folder_signature
+from nvflare.lighter.utils import load_crt, verify_content
 
 from consilium.core.errors import ConsiliumError
 from consilium.core.storage import write_atomic
+from consilium.flare.kit.kit_files import LOCKED
 
 COMM, RESOURCES = "comm_config.json", "resources.json"
 START, CONSOLE = "sub_start.sh", "fl_admin.sh"
@@ -23,6 +24,12 @@ ELSEWHERE = """# Python looks for modules where it is started, so start where no
 mkdir -p "$WORKSPACE/.empty" && cd "$WORKSPACE/.empty" || exit 1
 
 """
+BACKGROUND = "  $DIR/sub_start.sh &\n"
+UNLOCK = f"""  if [ -f "$DIR/../{LOCKED}" ]; then
+    python3 -P -c 'from consilium.cli.main import main; main()' unlock "$DIR/.." || exit 1
+  fi
+"""
+"""In start.sh, before it goes to the background, where nobody can be asked."""
 PYTHON, SAFE_PYTHON = "python3 -m", "python3 -P -m"
 
 
@@ -63,6 +70,13 @@ def leave_callers_folder(startup: Path) -> None:
         path.write_text(safe, encoding="utf-8")  # in place: it keeps its mode
 
 
+def unlock_at_start(startup: Path) -> None:
+    """Let start.sh ask for the passphrase of a locked kit. Call it before startup/ is signed."""
+    path = startup / "start.sh"
+    if path.is_file() and UNLOCK not in (script := path.read_text(encoding="utf-8")):
+        path.write_text(script.replace(BACKGROUND, UNLOCK + BACKGROUND), encoding="utf-8")
+
+
 def leaves_callers_folder(startup: Path) -> bool:
     """Return whether the scripts in startup/ may be called from any folder."""
     return not _unsafe(startup)
@@ -75,8 +89,7 @@ def is_signed(startup: Path) -> bool:
 
 def is_as_signed(startup: Path) -> bool:
     """Return whether startup/ is signed, and no file of it was changed since."""
-    root = str(startup / "rootCA.pem")
-    return is_signed(startup) and verify_folder_signature(str(startup), root, True, ProvFileName.SIGNATURE_JSON)
+    return is_signed(startup) and not altered(startup)
 
 
 def altered(startup: Path) -> list[str]:
@@ -91,7 +104,8 @@ def altered(startup: Path) -> list[str]:
         return False
 
     names = {path.name for path in startup.iterdir()} - {ProvFileName.SIGNATURE_JSON}
-    return sorted(name for name in names | signatures.keys() if not is_signed_so(name))
+    away = {name for name in signatures if name.endswith(".key")} if (startup.parent / LOCKED).is_file() else set()
+    return sorted(name for name in names | (signatures.keys() - away) if not is_signed_so(name))
 
 
 def _unsafe(startup: Path) -> list[Path]:

@@ -34,14 +34,14 @@ class LocalFederation:
         make: Callable[[Path, Path], Path] = provision,
     ) -> None:
         self.folder, self.sites, self.port = private_folder(folder.resolve()), list(sites), processes.free_port()
-        self.file = self.folder / "sites.yml"
+        self.file, state = self.folder / "sites.yml", private_folder(self.folder / "server-state")
         server = {"name": SERVER, "org": "hub", "port": self.port, "hosts": ["127.0.0.1"], "bundles": "server" in bundles}
         entries = [
             {"name": name, "org": re.sub(r"\W", "_", name, flags=re.ASCII), "bundles": name in bundles, "site": dict(settings)}
             for name, settings in sites.items()
         ]
         people = [{"name": name, "org": "hub", "role": role} for name, role in ((ADMIN, "project_admin"), (LEAD, "lead"))]
-        deployment = {"name": "poc", "server": server | {"state": str(self.folder / "server-state")}, "sites": entries}
+        deployment = {"name": "poc", "server": server | {"state": str(state)}, "sites": entries}
         write_atomic(self.file, yaml.safe_dump(deployment | {"admins": people}).encode())
         self.kits = make(self.file, self.folder / "kits")
         self.started: dict[str, subprocess.Popen[bytes]] = {}

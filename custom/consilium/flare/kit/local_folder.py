@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
-from nvflare.lighter.utils import load_crt
 
 from consilium.config.deployment import DeploymentConfig, ServerEntry, SiteEntry, load_deployment
 from consilium.core.errors import ConfigError
@@ -17,7 +15,8 @@ from consilium.federation.run_folders import RUNS, STATE
 from consilium.flare.job import late_join
 from consilium.flare.kit import heartbeat_client, heartbeat_server, revocation
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, allow_classes
-from consilium.flare.kit.kit_hardening import is_signed, leave_callers_folder, pin_settings
+from consilium.flare.kit.kit_files import kit_name, kit_role
+from consilium.flare.kit.kit_hardening import is_signed, leave_callers_folder, pin_settings, unlock_at_start
 from consilium.flare.kit.processes import check_stopped
 
 SITE_HEADER = "# This hospital's own settings; they win over every job. provisioning/administrator.md lists all fields.\n"
@@ -126,24 +125,7 @@ def close(kit: Path) -> None:
     pin_settings(kit)
     if not is_signed(kit / "startup"):
         leave_callers_folder(kit / "startup")
-
-
-def kit_role(kit: Path) -> str | None:
-    """Return "site" or "server" by a kit's certificate; None if it has none."""
-    return next((role for name, role in ROLES.items() if (kit / "startup" / name).is_file()), None)
-
-
-def kit_name(kit: Path) -> str:
-    """Return the participant's name in a kit's certificate. Raises ConfigError."""
-    return get_cert_common_name(load_crt(certificate(kit)))
-
-
-def certificate(kit: Path) -> Path:
-    """Return the file of the kit's own certificate. Raises ConfigError if there is none."""
-    for name in ROLES:
-        if (path := kit / "startup" / name).is_file():
-            return path
-    raise ConfigError(f"{kit}: no startup kit: startup/client.crt is missing; give the folder that has startup/ and local/")
+        unlock_at_start(kit / "startup")
 
 
 def find_entry(deployment: DeploymentConfig, name: str, source: Path) -> SiteEntry | ServerEntry:

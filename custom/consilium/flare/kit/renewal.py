@@ -32,8 +32,8 @@ from nvflare.lighter.utils import (
 from consilium.config.deployment import load_deployment
 from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
+from consilium.flare.kit.kit_files import LOCKED, certificate, kit_role, private_key
 from consilium.flare.kit.kit_hardening import is_as_signed, is_signed
-from consilium.flare.kit.local_folder import certificate
 from consilium.flare.kit.processes import check_stopped
 from consilium.flare.kit.provision import check_names, provision
 from consilium.flare.kit.root_ca import FORMER, ROOT, ROOT_KEY, fingerprints, follow, named_root, public_bytes
@@ -93,19 +93,25 @@ def _same_key(certificate: str, state: dict[str, Any], days: int) -> str:
     return serialize_cert(new.sign(signing, hashes.SHA256())).decode()
 
 
-def update_kit(kit: Path, new: Path, fingerprint: str = "") -> list[str]:
+def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = False) -> list[str]:
     """Replace a kit's startup/ by that of a renewed kit, and return a line for each new certificate. All else stays.
 
     A root with another key is accepted only with the SHA-256 `fingerprint` of its certificate or key, which must come by
-    another way than the kit. Raises ConfigError, before anything is changed, unless the kit is stopped and `new` renews it.
+    another way than the kit. `running`: allow a site that runs; it takes its new certificate at its next connection. Raises
+    ConfigError, before anything is changed, unless the kit is stopped (or so) and `new` renews it.
     """
-    check_stopped(kit)
+    if not running:
+        check_stopped(kit)
+    elif kit_role(kit) != "site":
+        raise ConfigError(f"--running: {kit}: a server reads its certificate at its start; stop it, and leave out --running")
     if problem := next(_problems(kit, new, named_root(fingerprint) if fingerprint else ""), None):
         raise ConfigError(f"{new}: {problem}")
     startup, ready, old = kit / "startup", kit / NEW, kit / OLD
     shutil.rmtree(ready, ignore_errors=True)
     ready.mkdir(mode=0o700)  # the key is not readable by others meanwhile, whatever modes the renewed kit came with
-    copied = Path(shutil.copytree(new / "startup", ready / "startup"))
+    copied = Path(shutil.copytree(new / "startup", ready / "startup", symlinks=True))
+    if (new / LOCKED).is_file():
+        write_atomic(kit / LOCKED, (new / LOCKED).read_bytes())
     for path in (copied, *copied.rglob("*")):
         path.chmod(0o700 if path.is_dir() or path.suffix == ".sh" else 0o600)
     shutil.rmtree(old, ignore_errors=True)
@@ -140,7 +146,9 @@ def _problems(kit: Path, new: Path, fingerprint: str) -> Iterator[str]:
         yield "its certificate is not signed by its root; ask the hub again"
     if after.not_valid_after_utc <= before.not_valid_after_utc:
         yield "its certificate ends no later than the one that is here; give the newest prod_NN that the hub made"
-    key = load_pem_private_key(certificate(new).with_suffix(".key").read_bytes(), password=None)
+    if (kit / LOCKED).is_file() and not (new / LOCKED).is_file():
+        yield "its key is in clear, yours is locked; run `consilium lock` and `consilium unlock` on it first"
+    key = load_pem_private_key(private_key(new).read_bytes(), password=None)
     if public_bytes(key.public_key()) != public_bytes(after.public_key()):
         yield "its key is none of its certificate; ask the hub again"
     if is_signed(kit / "startup") and not is_as_signed(new / "startup"):

@@ -1,0 +1,139 @@
+"""A site's health in its heartbeats, where its site.yaml says `health: share`: how its machine and its data list are.
+
+No fact counts or names anything of its data. The server takes no other fact than these (VALID).
+"""
+
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from consilium.config.site import SiteConfig, load_site
+from consilium.core.errors import ConfigError, ConsiliumError, Reason
+from consilium.data.text import read_lists
+from consilium.federation.run_folders import RUNS, STATE
+from consilium.privacy.ledger.audit import FILE, lines
+
+PERIOD = 30.0
+"""Seconds between two looks at the machine. An edit of site.yaml counts from the next one on."""
+DATA_PERIOD, MAX_AGE = 600.0, 300.0
+"""Seconds between two readings of the data lists, and after which a look is too old to be sent."""
+GPU_QUERY = ("nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits")
+PATIENCE, MAX_GPUS, MAX_RECORDS = 10.0, 64, 5
+"""Seconds for the GPUs' answer; how many of them, and in how many of the newest records a refusal is looked for."""
+
+
+def is_time(value: Any) -> bool:
+    """Return whether a value is seconds since 1970, before the year 5138."""
+    return type(value) in (int, float) and 0 <= value < 1e11
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**60
+
+
+def _are_gpus(value: Any) -> bool:
+    """Return whether a value has the free and all bytes of each of some GPUs."""
+    return (
+        isinstance(value, list | tuple)
+        and len(value) <= MAX_GPUS
+        and all(isinstance(one, list | tuple) and len(one) == 2 and all(map(_is_size, one)) for one in value)
+    )
+
+
+VALID: dict[str, Callable[[Any], bool]] = {
+    "disk_free": _is_size,
+    "memory_free": _is_size,
+    "memory": _is_size,
+    "gpus": _are_gpus,
+    "data_readable": lambda value: type(value) is bool,
+    "data_checked": is_time,
+    "refusal": lambda value: type(value) is str and value in list(Reason),
+    "refused_at": is_time,
+}
+"""All facts. Sizes are bytes; `refusal`: the code of the site's last refusal of a job."""
+
+
+def checked_health(sent: Any) -> dict[str, Any]:
+    """Return the valid facts of those that a site sent."""
+    if type(sent) is not dict:
+        return {}
+    return {name: sent[name] for name, valid in VALID.items() if name in sent and valid(sent[name])}
+
+
+class HealthReport:
+    """Looks at a site's machine every half a minute in a thread of its own: a disk that hangs must not stop heartbeats."""
+
+    def __init__(self, kit: Path) -> None:
+        self.kit = kit
+        self._last: tuple[float, dict[str, Any] | None] = (0.0, None)
+        self._data: dict[str, Any] = {}
+        threading.Thread(target=self._run, name="health", daemon=True).start()
+
+    @property
+    def facts(self) -> dict[str, Any] | None:
+        """The facts of the last look; None without the site's leave, or if the last look is old."""
+        when, found = self._last
+        return found if time.monotonic() - when < MAX_AGE else None
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._last = time.monotonic(), self.look()
+            except Exception:  # such as a disk's; the next look may succeed
+                self._last = time.monotonic(), None
+            time.sleep(PERIOD)
+
+    def look(self) -> dict[str, Any] | None:
+        """Return the facts now; None without the site's leave, or with a site.yaml that cannot be read."""
+        try:
+            site = load_site(self.kit / "local" / "site.yaml")
+        except ConfigError:
+            return None
+        if site.health is None:
+            return None
+        state, memory = site.state or self.kit / STATE, psutil.virtual_memory()
+        found: dict[str, Any] = {"disk_free": shutil.disk_usage(state if state.is_dir() else self.kit).free}
+        found |= {"memory_free": memory.available, "memory": memory.total, "gpus": gpus()}
+        return found | self._data_facts(site) | last_refusal(state)
+
+    def _data_facts(self, site: SiteConfig) -> dict[str, Any]:
+        """Return whether all data lists can be read, and when that was tried; {} for a site without any."""
+        paths = [one for one in (site.datalist, *(data.datalist for data in site.datasets.values())) if one]
+        if not paths:
+            return {}
+        if not 0 <= time.time() - self._data.get("data_checked", 0.0) < DATA_PERIOD:
+            readable = True
+            for path in paths:
+                try:
+                    read_lists(path)
+                except ConsiliumError:
+                    readable = False
+            self._data = {"data_readable": readable, "data_checked": time.time()}
+        return self._data
+
+
+def gpus() -> list[list[int]]:
+    """Return the free and all bytes of each GPU that NVIDIA's driver lists; [] for none. It loads no torch."""
+    with suppress(OSError, ValueError, subprocess.SubprocessError):
+        said = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
+        return [[int(number) * 2**20 for number in row.split(",")] for row in said.splitlines()[:MAX_GPUS]]
+    return []
+
+
+def last_refusal(state: Path) -> dict[str, Any]:
+    """Return the code and time of the last refusal on record; {} for none. The server has had that code already."""
+    with suppress(OSError):
+        records = sorted((state / RUNS).rglob(FILE), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in records[:MAX_RECORDS]:
+            with suppress(ConsiliumError):
+                for one in reversed(lines(path)):
+                    if one.get("kind") == "refusal" and one.get("reason") in list(Reason):
+                        return {"refusal": str(one["reason"]), "refused_at": one.get("time", 0.0)}
+    return {}

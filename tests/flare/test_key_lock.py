@@ -1,0 +1,183 @@
+"""Private keys under a passphrase: on the way and on disk nothing opens the kit without it, and an opened kit is as it was."""
+
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+import yaml
+
+from consilium.core.errors import ConfigError
+from consilium.flare.kit import key_lock
+from consilium.flare.kit.certificates import check_time
+from consilium.flare.kit.doctor import examine
+from consilium.flare.kit.kit_files import LOCKED
+from consilium.flare.kit.kit_hardening import is_as_signed
+from consilium.flare.kit.provision import provision
+from consilium.flare.kit.renewal import renew, update_kit
+from tests.conftest import run
+
+PASSPHRASE = "five words of a telephone call"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kits")
+    server = {"name": "localhost", "org": "hub", "port": 9, "state": str(folder / "state")}
+    people = [{"name": "a@hub.example", "org": "hub", "role": "lead"}]
+    raw = {"name": "t", "server": server, "sites": [{"name": "clinic", "org": "clinic"}], "admins": people}
+    (folder / "sites.yml").write_text(yaml.safe_dump(raw))
+    return provision(folder / "sites.yml", folder)
+
+
+@pytest.fixture
+def kit(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / "clinic", tmp_path / "clinic", symlinks=True))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "passphrase"
+    path.write_text(f"{PASSPHRASE}\n")
+    return path
+
+
+def test_a_locked_kit_holds_no_key_and_opens_in_memory_as_it_was(
+    kit: Path, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = kit / "startup/client.key"
+    before, signature = key.read_bytes(), (kit / "startup/signature.json").read_bytes()
+    assert run(monkeypatch, "lock", kit, "--passphrase-file", file) == 0
+    assert not key.exists()
+    assert stat.S_IMODE((kit / LOCKED).stat().st_mode) == 0o600
+    content = b"".join(path.read_bytes() for path in kit.rglob("*") if path.is_file() and path.parent.name != "local")
+    assert not any(line in content for line in before.splitlines() if len(line) > 20 and b"PRIVATE" not in line)
+    found = {one.check: one for one in examine(kit)}
+    assert found["signature"].ok
+    assert f"run `consilium unlock {kit}`" in found["key"].line()
+    with pytest.raises(ConfigError, match="consilium unlock"):
+        check_time(kit)
+    assert run(monkeypatch, "unlock", kit, "--passphrase-file", file) == 0
+    assert "in memory" in capsys.readouterr().out
+    assert key.read_bytes() == before
+    assert key.resolve().is_relative_to("/dev/shm")
+    assert stat.S_IMODE(key.resolve().stat().st_mode) == 0o600
+    assert stat.S_IMODE(key.resolve().parent.stat().st_mode) == 0o700
+    assert (kit / "startup/signature.json").read_bytes() == signature
+    assert is_as_signed(kit / "startup")
+    found = {one.check: one for one in examine(kit)}
+    assert found["signature"].ok
+    assert found["key"].line() == "ok       key: locked, and open now"
+    check_time(kit)
+    opened = key.resolve().parent
+    assert run(monkeypatch, "unlock", kit) == 0  # open already: nobody is asked
+    assert run(monkeypatch, "lock", kit) == 0  # closes it: nobody is asked
+    assert not opened.exists()
+    assert not key.is_symlink()
+    assert run(monkeypatch, "unlock", kit, "--passphrase-file", file, "--for-good") == 0
+    assert key.read_bytes() == before
+    assert not key.is_symlink()
+    assert not (kit / LOCKED).exists()
+    assert run(monkeypatch, "unlock", kit) == 2
+
+
+def test_two_locks_of_one_kit_are_different_and_each_opens(kit: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(kit, tmp_path / "other", symlinks=True))
+    for one in (kit, other):
+        key_lock.lock(one, PASSPHRASE)
+    assert (kit / LOCKED).read_bytes() != (other / LOCKED).read_bytes()
+    for one in (kit, other):
+        key_lock.unlock(one, PASSPHRASE, for_good=True)
+    assert (kit / "startup/client.key").read_bytes() == (other / "startup/client.key").read_bytes()
+
+
+@pytest.mark.parametrize("wrong", ["passphrase", "token", "salt", "empty", "binary"])
+def test_what_does_not_open_is_one_line(wrong: str, kit: Path) -> None:
+    key_lock.lock(kit, PASSPHRASE)
+    path = kit / LOCKED
+    salt, token = path.read_bytes().split()
+    damaged = {
+        "token": salt + b"\n" + token[:-8] + b"AAAAAA==",
+        "salt": b"00" * 16 + b"\n" + token,
+        "empty": b"",
+        "binary": os.urandom(200),
+    }
+    if wrong in damaged:
+        path.write_bytes(damaged[wrong])
+    with pytest.raises(ConfigError, match="wrong passphrase, or a damaged file"):
+        key_lock.unlock(kit, PASSPHRASE + "!" if wrong == "passphrase" else PASSPHRASE)
+    assert not (kit / "startup/client.key").exists()
+
+
+@pytest.mark.parametrize("name", ["../local/authorization.json", "/tmp/x.key", "start.sh", "../x.key"])
+def test_a_file_made_by_others_writes_keys_only(name: str, kit: Path) -> None:
+    key_lock.lock(kit, PASSPHRASE)
+    salt = os.urandom(16)
+    token = key_lock._cipher(PASSPHRASE, salt).encrypt(json.dumps({name: "x"}).encode())
+    (kit / LOCKED).write_bytes(salt.hex().encode() + b"\n" + token)
+    with pytest.raises(ConfigError, match="other files than keys"):
+        key_lock.unlock(kit, PASSPHRASE, for_good=True)
+
+
+def test_a_link_of_others_is_not_followed(kit: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter").write_text("x")
+    key_lock.lock(kit, PASSPHRASE)
+    (kit / "startup/client.key").symlink_to(tmp_path / "mine" / "letter")
+    key_lock.lock(kit)
+    assert (tmp_path / "mine" / "letter").read_text() == "x"
+    assert not (kit / "startup/client.key").is_symlink()
+
+
+def test_a_passphrase_is_long_or_given_by_nobody(
+    kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "short").write_text("x" * 11)
+    assert run(monkeypatch, "lock", kit, "--passphrase-file", tmp_path / "short") == 2
+    assert "11 characters; use at least 12" in capsys.readouterr().err
+    assert run(monkeypatch, "lock", kit) == 2
+    assert "nobody to ask" in capsys.readouterr().err
+    assert (kit / "startup/client.key").is_file()
+    (tmp_path / "short").write_text("x" * 12)
+    monkeypatch.setenv("CONSILIUM_PASSPHRASE_FILE", str(tmp_path / "short"))
+    assert run(monkeypatch, "lock", kit) == 0
+
+
+def test_without_memory_the_page_says_that_keys_are_on_disk(
+    kit: Path, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(key_lock, "IN_MEMORY", ("", "/no/such/folder"))
+    key_lock.lock(kit, PASSPHRASE)
+    assert run(monkeypatch, "unlock", kit, "--passphrase-file", file) == 0
+    assert "its keys are on disk" in capsys.readouterr().out
+    assert (kit / "startup/client.key").is_file()
+    key_lock.lock(kit)
+    assert not list(kit.glob("consilium-keys-*"))
+
+
+def test_a_renewed_kit_travels_locked_and_stays_so(made: Path, kit: Path, tmp_path: Path) -> None:
+    key_lock.lock(kit, PASSPHRASE)
+    new = Path(shutil.copytree(renew(made.parents[1] / "sites.yml", made.parents[1], ["clinic"]) / "clinic", tmp_path / "new"))
+    with pytest.raises(ConfigError, match="its key is in clear, yours is locked; run `consilium lock` and `consilium unlock`"):
+        update_kit(kit, new)
+    key_lock.lock(new, PASSPHRASE + " new")
+    with pytest.raises(ConfigError, match="consilium unlock"):
+        update_kit(kit, new)
+    key_lock.unlock(new, PASSPHRASE + " new")
+    update_kit(kit, new)
+    key = kit / "startup/client.key"
+    assert key.is_symlink()  # nothing of it came to the disk
+    key_lock.lock(kit)
+    assert not key.exists()
+    key_lock.unlock(kit, PASSPHRASE + " new")
+    assert is_as_signed(kit / "startup")
+    key_lock.lock(kit)
+
+
+def test_a_key_that_others_can_read_is_a_problem(kit: Path) -> None:
+    (kit / "startup/client.key").chmod(0o644)
+    found = {one.check: one for one in examine(kit)}["key"]
+    assert "mode 644: others can read it" in found.found
+    assert found.remedy.startswith(f"chmod 600 {kit}/startup/client.key")
