@@ -1,7 +1,7 @@
 """Hooks of the site: pages from where they lie, what they link to, and the reference of the code.
 
-The navigation in mkdocs.yml names pages by their paths in the repository. A page that they link to is on the site too, a picture
-as it is, any other file as a page that shows its text. So a relative link leads to the same place here and on GitHub.
+The navigation in mkdocs.yml names pages by their paths in the repository. A page that they link to is on the site too, a
+picture as it is, any other file as a page that shows its text. So a relative link leads to the same place on GitHub.
 """
 
 import json
@@ -89,8 +89,8 @@ def _shown(source: Path) -> str:
     text = source.read_text(encoding="utf-8")
     if source.suffix == ".ipynb":
         return "\n\n".join(part for cell in json.loads(text)["cells"] for part in _cell(cell))
-    name = source.relative_to(ROOT).as_posix()
-    return f"---\nsearch: {{exclude: true}}\n---\n# {source.name}\n\n`{name}`\n\n{_fenced(text, LANGUAGES.get(source.suffix, 'text'))}\n"
+    code = _fenced(text, LANGUAGES.get(source.suffix, "text"))
+    return f"---\nsearch: {{exclude: true}}\n---\n# {source.name}\n\n`{source.relative_to(ROOT).as_posix()}`\n\n{code}\n"
 
 
 def _cell(cell: dict[str, Any]) -> Iterator[str]:
@@ -99,7 +99,8 @@ def _cell(cell: dict[str, Any]) -> Iterator[str]:
     for output in cell.get("outputs", []):
         data = output.get("data", {})
         if "image/png" in data:
-            yield f"![output of the cell above](data:image/png;base64,{''.join(data['image/png']).strip().replace(chr(10), '')})"
+            picture = "".join("".join(data["image/png"]).split())
+            yield f"![output of the cell above](data:image/png;base64,{picture})"
         elif said := "".join(output.get("text", data.get("text/plain", ""))):
             yield _fenced(said, "text")
 

@@ -19,7 +19,7 @@ from consilium.flare.kit.class_allow_list import CLASSES, KEY, allow_classes
 from consilium.flare.kit.kit_hardening import is_signed, leave_callers_folder, pin_settings
 from consilium.flare.kit.processes import check_stopped
 
-SITE_HEADER = "# This hospital's own settings; they win over every job. provisioning/administrator.md lists all fields.\n"
+SITE_HEADER = "# This hospital's own settings; they win over every job. provisioning/site-settings.md lists all fields.\n"
 MAY_BRING_CODE = ("project_admin", "lead")
 """Who may submit a job with code where sites.yml says `bundles: true`."""
 COMPONENTS = {
