@@ -114,7 +114,7 @@ def _reference(room: str) -> str:
     title, heading, modules = KINDS[room]
     registry = (ROOT / f"custom/consilium/{room}/registry.py").read_text(encoding="utf-8")
     kinds = re.findall(r'^ +"(\w+)": "([\w.]+):\w+",$', registry, re.M)
-    about = "From the code's docstrings. [How it is built](../custom/README.md) has a recipe for one of your own."
+    about = "From the code's docstrings. [Recipes](../custom/recipes.md) say how to add one of your own."
     parts = [f"# {title}", about, *(f"::: consilium.{room}.{name}" for name in modules)]
     for name, module in kinds:
         fields = f"Its settings: [job.yaml](../jobs/fields.md#{heading}-{name})."
