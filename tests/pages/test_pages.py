@@ -33,6 +33,7 @@ NOT_RUN = {
     ],
     "jobs/models.md": ["consilium models import", "python -m tests.pretraining"],
     "jobs/papers.md": ["consilium study run iat_table1"],
+    "jobs/studies.md": ["consilium study run mine.yaml"],
     "custom/consilium/data/site.md": ["consilium data cache STATE"],
     "custom/consilium/data/README.md": [
         "consilium data import own",
@@ -57,7 +58,7 @@ NOT_RUN = {
     "tests/README.md": ["pytest tests/strategies", "python -m tests.tools.mutants"],
 }
 """How every block begins that no test runs; each has its reason in the page."""
-OTHERS = ("profile.yml", "me.yml", "project.yml", "ages.yaml: a job.yaml")
+OTHERS = ("profile.yml", "me.yml", "project.yml", "ages.yaml: a job.yaml", "mine.yaml: a study")
 """YAML that is FLARE's own, or a file that the page's commands run."""
 SHELLS = {"sh", "shell", "console", "zsh"}
 
