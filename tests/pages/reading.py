@@ -11,10 +11,8 @@ DEPLOYMENT = [
     for page in ("README", "engineer", "installation", "administrator", "security-officer", "data-protection-officer")
 ]
 """In the order in which a deployment goes: each page's commands take what those before have made."""
-_ALL = {p.relative_to(ROOT) for p in ROOT.rglob("*.md")}
-PAGES = sorted(
-    str(p) for p in _ALL if not {".venv", "runs", "build"} & set(p.parts) and p.name not in ("CHANGELOG.md", "RESULTS.md")
-)
+_BUILT = re.compile(r"(^|/)(\.[^/]*|runs|build)/|(CHANGELOG|RESULTS)\.md$")
+PAGES = sorted(path for p in ROOT.rglob("*.md") if not _BUILT.search(path := p.relative_to(ROOT).as_posix()))
 
 _FENCE = re.compile(r"(?:^<!-- not run: (?P<why>[^\n]+?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 _HOME = re.compile(r"# (?P<path>custom/\S+\.py)(?:, in (?P<mapping>[A-Z]+))?$")
