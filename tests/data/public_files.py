@@ -23,7 +23,7 @@ from consilium.data.dicom.pixels import pictures
 
 DICOM = Path(pydicom.__file__).parent / "data" / "test_files"
 NEURO = Path(nibabel.__file__).parent / "tests" / "data"
-PAGE = Path(__file__).parents[2] / "custom" / "consilium" / "data" / "README.md"
+PAGE = Path(__file__).parents[2] / "custom" / "consilium" / "data" / "formats.md"
 BEGIN, END = "<!-- begin: written by python -m tests.data.public_files -->\n", "<!-- end -->\n"
 NO_DATA = {".py", ".pyc", ".rst", ".m", ".txt", ".json", ".dump", ".icc"}
 """Endings of files that belong to the tests and hold no data, as README and .gitignore do."""

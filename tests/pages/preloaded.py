@@ -3,7 +3,8 @@
     python preloaded.py serve SOCKET         load, then run the calls that come
     python -S preloaded.py call SOCKET ...   run `consilium ...` in a fork: same folder, environment, files, exit code
 
-Only the libraries are there already; the package is that of PYTHONPATH, and each command a process of its own.
+The package is that of PYTHONPATH, and each command a process of its own. Once a file of the package has changed, as the recipes
+change it, commands start without anything loaded.
 """
 
 import gc
@@ -13,6 +14,7 @@ import socket
 import sys
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from pkgutil import walk_packages
 
 
@@ -74,8 +76,15 @@ def main() -> None:
         with suppress(ImportError):  # of an extra that is not there
             import_module(name)
     gc.freeze()
+    loaded = _sources(consilium.__path__[0])
     serve(path)
+    if _sources(consilium.__path__[0]) != loaded:
+        os.execv(sys.executable, [sys.executable, "-c", "from consilium.cli.main import main; main()", *sys.argv[1:]])
     command()
+
+
+def _sources(package: str) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in Path(package).rglob("*.py")}
 
 
 LIBRARIES = ("torch", "monai.inferers", "transformers", "peft", "matplotlib.pyplot", "nvflare.client")

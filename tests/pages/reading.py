@@ -11,8 +11,8 @@ DEPLOYMENT = [
     for page in ("README", "engineer", "installation", "administrator", "security-officer", "data-protection-officer")
 ]
 """In the order in which a deployment goes: each page's commands take what those before have made."""
-_FIRST = {str(p.relative_to(ROOT)) for p in ROOT.rglob("README.md") if not {".venv", "runs", "build"} & set(p.parts)}
-PAGES = sorted(_FIRST | {str(p.relative_to(ROOT)) for p in (ROOT / "jobs").glob("*.md")} | set(DEPLOYMENT))
+_BUILT = re.compile(r"(^|/)(\.[^/]*|runs|build)/|(CHANGELOG|RESULTS)\.md$")
+PAGES = sorted(path for p in ROOT.rglob("*.md") if not _BUILT.search(path := p.relative_to(ROOT).as_posix()))
 
 _FENCE = re.compile(r"(?:^<!-- not run: (?P<why>[^\n]+?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 _HOME = re.compile(r"# (?P<path>custom/\S+\.py)(?:, in (?P<mapping>[A-Z]+))?$")

@@ -25,23 +25,25 @@ from tests.pages.reading import PAGES, ROOT, anchors, blocks, code, links, text_
 NOT_RUN = {
     "README.md": ["python3 -m venv .venv", "python3 -m venv .venv"],
     "jobs/README.md": [
-        "consilium data import medquad",
-        "consilium simulate jobs/nuclei_fediat",
-        "consilium data import own",
-        "consilium allow WORKSPACE",
         "consilium simulate jobs/quickstart --mlflow",
+        "consilium data import own",
+        "consilium simulate jobs/nuclei_fediat",
+        "consilium data import medquad",
+        "consilium allow WORKSPACE",
     ],
     "jobs/models.md": ["consilium models import", "python -m tests.pretraining", "consilium data import csv-text"],
     "jobs/papers.md": ["consilium study run iat_table1"],
+    "jobs/studies.md": ["consilium study run mine.yaml"],
+    "custom/consilium/data/site.md": ["consilium data cache STATE"],
     "custom/consilium/data/README.md": [
-        "consilium data cache STATE",
-        "consilium data import fundus",
         "consilium data import own",
         "consilium data import csv",
+        "consilium data import fundus",
         "consilium data import pannuke",
     ],
-    "custom/consilium/privacy/README.md": ["consilium privacy sums KIT"],
-    "custom/README.md": ["pip install ./my-algorithms", "ruff check .", "python -m build"],
+    "custom/consilium/privacy/secure-aggregation.md": ["consilium privacy sums KIT"],
+    "custom/README.md": ["ruff check .", "python -m build"],
+    "custom/recipes.md": ["pip install ./my-algorithms"],
     "custom/consilium/use/README.md": ["consilium submit", "lm_eval run"],
     "provisioning/README.md": ["consilium poc jobs/quickstart_cells", "consilium allow /tmp/nvflare"],
     "provisioning/engineer.md": [
@@ -58,12 +60,12 @@ NOT_RUN = {
         "useradd",
         "docker build",
     ],
-    "provisioning/administrator.md": ["consilium doctor KIT", "consilium unlock", "consilium approve --revoke DIGEST"],
+    "provisioning/administrator.md": ["consilium doctor KIT", "consilium unlock", "consilium approve --revoke DIGEST", "consilium audit KIT"],
     "provisioning/data-protection-officer.md": ["consilium evidence fundus-1", "consilium forget fundus-1"],
     "tests/README.md": ["pytest tests/strategies", "python -m tests.tools.mutants"],
 }
 """How every block begins that no test runs; each has its reason in the page."""
-OTHERS = ("profile.yml", "me.yml", "project.yml", "ages.yaml: a job.yaml", "tasks/hospital.yaml")
+OTHERS = ("profile.yml", "me.yml", "project.yml", "ages.yaml: a job.yaml", "mine.yaml: a study", "tasks/hospital.yaml")
 """YAML that is FLARE's or lm-evaluation-harness' own, or a file that the page's commands run."""
 SHELLS = {"sh", "shell", "console", "zsh"}
 

@@ -27,8 +27,8 @@ def type_all(pages: list[str], copy: Path, environment: dict[str, str]) -> None:
     for block in (block for page in pages for block in blocks(page)):
         if block.home:
             _put(copy, block)
-        elif block.language == "yaml" and block.first.startswith("# ages.yaml"):
-            (copy / "ages.yaml").write_text(block.text)
+        elif block.language == "yaml" and block.first.endswith((": a job.yaml", ": a study")):
+            (copy / block.first.removeprefix("# ").partition(":")[0]).write_text(block.text)
         elif _runs(block):
             type_in(block, copy, environment)
 

@@ -303,7 +303,7 @@ def test_one_mix_learns_its_weight_by_hand() -> None:
     From w = 1: 1 - 1/8 * 1 * 2 = 3/4; then 3/4 - 1/8 * 1/2 * 2 = 5/8. The site starts at 5/4.
     """
     module: dict[str, Any] = {"__name__": "one_mix"}
-    (block,) = [one for one in blocks("custom/README.md") if one.home and one.home[0].endswith("one_mix.py")]
+    (block,) = [one for one in blocks("custom/recipes.md") if one.home and one.home[0].endswith("one_mix.py")]
     exec(compile(block.text, "one_mix.py", "exec"), module)
     strategy, start = module["OneMix"](eta=0.125), {"x": torch.tensor([2.0])}
 

@@ -116,7 +116,7 @@ def table(section: type) -> str:
 def chapter(title: str, section: type, cited: str = "") -> str:
     """Return a heading, `cited`, a section's docstring, and its table."""
     intro = " ".join((section.__dict__.get("__doc__") or "").split())
-    parts = (f"#### {title}", cited, intro, table(section) if fields_of(section) else "")
+    parts = (f"## {title}", cited, intro, table(section) if fields_of(section) else "")
     return "\n\n".join(part for part in parts if part)
 
 
@@ -161,8 +161,8 @@ def deployment_reference() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "jobs/fields.md": job_reference,
-    "provisioning/administrator.md": site_reference,
-    "provisioning/engineer.md": deployment_reference,
+    "provisioning/site-settings.md": site_reference,
+    "provisioning/federation-settings.md": deployment_reference,
 }
 
 

@@ -1,7 +1,9 @@
 """FLoRA: stacking.
 
-dW = [B_1 .. B_K] [p_1 A_1; ..; p_K A_K] is sum p_i B_i A_i exactly, whatever the ranks. Every site folds dW into its frozen
-weights and starts anew: A random, B = 0. Here the stacks of all rounds travel as a frozen tail beside the weights, which never
+    dW = [B_1 .. B_K] [p_1 A_1; ..; p_K A_K] = sum p_i B_i A_i
+
+This is exact, whatever the ranks. Every site folds dW into its frozen weights and starts anew: A random, B = 0. Here the
+stacks of all rounds travel as a frozen tail beside the weights, which never
 change: late sites, sites that missed rounds and quantized weights need nothing special, and the result stays an adapter. The
 price is the paper's own, more download every round, up to the layer's size, and the bytes reported show it.
 

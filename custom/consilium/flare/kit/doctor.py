@@ -31,7 +31,6 @@ from consilium.flare.kit import admission
 from consilium.flare.kit.certificates import examine_own, examine_servers, server_address
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, is_ours
 from consilium.flare.kit.heartbeat_server import read
-from consilium.flare.kit.install.service import TEMPORARY
 from consilium.flare.kit.kit_files import LOCKED, certificate, kit_name, kit_role, private_key, relay_of, server_folders
 from consilium.flare.kit.kit_hardening import COMM, altered, is_as_signed, is_pinned, is_signed, leaves_callers_folder
 from consilium.flare.kit.local_folder import lacking
@@ -43,6 +42,8 @@ from consilium.privacy.ledger.ledger import Ledger, check
 from consilium.privacy.secagg.certificates import fingerprint, public_key
 from consilium.privacy.secagg.sum_ledger import check_whole
 
+TEMPORARY = (Path("/tmp"), Path("/var/tmp"))
+"""Folders that a restart of the machine may empty."""
 GUARD = {"task_data_filters": GuardTaskFilter, "task_result_filters": GuardResultFilter}
 
 
@@ -120,7 +121,8 @@ def _port(kit: Path, port: int) -> Finding | str:
         try:
             own.bind(("", port))
         except PermissionError:
-            return Finding("port", f"{port}: this user may not listen there", "`consilium service install` gives it the right")
+            remedy = "give the service CAP_NET_BIND_SERVICE (provisioning/installation.md), or choose a `port` over 1023 in sites.yml"
+            return Finding("port", f"{port}: this user may not listen there", remedy)
         except OSError as error:
             if processes(kit):
                 return f"{port}: it listens"

@@ -19,7 +19,7 @@ from consilium.flare.kit.kit_files import kit_name, kit_role
 from consilium.flare.kit.kit_hardening import is_signed, leave_callers_folder, pin_settings, unlock_at_start
 from consilium.flare.kit.processes import check_stopped
 
-SITE_HEADER = "# This hospital's own settings; they win over every job. provisioning/administrator.md lists all fields.\n"
+SITE_HEADER = "# This hospital's own settings; they win over every job. provisioning/site-settings.md lists all fields.\n"
 MAY_BRING_CODE = ("project_admin", "lead")
 """Who may submit a job with code where sites.yml says `bundles: true`."""
 ROLES = {"client.crt": "site", "server.crt": "server"}
