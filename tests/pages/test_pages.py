@@ -60,7 +60,12 @@ NOT_RUN = {
         "useradd",
         "docker build",
     ],
-    "provisioning/administrator.md": ["consilium doctor KIT", "consilium unlock", "consilium approve --revoke DIGEST", "consilium audit KIT"],
+    "provisioning/administrator.md": [
+        "consilium doctor KIT",
+        "consilium unlock",
+        "consilium approve --revoke DIGEST",
+        "consilium audit KIT",
+    ],
     "provisioning/data-protection-officer.md": ["consilium evidence fundus-1", "consilium forget fundus-1"],
     "tests/README.md": ["pytest tests/strategies", "python -m tests.tools.mutants"],
 }

@@ -121,7 +121,7 @@ def _port(kit: Path, port: int) -> Finding | str:
         try:
             own.bind(("", port))
         except PermissionError:
-            remedy = "give the service CAP_NET_BIND_SERVICE (provisioning/installation.md), or choose a `port` over 1023 in sites.yml"
+            remedy = "run it as a service with CAP_NET_BIND_SERVICE, or choose a `port` over 1023 in sites.yml"
             return Finding("port", f"{port}: this user may not listen there", remedy)
         except OSError as error:
             if processes(kit):
