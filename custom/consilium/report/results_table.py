@@ -196,7 +196,7 @@ def confusions(results: Results, classes: Sequence[str]) -> dict[str, np.ndarray
     found: dict[str, np.ndarray] = {}
     for name, count in ((n, c) for metrics in results.values() for n, c in metrics.items()):
         key = MetricKey.parse(name)
-        if key is not None and key.metric in pairs:
+        if key is not None and key.metric in pairs and key.split == split_of(results):
             found.setdefault(str(key.stage), np.zeros((len(classes), len(classes))))[pairs[key.metric]] += count
     return {str(stage): found[stage] for stage in Stage if stage in found}
 

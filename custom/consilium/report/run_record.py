@@ -155,8 +155,16 @@ class RunRecord:
         return found
 
     def validation(self, stage: Stage, metric: str = "") -> dict[str, Curve]:
-        """Return a validation score, by default the leading one: of the global model before a round's training."""
-        return self.curves(str(MetricKey("validation", stage, metric or self.metric)), stage is Stage.PERSONALIZED)
+        """Return a validation score, by default the leading one, by the rounds of training behind the model.
+
+        The last point is of the model that the closing evaluation scores.
+        """
+        name = str(MetricKey("validation", stage, metric or self.metric))
+        found = self.curves(name, stage is Stage.PERSONALIZED)
+        for line in self.of("final"):
+            if line["site"] in found and (value := known(line["metrics"].get(name))) is not None:
+                found[line["site"]][self.last_round] = value
+        return found
 
     def held_out(self, metric: str) -> float | None:
         """Return the mean validation score, before the last round, of the sites that it did not ask to train; None for none."""
