@@ -33,13 +33,11 @@ def test_seeds_of_two_codes_are_told(
     assert "0.550" in capsys.readouterr().out
 
 
-def test_the_command_writes_every_format_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_every_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = made(tmp_path, {"fedit": [[0.2, 0.6], [0.4, 0.8]], "ffa_lora": [[0.1, 0.1], [0.9, 0.9]]})
     for end in ("md", "tex", "csv", "json", "txt"):
         assert run(monkeypatch, "compare", *folders, "-o", tmp_path / f"out.{end}") == 0
         assert "ffa" in (tmp_path / f"out.{end}").read_text()
-    assert run(monkeypatch, "compare", *folders, "--pictures", tmp_path / "pictures") == 0
-    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"curves.png", "sites.png", "bytes.png"}
 
 
 def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

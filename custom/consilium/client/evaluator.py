@@ -57,7 +57,7 @@ class Evaluator:
         return self.evaluate("validation", stage, payload, config.validation.full)
 
     def validate_final(self, stage: Stage, payload: Payload) -> dict[str, float]:
-        """Return validation metrics of the loaded final model, the last point of its learning curve; {} where none is wanted."""
+        """Return validation metrics of the loaded final model, the end of its learning curve; {} where none is wanted."""
         task, config = self.context.task, self.context.config.training
         wanted = stage in config.validation.stages and task.num_samples and task.has("validation")
         return self.evaluate("validation", stage, payload, config.validation.full) if wanted else {}

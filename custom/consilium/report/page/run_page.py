@@ -18,9 +18,10 @@ from consilium.privacy.ledger.audit import FILE, read
 from consilium.privacy.ledger.ledger import Ledger, summary
 from consilium.report.best_worst_cases import CASES
 from consilium.report.compare.comparability import Group
-from consilium.report.compare.figures import COLOURS, PLOTS
+from consilium.report.compare.figures import COLOURS, PAGE, PLOTS
 from consilium.report.compare.scores import mean, scores_of
 from consilium.report.compare.tables import MEANT
+from consilium.report.figures import ROUNDS
 from consilium.report.live_view import ending, when
 from consilium.report.page.cases import curves as draw_curves
 from consilium.report.page.cases import models as draw_models
@@ -151,7 +152,7 @@ def curve_figures(record: RunRecord, site: str | None = None) -> list[tuple[Any,
     for name, curves, axis, what in [*wanted, ("loss", record.curves(TRAIN_LOSS, True), "loss", "Training loss")]:
         chosen = {one: curve for one, curve in curves.items() if site in (None, one)}
         if (figure := draw_curves(f"curve-{name}", chosen, axis, what)) is not None:
-            found.append((figure, f"{what}, {'before' if name == Stage.GLOBAL else 'after'} each round's training."))
+            found.append((figure, f"{what}, by {ROUNDS}."))
     return found
 
 
@@ -357,7 +358,7 @@ def ledger(path: Path | None) -> tuple[Table | None, str]:
         rows.append([*row, *(NO_BOUND if finite(value) is None else f"{value:.4g}" for value in spent)])
     heads = ["data set", "jobs", "releases", "void rows", "adjacency", "trust"]
     heads += [f"epsilon of {unit}" for unit in ("a record", "a patient", "the site")]
-    return Table("What all jobs together cost, at delta 1e-05", columns(*heads), rows), ""
+    return Table("Privacy spent by all jobs together, at delta 1e-05", columns(*heads), rows), ""
 
 
 # site page -------------------------------------------------------------------------------------------------------------
@@ -410,7 +411,6 @@ def site_page(folder: Path, site: str) -> str:
         "confused": confusion_tables(closing, cases.classes) if cases else {},
         "figures": curve_figures(record, site) if record else [],
         "site": site_section("own", site, place, cases) if cases else None,
-        "cases_heading": f"Best, median and worst {cases.unit}s" if cases else "Best, median and worst",
         "audits": audits(place),
         "ledger": table,
         "no_ledger": problem,
@@ -450,14 +450,13 @@ def study_page(
         told = "; ".join(f"{shown(method, 60)} {value:.3f}" for method, value in means.items() if value is not None)
         for plot, make in PLOTS.items():
             with drawing(grid=False):
-                figure, why = make(scores)
-                if figure is None:
-                    undrawn.append(group.titled(f"no figure of {SHOWS[plot].lower()}: {why}"))
+                found = make(scores, PAGE)
+                if isinstance(found, str):
+                    undrawn.append(group.titled(f"no figure of {SHOWS[plot].lower()}: {found}"))
                     continue
                 alt = f"{SHOWS[plot]}. {group.heading(scores.metric)}, mean over sites: {told or 'none'}."
                 more = {} if plot == "sites" else INKED  # numbers in a heat map's cells are black or white by the cell's colour
-                caption = f"{group.titled(SHOWS[plot])}, {stage} model."
-                figures.append((inline(figure, f"{plot}{place}", alt, more), caption))
+                figures.append((inline(found.figure, f"{plot}{place}", alt, more), group.titled(found.caption)))
     sections = ["tables", *["figures"] * bool(figures), *["notes"] * bool(undrawn)]
     values = {"tables": tables, "figures": figures, "notes": undrawn}
     runs = sum(len(group.runs) for group in groups)
