@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
+from matplotlib import rc_context, rcParams
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
@@ -443,7 +443,7 @@ def _finish(axis: Any, scores: GroupScores, label: str, width: float) -> None:
     axis.set_ylabel(plain(scores.group.heading(scores.metric), 28))
     axis.grid(color="0.92", linewidth=0.5)
     axis.set_axisbelow(True)
-    below = axis.transAxes + ScaledTranslation(0, -0.42, axis.figure.dpi_scale_trans)
+    below = axis.transAxes + ScaledTranslation(0, -0.052 * rcParams["font.size"], axis.figure.dpi_scale_trans)
     columns = _legend_columns([text for _, text in zip(*axis.get_legend_handles_labels(), strict=True)], width)
     axis.legend(
         loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=below, ncols=columns, frameon=False, borderaxespad=0,
