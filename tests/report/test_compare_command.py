@@ -49,6 +49,8 @@ def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         ((a, "--metric", "dice"), "--metric: 'dice': no run has it; take one of accuracy"),
         ((a, "--against", "x"), "--against: 'x': no such method; take one of fedit"),
         ((a, "-o", tmp_path / "x.doc"), "no format of this ending"),
+        ((tmp_path / "nothing",), "nothing: no such folder"),
+        (("quickstat",), "no such study; give a file, or a name in"),
     ):
         assert run(monkeypatch, "compare", *words) == 2
         assert said in capsys.readouterr().err.replace("\n", "")

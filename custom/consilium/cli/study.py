@@ -35,7 +35,7 @@ from consilium.study.estimate import bytes_of, cached_flops, count_flops, fewer_
 from consilium.study.plan import Planner
 from consilium.study.run_cell import CellRecord, log_of, record_of
 from consilium.study.runner import run_study
-from consilium.study.study import STUDIES, Cell, Study, load, named, pick
+from consilium.study.study import Cell, Study, load, named, pick, studies_folder
 from consilium.study.view import StudyView, cells_table, duration
 
 StudyArgument = Annotated[Path, typer.Argument(help="a file, or a name in jobs/studies")]
@@ -50,10 +50,10 @@ def study_list(
     format: FormatOption = Format.TXT,
 ) -> None:
     """List the studies in jobs/studies: what each makes, its cells, how many are done, and GPU hours by estimate."""
-    if not STUDIES.is_dir():
+    if not (studies := studies_folder()).is_dir():
         remedy = "call this in the folder of Consilium's repository, or give other commands a study's file"
-        raise ConfigError(f"{STUDIES}: no such folder here; {remedy}")
-    found = [_summary(load(path), count, tflops) for path in sorted(STUDIES.glob("*.yaml"))]
+        raise ConfigError(f"{studies}: no such folder here; {remedy}")
+    found = [_summary(load(path), count, tflops) for path in sorted(studies.glob("*.yaml"))]
     if format is Format.JSON:
         print(json.dumps(found, indent=1))
         return

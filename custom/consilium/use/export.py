@@ -7,7 +7,7 @@ from typing import Literal
 
 from consilium import __version__
 from consilium.adapters.names import SHIFT, is_local
-from consilium.config.job import JobConfig, load_run_job
+from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import cell
@@ -17,6 +17,7 @@ from consilium.federation.model_card import FILES
 from consilium.federation.saved_model import CARD, TENSORS, SavedModel, export_adapter, read_kept, with_parameters
 from consilium.models.causal_lm.network import TINY_FOLDER
 from consilium.models.dtypes import QUANTIZED
+from consilium.report.run_record import job_of
 from consilium.use import bundle_export, merge, onnx_export, peft_folder
 from consilium.use.model import TrainedModel
 from consilium.use.output_folder import LICENCES, RECORD, as_the_umask_says, check_destination, new_folder, write_record
@@ -35,7 +36,7 @@ class Exported:
 def check_possible(format: Format, folder: Path) -> None:
     """Look at an adapter folder before its base is loaded. Raises ConfigError for a model that cannot be had in this format."""
     kept, card = read_kept(folder)
-    config = load_run_job(folder, None)
+    config = job_of(folder)
     _check_blend(kept, format)
     if format != "peft" and (dtype := config.model.dtype) in QUANTIZED:
         what = f"the base is kept as {dtype}, which holds no weights that others read"
