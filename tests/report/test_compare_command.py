@@ -125,6 +125,10 @@ def test_a_study_is_compared_by_its_axes_with_what_is_not_done(
     assert any(
         one.startswith("other data: method=FedIT data=mild seed=1,") for one in json.loads(capsys.readouterr().out)["notes"]
     )
+    for cell in load(path, "smoke", tmp_path / "smoke").cells()[:1]:
+        make(cell.folder, {"s": 0.5}, "fedit", 0, data=cell.load().data.model_dump())
+    assert run(monkeypatch, "compare", path, "--smoke", "--workspace", tmp_path / "smoke", "--format", "json") == 0
+    assert any("--smoke tests the pipeline" in one for one in json.loads(capsys.readouterr().out)["notes"])
     damaged = next(cell.folder for cell in load(path, workspace=tmp_path / "runs").cells() if cell.labels["method"] == "FFA")
     (damaged / "job.yaml").write_text("rounds: [")
     assert run(monkeypatch, "compare", path, "--workspace", tmp_path / "runs", "--format", "json") == 0

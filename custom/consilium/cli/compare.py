@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from consilium.cli.options import FILE_WIDTH, WorkspaceOption, page, study_command, study_size
+from consilium.cli.options import FILE_WIDTH, WorkspaceOption, page, pipeline_note, study_command, study_size
 from consilium.config.job import load_job
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Stage
@@ -141,7 +141,7 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> tupl
     groups, why = grouped(found, absent)
     numbers = read_published(study.config.published, axes, study.config.floor)
     notes = [f"left out by the study: {' '.join(one[axis] for axis in axes)}: {reason}" for one, reason in study.excluded()]
-    notes = [*dict.fromkeys(notes), *(f"other data: {one}" for one in why)]
+    notes = [*dict.fromkeys(notes), *(f"other data: {one}" for one in why), *([pipeline_note(study.size)] * bool(study.size))]
     if study.size and numbers:
         return groups, [*notes, f"published numbers and floor are of the whole study, not of --{study.size}: not shown"], []
     alone = sum(all(method_of(one, group) is None for group in groups) for one in numbers if not one.floor)

@@ -21,6 +21,7 @@ from consilium.cli.options import (
     WorkspaceOption,
     gpu_hours,
     page,
+    pipeline_note,
     study_command,
     study_size,
 )
@@ -40,7 +41,7 @@ from consilium.study.view import StudyView, cells_table, duration
 
 StudyArgument = Annotated[Path, typer.Argument(help="a file, or a name in jobs/studies")]
 SmokeOption = Annotated[bool, typer.Option("--smoke", help="seconds: a tiny model, generated data")]
-SmallOption = Annotated[bool, typer.Option("--small", help="minutes")]
+SmallOption = Annotated[bool, typer.Option("--small", help="minutes: tests the pipeline on your data, not the methods")]
 DataOption = Annotated[Path | None, typer.Option(help="folder with a folder per site, as for simulate")]
 
 
@@ -160,6 +161,8 @@ def study_run(
             done, failed = _run(chosen, only or [], _given(data, checkpoints), workers, again)
     except KeyboardInterrupt:
         exit_interrupted(same_command())
+    if chosen.size:
+        _say(pipeline_note(chosen.size))
     if done:
         _say(f"their table: {study_command('compare', study, chosen.size, workspace)}")
     if failed:

@@ -38,7 +38,7 @@ from consilium.report.plain_files import (
     round_times,
     subfolders,
 )
-from consilium.report.results_table import VALUES, confusion_tables, mean_of, read_matrix, results_table
+from consilium.report.results_table import VALUES, confusion_tables, frozen_level, mean_of, read_matrix, results_table
 from consilium.report.run_log import versions
 from consilium.report.run_record import Results, RunRecord, is_simulation, read_run, split_of, values_of_cell
 from consilium.report.tables import Table, columns, few, number
@@ -115,6 +115,7 @@ def _warnings(record: RunRecord, pictures: bool) -> list[str]:
         found.append("This page shows test samples of the sites: patients, where the data are real. Keep it where the run is.")
     if record.results is None:
         found.append("The run has not ended. Scores are the last ones on validation data, not the closing ones on test data.")
+    found += [f"{told}."] if (told := frozen_level(record)) else []
     if record.lost_lines:
         found.append(f"Damaged lines of metrics.jsonl: {record.lost_lines}. They count nowhere on this page.")
     if damaged := sorted(record.damaged - {"metrics.jsonl"}):
