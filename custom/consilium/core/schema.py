@@ -193,11 +193,6 @@ SYNONYMS = {
     "central": "centralized",
 }
 """What other programs, papers and former versions call it, where no spelling leads to our name."""
-STRATEGIES = {
-    "fedavgm": "optimizer momentum", "fedopt": "optimizer adam", "fedadam": "optimizer adam", "fedyogi": "optimizer yogi",
-    "fedmedian": "mean median", "fedtrimmedavg": "mean trimmed",
-}  # fmt: skip
-"""Names of algorithms that are fields of the section `server`, beside strategy fedit."""
 SECTION = ("dict_type", "model_type", "model_attributes_type", "dataclass_type", "mapping_type")
 EXPECTED = dict.fromkeys(SECTION, "a map, such as {name: value}") | {
     "list_type": "a list, such as [a, b]", "tuple_type": "a list, such as [a, b]", "string_type": "a text",
@@ -283,8 +278,6 @@ def nearest(word: str | None, known: Any) -> str:
     meant = [name for name in SYNONYMS.get(short.lower(), "").split() if name in known]
     if short in known:  # known elsewhere: a field of another kind
         return ""
-    if "fedit" in known and (own := STRATEGIES.get(short.lower().replace("_", ""))):
-        return f" (write strategy fedit and server.{own})"
     match = meant or difflib.get_close_matches(short, known, n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""
 

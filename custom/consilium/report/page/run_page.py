@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, MetricKey, Stage
@@ -16,6 +14,7 @@ from consilium.core.sanitize import number_of, shown
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit import FILE, read
 from consilium.privacy.ledger.ledger import Ledger, summary
+from consilium.report.audit_tables import audit_tables
 from consilium.report.best_worst_cases import CASES
 from consilium.report.compare.comparability import Group
 from consilium.report.compare.figures import COLOURS, PAGE, PLOTS
@@ -29,7 +28,6 @@ from consilium.report.page.cases import read_cases, site_section
 from consilium.report.page.html import NONE, Statement, drawing, duration, inline, of_plan, render, size, stamp, statement
 from consilium.report.plain_files import (
     MOST_BYTES,
-    Number,
     finite,
     is_folder,
     plain_file_hashes,
@@ -245,29 +243,8 @@ def _absences(record: RunRecord) -> Table | None:
 # audit section ---------------------------------------------------------------------------------------------------------
 # What a hospital keeps of a run: the messages that left it, from its audit.jsonl, and its privacy ledger.
 
-MOST_ROWS = 500
 LEDGER = "ledger.sqlite"
 NO_BOUND = "no bound (its jobs are of a finer unit, or without noise)"
-
-
-class _Tensor(BaseModel):
-    shape: list[int] = []
-    dtype: str = ""
-    bytes: Number = 0.0
-    norm: Number = 0.0
-
-
-class _Message(BaseModel):
-    time: Number | None = None
-    kind: str = "-"
-    round: int | None = None
-    phase: int | None = None
-    tensors: dict[str, _Tensor] = {}
-    values: dict[str, Any] = {}
-    scalars: dict[str, Any] = {}
-    metrics: dict[str, Any] = {}
-    privacy: dict[str, Any] = {}
-    reason: str = ""
 
 
 def audits(folder: Path) -> list[dict[str, Any]]:
@@ -284,48 +261,9 @@ def audits(folder: Path) -> list[dict[str, Any]]:
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             found.append({"record": None, "why": f"{path} cannot be read as a record; see consilium audit."})
             continue
-        messages, unread = list[_Message](), 0
-        for one in record["messages"]:
-            try:
-                messages.append(_Message.model_validate(one))
-            except (ValidationError, OverflowError):
-                unread += 1
-        run = shown(path.parent.name, 80)
-        found.append({"record": record, "messages": _messages(messages, unread, run), "tensors": _tensors_left(messages, run)})
+        messages, tensors = audit_tables(record, f", run {shown(path.parent.name, 80)}")
+        found.append({"record": record, "messages": messages, "tensors": tensors})
     return found
-
-
-def _messages(messages: Sequence[_Message], unread: int, run: str) -> Table:
-    """Return a row per message that left the site."""
-    rows = []
-    for one in messages[:MOST_ROWS]:
-        epsilon, there = finite(one.privacy.get("epsilon")), one.tensors.values()
-        said = [
-            f"{shown(key, 60)} {value:.4g}" if isinstance(value, float) else shown(f"{key} {value}", 90)
-            for key, value in (one.values | one.scalars | one.metrics).items()
-        ]
-        more = f" and {len(said) - 6} more" if len(said) > 6 else ""
-        asked = "" if one.round is None or one.round < 0 else f"{one.round + 1}"
-        row = ["-" if one.time is None else stamp(one.time), shown(one.kind, 40)]
-        row.append(asked + (f", phase {one.phase + 1}" if asked and one.phase else ""))
-        row += [str(len(there)), size(sum(tensor.bytes for tensor in there))]
-        row.append(f"{sum(tensor.norm**2 for tensor in there) ** 0.5:.4g}" if there else "")
-        rows.append([*row, "" if epsilon is None else f"{epsilon:.4g}", shown(one.reason) or ", ".join(said[:6]) + more])
-    left = len(messages) - len(rows)
-    notes = [f"{left} more messages are in {FILE}."] if left > 0 else []
-    notes += [f"{unread} messages are not as we write them; see consilium audit."] if unread else []
-    heads = columns("time", "message", "round", "tensors", "bytes", "norm", "epsilon so far", "beside them")
-    return Table(f"Messages that left this site, run {run}", heads, rows, notes)
-
-
-def _tensors_left(messages: Sequence[_Message], run: str) -> Table | None:
-    """Return a row per tensor that ever left, with how often, and the range of its norm as sent."""
-    seen: dict[tuple[str, str, str], list[float]] = {}
-    for name, one in (pair for message in messages for pair in message.tensors.items()):
-        seen.setdefault((shown(name, 160), "x".join(map(str, one.shape)), shown(one.dtype, 20)), []).append(one.norm)
-    rows = [[*key, str(len(v)), f"{min(v):.4g} to {max(v):.4g}"] for key, v in sorted(seen.items())][:MOST_ROWS]
-    heads = columns("tensor", "shape", "type", "times", "norm")
-    return Table(f"Tensors that left, as sent, run {run}", heads, rows) if rows else None
 
 
 def ledger_of(folder: Path) -> Path | None:
