@@ -275,8 +275,8 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
             top = number((min if scores.lower else max)(there))
             best |= {(above + i, index) for i, m in enumerate(group.methods) if number(whole.get(m)) == top}
     title = group.titled(f"{group.heading(scores.metric)}, {scores.stage} model, {group.first.split} split")
-    there = {column.heading for i, column in enumerate(columns) if any(row[i] not in ("-", "") for row in rows)}
-    captions = [_caption(scores, blocks, there, of_sites) for of_sites in (False, True)]
+    valued = {column.heading for i, column in enumerate(columns) if any(row[i] not in ("-", "") for row in rows)}
+    captions = [_caption(scores, blocks, valued, of_sites) for of_sites in (False, True)]
     return Table(title, columns, rows, _score_notes(scores, blocks, printed), best, frozenset(), *captions)
 
 
