@@ -29,7 +29,7 @@ from tests.benchmarks.measured import FOLDER, MEASURE, NOISE, SECONDS, Rows, col
 
 PAGE = Path(__file__).parent / "RESULTS.md"
 BLOCK = re.compile(r"<!-- made by results: (?P<kind>\w+)(?: (?P<study>\w+))? -->\n(?P<text>.*?)<!-- end -->\n", re.DOTALL)
-TABLES = {"compare": "", "costs": "What it costs"}
+TABLES = {"compare": "", "costs": "Costs"}
 """How the title of compare's table begins, by kind of block."""
 FEWEST = 3
 """Seeds that make an interval worth a verdict."""

@@ -9,6 +9,8 @@ import yaml
 
 from consilium.cli.options import Format
 from consilium.cli.simulate_prepare import print_results
+from consilium.report.page.run_page import run_page
+from consilium.report.run_record import read_run
 from tests.conftest import small_config
 
 WHY = "task.max_new_tokens: 508: of the model's 512 positions 4 are left for a prompt; use 504 or less"
@@ -37,3 +39,22 @@ def test_a_refusal_in_the_closing_evaluation_is_told_and_no_success(
         assert ("refused in the closing evaluation" in " ".join(said.split())) is refused
     else:
         assert json.loads(said).get("refused") == ({"b": WHY} if refused else None)
+
+
+@pytest.mark.parametrize(("tuned", "said"), [(0.51, True), (0.3, True), (0.56, False)])
+def test_a_run_at_the_level_of_the_frozen_model_says_what_it_shows(
+    tuned: float, said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small_config("fedit", rounds=2)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    scores = {"test/pretrained/dice": 0.5, "test/global/dice": tuned}
+    results = {"a": scores, "b": scores}
+    lines = [{"event": "final", "site": site, "round": 2, "metrics": scores} for site in results]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    print_results(results, {}, config, tmp_path, Format.TXT)
+    told = " ".join(capsys.readouterr().out.split())
+    words = "is at the level of the frozen model, 0.500, after 2 rounds at 64 pixels: this shows that the pipeline runs"
+    assert (words in told) is said
+    page = run_page(read_run(tmp_path))
+    assert ("at the level of the frozen model" in page) is said

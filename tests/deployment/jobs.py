@@ -106,4 +106,4 @@ def check_reports(federation: Federation) -> None:
     page = site_page(own.parents[1], "site-1")
     assert page.count("data:image/jpeg") >= 4
     assert "Messages that left this site" in page
-    assert "What all jobs together cost" in page
+    assert "Privacy spent by all jobs together" in page

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import AutoModelForMaskGeneration
 
 from consilium.adapters import layers, lora
 from consilium.adapters.names import linear_layers
@@ -24,6 +25,8 @@ from consilium.federation.job import assemble_job
 from consilium.models import folder
 from consilium.models.causal_lm.network import load_tokenizer
 from consilium.models.registry import MODELS
+from consilium.models.sam import positions
+from consilium.models.sam.promptable import build_promptable
 from consilium.tasks.registry import TASKS
 from tests.conftest import small_config
 from tests.models.classes import CLASSIFIERS, PROMPTABLE, SIDE, Made, kinds, make
@@ -220,10 +223,53 @@ def test_classes_without_boxes_are_the_masks_that_sam_has(tmp_path: Path) -> Non
             torch.testing.assert_close(model(images), wanted, rtol=1e-4, atol=1e-5)
     with pytest.raises(ConfigError, match=r"task\.classes: 4 without boxes; model_type 'sam' has 3 at most"):
         _build("sam", made, {"name": "segmentation", "classes": list("abcd")})
-    with pytest.raises(ConfigError, match=r"model\.image_size: 48: this folder's model takes pictures of 32 pixels; use 32"):
-        _build("sam", made, {"name": "segmentation", "classes": ["a"]}, image_size=48)
+    with pytest.raises(ConfigError, match=r"model\.image_size: 20 is no multiple of the patch size 8; use 16"):
+        _build("sam", made, {"name": "segmentation", "classes": ["a"]}, image_size=20)
     with pytest.raises(ConfigError, match=r"'qv': query and value have no layers of their own"):
         linear_layers(model, MODELS["sam"].target("qv"))
+
+
+@pytest.mark.parametrize("kind", ["sam", "sam_hq"])
+@pytest.mark.parametrize("prompt", ["none", "box", "point"])
+def test_a_sam_folder_takes_smaller_pictures_by_interpolated_positions(kind: str, prompt: str, tmp_path: Path) -> None:
+    """At 16 of 32 pixels; `transformers`' own class, made for 16 pixels, answers the same from the same numbers."""
+    made = make(tmp_path / "base", kind, PROMPTABLE[kind])
+    task = {"name": "segmentation", "classes": ["a"], "prompt": prompt}
+    native, small = _build("sam", made, task), _build("sam", made, task, image_size=16)
+    before, after = made.model.state_dict(), small.state_dict()
+    for name, tensor in native.state_dict().items():
+        assert name.startswith("pixel_") or torch.equal(tensor, before[name]), "native pictures change nothing"
+    moved = {name for name in before if before[name].shape != after[name].shape}
+    own = {f"vision_encoder.layers.1.attn.rel_pos_{way}" for way in "hw"} | {"vision_encoder.pos_embed"}
+    assert moved == own, "layer 1 sees the whole picture, layer 0 windows of two patches"
+    assert all(torch.equal(before[name], after[name]) for name in before.keys() - moved)
+    # half the grid: each new place is a weighed mean of the places around it, so a ramp stays one
+    ramp = torch.arange(4.0)[None, :, None, None].expand(1, 4, 4, 3)
+    assert torch.allclose(positions.absolute(ramp, (2, 2))[0, :, 0, 0], torch.tensor([0.5, 2.5]), atol=0.1)
+    page = MODELS["sam"].save(tmp_path / "small", small, *_job("sam", made, task, image_size=16), None)  # type: ignore[misc]
+    assert "(N, 3, 16, 16)" in page
+    again = AutoModelForMaskGeneration.from_pretrained(tmp_path / "small").eval()
+    small = _build("sam", made, task, image_size=16)
+    images = torch.rand(2, 3, 16, 16) * 255
+    prompts = {"none": None, "box": torch.tensor([[[1.0, 2, 9, 12]]] * 2), "point": torch.tensor([[[4.0, 5]]] * 2)}[prompt]
+    given = {"box": {"input_boxes": prompts}, "point": {"input_points": prompts[:, :, None] if prompts is not None else None}}
+    with torch.no_grad():
+        pixels = (images - small.pixel_mean) / small.pixel_std
+        low = again(pixel_values=pixels, multimask_output=False, **given.get(prompt, {})).pred_masks[:, 0]
+        wanted = F.interpolate(low, (16, 16), mode="bilinear", align_corners=False)
+        torch.testing.assert_close(small(images, prompts), wanted, rtol=1e-4, atol=1e-5)
+    with torch.device("meta"):
+        laid = build_promptable(_job("sam", made, task, image_size=16)[0], None, 1, prompt, False, False)
+    assert {n: p.shape for n, p in laid.named_parameters()} == {n: p.shape for n, p in small.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["sam2", "sam3_tracker"])
+def test_successors_of_sam_take_their_own_pictures_only(kind: str, tmp_path: Path) -> None:
+    made = make(tmp_path, kind, PROMPTABLE[kind])
+    with pytest.raises(
+        ConfigError, match=rf"model\.image_size: 16: this folder's model \({kind}\) takes pictures of 32 .*; use 32"
+    ):
+        _build("sam", made, {"name": "segmentation", "classes": ["a"]}, image_size=16)
 
 
 def test_pixels_that_sites_would_prepare_otherwise_are_refused(clip: Made, tmp_path: Path) -> None:

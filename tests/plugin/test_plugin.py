@@ -23,10 +23,12 @@ from consilium.core.storage import load_state
 from consilium.federation.job import assemble_job
 from consilium.flare.job.recipe import export_job
 from consilium.flare.job.simulator import Simulator
+from consilium.report.run_record import read_run
 from consilium.runtime.engine import simulate
 from consilium.server.coordinator import Coordinator
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.registry import STRATEGIES
+from consilium.use.model import open_model
 from tests.conftest import Snapshot, small_config
 from tests.recipes.conftest import write_distribution
 
@@ -267,3 +269,18 @@ def test_a_kind_whose_literal_is_another_name_says_what_to_write(tmp_path: Path,
     raw = small_config("fedit").model_dump(mode="json") | {"model": {"name": "mine", "variant": "tiny"}}
     with pytest.raises(ConfigError, match="model 'mine': its class has the name 'clip'; write 'mine' there"):
         validate(JobConfig, raw, tmp_path, None)
+
+
+def test_a_run_names_the_package_that_is_missing_here(packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as there:
+        there.syspath_prepend(packages)
+        simulate(assemble_job(job_of(tmp_path)), SITES, tmp_path / "run", lambda event: None)
+    monkeypatch.setattr(STRATEGIES, "_added", {})
+    places = [tmp_path / "run", tmp_path / "run/adapters/global", tmp_path / "run/sites/site-1/adapters/global"]
+    for place in places:
+        with pytest.raises(ConfigError, match=rf"{NAME} 0\.1.*not installed here; install it"):
+            open_model(place)
+    with pytest.raises(ConfigError, match=rf"{NAME} 0\.1.*not installed here; install it"):
+        read_run(places[0])
+    monkeypatch.syspath_prepend(packages)  # as an installation does
+    assert open_model(places[0]).config.strategy.name == "fedavgm"

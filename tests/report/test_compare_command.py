@@ -33,13 +33,11 @@ def test_seeds_of_two_codes_are_told(
     assert "0.550" in capsys.readouterr().out
 
 
-def test_the_command_writes_every_format_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_every_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = made(tmp_path, {"fedit": [[0.2, 0.6], [0.4, 0.8]], "ffa_lora": [[0.1, 0.1], [0.9, 0.9]]})
     for end in ("md", "tex", "csv", "json", "txt"):
         assert run(monkeypatch, "compare", *folders, "-o", tmp_path / f"out.{end}") == 0
         assert "ffa" in (tmp_path / f"out.{end}").read_text()
-    assert run(monkeypatch, "compare", *folders, "--pictures", tmp_path / "pictures") == 0
-    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"curves.png", "sites.png", "bytes.png"}
 
 
 def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,6 +49,8 @@ def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         ((a, "--metric", "dice"), "--metric: 'dice': no run has it; take one of accuracy"),
         ((a, "--against", "x"), "--against: 'x': no such method; take one of fedit"),
         ((a, "-o", tmp_path / "x.doc"), "no format of this ending"),
+        ((tmp_path / "nothing",), "nothing: no such folder"),
+        (("quickstat",), "no such study; give a file, or a name in"),
     ):
         assert run(monkeypatch, "compare", *words) == 2
         assert said in capsys.readouterr().err.replace("\n", "")
@@ -125,6 +125,10 @@ def test_a_study_is_compared_by_its_axes_with_what_is_not_done(
     assert any(
         one.startswith("other data: method=FedIT data=mild seed=1,") for one in json.loads(capsys.readouterr().out)["notes"]
     )
+    for cell in load(path, "smoke", tmp_path / "smoke").cells()[:1]:
+        make(cell.folder, {"s": 0.5}, "fedit", 0, data=cell.load().data.model_dump())
+    assert run(monkeypatch, "compare", path, "--smoke", "--workspace", tmp_path / "smoke", "--format", "json") == 0
+    assert any("--smoke tests the pipeline" in one for one in json.loads(capsys.readouterr().out)["notes"])
     damaged = next(cell.folder for cell in load(path, workspace=tmp_path / "runs").cells() if cell.labels["method"] == "FFA")
     (damaged / "job.yaml").write_text("rounds: [")
     assert run(monkeypatch, "compare", path, "--workspace", tmp_path / "runs", "--format", "json") == 0

@@ -1,18 +1,110 @@
 """Pictures of a comparison: what is drawn, and what is named as not drawn."""
 
+import csv
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from consilium.core.messages import Stage
 from consilium.report.compare.comparability import MissingRun, grouped
-from consilium.report.compare.figures import against_bytes, axis_figure, axis_of, curves, heat_map, lines_along, style, ticks
+from consilium.report.compare.figures import (
+    STYLE,
+    Drawn,
+    Plot,
+    against_bytes,
+    axis_figure,
+    axis_of,
+    curves,
+    heat_map,
+    lines_along,
+    style,
+    ticks,
+)
 from consilium.report.compare.scores import scores_of
 from consilium.report.run_record import read_finished
-from tests.conftest import small_cells
+from tests.conftest import run, small_cells
 from tests.report.runs import accuracy, change, group_of, made, make, result
+
+
+def drawing(found: Drawn) -> Plot:
+    assert isinstance(found, Plot), found
+    return found
+
+
+def sizes(figure: Figure) -> set[float]:
+    """Return the sizes of all letters that are drawn, in points."""
+    return {text.get_fontsize() for text in figure.findobj(Text) if text.get_text()}
+
+
+@pytest.mark.parametrize(("columns", "inches"), [(1, 3.5), (2, 7.16)])
+def test_pictures_are_as_wide_as_a_column_or_a_page_with_letters_of_a_paper(
+    columns: int, inches: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = made(tmp_path, {"fedit": [[0.2, 0.6], [0.4, 0.8]], "ffa_lora": [[0.1, 0.1], [0.9, 0.9]]})
+    pictures = tmp_path / "pictures"
+    assert run(monkeypatch, "compare", *folders, "--pictures", pictures, "--columns", columns) == 0
+    names = {path.name for path in pictures.iterdir()}
+    endings = ("png", "pdf", "svg", "csv")
+    assert names == {f"{one}.{end}" for one in ("curves", "sites", "bytes") for end in endings} | {"figures.tex"}
+    for one in ("curves", "sites", "bytes"):
+        (box,) = re.findall(rb"/MediaBox \[ ?0 0 ([0-9.]+) [0-9.]+ ?\]", (pictures / f"{one}.pdf").read_bytes())
+        assert float(box) == pytest.approx(72 * inches, abs=0.5)
+        svg = (pictures / f"{one}.svg").read_text()
+        assert "over 2 seeds" not in svg  # the caption is beside the picture
+        assert {float(size) for size in re.findall(r"font(?:-size)?: ([0-9.]+)px", svg)} <= {6.5, 7.0, 8.0}
+        assert (
+            rf"\includegraphics[width=\{'column' if columns == 1 else 'text'}width]{{{one}.pdf}}"
+            in (pictures / "figures.tex").read_text()
+        )
+    table = list(csv.DictReader((pictures / "curves.csv").open()))
+    assert {(row["method"], row["seed"], row["rounds"]) for row in table} == {
+        (method, seed, rounds) for method in ("fedit", "ffa_lora") for seed in "01" for rounds in "012"
+    }
+    again = tmp_path / "again"
+    assert run(monkeypatch, "compare", *folders, "--pictures", again, "--columns", columns, "--titles") == 0
+    assert "over 2 seeds" in " ".join(re.sub(r"<[^>]*>", " ", (again / "curves.svg").read_text()).split())
+
+
+def test_curves_differ_without_colours(tmp_path: Path) -> None:
+    """In grey print a marker and a line tell methods apart, and every colour is one of Okabe and Ito's or grey."""
+    found = drawing(
+        curves(accuracy(*made(tmp_path, {name: [[0.5]] for name in ("fedit", "ffa_lora", "fedprox", "local_only")})))
+    )
+    looks = {(line.get_marker(), line.get_linestyle()) for line in found.figure.axes[0].lines}
+    assert len(looks) == 4
+    okabe_ito = {"#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#e69f00", "#56b4e9", "#7f7f7f"}
+    assert {str(line.get_color()).lower() for line in found.figure.axes[0].lines} <= okabe_ito
+
+
+def test_long_names_stay_inside_a_column(tmp_path: Path) -> None:
+    runs = []
+    for index in range(14):
+        folder = make(
+            tmp_path / str(index), {"a rather long name of a hospital": 0.5, "b": 0.6}, {"name": "fedprox", "mu": 0.1 + index}
+        )
+        runs.append(read_finished(folder, str(index), {"method": f"{'a rather long name of a method, ' * 2}{index}"}))
+    scores = scores_of(grouped(runs)[0][0], Stage.GLOBAL, "accuracy")
+    for make_one in (curves, heat_map, against_bytes):
+        with rc_context(STYLE):
+            figure = drawing(make_one(scores, 3.5)).figure
+            figure.draw_without_rendering()
+            renderer = FigureCanvasAgg(figure).get_renderer()
+            assert figure.get_figwidth() in (3.5, 7.16)
+            assert sizes(figure) <= {6.5, 7.0, 8.0}
+            for axis in figure.axes:
+                box = axis.get_tightbbox(renderer)
+                assert box is not None
+                assert box.x0 > -2
+                assert box.x1 < figure.bbox.x1 + 2
+                assert box.y0 > -2
+                assert axis.get_window_extent().height > 0.5 * figure.dpi or axis.get_label() == "<colorbar>"
 
 
 def test_a_round_that_did_not_validate_all_sites_is_no_point_of_a_curve(tmp_path: Path) -> None:
@@ -20,7 +112,7 @@ def test_a_round_that_did_not_validate_all_sites_is_no_point_of_a_curve(tmp_path
     folder, scores = make(tmp_path / "run", {"a": 0.9, "b": 0.1}), {"a": 0.9, "b": 0.1}
     lines = [result(site, round, scores[site]) for round, site in ((0, "a"), (0, "b"), (1, "a"), (2, "a"), (2, "b"))]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (axis,) = curves(accuracy(folder))[0].axes  # type: ignore[union-attr]
+    (axis,) = drawing(curves(accuracy(folder))).figure.axes
     drawn = axis.lines[0]
     assert (list(drawn.get_xdata()), list(drawn.get_ydata())) == ([0, 2], [0.5, 0.5])  # type: ignore[arg-type]
 
@@ -32,8 +124,7 @@ def test_no_two_of_96_methods_look_alike() -> None:
 def test_a_method_without_a_whole_seed_is_named_in_a_plot(tmp_path: Path) -> None:
     folders = made(tmp_path, {"fedit": [[0.2, 0.6]], "ffa_lora": [[0.1, 0.1]]})
     change(folders[1], "s1", test__global__accuracy=math.nan)
-    figure, _ = against_bytes(accuracy(*folders))
-    assert figure
+    figure = drawing(against_bytes(accuracy(*folders))).figure
     texts = [text.get_text().replace("\n", " ") for text in figure.axes[0].get_legend().get_texts()]
     assert texts == ["fedit", "ffa_lora (not drawn: see what is missing)"]
 
@@ -41,8 +132,7 @@ def test_a_method_without_a_whole_seed_is_named_in_a_plot(tmp_path: Path) -> Non
 def test_bytes_that_nobody_knows_are_not_none_sent(tmp_path: Path) -> None:
     folders = made(tmp_path, {"fedit": [[0.2]], "ffa_lora": [[0.1]]})
     (folders[1] / "metrics.jsonl").write_text("")
-    figure, _ = against_bytes(accuracy(*folders))
-    assert figure
+    figure = drawing(against_bytes(accuracy(*folders))).figure
     texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert texts == ["fedit", "ffa_lora (not drawn: not known)"]
 
@@ -50,10 +140,9 @@ def test_bytes_that_nobody_knows_are_not_none_sent(tmp_path: Path) -> None:
 def test_a_heat_map_marks_means_without_all_seeds(tmp_path: Path) -> None:
     folders = made(tmp_path, {"fedit": [[0.2, 0.6], [0.4, 0.8]], "ffa_lora": [[0.1, 0.1], [0.9, 0.9]]})
     change(folders[1], "s1", test__global__accuracy=math.nan)
-    figure, _ = heat_map(accuracy(*folders))
-    assert figure
-    assert [text.get_text() for text in figure.axes[0].texts] == ["0.300", "0.600*", "0.500", "0.500"]
-    assert "* seeds are missing" in figure.get_suptitle().replace("\n", " ")
+    found = drawing(heat_map(accuracy(*folders)))
+    assert [text.get_text() for text in found.figure.axes[0].texts] == ["0.300", "0.600*", "0.500", "0.500"]
+    assert found.caption.endswith("*: seeds are missing.")
 
 
 def test_a_learning_curve_lies_along_its_numbers_and_its_word_is_last(tmp_path: Path) -> None:
@@ -73,15 +162,17 @@ def test_a_learning_curve_lies_along_its_numbers_and_its_word_is_last(tmp_path: 
     found = lines_along(table, "images")
     assert {name: sorted(line) for name, line in found.items()} == {"A": ["10", "3", "all"], "B": ["10", "3"]}
     assert found["B"]["10"] == [pytest.approx(0.65)]
-    figure, _ = axis_figure(table)
-    assert figure is not None
-    assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["3", "10", "all"]
-    assert " ".join(figure.get_suptitle().split()).endswith("; 1 of 2 seeds")
+    drawn = drawing(axis_figure(table))
+    assert [tick.get_text() for tick in drawn.figure.axes[0].get_xticklabels()] == ["3", "10", "all"]
+    assert drawn.caption.endswith("over 1 of 2 seeds.")
+    assert {(row["method"], row["images"], round(row["value"], 9)) for row in drawn.rows} == {
+        (f"{images}, {method}", images, round(score + 0.05, 9)) for (images, method), score in scores.items()
+    }
 
 
 def test_runs_without_an_axis_of_numbers_have_no_such_picture(tmp_path: Path) -> None:
     one = group_of(make(tmp_path / "a", {"a": 0.5}), make(tmp_path / "b", {"a": 0.6}, "ffa_lora"))
-    assert axis_figure(scores_of(one, Stage.GLOBAL, "accuracy")) == (None, "no axis of a study has numbers")
+    assert axis_figure(scores_of(one, Stage.GLOBAL, "accuracy")) == "no axis of a study has numbers"
 
 
 def test_numbers_that_choose_data_are_said_to_share_no_picture(tmp_path: Path) -> None:
@@ -91,4 +182,4 @@ def test_numbers_that_choose_data_are_said_to_share_no_picture(tmp_path: Path) -
         runs.append(read_finished(folder, folder.name, {"method": "FedIT", "sites": sites}))
     groups, _ = grouped(runs)
     told = "the values of sites are other data, which do not share a picture"
-    assert [axis_figure(scores_of(group, Stage.GLOBAL, "accuracy")) for group in groups] == [(None, told)] * 2
+    assert [axis_figure(scores_of(group, Stage.GLOBAL, "accuracy")) for group in groups] == [told] * 2

@@ -100,7 +100,7 @@ def test_a_private_run_that_tells_no_epsilon_is_not_called_not_private(tmp_path:
 
 def test_one_run_of_one_site_is_a_table(tmp_path: Path) -> None:
     found = comparison_tables([group_of(make(tmp_path / "a", {"s": 0.5}))], Stage.GLOBAL)
-    assert [sheet.title for sheet in found] == ["Accuracy, global model, test split", "What it costs"]
+    assert [sheet.title for sheet in found] == ["Accuracy, global model, test split", "Costs"]
     assert list(found[0].rows[1]) == ["fedit", "1/1", "0.500", "0.500", "-", "-", "0.500", "-"]
 
 

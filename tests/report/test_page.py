@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,13 +14,17 @@ from PIL import Image
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
+from consilium.core.messages import Stage
 from consilium.federation.job import assemble_job
+from consilium.report.compare.comparability import grouped
+from consilium.report.compare.tables import comparison_tables
 from consilium.report.page import cases
-from consilium.report.page.run_page import ledger_of, run_page, site_page
+from consilium.report.page.run_page import ledger_of, run_page, site_page, study_page
 from consilium.report.run_record import read_finished, read_run
 from consilium.runtime.engine import simulate
 from tests.conftest import run, small_cells, small_config, small_text
 from tests.report.pages import SITES, Page, make_run
+from tests.report.runs import make
 
 EVIL = "<img src=x onerror=alert(1)>"
 CSS = Path("custom/consilium/report/page/templates/page.css")
@@ -397,3 +402,60 @@ def test_a_site_that_only_tests_is_in_no_mean(folder: Path, tmp_path: Path) -> N
     assert f"test only, in no mean: {last}" in page
     kept = [one["test/global/dice"] for site, one in results.items() if site != last]
     assert f"{sum(kept) / len(kept):.3f}" in page
+
+
+MEASURE = """<body style="margin: 0"><pre id="said"></pre>
+<iframe id="page" style="border: 0; width: {width}px; height: 20000px"></iframe>
+<script>
+const page = document.getElementById("page");
+page.onload = () => {{
+  const inside = page.contentDocument, root = inside.documentElement;
+  const tables = [...inside.querySelectorAll(".scroll")].map(one => {{
+    const box = one.getBoundingClientRect(), table = one.querySelector("table").getBoundingClientRect();
+    return [box.right, table.right, page.contentWindow.getComputedStyle(one).overflowX];
+  }});
+  document.getElementById("said").textContent = JSON.stringify({{ root: [root.clientWidth, root.scrollWidth], tables }});
+}};
+page.srcdoc = {text};
+</script>"""
+"""Shows a page in a frame of some width, and writes where its tables end."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "media"), [(400, "screen"), (1200, "screen"), (688, "print")])
+def test_wide_tables_scroll_inside_the_page_and_are_printed_whole(width: int, media: str, tmp_path: Path) -> None:
+    """A browser lays the page out; 688 pixels are A4 between the page's margins."""
+    if (browser := shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")) is None:
+        pytest.skip("no Chromium here")
+    scores = {f"hospital of the town number {i}": 0.5 + 0.01 * i for i in range(9)}
+    runs = [
+        read_finished(make(tmp_path / f"{name}-{seed}", scores, name, seed), f"{name}-{seed}", {"method": f"a method, {name}"})
+        for name in ("fedit", "ffa_lora")
+        for seed in range(3)
+    ]
+    groups, _ = grouped(runs)
+    text = study_page("s", "here", groups, comparison_tables(groups, Stage.GLOBAL), [], Stage.GLOBAL)
+    if media == "print":
+        text = text.replace("@media screen", "@media (width: 1px)").replace("@media print", "@media all")
+    (tmp_path / "frame.html").write_text(MEASURE.format(width=width, text=json.dumps(text).replace("</", "<\\/")))
+    words = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=5000",
+        "--window-size=1300,1000",
+        "--dump-dom",
+    ]
+    told = subprocess.run(
+        [browser, *words, f"--user-data-dir={tmp_path / 'profile'}", str(tmp_path / "frame.html")],
+        capture_output=True,
+        check=True,
+    )
+    said = json.loads(re.findall(r'<pre id="said">(.*?)</pre>', told.stdout.decode())[0])
+    assert said["root"] == [width, width], "the page itself never scrolls to the side"
+    assert len(said["tables"]) >= 3
+    for right, end, overflow in said["tables"]:
+        assert right <= width
+        assert end <= right + 1 or (media == "screen" and overflow == "auto")
+    if media == "screen":
+        assert said["tables"][0][1] > width, "the first table is wider than the page, else this shows nothing"

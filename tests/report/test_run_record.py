@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 import torch
 
+from consilium.config.job import JobConfig
+from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload, Stage
+from consilium.federation.job import assemble_job
 from consilium.report.plain_files import LINES, finite, read_events, read_lines
 from consilium.report.run_log import RunLog
 from consilium.report.run_record import read_finished, read_run
+from consilium.runtime.engine import simulate
 from consilium.strategies.strategy import Role, ServerState
-from tests.conftest import small_config
+from tests.conftest import small_cells, small_config
 from tests.report.runs import PRIVATE, make, note_in, result
 
 
@@ -50,6 +54,23 @@ def test_a_run_is_read_with_what_it_cost(tmp_path: Path) -> None:
     assert (one.seed, one.split, one.metric, one.bytes, one.seconds, one.epsilon) == (0, "test", "accuracy", 900.0, 12.0, None)
     assert one.validation(Stage.GLOBAL)["s1"][2] == pytest.approx(0.2)
     assert one.sites == {"s0", "s1"}
+
+
+def test_a_learning_curve_ends_with_the_model_that_the_table_scores(tmp_path: Path) -> None:
+    """What a run of one round ends with is what a run of two rounds trains from in its second."""
+    for rounds in (1, 2):
+        raw = small_cells("fedit", rounds=rounds).model_dump()
+        raw["data"]["phantoms"] |= {"training": 5, "validation": 5, "test": 5}
+        config = JobConfig.model_validate(raw)
+        simulate(assemble_job(config), {"a": SiteConfig(), "b": SiteConfig()}, tmp_path / str(rounds), lambda event: None)
+    short, long = (read_finished(tmp_path / name) for name in ("1", "2"))
+    for site in ("a", "b"):
+        curve = short.validation(Stage.GLOBAL, "loss")[site]
+        assert (sorted(curve), sorted(long.validation(Stage.GLOBAL, "loss")[site])) == ([0, 1], [0, 1, 2])
+        assert curve[1] == pytest.approx(long.validation(Stage.GLOBAL, "loss")[site][1], rel=1e-6)
+        own = [one.validation(Stage.PERSONALIZED, "loss")[site] for one in (short, long)]
+        assert [sorted(one) for one in own] == [[1], [1, 2]]
+    assert (short.split, short.score("a", Stage.GLOBAL, "n")) == ("test", 5)  # the table still has test scores
 
 
 def test_what_a_resumption_repeats_counts_once(tmp_path: Path) -> None:

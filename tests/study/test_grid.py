@@ -211,7 +211,7 @@ def test_what_a_study_may_not_say(sections: dict[str, Any], message: str, study_
 def test_a_size_that_a_study_lacks_and_a_study_that_is_not_there(study_file: MakeStudy) -> None:
     with pytest.raises(ConfigError, match="smoke: the study has no such section"):
         load(study_file(axes={"method": METHODS}), "smoke")
-    with pytest.raises(ConfigError, match=r"nowhere: no such study; give a file, or a name in jobs/studies \(there: "):
+    with pytest.raises(ConfigError, match=r"nowhere: no such study; give a file, or a name in jobs/studies \(such as "):
         load(Path("nowhere"))
 
 
@@ -246,3 +246,14 @@ def test_an_upgrade_runs_no_finished_cell_again(study: str, more: dict[str, str]
     said |= {"base": str((source.parent / said["base"]).resolve()), "set": said.get("set", {}) | more}
     (tmp_path / source.name).write_text(yaml.safe_dump(said, sort_keys=False))
     assert load(tmp_path / source.name).cells()[0].id == first
+
+
+def test_a_study_of_ours_is_found_by_its_name_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [cell.labels for cell in load("quickstart", "smoke").cells()]
+    monkeypatch.chdir(tmp_path)
+    found = load("quickstart", "smoke")
+    assert [cell.labels for cell in found.cells()] == names
+    assert found.workspace == Path("runs/studies/quickstart-smoke")
+    (tmp_path / "jobs/studies").mkdir(parents=True)  # one's own repository comes first
+    with pytest.raises(ConfigError, match=r"no such study; give a file, or a name in jobs/studies \(none is here\)"):
+        load("quickstart", "smoke")

@@ -1,7 +1,6 @@
 """The command `consilium audit`: a page of all messages that left this site, run by run."""
 
 import json
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +12,8 @@ from consilium.core.errors import ConfigError
 from consilium.core.sanitize import cell
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit import FILE, is_void, read
+from consilium.report.audit_tables import audit_tables
+from consilium.report.tables import markdown as markdown_of
 
 
 def audit(
@@ -65,12 +66,9 @@ def markdown(found: dict[str, Any]) -> str:
         f"- record: {cell(found['file'])} ({len(messages)} messages; {chain})",
         f"- seal: {found['seal']}",
         *_privacy(messages),
-        "",
-        "| time | message | round | tensors | bytes | norm | epsilon so far | beside them |",
-        "|---|---|---|---|---|---|---|---|",
-        *map(_row, messages),
     ]
-    return "\n".join([*lines, *_tensors(messages)])
+    tables = [one for one in audit_tables(found, "", strict=True) if one is not None]
+    return "\n".join([*lines, "", markdown_of(tables)])
 
 
 def _privacy(messages: list[dict[str, Any]]) -> list[str]:
@@ -98,42 +96,3 @@ def _without_noise(left: list[dict[str, Any]]) -> str:
     sets = sorted({tuple(sites) for message in left if (sites := message["masked"].get("sites"))})
     named = "; summed with: " + " | ".join(cell(", ".join(one)) for one in sets) if sets else ""
     return f"no noise; updates left under masks, which hide within this run; over many runs only noise protects{named}"
-
-
-def _row(message: dict[str, Any]) -> str:
-    tensors = message.get("tensors", {}).values()
-    norm = "" if "masked" in message else f"{sum(t['norm'] ** 2 for t in tensors) ** 0.5:.4g}"
-    epsilon = f"{message['privacy']['epsilon']:.4g}" if "privacy" in message else ""
-    beside = {**message.get("values", {}), **message.get("scalars", {}), **message.get("metrics", {})}
-    said = (
-        message.get("reason")
-        or message.get("what")
-        or message.get("step")
-        or ", ".join(f"{k} {_short(v)}" for k, v in beside.items())
-    )
-    if masked := message.get("masked"):
-        what = f"masked; read by nobody alone; threshold {masked['threshold']} of {masked['asked']}"
-        said = f"{what}; {said}" if said else what
-    place = f"{message['round'] + 1}.{message['phase'] + 1}" if message.get("round", -1) >= 0 else ""
-    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(message["time"]))
-    values = (stamp, message["kind"], place, len(tensors), sum(t["bytes"] for t in tensors), norm, epsilon, said)
-    return "| " + " | ".join(cell(one, 1000) for one in values) + " |"
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _tensors(messages: list[dict[str, Any]]) -> list[str]:
-    """Return a table of every tensor that left, with its count and the range of its norm."""
-    seen: dict[tuple[str, str, str], list[float]] = {}
-    for message in messages:
-        for name, one in message.get("tensors", {}).items():
-            seen.setdefault((name, "x".join(map(str, one["shape"])), one["dtype"]), []).append(one["norm"])
-    if not seen:
-        return []
-    rows = [
-        f"| {cell(n)} | {cell(s)} | {cell(d)} | {len(v)} | {min(v):.4g} to {max(v):.4g} |"
-        for (n, s, d), v in sorted(seen.items())
-    ]
-    return ["", "| tensor | shape | type | times | norm |", "|---|---|---|---|---|", *rows]

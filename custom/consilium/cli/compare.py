@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from consilium.cli.options import FILE_WIDTH, WorkspaceOption, page, study_command, study_size
+from consilium.cli.options import FILE_WIDTH, WorkspaceOption, page, pipeline_note, study_command, study_size
 from consilium.config.job import load_job
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Stage
@@ -19,7 +19,7 @@ from consilium.core.storage import PUBLIC, named, private_folder, write_atomic
 from consilium.report.best_worst_cases import CASES
 from consilium.report.compare import Test
 from consilium.report.compare.comparability import Group, MissingRun, grouped, mixed, renamed
-from consilium.report.compare.figures import draw
+from consilium.report.compare.figures import COLUMN, PAGE, draw
 from consilium.report.compare.tables import Published, as_csv, as_json, comparison_tables, method_of, read_published
 from consilium.report.page.run_page import run_page, site_folder, site_page, study_page
 from consilium.report.plain_files import subfolders
@@ -59,7 +59,11 @@ def compare(
         TableFormat | None, typer.Option("--format", help="md, tex; csv: a row per score; by -o's ending, else txt")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="instead of the screen")] = None,
-    pictures: Annotated[Path | None, typer.Option(metavar="FOLDER", help="receives curves.png, sites.png and others")] = None,
+    pictures: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="receives PNG, PDF, SVG and CSV of each picture")
+    ] = None,
+    columns: Annotated[int, typer.Option(min=1, max=2, help="width of pictures in columns of a paper: 3.5 or 7.16 inches")] = 1,
+    titles: Annotated[bool, typer.Option("--titles", help="write each picture's caption into it, too")] = False,
     model: Annotated[Model, typer.Option(help="the one that ranks, tests and pictures are about")] = Model.GLOBAL,
     metric: Annotated[str, typer.Option(help="such as f1 or dice/cup; default: what the task is judged by")] = "",
     test: Annotated[Test, typer.Option(help="of paired scores over seeds and sites")] = Test.WILCOXON,
@@ -77,9 +81,11 @@ def compare(
     tables = comparison_tables(groups, stage, metric or None, test, against or None, published)
     if pictures is not None:
         with named(pictures):
-            files, undrawn = draw(private_folder(pictures), groups, stage, metric or None)
+            width = COLUMN if columns == 1 else PAGE
+            files, undrawn = draw(private_folder(pictures), groups, stage, metric or None, width, titles)
         notes += undrawn
-        typer.echo(f"{pictures}: {', '.join(file.name for file in files)}", err=True)
+        names = [file.name for file in files if file.suffix in (".png", ".tex")]
+        typer.echo(f"{pictures}: {', '.join(names)}; PDF, SVG and CSV beside them", err=True)
     _show(groups, tables, notes, _format(format, output), output)
 
 
@@ -135,7 +141,7 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> tupl
     groups, why = grouped(found, absent)
     numbers = read_published(study.config.published, axes, study.config.floor)
     notes = [f"left out by the study: {' '.join(one[axis] for axis in axes)}: {reason}" for one, reason in study.excluded()]
-    notes = [*dict.fromkeys(notes), *(f"other data: {one}" for one in why)]
+    notes = [*dict.fromkeys(notes), *(f"other data: {one}" for one in why), *([pipeline_note(study.size)] * bool(study.size))]
     if study.size and numbers:
         return groups, [*notes, f"published numbers and floor are of the whole study, not of --{study.size}: not shown"], []
     alone = sum(all(method_of(one, group) is None for group in groups) for one in numbers if not one.floor)

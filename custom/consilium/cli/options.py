@@ -121,6 +121,12 @@ def study_size(smoke: bool, small: bool) -> Literal["", "smoke", "small"]:
     return "smoke" if smoke else "small" if small else ""
 
 
+def pipeline_note(size: str) -> str:
+    """Return what the scores of a study's --smoke or --small are for."""
+    what = f"--{size} tests the pipeline, with little training: its scores say nothing about the methods"
+    return f"{what}; leave --{size} out for scores that do"
+
+
 def page() -> Console:
     """Return the console for tables: as wide as the terminal or COLUMNS; FILE_WIDTH in a file or a pipe."""
     console = Console()

@@ -22,7 +22,7 @@ from consilium.flare.kit.processes import is_word
 from consilium.report.live_view import ENDING, ending
 from consilium.report.plain_files import read_json
 from consilium.report.predictions import PREDICTIONS, join_predictions
-from consilium.report.results_table import VALUES, read_matrix, results_table
+from consilium.report.results_table import VALUES, frozen_level, read_matrix, results_table
 from consilium.report.run_record import read_run
 from consilium.report.tables import terminal
 from consilium.tasks.registry import TASKS
@@ -117,6 +117,8 @@ def print_results(
         typer.echo(shown(f"{site}: {reason}", 1000))
     if early:
         typer.echo(ending(early).capitalize())
+    if told := frozen_level(record):
+        Console(soft_wrap=True).print(line(told, "yellow", limit=1000))
     if claim := claim_of(folder):
         Console(soft_wrap=True).print(f"Privacy: {claim}. {METRICS_NOTE}", highlight=False, markup=False)
     files += [PREDICTIONS] if (folder / PREDICTIONS).is_file() else []

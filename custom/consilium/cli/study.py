@@ -21,6 +21,7 @@ from consilium.cli.options import (
     WorkspaceOption,
     gpu_hours,
     page,
+    pipeline_note,
     study_command,
     study_size,
 )
@@ -35,12 +36,12 @@ from consilium.study.estimate import bytes_of, cached_flops, count_flops, fewer_
 from consilium.study.plan import Planner
 from consilium.study.run_cell import CellRecord, log_of, record_of
 from consilium.study.runner import run_study
-from consilium.study.study import STUDIES, Cell, Study, load, named, pick
+from consilium.study.study import Cell, Study, load, named, pick, studies_folder
 from consilium.study.view import StudyView, cells_table, duration
 
 StudyArgument = Annotated[Path, typer.Argument(help="a file, or a name in jobs/studies")]
 SmokeOption = Annotated[bool, typer.Option("--smoke", help="seconds: a tiny model, generated data")]
-SmallOption = Annotated[bool, typer.Option("--small", help="minutes")]
+SmallOption = Annotated[bool, typer.Option("--small", help="minutes: tests the pipeline on your data, not the methods")]
 DataOption = Annotated[Path | None, typer.Option(help="folder with a folder per site, as for simulate")]
 
 
@@ -50,10 +51,7 @@ def study_list(
     format: FormatOption = Format.TXT,
 ) -> None:
     """List the studies in jobs/studies: what each makes, its cells, how many are done, and GPU hours by estimate."""
-    if not STUDIES.is_dir():
-        remedy = "run `consilium init FOLDER` and call this in FOLDER, or give other commands a study's file"
-        raise ConfigError(f"{STUDIES}: no such folder here; {remedy}")
-    found = [_summary(load(path), count, tflops) for path in sorted(STUDIES.glob("*.yaml"))]
+    found = [_summary(load(path), count, tflops) for path in sorted(studies_folder().glob("*.yaml"))]
     if format is Format.JSON:
         print(json.dumps(found, indent=1))
         return
@@ -160,6 +158,8 @@ def study_run(
             done, failed = _run(chosen, only or [], _given(data, checkpoints), workers, again)
     except KeyboardInterrupt:
         exit_interrupted(same_command())
+    if chosen.size:
+        _say(pipeline_note(chosen.size))
     if done:
         _say(f"their table: {study_command('compare', study, chosen.size, workspace)}")
     if failed:

@@ -216,21 +216,19 @@ class Client:
             context.scale(1.0)
             models[Stage.PERSONALIZED] = SavedModel(own, last[0] + 1)
             metrics |= evaluator.evaluate_final(split, Stage.PERSONALIZED, payload, examples)
+            metrics |= evaluator.validate_final(Stage.PERSONALIZED, payload)
         payload = evaluator.choose_final(own, payload)
         final = context.receive(own, payload)
         metrics |= evaluator.evaluate_final(split, Stage.GLOBAL, payload, examples)
         models[Stage.GLOBAL] = self.models.received(final, payload)
-        # Score the last global model, which is loaded, on validation data, so that it may become the best one.
-        kept = models[Stage.GLOBAL]
-        config, training = self.context.config, self.context.config.training
-        due = training.validates(training.validation.every - 1, Stage.GLOBAL)
-        if self.context.task.num_samples and config.privacy is None and due:
-            found = self.evaluator.evaluate("validation", Stage.GLOBAL, payload, training.validation.full)
-            self.models.note_best(run, Stage.GLOBAL, kept, found)
+        found = evaluator.validate_final(Stage.GLOBAL, payload)
+        self.models.note_best(run, Stage.GLOBAL, models[Stage.GLOBAL], found)
+        metrics |= found
         if closes and (traits.fits_after_last_round or last is not None):
             models[Stage.PERSONALIZED] = self._close_personalized(own, final, payload)
             with evaluator.personalized(interpolation_of(strategy, closing=True), payload):
                 metrics |= evaluator.evaluate_final(split, Stage.PERSONALIZED, payload, examples)
+                metrics |= evaluator.validate_final(Stage.PERSONALIZED, payload)
         with layers.disabled(context.model):
             metrics |= evaluator.evaluate_final(split, Stage.PRETRAINED, payload, examples)
         metrics |= context.skipped()

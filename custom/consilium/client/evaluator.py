@@ -56,6 +56,12 @@ class Evaluator:
         self.context.events.pictures(payload.round, stage, lambda: self._examples("validation"))
         return self.evaluate("validation", stage, payload, config.validation.full)
 
+    def validate_final(self, stage: Stage, payload: Payload) -> dict[str, float]:
+        """Return validation metrics of the loaded final model, the end of its learning curve; {} where none is wanted."""
+        task, config = self.context.task, self.context.config.training
+        wanted = stage in config.validation.stages and task.num_samples and task.has("validation")
+        return self.evaluate("validation", stage, payload, config.validation.full) if wanted else {}
+
     def evaluate_final(self, split: str, stage: Stage, payload: Payload, closing: Closing) -> dict[str, float]:
         """Return the full metrics of the model; put its predictions of a few samples into `closing`."""
         metrics, context = self.evaluate(split, stage, payload, full=True), self.context

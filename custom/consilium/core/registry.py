@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import (
@@ -60,11 +61,19 @@ class Registry(Mapping[str, K], Generic[K]):
     """The kinds of one sort by name; as a mapping it is those of this package.
 
     `built_in`: where each is, as "module:attribute" (a dict there is asked for the name); `group`: the entry points by which
-    other packages add theirs; `sort`: the class, as "module:class", that an added kind derives from or is of.
+    other packages add theirs; `sort`: the class, as "module:class", that an added kind derives from or is of; `elsewhere`: what
+    to write for names that are no kinds here.
     """
 
-    def __init__(self, what: str, built_in: Mapping[str, str], group: str = "", sort: str = "builtins:object") -> None:
-        self.what, self.group, self.sort = what, group, sort
+    def __init__(
+        self,
+        what: str,
+        built_in: Mapping[str, str],
+        group: str = "",
+        sort: str = "builtins:object",
+        elsewhere: Mapping[str, str] = MappingProxyType[str, str]({}),
+    ) -> None:
+        self.what, self.group, self.sort, self.elsewhere = what, group, sort, elsewhere
         self._built_in, self._added = dict(built_in), dict[str, K]()
         self.packages: dict[str, tuple[str, str]] = {}
         """The package, and its version, that each added kind came from."""
@@ -210,7 +219,9 @@ class KindField:
     def _unknown(self, name: object, plugins: Plugins) -> ValidationError:
         known = self.registry.known(plugins)
         listed = "" if plugins is None else "; a name of another package needs it under `plugins` of site.yaml"
-        told = f"one of {', '.join(known)}{nearest(str(name), known)}{listed}"
+        own = self.registry.elsewhere.get(str(name).lower().replace("_", ""))
+        meant = f" (write {own})" if own else nearest(str(name), known)
+        told = f"one of {', '.join(known)}{meant}{listed}"
         error = PydanticCustomError("kind", "{told}", {"told": told})
         return ValidationError.from_exception_data("kind", [InitErrorDetails(type=error, loc=(self.key,), input=name)])
 

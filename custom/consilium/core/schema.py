@@ -4,11 +4,13 @@ It knows no kind of model, task, adapter or strategy.
 """
 
 import base64
+import copy
 import difflib
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
@@ -191,12 +193,28 @@ SYNONYMS = {
     "central": "centralized",
 }
 """What other programs, papers and former versions call it, where no spelling leads to our name."""
+SECTION = ("dict_type", "model_type", "model_attributes_type", "dataclass_type", "mapping_type")
+EXPECTED = dict.fromkeys(SECTION, "a map, such as {name: value}") | {
+    "list_type": "a list, such as [a, b]", "tuple_type": "a list, such as [a, b]", "string_type": "a text",
+    "int_type": "a whole number", "int_parsing": "a whole number", "int_from_float": "a whole number",
+    "float_type": "a number", "float_parsing": "a number", "bool_type": "true or false", "bool_parsing": "true or false",
+    "none_required": "null",
+}  # fmt: skip
+"""What pydantic's kinds of errors expect, in the words of job.yaml."""
+HINTS = {
+    "task.classes": "or a list of names, such as [nucleus]",
+    "data": "the folder of the sites' data is no part of the job: give it with --data",
+}
+"""What else to say where a section has another value."""
 MOST_LINES = 20
 LONGEST_SHOWN = 120
 
 
-def describe(error: ValidationError, path: Path | str, fields: list[str]) -> str:
-    """Return one line per problem: file: field: value: what is expected, and the nearest known name."""
+def describe(error: ValidationError, path: Path | str, fields: list[str], rename: Callable[[list[str]], str]) -> str:
+    """Return one line per problem: file: field: value: what is expected.
+
+    `fields`: all dotted fields there are; `rename`: returns the field that an unknown one is meant for, "" for none.
+    """
     lines = []
     items = [item for item in error.errors() if item["type"] != "default_factory_not_called"]  # what it needs is named itself
     for item in items[:MOST_LINES]:
@@ -210,11 +228,16 @@ def describe(error: ValidationError, path: Path | str, fields: list[str]) -> str
         elif item["type"] == "missing":
             lines.append(f"{path}: {field}: missing; add it")
         elif item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            lines.append(f"{path}: {field}: unknown field; remove it{nearest(str(item['loc'][-1]), fields)}")
+            meant = rename(_place(item["loc"]))
+            lines.append(f"{path}: {field}: unknown field; {f'write {meant} instead' if meant else 'remove it'}")
         else:
             message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-            if isinstance(item["input"], bool) and "string" in message:
+            message = EXPECTED.get(item["type"], message)
+            if isinstance(item["input"], bool) and item["type"] == "string_type":
                 message = "a text; YAML reads yes, no, on and off as true and false: write it in quotes"
+            if own := [one.rpartition(".")[2] for one in fields if one.rpartition(".")[0] == field][:3]:
+                message = message if item["type"] not in SECTION else f"a section with fields such as {', '.join(own)}"
+            message += f"; {HINTS[field]}" if field in HINTS and item["type"] in SECTION else ""
             lines.append(f"{path}: {_where(item, field, message)}{message}")
     if len(items) > MOST_LINES:
         lines.append(f"{path}: and {len(items) - MOST_LINES} more; fix these first")
@@ -259,15 +282,49 @@ def nearest(word: str | None, known: Any) -> str:
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
-def all_fields(model: type[BaseModel]) -> list[str]:
-    """Return the names of a section's fields and of all sections below it."""
-    names = [info.alias or name for name, info in model.model_fields.items()]
-    for info in model.model_fields.values():
-        names += [name for mark in info.metadata if hasattr(mark, "fields") for name in mark.fields()]
+def all_fields(model: type[BaseModel], before: str = "") -> list[str]:
+    """Return the dotted names of a section's fields and of all sections below it."""
+    names = []
+    for name, info in model.model_fields.items():
+        place = f"{before}{info.alias or name}"
+        names.append(place)
+        names += [f"{place}.{one}" for mark in info.metadata if hasattr(mark, "fields") for one in mark.fields()]
         for kind in get_args(info.annotation) or (info.annotation,):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
-                names += all_fields(kind)
-    return names
+                names += all_fields(kind, f"{place}.")
+    return list(dict.fromkeys(names))
+
+
+def _renamed(model: type[BaseModel], raw: Any, plugins: Any, fields: list[str], place: list[str]) -> str:
+    """Return the field that an unknown one at `place` is meant for: one that is known there, "" for none."""
+    *section, word = place
+    own = {one.rpartition(".")[2] for one in fields if one.rpartition(".")[0] == ".".join(section)}
+    last = [one.rpartition(".")[2] for one in fields]
+    close = [*SYNONYMS.get(word.lower(), "").split(), *difflib.get_close_matches(word[:64], own, n=2)]
+    close += [] if word in last else difflib.get_close_matches(word[:64], last, n=2)
+    candidates = [".".join([*section, name]) for name in close if name in own]
+    candidates += [one for name in close for one in fields if one.rpartition(".")[2] == name]
+    for candidate in dict.fromkeys(candidates):
+        tried = copy.deepcopy(raw)
+        *above, name = candidate.split(".")
+        try:
+            value = _down(tried, section).pop(word)
+            _down(tried, above).setdefault(name, value)
+            model.model_validate(tried, context={"plugins": plugins})
+        except ValidationError as error:
+            unknown = ("extra_forbidden", "unexpected_keyword_argument")
+            if any(item["type"] in unknown and _place(item["loc"]) == candidate.split(".") for item in error.errors()):
+                continue  # a field of another kind
+        except (ConfigError, KeyError, TypeError, AttributeError):
+            continue
+        return candidate
+    return ""
+
+
+def _down(raw: Any, section: list[str]) -> Any:
+    for name in section:
+        raw = raw.setdefault(name, {})
+    return raw
 
 
 def dotted(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
@@ -286,6 +343,8 @@ def validate(model: type[T], raw: Any, path: Path, plugins: frozenset[str] | Non
     try:
         return model.model_validate(raw, context={"plugins": plugins})
     except ValidationError as error:
-        raise ConfigError(describe(error, path, all_fields(model))) from None
+        fields = all_fields(model)
+        rename = partial(_renamed, model, raw, plugins, fields)
+        raise ConfigError(describe(error, path, fields, rename)) from None
     except ConfigError as error:  # a strategy's own check of its values
         raise ConfigError(f"{path}: {error}") from None

@@ -88,9 +88,12 @@ def write_atomic(path: Path, data: bytes, mode: int = PRIVATE) -> None:
 
 
 def write_figure(path: Path, figure: "Figure", dpi: int, mode: int = PRIVATE, **settings: Any) -> None:
-    """Write a figure as PNG, as `write_atomic` does: matplotlib writes through a link. `settings` as for `savefig`."""
+    """Write a figure in the format of the path's ending, as `write_atomic` does: matplotlib writes through a link.
+
+    `settings` as for `savefig`.
+    """
     drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=dpi, **settings)
+    figure.savefig(drawn, format=path.suffix[1:], dpi=dpi, **settings)
     write_atomic(path, drawn.getvalue(), mode)
 
 

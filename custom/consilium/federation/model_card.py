@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from consilium import __version__
 from consilium.config.job import JobConfig
-from consilium.core.messages import MetricKey, Stage
+from consilium.core.messages import SPLITS, MetricKey, Stage
 from consilium.core.sanitize import cell
 from consilium.report.tables import number
 from consilium.strategies.strategy import label_of
@@ -77,10 +77,11 @@ class Card:
 
 def scores_of(config: JobConfig, metrics: Mapping[str, float], stage: Stage) -> tuple[str, dict[str, Score]]:
     """Return the split that was scored, and the leading score and those beside it, of one model in a site's metrics."""
-    keys = [key for name in metrics if (key := MetricKey.parse(name)) and key.stage is stage]
-    if not keys:
+    every = [key for name in metrics if (key := MetricKey.parse(name)) and key.stage is stage]
+    if not every:
         return "", {}
-    split, shown = keys[0].split, TASKS[config.task.name].scores(config.task)
+    split, shown = max((key.split for key in every), key=SPLITS.index), TASKS[config.task.name].scores(config.task)
+    keys = [key for key in every if key.split == split]
     found = {key.metric: metrics[str(key)] for key in keys}
     named = [shown.lead(found), *(name for name in shown.beside if name != COUNT and not name.endswith((LOW, HIGH)))]
     return split, {n: (found[n], found.get(n + LOW), found.get(n + HIGH)) for n in dict.fromkeys(named) if n in found}

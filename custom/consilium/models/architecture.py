@@ -120,7 +120,10 @@ class PictureFolderConfig(FolderConfig):
     usual ones; a site whose folder has others gets an error.
     """
 
-    image_size: Annotated[int, Field(ge=16, le=4096, description="pixels; a multiple of the patch size, of a folder its own")]
+    image_size: Annotated[
+        int,
+        Field(ge=16, le=4096, description="pixels; a multiple of the patch size. Of a folder its own, of a SAM's also less"),
+    ]
     pixel_mean: Annotated[
         Channels | None,
         Field(description="for a folder whose preprocessor_config.json has others than the architecture's usual ones"),

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from consilium.core.storage import write_figure
 
+ROUNDS = "rounds of training behind the model"
+"""The x axis of learning curves, of the global model and of personalized ones alike."""
 SHOWN = 12
 """A plot shows at most this many rounds, evenly spread, the first and the last among them."""
 NUMBERED = 14

@@ -317,5 +317,5 @@ def reported(metrics: Iterable[str]) -> set[str]:
 
 
 def score_of(metrics: Mapping[str, float], stage: Stage, score: str) -> float | None:
-    """Return a score of whichever split there is: validation in training, test or validation in the end."""
-    return next((v for split in SPLITS if (v := metrics.get(str(MetricKey(split, stage, score)))) is not None), None)
+    """Return a score of whichever split there is: test in the end, else validation."""
+    return next((v for split in reversed(SPLITS) if (v := metrics.get(str(MetricKey(split, stage, score)))) is not None), None)

@@ -12,14 +12,17 @@ from typing import Any
 import numpy as np
 
 from consilium.core.messages import SKIPPED, MetricKey, Stage
+from consilium.core.sanitize import number_of
 from consilium.core.storage import write_atomic
 from consilium.report import figures
-from consilium.report.run_record import Results, known, split_of
+from consilium.report.run_record import Results, RunRecord, known, split_of
 from consilium.report.tables import Column, Table, columns, few, number
-from consilium.tasks.registry import COUNT, HIGH, LOW, Scores
+from consilium.tasks.registry import COUNT, HIGH, LOW, LOWER, Scores
 
 MEAN, BY_N = "mean", "mean by n"
 INTERVAL = "95 %"
+LEVEL = 0.02
+"""A score that is better than the frozen model's by no more shows nothing."""
 NO_SCORES = MappingProxyType[str, float]({})
 
 
@@ -120,6 +123,23 @@ def mean_of(results: Results, metric: str, weighted: bool = False) -> float | No
     )  # the order of sites is no matter
 
 
+def frozen_level(record: RunRecord) -> str:
+    """Return a sentence where the global model scores no better than the frozen one by LEVEL; "" elsewhere."""
+    sites = sorted(record.closing.keys() - record.test_only) if record.results and record.config.trains else []
+    both = [[record.score(site, stage, record.metric) for stage in (Stage.PRETRAINED, Stage.GLOBAL)] for site in sites]
+    pairs = [(before, after) for before, after in both if known(before) is not None and known(after) is not None]
+    if not pairs:
+        return ""
+    frozen, tuned = (fsum(side) / len(pairs) for side in zip(*pairs, strict=True))
+    if (frozen - tuned if record.metric in LOWER else tuned - frozen) > LEVEL * max(1.0, abs(frozen)):
+        return ""
+    side, rounds = record.config.model.image_side, number_of(record.last_round, "round")
+    where, more = (f" at {side} pixels", " and model.image_size") if side else ("", "")
+    what = f"{record.scores.label(record.metric)} of the global model, {number(tuned)}, is at the level of the frozen model"
+    shows = "this shows that the pipeline runs, and nothing about the method"
+    return f"{what}, {number(frozen)}, after {rounds}{where}: {shows}; raise training.rounds{more}"
+
+
 # matrices --------------------------------------------------------------------------------------------------------------
 # Numbers with names on both sides: every model on every site's data, and which class was taken for which.
 
@@ -196,7 +216,7 @@ def confusions(results: Results, classes: Sequence[str]) -> dict[str, np.ndarray
     found: dict[str, np.ndarray] = {}
     for name, count in ((n, c) for metrics in results.values() for n, c in metrics.items()):
         key = MetricKey.parse(name)
-        if key is not None and key.metric in pairs:
+        if key is not None and key.metric in pairs and key.split == split_of(results):
             found.setdefault(str(key.stage), np.zeros((len(classes), len(classes))))[pairs[key.metric]] += count
     return {str(stage): found[stage] for stage in Stage if stage in found}
 

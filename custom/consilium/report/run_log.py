@@ -25,7 +25,7 @@ from consilium.privacy.plan import Plan
 from consilium.report import figures
 from consilium.report.plain_files import place_of, read_lines
 from consilium.report.results_table import confusions
-from consilium.report.run_record import roles_of
+from consilium.report.run_record import PACKAGES, roles_of
 from consilium.report.tensorboard_file import FOLDER, EventFile
 from consilium.report.tracking import Tracker
 from consilium.strategies.strategy import Role, RoundResults, ServerState, Strategy
@@ -33,9 +33,6 @@ from consilium.strategies.strategy import Role, RoundResults, ServerState, Strat
 LOCK = ".run.lock"
 MEANS = "(mean of sites)"
 """The folder of means over sites in TensorBoard; no site can have this name."""
-PACKAGES = (
-    "nvflare", "torch", "transformers", "monai", "peft", "opacus", "segment-anything", "safetensors", "numpy"
-)  # fmt: skip
 VERSIONS, THEN = "versions.json", ", then "
 """The file of versions, and what stands between two versions of a package in a run that was resumed with another."""
 
@@ -280,7 +277,7 @@ def other_version(folder: Path) -> str:
 def versions() -> dict[str, str]:
     """Return the installed versions of what decides a run's numbers."""
     found = {"python": platform.python_version(), "platform": platform.platform(), "consilium": __version__}
-    for name in PACKAGES:
+    for name in (one for one in PACKAGES if one not in found):
         try:
             found[name] = version(name)
         except PackageNotFoundError:  # carried in a job's app/custom instead of installed

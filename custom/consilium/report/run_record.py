@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from consilium.config.job import JobConfig, load_run_job
 from consilium.config.site import SIMULATION
 from consilium.core.errors import ConfigError
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, HELD_OUT, SPLITS, TRAIN_SECONDS, MetricKey, Stage
+from consilium.core.registry import Plugins
 from consilium.core.sanitize import shown
 from consilium.core.schema import dotted
 from consilium.core.storage import locked, write_atomic
@@ -32,6 +34,10 @@ Curve = dict[int, float]
 """A measure by rounds done."""
 OWNER = "owner.json"
 """In every run's folder of a startup kit, at the server and at a site."""
+PACKAGES = (
+    "consilium", "nvflare", "torch", "transformers", "monai", "peft", "opacus", "segment-anything", "safetensors", "numpy"
+)  # fmt: skip
+"""Of versions.json beside MACHINE and the code; any other is a plug-in's."""
 MACHINE = ("python", "platform")
 """Fields of versions.json that say where a run was, not which code it ran."""
 POOLED = "centralized"
@@ -155,8 +161,16 @@ class RunRecord:
         return found
 
     def validation(self, stage: Stage, metric: str = "") -> dict[str, Curve]:
-        """Return a validation score, by default the leading one: of the global model before a round's training."""
-        return self.curves(str(MetricKey("validation", stage, metric or self.metric)), stage is Stage.PERSONALIZED)
+        """Return a validation score, by default the leading one, by the rounds of training behind the model.
+
+        The last point is of the model that the closing evaluation scores.
+        """
+        name = str(MetricKey("validation", stage, metric or self.metric))
+        found = self.curves(name, stage is Stage.PERSONALIZED)
+        for line in self.of("final"):
+            if line["site"] in found and (value := known(line["metrics"].get(name))) is not None:
+                found[line["site"]][self.last_round] = value
+        return found
 
     def held_out(self, metric: str) -> float | None:
         """Return the mean validation score, before the last round, of the sites that it did not ask to train; None for none."""
@@ -245,13 +259,37 @@ class RunRecord:
         return adapter, str(meta.get("checkpoint") or "") if isinstance(meta, dict) else ""
 
 
+def job_of(folder: Path, plugins: Plugins = None) -> JobConfig:
+    """Return the job of a run's or an adapter's folder. Raises ConfigError, which names a plug-in's package that is missing."""
+    try:
+        return load_run_job(folder, plugins)
+    except ConfigError:
+        places = [folder.absolute(), *folder.absolute().parents][:5]  # RUN/sites/NAME/adapters/WHICH
+        versions = next((found for place in places if (found := read_json(place / "versions.json"))), {})
+        own = [name for name in versions if name not in (*PACKAGES, *MACHINE, "code") and not distribution_there(name)]
+        if not own:
+            raise
+        named = ", ".join(f"{shown(name, 80)} {shown(versions[name], 40)}" for name in own)
+        raise ConfigError(
+            f"{folder}: the run is of another package's kind: {named}, which is not installed here; install it"
+        ) from None
+
+
+def distribution_there(name: str) -> bool:
+    """Tell whether a package is installed."""
+    try:
+        return bool(version(name))
+    except (PackageNotFoundError, ValueError):
+        return False
+
+
 def read_run(folder: Path, name: str = "", labels: Mapping[str, str] | None = None) -> RunRecord:
     """Return the run of a folder, as far as it is whole. Raises ConfigError where the folder holds none."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give the folder of `simulate --workspace`, or of a study's runs")
     if not (folder / "job.yaml").is_file() or (folder / "job.yaml").is_symlink():
         raise ConfigError(f"{folder}: holds no run (no job.yaml); give the folder of `simulate --workspace`")
-    config = load_run_job(folder, None)
+    config = job_of(folder)
     damaged: set[str] = set()
     files: dict[str, Any] = {}
     for file, kind in _FILES.items():

@@ -1,8 +1,12 @@
 """A table of text and its formats: terminal, Markdown, LaTeX, and templates/parts.html of pages. No text in it is markup."""
 
+import csv
+import io
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.cells import cell_len
@@ -11,28 +15,42 @@ from rich.measure import Measurement
 from rich.table import Table as Grid
 from rich.text import Text
 
-from consilium.core.sanitize import cell, line, shown
+from consilium.core.sanitize import cell, harmless, line, shown
 
 SHORT, NARROW = 16, 14
 """In characters: names are not shortened below SHORT while another layout is left; shortened headings have NARROW at most."""
 ROOMS = (48, 36, 28, 22)
 """Widths to which names are shortened in a table that is too wide, in characters, tried in turn."""
+TEX_COLUMN, TEX_PAGE = 229.0, 469.0
+"""Points of a column and of a page of LaTeX's article in two columns; those of journals are not narrower."""
+TEX_LETTER, TEX_GAP, TEX_TEXT = 4.5, 6.0, 60.0
+"""Points of most letters in \\footnotesize and between two columns, and the least that a column of text is wrapped to."""
+MOST_ROWS = 50
+"""Rows of a table on a printed page."""
 Layout = Callable[[Mapping[str, str]], Grid]
 """Makes a table; the argument says how each name is written."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A heading. `rank`: a narrow terminal drops columns of the highest rank first, rank 0 never; `right`: numbers."""
+    """A heading. `rank`: a narrow terminal drops columns of the highest rank first, rank 0 never; `right`: numbers.
+
+    `detail`: a paper has it in an appendix.
+    """
 
     heading: str
     rank: int = 0
     right: bool = True
+    detail: bool = False
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text, whose first column names a row. `best`: cells (row, column) to stand out; `sums`: rows of means."""
+    """A table of text, whose first column names a row. `best`: cells (row, column) to stand out; `sums`: rows of means.
+
+    `caption`, `detail_caption`: whole sentences for a paper, of the table and of its columns of details, in place of title and
+    notes.
+    """
 
     title: str
     columns: Sequence[Column]
@@ -40,6 +58,8 @@ class Table:
     notes: Sequence[str] = ()
     best: Set[tuple[int, int]] = frozenset()
     sums: Set[int] = frozenset()
+    caption: str = ""
+    detail_caption: str = ""
 
 
 def columns(*headings: str) -> list[Column]:
@@ -211,24 +231,133 @@ def tex(text: str) -> str:
     return "".join(_TEX.get(c, c) for c in shown(text, 2000))
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a table that fits a column or a page: the points of each of its columns, by place."""
+
+    widths: Mapping[int, float]
+
+    @property
+    def wide(self) -> bool:
+        """Whether it needs the page's width."""
+        return sum(self.widths.values()) > TEX_COLUMN
+
+
 def latex(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
-    """Return a table environment per table; the first lines say which packages they need, and which engine."""
+    """Return tables for a paper in two columns, in letters of 8 points, none wider than the page.
 
-    def line_of(cells: Iterable[str], bold: Set[int] = frozenset()) -> str:
-        row = " & ".join(rf"\textbf{{{tex(c)}}}" if i in bold else tex(c) for i, c in enumerate(cells)) + r" \\"
-        return "{}" + row if row.startswith(("[", "*")) else row  # else an option of the line before
-
-    parts: list[str] = []
+    A table that fits a column stays in it. Columns of details go to a table of their own, behind the others, and columns
+    without a value are left out. Of a table that is too wide texts are wrapped, then its columns are shared out over several
+    tables. The first lines say which packages they need, and which engine.
+    """
+    main, more = list[str](), list[str]()
     for table in tables:
-        rows = [line_of(row, {c for r, c in table.best if r == index}) for index, row in enumerate(table.rows)]
-        align = "".join("r" if column.right else "l" for column in table.columns)
-        head = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", line_of(one.heading for one in table.columns), r"\midrule"]
-        tabular = [*head, *rows, r"\bottomrule", r"\end{tabular}"]
-        if len(table.columns) > 7:
-            tabular = [r"\resizebox{\textwidth}{!}{%", *tabular, "}"]
-        caption = tex(". ".join([table.title, *table.notes]))
-        parts += [r"\begin{table}[t]", r"\centering", rf"\caption{{{caption}.}}", *tabular, r"\end{table}", ""]
+        details = [i for i, column in enumerate(table.columns) if column.detail]
+        empty = [i for i in range(1, len(table.columns)) if table.rows and all(row[i] in ("-", "") for row in table.rows)]
+        rest = [i for i in range(1, len(table.columns)) if i not in (*details, *empty)]
+        for page, places, about in ((main, rest, table.caption), (more, details, table.detail_caption)):
+            for piece in _pieces(table, places) if places or page is main else ():
+                for start in range(0, max(len(table.rows), 1), MOST_ROWS):
+                    page += _environment(table, piece, range(start, min(start + MOST_ROWS, len(table.rows))), about)
+    parts = [*main, *([r"% Appendix: the columns of details, such as a column for each site.", *more] if more else [])]
     left = "".join(sorted({c for c in "".join(parts) if ord(c) > 0x17F and c not in _QUIET}))
-    needs = ["% needs: booktabs, graphicx, textcomp, fontenc with T1"]
+    needs = ["% needs: booktabs, array, textcomp, fontenc with T1; fits papers in two columns: 3.2 and 6.5 inches"]
     needs += [f"% needs: XeLaTeX or LuaLaTeX in place of pdfLaTeX, and a font that has {left[:40]}"] if left else []
     return "\n".join([*(f"% {shown(note, 2000)}" for note in notes), *needs, *parts])
+
+
+def _pieces(table: Table, places: Sequence[int]) -> list[_Piece]:
+    """Return the parts of a table with the first column and these, each as wide as a page at most."""
+
+    def width(place: int) -> float:
+        """Return the points that a column takes with no text wrapped: its widest cell or line of heading."""
+        return TEX_GAP + max(map(_points, [*_cells(table, place), *_head_lines(table, place)]))
+
+    whole = {place: width(place) for place in (0, *places)}
+    texts = [place for place in whole if not table.columns[place].right]
+    numbers = sum(whole[place] for place in whole if place not in texts)
+    for most, least in ((TEX_COLUMN, 2 * TEX_TEXT), (TEX_PAGE, TEX_TEXT)):
+        room = (most - numbers) / max(len(texts), 1)
+        widths = whole | {place: min(whole[place], room) for place in texts}
+        if sum(widths.values()) <= most and (widths == whole or room >= least):
+            return [_Piece(widths)]
+    found, first = list[_Piece](), {0: min(whole[0], 2 * TEX_TEXT)}
+    part = dict(first)
+    for place in places:
+        own = min(whole[place], TEX_PAGE - first[0])
+        if len(part) > 1 and sum(part.values()) + own > TEX_PAGE:
+            found.append(_Piece(part))
+            part = dict(first)
+        part[place] = own
+    return [*found, _Piece(part)]
+
+
+def _points(text: str) -> float:
+    """Return how wide a text is at most in \\footnotesize, also in bold, in points."""
+    return sum(8.8 if c in "MWmw@%" or c > "\u024f" else 6.8 if c.isupper() or c == "±" else TEX_LETTER for c in text)
+
+
+def _cells(table: Table, place: int) -> list[str]:
+    return [shown(row[place], 2000) for row in table.rows]
+
+
+def _head_lines(table: Table, place: int) -> list[str]:
+    """Return a heading in lines of about its column's width, of 30 letters at most."""
+    heading, width = shown(table.columns[place].heading), max([10, *map(len, _cells(table, place))])
+    lines = textwrap.wrap(heading, width, break_long_words=False)
+    return [part for line in lines for part in textwrap.wrap(line, 30)] or [""]
+
+
+def _environment(table: Table, piece: _Piece, rows: range, caption: str) -> list[str]:
+    """Return a table environment with some columns and rows of a table."""
+    wrapped = {
+        place: room - TEX_GAP
+        for place, room in piece.widths.items()
+        if not table.columns[place].right and max(map(_points, _cells(table, place)), default=0) > room - TEX_GAP
+    }
+
+    def line_of(cells: Iterable[str]) -> str:
+        row = " & ".join(cells) + r" \\"
+        return "{}" + row if row.startswith(("[", "*")) else row  # else an option of the line before
+
+    def written(row: int, place: int) -> str:
+        text = tex(table.rows[row][place])
+        if place in wrapped:  # a word of over 12 letters may break at every eighth
+            words = shown(table.rows[row][place], 2000).split(" ")
+            text = " ".join(
+                r"\allowbreak{}".join(map(tex, textwrap.wrap(word, 8) if len(word) > 12 else [word])) for word in words
+            )
+        return rf"\textbf{{{text}}}" if (row, place) in table.best else text
+
+    def head(place: int) -> str:
+        lines = _head_lines(table, place)
+        stack = r"\\".join(map(tex, lines))
+        return stack if len(lines) == 1 else rf"\shortstack[{'r' if table.columns[place].right else 'l'}]{{{stack}}}"
+
+    def align(place: int) -> str:
+        if place in wrapped:
+            return rf">{{\raggedright\arraybackslash}}p{{{wrapped[place]:.0f}pt}}"
+        return "r" if table.columns[place].right else "l"
+
+    star = "*" if piece.wide else ""
+    body = [line_of(written(row, place) for place in piece.widths) for row in rows]
+    under = [tex(" ".join(map(sentence, table.notes)))] if table.notes and not caption else []
+    lines = [rf"\begin{{table{star}}}[t]", r"\centering\footnotesize\setlength{\tabcolsep}{3pt}"]
+    lines += [rf"\caption{{{tex(sentence(caption or table.title))}}}\smallskip"]
+    lines += [rf"\begin{{tabular}}{{{''.join(map(align, piece.widths))}}}", r"\toprule", line_of(map(head, piece.widths))]
+    lines += [r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
+    return [*lines, *(rf"\par\smallskip\raggedright {one}" for one in under), rf"\end{{table{star}}}", ""]
+
+
+def sentence(text: str) -> str:
+    """Return a text that begins with a capital letter, unless it is a symbol, and ends with a full stop."""
+    return f"{text[:1].upper() if text[:1].isascii() else text[:1]}{text[1:]}".rstrip(".") + "."
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]], heads: Sequence[str] = ()) -> str:
+    """Return rows as CSV. A text that a spreadsheet would take for a formula begins with an apostrophe."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, heads or list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: harmless(one.get(key)) for key in writer.fieldnames} for one in rows)
+    return file.getvalue()

@@ -38,4 +38,12 @@ STRATEGIES: "Registry[type[Strategy]]" = Registry(
     },
     "consilium.strategies",
     "consilium.strategies.strategy:Strategy",
+    {
+        "fedavgm": "strategy fedit and server.optimizer momentum",
+        "fedopt": "strategy fedit and server.optimizer adam",
+        "fedadam": "strategy fedit and server.optimizer adam",
+        "fedyogi": "strategy fedit and server.optimizer yogi",
+        "fedmedian": "strategy fedit and server.mean median",
+        "fedtrimmedavg": "strategy fedit and server.mean trimmed",
+    },
 )

@@ -15,7 +15,7 @@ from consilium.estimates.flops import Samples, Work, own_samples, run_flops, wor
 from consilium.federation.job import assemble_job
 from consilium.federation.sites import site_names
 from consilium.report.plain_files import read_json
-from consilium.study.study import STUDIES, Cell, Study
+from consilium.study.study import Cell, Study, studies_folder
 
 # flops cache -----------------------------------------------------------------------------------------------------------
 # FLOPs of studies, cached beside their files: counting lays out every model, and a list must be quick.
@@ -31,9 +31,9 @@ def digest_of(study: Study) -> str:
     return hashlib.sha256(json.dumps([said, base], default=str).encode()).hexdigest()[:16]
 
 
-def cached_flops(folder: Path = STUDIES) -> dict[str, Any]:
-    """Return the entries of the studies in a folder, by name; {} where there are none."""
-    return read_json(folder / CACHE)
+def cached_flops(folder: Path | None = None) -> dict[str, Any]:
+    """Return the entries of the studies in a folder, by default of our own, by name; {} where there are none."""
+    return read_json((folder or studies_folder()) / CACHE)
 
 
 def known_flops(study: Study, there: Mapping[str, Any]) -> float | None:
@@ -42,10 +42,10 @@ def known_flops(study: Study, there: Mapping[str, Any]) -> float | None:
     return float(one["flops"]) if isinstance(one, dict) and one.get("digest") == digest_of(study) and one.get("flops") else None
 
 
-def save_flops(study: Study, flops: float | None, folder: Path = STUDIES) -> None:
+def save_flops(study: Study, flops: float | None) -> None:
     """Keep the FLOPs of a study."""
-    there = cached_flops(folder) | {study.name: {"digest": digest_of(study), "flops": flops}}
-    write_atomic(folder / CACHE, (json.dumps(dict(sorted(there.items())), indent=1) + "\n").encode())
+    there = cached_flops() | {study.name: {"digest": digest_of(study), "flops": flops}}
+    write_atomic(studies_folder() / CACHE, (json.dumps(dict(sorted(there.items())), indent=1) + "\n").encode())
 
 
 # estimate --------------------------------------------------------------------------------------------------------------

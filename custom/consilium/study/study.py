@@ -1,5 +1,6 @@
 """A study and its cells: each a job, told by names on the axes, with a folder of its own that follows from the job."""
 
+import difflib
 import hashlib
 import itertools
 import json
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -195,6 +197,7 @@ class StudyConfig(Section):
 # study -----------------------------------------------------------------------------------------------------------------
 
 STUDIES = Path("jobs/studies")
+"""In Consilium's repository."""
 Size = Literal["", "smoke", "small"]
 
 
@@ -411,16 +414,26 @@ def chosen(labels: Mapping[str, str], when: Choice) -> bool:
     return all(labels.get(axis) in values for axis, values in when.items())
 
 
+def studies_folder() -> Path:
+    """Return the folder of Consilium's own studies: here, above this folder, or the package's own."""
+    places = [Path(), *Path.cwd().parents, Path(str(files("consilium") / "examples"))]
+    return next((one / STUDIES for one in places if (one / STUDIES).is_dir()), STUDIES)
+
+
 def load(path: Path | str, size: Size = "", workspace: Path | None = None) -> Study:
     """Return the study of a file, or of that name in jobs/studies. Raises ConfigError.
 
     `workspace`: where its runs are; by default runs/studies/NAME, or NAME-SIZE.
     """
-    candidates = [Path(path), STUDIES / f"{path}.yaml"]
+    studies = studies_folder()
+    candidates = [Path(path), studies / f"{path}.yaml"]
     if (file := next((one for one in candidates if one.is_file()), None)) is None:
-        there = ", ".join(sorted(one.stem for one in STUDIES.glob("*.yaml"))) or "none"
-        remedy = "`consilium init FOLDER` writes those of the package into FOLDER/jobs/studies"
-        raise ConfigError(f"{path}: no such study; give a file, or a name in {STUDIES} (there: {there}); {remedy}")
+        if len(Path(path).parts) > 1:
+            raise ConfigError(f"{path}: no such folder or file; give a run's folder, a study's file, or a study's name")
+        there = sorted(one.stem for one in studies.glob("*.yaml"))
+        near = difflib.get_close_matches(str(path), there, n=3) or there[:3]
+        known = f"such as {', '.join(near)}; `consilium study list` has all" if there else "none is here"
+        raise ConfigError(f"{path}: no such study; give a file, or a name in {studies} ({known})")
     config = validate(StudyConfig, read_yaml(file), file)
     if size and getattr(config, size) is None:
         raise ConfigError(f"{file}: {size}: the study has no such section; add it, or run the study without --{size}")

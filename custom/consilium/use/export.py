@@ -7,7 +7,7 @@ from typing import Literal
 
 from consilium import __version__
 from consilium.adapters.names import SHIFT, is_local
-from consilium.config.job import JobConfig, load_run_job
+from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import cell
@@ -17,6 +17,7 @@ from consilium.federation.model_card import FILES
 from consilium.federation.saved_model import CARD, TENSORS, SavedModel, export_adapter, read_kept, with_parameters
 from consilium.models.causal_lm.network import TINY_FOLDER
 from consilium.models.dtypes import QUANTIZED
+from consilium.report.run_record import job_of
 from consilium.use import bundle_export, merge, onnx_export, peft_folder
 from consilium.use.model import TrainedModel
 from consilium.use.output_folder import LICENCES, RECORD, as_the_umask_says, check_destination, new_folder, write_record
@@ -35,7 +36,7 @@ class Exported:
 def check_possible(format: Format, folder: Path) -> None:
     """Look at an adapter folder before its base is loaded. Raises ConfigError for a model that cannot be had in this format."""
     kept, card = read_kept(folder)
-    config = load_run_job(folder, None)
+    config = job_of(folder)
     _check_blend(kept, format)
     if format != "peft" and (dtype := config.model.dtype) in QUANTIZED:
         what = f"the base is kept as {dtype}, which holds no weights that others read"
@@ -98,13 +99,9 @@ def _base(found: TrainedModel, own: SiteConfig) -> Path:
 def _write(found: TrainedModel, format: Format, made: Path, own: SiteConfig, base: str) -> tuple[str, float | None]:
     """Write the format's own files; return how to use them and how far the logits are from the model's."""
     if format == "peft":
-        about = _write_peft(found, made)
+        about = _write_peft(found, made, own, base)
         if _library(found, format):
             peft_folder.complete(made, found.config, tokenizer_of(found.config, own), base or str(_base(found, own)))
-            if found.config.model.name == "causal_lm":
-                about = about.replace(_PEFT, _PEFT_TEXT)
-            elif peft_folder.is_classifier(found.config):
-                about = about.replace(_PEFT, _PEFT_CLASSES.format(found.config.task.outputs)).replace(_HEAD, "")
         return about, None
     model, config = found.model.cpu().float(), found.config  # a base that is kept in bfloat16 too
     if format == "merged":
@@ -112,12 +109,17 @@ def _write(found: TrainedModel, format: Format, made: Path, own: SiteConfig, bas
     return onnx_export.write(made, model, config) if format == "onnx" else bundle_export.write(made, model, config, found.card)
 
 
-_PEFT = """An adapter for PEFT, on the unchanged base:
+_PEFT = """An adapter for PEFT, on the unchanged base, which {where}:
 
 ```python
-from peft import PeftModel
+from pathlib import Path
 
-model = PeftModel.from_pretrained(base, ".")
+from consilium.config.job import load_run_job
+from consilium.federation.job import bare_model
+from peft import PeftModel
+{loads}
+base = bare_model(load_run_job(Path("."), None), {checkpoint}, weights=True)
+{beside}model = PeftModel.from_pretrained(base, ".").eval()
 ```
 """
 _PEFT_TEXT = """An adapter for PEFT, with its tokenizer. `base_model_name_or_path` in adapter_config.json names the base:
@@ -126,7 +128,8 @@ _PEFT_TEXT = """An adapter for PEFT, with its tokenizer. `base_model_name_or_pat
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
 
-model, tokenizer = AutoPeftModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")
+model = AutoPeftModelForCausalLM.from_pretrained("."{dtype})
+tokenizer = AutoTokenizer.from_pretrained(".")
 ```
 """
 _PEFT_CLASSES = """An adapter for PEFT and the classifier's head, with its tokenizer:
@@ -135,21 +138,17 @@ _PEFT_CLASSES = """An adapter for PEFT and the classifier's head, with its token
 from peft import AutoPeftModelForSequenceClassification
 from transformers import AutoTokenizer
 
-model = AutoPeftModelForSequenceClassification.from_pretrained(".", num_labels={})
+model = AutoPeftModelForSequenceClassification.from_pretrained(".", num_labels={outputs}{dtype})
 tokenizer = AutoTokenizer.from_pretrained(".")
 ```
 """
-_DECODER = """
-decoder.safetensors has the parameters of the base that were trained beside it:
-`base.load_state_dict(load_file("decoder.safetensors"), strict=False)` before the line above.
-"""
-_HEAD = """
-head.safetensors has weight and bias of the linear layer that is put on the encoder's features.
-"""
+_BESIDE = {
+    "decoder.safetensors": 'base.load_state_dict(load_file("decoder.safetensors"), strict=False)  # trained beside it\n',
+    "head.safetensors": 'base.head.load_state_dict(load_file("head.safetensors"))  # the linear layer on the features\n',
+}
 _KEPT = """
 Its base was kept as {} by bitsandbytes in training and in scoring. On a base in 32 bits it answers a little otherwise.
 """
-_BESIDE = {"decoder.safetensors": _DECODER, "head.safetensors": _HEAD}
 
 
 def _check_peft(folder: Path, kept: SavedModel, config: JobConfig) -> None:
@@ -161,11 +160,22 @@ def _check_peft(folder: Path, kept: SavedModel, config: JobConfig) -> None:
         raise ConfigError("--format peft: the model has a vector behind its encoder, which PEFT does not know; use merged")
 
 
-def _write_peft(found: TrainedModel, made: Path) -> str:
+def _write_peft(found: TrainedModel, made: Path, own: SiteConfig, base: str) -> str:
     """Write what PEFT reads, from the tensors that were checked: the folder's own file may hold others."""
     values = with_parameters(found.model, found.kept.values)
     export_adapter(made, {name: tensor for name, tensor in values.items() if not is_local(name)}, found.config)
-    about = _PEFT + "".join(text for name, text in _BESIDE.items() if (made / name).is_file())
+    kept_as = {"fp32": "float32", "bf16": "bfloat16"}.get(found.config.model.dtype)
+    text = _PEFT_CLASSES if peft_folder.is_classifier(found.config) else _PEFT_TEXT
+    dtype = f', dtype="{kept_as}"' if kept_as else ""
+    about = text.format(dtype=dtype, outputs=getattr(found.config.task, "outputs", 0))
+    if not _library(found, "peft"):
+        place = base or checkpoint_of(found.config.model, own)
+        beside = "".join(text for name, text in _BESIDE.items() if (made / name).is_file())
+        about = _PEFT.format(
+            where="is the checkpoint that the job names" if place else "comes with consilium",
+            loads="from safetensors.torch import load_file\n" if beside else "",
+            checkpoint=f"Path({str(place)!r})" if place else "None", beside=beside,
+        )  # fmt: skip
     about += _KEPT.format(found.config.model.dtype) if found.config.model.dtype in QUANTIZED else ""
     if any(map(is_local, found.kept.values)):  # which stays where it is
         return about

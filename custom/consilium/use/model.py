@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from consilium import __version__
-from consilium.config.job import JobConfig, load_run_job
+from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, allowed_plugins
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.messages import Stage
@@ -16,7 +16,7 @@ from consilium.federation.job import build_model, checkpoint_of
 from consilium.federation.model_card import BEST, Card
 from consilium.federation.saved_model import ADAPTERS, TENSORS, SavedModel, load_values, read_kept, run_as_kept
 from consilium.report.run_log import VERSIONS, other_version
-from consilium.report.run_record import CELLS, check_names, study_cells
+from consilium.report.run_record import CELLS, check_names, job_of, study_cells
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def open_model(
     """
     folder = adapter_folder(path, site, stage, best)
     kept, card = read_kept(folder)
-    config = load_run_job(folder, allowed_plugins(own, simulated=True))
+    config = job_of(folder, allowed_plugins(own, simulated=True))
     _check_base(config, card, own, folder)
     model = build_model(config, own)
     try:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models.checkpoint_file import load_tensors, refuse_adapter
-from consilium.models.sam import med2d
+from consilium.models.sam import med2d, positions
 from consilium.models.sam.attention import use_fused
 from consilium.models.sam.prompts import Prompt, fill_missing_boxes, fill_missing_points, require
 
@@ -227,10 +227,9 @@ def _resize(name: str, tensor: Tensor, want: Tensor | None) -> Tensor:
     if want is None or tensor.shape == want.shape:
         return tensor
     if name == "image_encoder.pos_embed":
-        moved = F.interpolate(tensor.float().permute(0, 3, 1, 2), want.shape[1:3], mode="bicubic", antialias=True)
-        return moved.permute(0, 2, 3, 1)
+        return positions.absolute(tensor, (want.shape[1], want.shape[2]))
     if ".rel_pos_" in name:
-        return F.interpolate(tensor.float().T[None], want.shape[0], mode="linear")[0].T
+        return positions.relative(tensor, want.shape[0])
     return tensor
 
 

@@ -16,11 +16,13 @@ from consilium.core.errors import ConfigError
 from consilium.models import folder
 from consilium.models.export import page, save_pretrained
 from consilium.models.registry import pattern_of
-from consilium.models.sam import SamConfig
+from consilium.models.sam import SamConfig, positions
 from consilium.models.sam.prompts import Prompt, fill_missing_boxes, fill_missing_points, require
 from consilium.models.targets import layers_of
 
 KNOWN = folder.Known("promptable segmentation model", "sam, sam2, sam_hq, sam3_tracker")
+RESIZED = ("sam", "sam_hq")
+"""Architectures whose position embeddings are interpolated for pictures of another size."""
 MOST_CLASSES = 3
 """Masks that a published SAM has without a box: whole, part, sub-part."""
 _DECODER_ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj", "o_proj")
@@ -93,7 +95,9 @@ def build_promptable(
     folder.require_no_running_means(model, model.config.model_type)
     if weights:
         folder.require_pixels(checkpoint, *config.pixels)
-    _check(model, config.image_size, classes, prompt)
+    _check(model, classes, prompt)
+    if config.image_size != model.prompt_encoder.input_image_size:
+        _resize(model, config.image_size)
     if hasattr(model.mask_decoder, "dynamic_multimask_via_stability"):  # it would choose another mask picture by picture
         model.config.mask_decoder_config.dynamic_multimask_via_stability = False
         model.mask_decoder.dynamic_multimask_via_stability = False
@@ -105,11 +109,36 @@ def build_promptable(
     return model.eval()
 
 
-def _check(model: Any, side: int, classes: int, prompt: Prompt) -> None:
-    """Raise ConfigError for a size of picture, or a number of classes, that the model does not have."""
-    native = model.prompt_encoder.input_image_size
-    if side != native:
-        raise ConfigError(f"model.image_size: {side}: this folder's model takes pictures of {native} pixels; use {native}")
+def _resize(model: Any, side: int) -> None:
+    """Let a SAM take pictures of another size, in place: its position embeddings are interpolated.
+
+    Raises ConfigError for a size that is no multiple of its patch, and for SAM 2 and 3.
+    """
+    native, kind = model.prompt_encoder.input_image_size, model.config.model_type
+    if kind not in RESIZED:
+        what = f"{side}: this folder's model ({kind}) takes pictures of {native} pixels"
+        raise ConfigError(f"model.image_size: {what}; use {native}")
+    vision, prompts = model.config.vision_config, model.config.prompt_encoder_config
+    patch = vision.patch_size
+    if side % patch:
+        near = max(1, round(side / patch)) * patch
+        raise ConfigError(f"model.image_size: {side} is no multiple of the patch size {patch}; use {near}")
+    encoder, grid = model.vision_encoder, side // patch
+    with torch.no_grad():
+        if encoder.pos_embed is not None:
+            encoder.pos_embed = nn.Parameter(positions.absolute(encoder.pos_embed, (grid, grid)))
+        for index in vision.global_attn_indexes if vision.use_rel_pos else ():
+            attention = encoder.layers[index].attn
+            for name in ("rel_pos_h", "rel_pos_w"):
+                setattr(attention, name, nn.Parameter(positions.relative(getattr(attention, name), 2 * grid - 1)))
+    encoder.image_size = vision.image_size = prompts.image_size = side
+    encoder.patch_embed.image_size, encoder.patch_embed.num_patches = (side, side), grid**2
+    prompts.image_embedding_size = grid
+    model.prompt_encoder.input_image_size, model.prompt_encoder.image_embedding_size = side, (grid, grid)
+
+
+def _check(model: Any, classes: int, prompt: Prompt) -> None:
+    """Raise ConfigError for a number of classes that the model does not have."""
     most = 1 if model.config.model_type == "sam_hq" else MOST_CLASSES
     if classes > most and prompt != "box":
         what = f"{classes} without boxes; model_type {model.config.model_type!r} has {most} at most"

@@ -6,16 +6,19 @@ line style go with each, so that a print without colours will do.
 
 import io
 import math
+import statistics
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context, rcParams
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.transforms import ScaledTranslation
 from PIL import Image
 from rich.cells import cell_len
 
@@ -25,7 +28,7 @@ from consilium.core.storage import PUBLIC, write_atomic, write_figure
 from consilium.report.compare.comparability import Group
 from consilium.report.compare.scores import GroupScores, mean, scores_of
 from consilium.report.compare.tables import MARK
-from consilium.report.figures import NUMBERED, draw_matrix
+from consilium.report.figures import NUMBERED, ROUNDS, draw_matrix
 from consilium.report.plain_files import subfolders
 from consilium.report.predictions import (
     GAP,
@@ -42,8 +45,8 @@ from consilium.report.predictions import (
     read_page,
     words,
 )
-from consilium.report.run_record import RunRecord
-from consilium.report.tables import few, shortened
+from consilium.report.run_record import Curve, RunRecord
+from consilium.report.tables import csv_text, few, shortened, tex
 
 # examples --------------------------------------------------------------------------------------------------------------
 # The same test pictures with the predictions of several methods, cut out of each run's predictions.png of a site.
@@ -106,7 +109,9 @@ def _draw(path: Path, pages: Mapping[str, Page], stage: Stage) -> None:
     bottom = top + len(columns[0]) * (columns[0][0].height + LINE + GAP)
     parts.append((0, bottom, body.crop((0, layout.rows[-1], body.width, body.height))))
     page, file = arrange(parts), io.BytesIO()
-    arrange([(MARGIN, MARGIN, page)], (page.width + 2 * MARGIN, page.height + 2 * MARGIN)).save(file, "PNG", compress_level=3)
+    arrange([(MARGIN, MARGIN, page)], (page.width + 2 * MARGIN, page.height + 2 * MARGIN)).save(
+        file, "PNG", dpi=(DPI, DPI), compress_level=3
+    )
     write_atomic(path, file.getvalue())
 
 
@@ -127,6 +132,7 @@ def _written(names: Iterable[str], width: int, points: int) -> Sequence[str]:
 
 
 # figures ---------------------------------------------------------------------------------------------------------------
+# To print: one column or the page of a paper in two columns, letters of 7 and 8 points, captions beside the files.
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#7F7F7F")
 MARKERS = "osD^vPX*<>hp"
@@ -137,88 +143,129 @@ FEWEST = 2
 """Numbers that make an axis."""
 WRAP = 34
 """Characters of a line of a legend."""
-DPI = 150
-Drawn = tuple[Figure | None, str]
-"""A picture, or None and why there is none."""
+COLUMN, PAGE = 3.5, 7.16
+"""Inches: widths of a column and of a page of two."""
+DPI = 300
+FORMATS = {"png": {"Software": None}, "pdf": {"CreationDate": None, "Creator": None, "Producer": None}, "svg": {"Date": None}}
+"""Endings of a picture's files, and the metadata without which two runs of one command write equal files."""
+STYLE: dict[Any, Any] = {
+    "font.size": 8, "axes.labelsize": 8, "legend.fontsize": 7, "xtick.labelsize": 7, "ytick.labelsize": 7, "axes.titlesize": 8,
+    "figure.titlesize": 8, "axes.linewidth": 0.6, "lines.markersize": 3.5, "text.parse_math": False, "pdf.fonttype": 42,
+    "svg.fonttype": "none", "svg.hashsalt": "consilium",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A picture, its caption in whole sentences, and the numbers in it, a row each."""
+
+    figure: Figure
+    caption: str
+    rows: Sequence[Mapping[str, Any]]
+
+
+Drawn = Plot | str
+"""A picture, or why there is none."""
 
 
 def style(index: int) -> dict[str, Any]:
     """Return a method's colour, marker and line: no two of the first 96 alike."""
     colour, marker = COLOURS[index % len(COLOURS)], MARKERS[(index % len(COLOURS) + index // len(COLOURS)) % len(MARKERS)]
-    return {"color": colour, "marker": marker, "linestyle": LINES[index % len(LINES)], "markersize": 5}
+    return {"color": colour, "marker": marker, "linestyle": LINES[index % len(LINES)]}
 
 
 def plain(text: str, width: int = WRAP) -> str:
-    """Return a name in lines of at most `width` characters, nothing in it a formula."""
-    return textwrap.fill(shown(text), width).replace("$", r"\$")
+    """Return a name in lines of at most `width` characters."""
+    return textwrap.fill(shown(text), width)
 
 
-def draw(folder: Path, groups: Sequence[Group], stage: Stage, metric: str | None = None) -> tuple[list[Path], list[str]]:
-    """Draw all pictures that can be; return the files, and which are missing and why."""
+def draw(
+    folder: Path, groups: Sequence[Group], stage: Stage, metric: str | None = None, width: float = COLUMN, titles: bool = False
+) -> tuple[list[Path], list[str]]:
+    """Write all pictures that can be, in each of FORMATS, with their numbers as CSV, and figures.tex with their captions.
+
+    `width` in inches; `titles`: the caption stands in the picture too. Return the files, and which are missing and why.
+    """
     files: list[Path] = []
     notes: list[str] = []
+    page = ["% needs: graphicx, textcomp, fontenc with T1"]
     for index, group in enumerate(groups):
         end = f"-{index + 1}" if len(groups) > 1 else ""
         for name, make in PLOTS.items():
-            figure, why = make(scores_of(group, stage, metric or group.first.metric))
-            if figure is None:
-                notes.append(group.titled(f"no {name}{end}.png: {why}"))
-            else:
-                files.append(folder / f"{name}{end}.png")
-                write_figure(files[-1], figure, dpi=DPI, mode=PUBLIC, metadata={"Software": None})
+            with rc_context(STYLE):
+                plot = make(scores_of(group, stage, metric or group.first.metric), width)
+                if isinstance(plot, str):
+                    notes.append(group.titled(f"no {name}{end}: {plot}"))
+                    continue
+                caption = group.titled(plot.caption)
+                if titles:
+                    plot.figure.suptitle(plain(caption, int(15 * plot.figure.get_figwidth())))
+                paths = [folder / f"{name}{end}.{ending}" for ending in (*FORMATS, "csv")]
+                for path, metadata in zip(paths, FORMATS.values(), strict=False):
+                    write_figure(path, plot.figure, dpi=DPI, mode=PUBLIC, metadata=metadata)
+            write_atomic(paths[-1], csv_text(plot.rows).encode(errors="backslashreplace"), PUBLIC)
+            files += paths
+            place, side = ("figure*", "text") if plot.figure.get_figwidth() > COLUMN else ("figure", "column")
+            page += [rf"\begin{{{place}}}[t]", r"\centering", rf"\includegraphics[width=\{side}width]{{{name}{end}.pdf}}"]
+            page += [rf"\caption{{{tex(caption)}}}", rf"\end{{{place}}}"]
         examples, undrawn = draw_examples(folder, group, stage, end)
         files += examples
         notes += map(group.titled, undrawn)
+    if len(page) > 1:
+        files.append(folder / "figures.tex")
+        write_atomic(files[-1], "\n".join([*page, ""]).encode(), PUBLIC)
     return files, notes
 
 
-def curves(scores: GroupScores) -> Drawn:
+def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
     """Return validation scores by round: means over sites and seeds, single seeds thin; methods in panels of CURVES."""
     found = {method: _curve(scores, method) for method in scores.group.methods}
-    drawn = [method for method in scores.group.methods if len(found[method]) > 1]
+    drawn = [method for method, seeds in found.items() if seeds and len(next(iter(seeds.values()))) > 1]
     if not drawn:
-        return None, "no run validated this model at all sites in two rounds"
+        return "no run validated this model at all sites in two rounds"
+    rounds = {method: list(next(iter(found[method].values()))) for method in drawn}
+    means = {method: [_mean(seeds[r] for seeds in found[method].values()) for r in rounds[method]] for method in drawn}
     panels = [drawn[i : i + CURVES] for i in range(0, len(drawn), CURVES)]
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(6.4 * columns, 3.6 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
+    columns = min(1 if width <= COLUMN else 3, len(panels))
+    down = -(-len(panels) // columns)
+    figure = Figure(figsize=(width, down * (2.3 + _rows_of_legend(panels[0], width / columns))), layout="constrained")
+    axes = figure.subplots(down, columns, squeeze=False, sharex=True, sharey=True).ravel()
     for axis, inside in zip(axes, panels, strict=False):
         for method in drawn if len(panels) > 1 else ():
-            axis.plot(list(found[method]), _means(found[method].values()), color="0.88", linewidth=0.8, zorder=1)
+            axis.plot(rounds[method], means[method], color="0.88", linewidth=0.8, zorder=1)
         for place, method in enumerate(inside):
-            rounds, look = list(found[method]), style(place)
-            every = max(1, len(rounds) // 10)
-            means = _means(found[method].values())
-            axis.plot(rounds, means, label=plain(method), linewidth=1.6, markevery=every, zorder=3, **look)
-            seeds = list(zip(*found[method].values(), strict=True))
-            for values in seeds if len(seeds) > 1 else ():
-                axis.plot(rounds, values, color=look["color"], linewidth=0.6, alpha=0.45, zorder=2)
+            look, every = style(place), max(1, len(rounds[method]) // 10)
+            axis.plot(rounds[method], means[method], label=plain(method), linewidth=1.2, markevery=every, zorder=3, **look)
+            for one in found[method].values() if len(found[method]) > 1 else ():
+                axis.plot(list(one), list(one.values()), color=look["color"], linewidth=0.4, alpha=0.45, zorder=2)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _finish(axis, scores, "rounds done")
+        _finish(axis, scores, ROUNDS, width / columns)
     for axis in axes[len(panels) :]:
         axis.axis("off")
-    _title(figure, scores, "learning curves, validation, mean over sites", "thin: single seeds")
-    return figure, ""
+    rows = [
+        {"method": method, "seed": seed, "rounds": round, "value": value}
+        for method in drawn
+        for seed, one in found[method].items()
+        for round, value in one.items()
+    ]
+    what = "Learning curves: the mean over sites on validation data, by the rounds of training behind the model"
+    return Plot(figure, _caption(scores, what, "Thin lines are single seeds."), rows)
 
 
-def _curve(scores: GroupScores, method: str) -> dict[int, list[float]]:
-    """Return by round the mean over sites of every seed; a round in which a site is missing is no point of its seed.
+def _curve(scores: GroupScores, method: str) -> dict[str, Curve]:
+    """Return the mean over sites by round of every seed; a round in which a site is missing is no point of its seed.
 
-    Sites are those that any run of the group validated.
+    Sites are those that any run of the group validated; rounds those that all seeds have.
     """
     curves = {key: run.validation(scores.stage, scores.metric) for key, run in scores.group.runs.items()}
     sites = {site for curve in curves.values() for site in curve}
-    found: dict[int, list[float]] = {}
-    for curve in (curve for (name, _), curve in curves.items() if name == method and set(curve) == sites):
-        for round in sorted(set.intersection(*map(set, curve.values())) if curve else ()):
-            found.setdefault(round, []).append(math.fsum(one[round] for one in curve.values()) / len(sites))
-    seeds = max(map(len, found.values()), default=0)
-    return {round: values for round, values in sorted(found.items()) if len(values) == seeds}
+    whole = {seed: one for (name, seed), one in curves.items() if name == method and one and set(one) == sites}
+    rounds = sorted(set.intersection(*(set(curve) for one in whole.values() for curve in one.values()))) if whole else []
+    return {seed: {r: math.fsum(c[r] for c in one.values()) / len(sites) for r in rounds} for seed, one in whole.items()}
 
 
-def _means(values: Any) -> list[float]:
-    return [math.fsum(one) / len(one) for one in values]
+def _mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)
 
 
 def _is_number(text: str) -> bool:
@@ -252,20 +299,26 @@ def lines_along(scores: GroupScores, axis: str) -> dict[str, dict[str, list[floa
     return found
 
 
-def axis_figure(scores: GroupScores) -> Drawn:
+def axis_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
     """Draw means over sites and seeds along the study's axis of numbers, bars from lowest to highest seed, at equal steps."""
     axis, labels = axis_of(scores), scores.group.first.labels
     found = lines_along(scores, axis) if axis else {}
     if not found:
         chooses = (axis for axis in labels if axis in scores.group.data_axes and _is_number(labels[axis]))
         data = next((f"the values of {axis} are other data, which do not share a picture" for axis in chooses), "")
-        return None, data or "no axis of a study has numbers"
-    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+        return data or "no axis of a study has numbers"
+    figure = Figure(figsize=(width, 2.3 + _rows_of_legend(found, width)), layout="constrained")
     plot = figure.subplots()
     draw_lines(plot, found)
-    _finish(plot, scores, plain(axis))
-    _title(figure, scores, f"along {axis}, mean over sites", "bars: lowest to highest seed")
-    return figure, ""
+    _finish(plot, scores, plain(axis), width)
+    rows = [
+        {"method": method, axis: scores.group.of(method)[0].labels[axis], "seed": seed, "value": value}
+        for method in scores.methods
+        if scores.group.of(method)
+        for seed, value in zip(scores.whole_seeds(method), scores.means(method), strict=True)
+    ]
+    what = f"The mean over sites along {axis}, at equal steps"
+    return Plot(figure, _caption(scores, what, "Bars reach from the lowest to the highest seed."), rows)
 
 
 def draw_lines(plot: Any, found: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
@@ -278,63 +331,74 @@ def draw_lines(plot: Any, found: Mapping[str, Mapping[str, Sequence[float]]]) ->
     for index, (name, line) in enumerate(found.items()):
         look = style(index)
         if name in across:
-            (middle,) = _means(line.values())
-            plot.axhline(middle, color=look["color"], linestyle="--", linewidth=1.2, label=plain(name))
+            (values,) = line.values()
+            plot.axhline(_mean(values), color=look["color"], linestyle="--", linewidth=1.2, label=plain(name))
             continue
         points = {order.index(value): line[value] for value in order if value in line}
-        _errorbar(plot, list(points), list(points.values()), label=plain(name), linewidth=1.6, **look)
+        _errorbar(plot, list(points), list(points.values()), label=plain(name), linewidth=1.2, **look)
     plot.set_xticks(range(len(order)), [plain(value) for value in order])
 
 
 def _errorbar(plot: Any, places: Sequence[float], values: Sequence[Sequence[float]], **look: Any) -> None:
     """Draw means with bars from the lowest to the highest seed."""
-    means = _means(values)
+    means = list(map(_mean, values))
     ends = [[mean - min(one), max(one) - mean] for mean, one in zip(means, values, strict=True)]
-    plot.errorbar(places, means, yerr=np.transpose(ends), capsize=2, **look)
+    plot.plot(places, means, **look)
+    plot.errorbar(places, means, yerr=np.transpose(ends), capsize=2, fmt="none", ecolor=look["color"], elinewidth=0.8)
 
 
-def heat_map(scores: GroupScores) -> Drawn:
-    """Return a row a method, a column a site; a missing score is hatched, and MARK says that seeds are missing."""
+def heat_map(scores: GroupScores, width: float = COLUMN) -> Drawn:
+    """Return a row a method, a column a site; a missing score is hatched, and MARK says that seeds are missing.
+
+    It takes the page's width where its numbers do not fit into a column.
+    """
     if not scores.cells:
-        return None, "nothing is scored"
+        return "nothing is scored"
     methods, sites = scores.methods, scores.sites
     at = {m: [scores.at(m, site) for site in sites] for m in methods}
     values = np.array([[mean(one) for one in at[m]] for m in methods], dtype=np.float64)
     marks = [[MARK if 0 < len(one) < len(scores.group.expected(m)) else "" for one in at[m]] for m in methods]
     texts = [[f"{value:.3f}{mark}" for value, mark in zip(*row, strict=True)] for row in zip(values, marks, strict=True)]
-    written = len(sites) <= NUMBERED
-    left = max(len(part) for m in methods for part in plain(m).split("\n")) * 0.075
-    size = max(4.5, left + 1.2 + len(sites) * (0.62 if written else 0.2)), 1.6 + max(0.42 * len(methods), 0.8)
-    figure = Figure(figsize=(size[0], size[1] + 0.07 * min(24, max(map(len, sites)))), layout="constrained")
-    axis = figure.subplots()
+    rows = [plain(m, 22) for m in methods]
     short = [shown(site if len(site) <= 24 else f"{site[:13]}…{site[-10:]}") for site in sites]
-    rows = [textwrap.fill(shown(m), WRAP) for m in methods]
+    left = max(len(part) for row in rows for part in row.split("\n")) * 0.062
+    fits = left + 0.6 + len(sites) * (0.4 if len(sites) <= NUMBERED else 0.12) <= COLUMN
+    high = sum(0.12 + 0.14 * (1 + row.count("\n")) for row in rows)
+    figure = Figure(
+        figsize=(width if fits else PAGE, 0.5 + max(high, 0.7) + 0.062 * max(map(len, short))), layout="constrained"
+    )
+    axis = figure.subplots()
     image = draw_matrix(axis, values, rows, short, texts, cmap="cividis_r" if scores.lower else "cividis")
-    figure.colorbar(image, ax=axis, fraction=0.05, aspect=30).ax.tick_params(labelsize=7)
-    missing = f"; {MARK} seeds are missing" if any(map(any, marks)) else ""
-    _title(figure, scores, f"{scores.group.first.split} split{missing}", "mean over seeds")
-    return figure, ""
+    figure.colorbar(image, ax=axis, fraction=0.05, aspect=30, label=plain(scores.group.heading(scores.metric), 24))
+    missing = f" {MARK}: seeds are missing." if any(map(any, marks)) else ""
+    told = [
+        {"method": m, "site": site, "seeds": len(one), "value": mean(one)}
+        for m in methods
+        for site, one in zip(sites, at[m], strict=True)
+    ]
+    what = f"Scores by method and site, on the {scores.group.first.split} split"
+    return Plot(figure, _caption(scores, what, f"Numbers are means over seeds.{missing}"), told)
 
 
-def against_bytes(scores: GroupScores) -> Drawn:
+def against_bytes(scores: GroupScores, width: float = COLUMN) -> Drawn:
     """Return mean scores against MiB sent and received."""
 
     def size(run: RunRecord) -> float | None:
         return None if run.bytes is None and not run.pooled else (run.bytes or 0.0) / 2**20
 
-    return _scatter(scores, size, "MiB up and down, all sites and rounds", "no run sent anything")
+    return _scatter(scores, width, size, "MiB up and down, all sites and rounds", "no run sent anything")
 
 
-def against_epsilon(scores: GroupScores) -> Drawn:
+def against_epsilon(scores: GroupScores, width: float = COLUMN) -> Drawn:
     """Return mean scores against epsilon; units of privacy are never mixed."""
     units = {run.settings["privacy.unit"] for run in scores.group.runs.values() if run.epsilon is not None}
     if len(units) > 1:
-        return None, "epsilon of sites and of records are no one scale"
+        return "epsilon of sites and of records are no one scale"
     label = f"epsilon at the job's delta ({next(iter(units), '')} level)"
-    return _scatter(scores, lambda run: run.epsilon if run.private else 0.0, label, "no run is private")
+    return _scatter(scores, width, lambda run: run.epsilon if run.private else 0.0, label, "no run is private")
 
 
-def _scatter(scores: GroupScores, measure: Callable[[RunRecord], float | None], label: str, why: str) -> Drawn:
+def _scatter(scores: GroupScores, width: float, measure: Callable[[RunRecord], float | None], label: str, why: str) -> Drawn:
     """Return a picture of means against a positive measure, on a logarithmic scale; methods of which it is 0 as lines.
 
     A method without a whole seed, or with an unknown measure, is named in the legend and not drawn.
@@ -344,52 +408,67 @@ def _scatter(scores: GroupScores, measure: Callable[[RunRecord], float | None], 
         sizes = [measure(scores.group.runs[method, seed]) for seed in scores.whole_seeds(method)]
         there = [size for size in sizes if size is not None]
         if there and len(there) == len(sizes):
-            points[method] = math.fsum(there) / len(there), scores.means(method)
+            points[method] = _mean(there), scores.means(method)
     if not any(x > 0 for x, _ in points.values()):
-        return None, why
-    columns = -(-len(scores.methods) // 22)
-    figure = Figure(
-        figsize=(6.4 + 2.4 * (columns - 1), max(3.8, 0.4 + 0.3 * min(len(scores.methods), 22))), layout="constrained"
-    )
+        return why
+    figure = Figure(figsize=(width, 2.3 + _rows_of_legend(scores.methods, width)), layout="constrained")
     axis = figure.subplots()
-    handles = []
     for index, (method, (x, values)) in enumerate(points.items()):
-        look = style(index)
-        key = {"color": look["color"], "marker": look["marker"]}
+        look = style(index) | {"linestyle": ""}
         if x > 0:
-            _errorbar(axis, [x], [values], **key, markersize=7, linewidth=1, markeredgecolor="white")
-            handles.append(Line2D([], [], **key, linestyle="", label=plain(method)))
+            _errorbar(axis, [x], [values], **look, markersize=4.5, linewidth=0.8, label=plain(method))
         else:
-            axis.axhline(_means([values])[0], color=look["color"], linestyle="--", linewidth=1)
             text = plain(f"{method} (no place on this scale)")
-            handles.append(Line2D([], [], color=look["color"], linestyle="--", label=text))
+            axis.axhline(_mean(values), color=look["color"], linestyle="--", linewidth=1, label=text)
     for method in (method for method in scores.methods if method not in points):
         reason = "not known" if scores.means(method) else "see what is missing"
-        handles.append(Line2D([], [], linestyle="", label=plain(f"{method} (not drawn: {reason})")))
+        axis.plot([], [], linestyle="", label=plain(f"{method} (not drawn: {reason})"))
     axis.set_xscale("log")
     axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axis.xaxis.set_minor_formatter(NullFormatter())
-    _finish(axis, scores, label, handles=handles, ncols=columns)
-    _title(figure, scores, "mean over sites", "bars: lowest to highest seed")
-    return figure, ""
+    _finish(axis, scores, label, width)
+    rows = [
+        {"method": method, label: x, "seed": seed, "value": value}
+        for method, (x, values) in points.items()
+        for seed, value in zip(scores.whole_seeds(method), values, strict=True)
+    ]
+    caption = _caption(scores, f"The mean over sites against {label}", "Bars reach from the lowest to the highest seed.")
+    return Plot(figure, caption, rows)
 
 
-def _finish(axis: Any, scores: GroupScores, label: str, **legend: Any) -> None:
-    axis.set_xlabel(label, fontsize=8)
-    axis.set_ylabel(plain(scores.group.heading(scores.metric)), fontsize=8)
-    axis.tick_params(labelsize=8)
-    axis.grid(color="0.92")
-    axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, **legend)
+def _finish(axis: Any, scores: GroupScores, label: str, width: float) -> None:
+    """Name the axes, and put the legend below them, in as many columns as its names allow in `width` inches."""
+    axis.set_xlabel(label)
+    axis.set_ylabel(plain(scores.group.heading(scores.metric), 28))
+    axis.grid(color="0.92", linewidth=0.5)
+    axis.set_axisbelow(True)
+    below = axis.transAxes + ScaledTranslation(0, -0.052 * rcParams["font.size"], axis.figure.dpi_scale_trans)
+    columns = _legend_columns([text for _, text in zip(*axis.get_legend_handles_labels(), strict=True)], width)
+    axis.legend(
+        loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=below, ncols=columns, frameon=False, borderaxespad=0,
+        columnspacing=1.0, handlelength=2.2, handletextpad=0.4,
+    )  # fmt: skip
 
 
-def _title(figure: Figure, scores: GroupScores, text: str, of_seeds: str) -> None:
+def _legend_columns(names: Iterable[str], width: float) -> int:
+    longest = max(len(part) for name in names for part in plain(name).split("\n"))
+    return max(1, int((width - 0.5) / (0.45 + 0.058 * longest)))
+
+
+def _rows_of_legend(names: Iterable[str], width: float) -> float:
+    """Return the inches that a legend of these names takes."""
+    written = list(map(plain, names))
+    return 0.14 * sum(name.count("\n") + 1 for name in written) / _legend_columns(written, width)
+
+
+def _caption(scores: GroupScores, text: str, of_seeds: str) -> str:
+    """Return a picture's caption: whole sentences that name metric, grid, model and seeds."""
     count, planned = len({seed for _, seed in scores.group.runs}), len(scores.group.seeds)
     seeds = (f"{count} of {planned} seeds" if count < planned else f"{count} seeds") if planned > 1 else "one seed"
-    seeds = f"{seeds}, {of_seeds}" if count > 1 else seeds
-    whole = f"{scores.group.heading(scores.metric)}, {scores.stage} model, {text}; {seeds}"
-    figure.suptitle(plain(scores.group.titled(whole), int(14 * figure.get_figwidth())), fontsize=9)  # all of it fits
+    score = f"The score is {scores.group.heading(scores.metric)}, of the {scores.stage} model, over {seeds}."
+    return f"{text}. {score} {of_seeds if count > 1 else ''}".strip()
 
 
 PLOTS = {"curves": curves, "along": axis_figure, "sites": heat_map, "bytes": against_bytes, "epsilon": against_epsilon}
-"""Pictures by file name; each is None with a reason where it cannot be."""
+"""Pictures by file name; each is a text with a reason where it cannot be."""

@@ -1,16 +1,14 @@
 """A comparison as tables: scores, costs, ranks, paired tests, missing runs; and all its numbers as records, CSV and JSON."""
 
-import csv
-import io
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from consilium.core.messages import Stage
-from consilium.core.sanitize import harmless
+from consilium.core.sanitize import number_of
 from consilium.report.compare import DIAGNOSED, HELD_OUT, Test
 from consilium.report.compare.comparability import Group, frozen_model
 from consilium.report.compare.scores import (
@@ -27,7 +25,7 @@ from consilium.report.compare.scores import (
 )
 from consilium.report.live_view import ending
 from consilium.report.run_record import RunRecord, known
-from consilium.report.tables import Column, Table, difference, few, number
+from consilium.report.tables import Column, Table, csv_text, difference, few, number
 from consilium.strategies.strategy import Role
 from consilium.tasks.registry import COUNT, HIGH, LOW
 
@@ -234,7 +232,12 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
     rest = [Column("mean"), Column("95 % seeds", 2), Column("95 % patients", 2), Column("mean by n", 1), Column("rank", 1)]
     rest += [Column("published"), Column("difference")] if printed else []
     taken = {"seeds", *(one.heading for one in rest)}
-    columns = [METHOD, Column("seeds", 1), *(Column(f"site {one}" if one in taken else one, 3) for one in sites), *rest]
+    columns = [
+        METHOD,
+        Column("seeds", 1),
+        *(Column(f"site {one}" if one in taken else one, 3, detail=True) for one in sites),
+        *rest,
+    ]
 
     def row(of: GroupScores, method: str, name: str, rank: float | None = None, beside: float | None = None) -> list[str]:
         means, whole, expected = of.means(method), of.whole_seeds(method), of.group.expected(method)
@@ -272,7 +275,36 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
             top = number((min if scores.lower else max)(there))
             best |= {(above + i, index) for i, m in enumerate(group.methods) if number(whole.get(m)) == top}
     title = group.titled(f"{group.heading(scores.metric)}, {scores.stage} model, {group.first.split} split")
-    return Table(title, columns, rows, _score_notes(scores, blocks, printed), best)
+    valued = {column.heading for i, column in enumerate(columns) if any(row[i] not in ("-", "") for row in rows)}
+    captions = [_caption(scores, blocks, valued, of_sites) for of_sites in (False, True)]
+    return Table(title, columns, rows, _score_notes(scores, blocks, printed), best, frozenset(), *captions)
+
+
+def _caption(scores: GroupScores, blocks: int, there: Set[str], of_sites: bool) -> str:
+    """Return a printed table's caption: whole sentences that name metric, grid, model, seeds and the intervals `there`."""
+    group, count, sites = scores.group, len(scores.group.seeds), number_of(len(scores.inside), "site")
+    title = f"{group.heading(scores.metric)}, of the {scores.stage} model on the {group.first.split} split"
+    each = "site" if scores.columns == scores.sites else f"at the worst, the median and the best of {sites}"
+    spread = f"the mean over {count} seeds ± their standard deviation" if count > 1 else "of one seed"
+    over = f"{sites} and {count} seeds, ± the standard deviation over seeds" if count > 1 else f"{sites}, of one seed"
+    of_means = {
+        f"{title}.": True,
+        f"Means are over {over}.": True,
+        "The 95 % intervals over seeds are percentile bootstraps of the mean.": "95 % seeds" in there,
+        "Those over patients join each site's bootstrap by MOVER.": {"95 % seeds", "95 % patients"} <= there,
+        "The 95 % intervals over patients join each site's bootstrap by MOVER.": there & {"95 % seeds", "95 % patients"}
+        == {"95 % patients"},
+        "The mean by n weighs sites by the samples that they scored.": "mean by n" in there,
+        f"The rank, 1 for the best, is averaged over {number_of(blocks, 'site')}.": "rank" in there,
+        "The published numbers are the paper's own; the difference is ours minus them.": "published" in there,
+    }
+    by_site = {f"{title}, {'by ' * (each == 'site')}{each}.": True, f"Each number is {spread}.": True}
+    always = {
+        f"Sites that only test are in no mean: {', '.join(sorted(scores.test_only))}.": scores.test_only,
+        "The best of a column is bold.": len(scores.scored) > 1,
+        f"Of numbers marked {MARK} seeds are missing.": scores.missing,
+    }
+    return " ".join(text for text, holds in ((by_site if of_sites else of_means) | always).items() if holds)
 
 
 def _plus_minus(values: Sequence[float]) -> str:
@@ -345,7 +377,7 @@ def cost_table(group: Group) -> Table:
     early = [f"{method}, seed {seed}: {ending(run.ended)}" for (method, seed), run in group.runs.items() if run.ended]
     notes += early[:MOST_LISTED]
     notes += [f"and {len(early) - MOST_LISTED} more that ended early"] if len(early) > MOST_LISTED else []
-    return Table(group.titled("What it costs"), columns, rows, notes)
+    return Table(group.titled("Costs"), columns, rows, notes)
 
 
 def _fewer_steps(group: Group) -> list[str]:
@@ -464,11 +496,7 @@ def _whole(value: float | None) -> float | None:
 
 def as_csv(groups: Sequence[Group]) -> str:
     """Return the records as CSV. A text that a spreadsheet would take for a formula begins with an apostrophe."""
-    file = io.StringIO()
-    writer = csv.DictWriter(file, ROW, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({key: harmless(one.get(key)) for key in ROW} for one in records(groups))
-    return file.getvalue()
+    return csv_text(records(groups), ROW)
 
 
 def as_json(groups: Sequence[Group], tables: Sequence[Table], notes: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.messages import MetricKey, Stage
 from consilium.core.sanitize import shown
 from consilium.report.best_worst_cases import CASES, FOLDER, PICTURE, QUALITY, REFERENCE, name_of
+from consilium.report.figures import ROUNDS
 from consilium.report.page.html import INK, PAPER, SERIES, SOFT, drawing, inline
 from consilium.report.plain_files import Number, is_folder, read_plain
 from consilium.report.predictions import colours
@@ -68,7 +69,7 @@ def curves(name: str, found: Mapping[str, Curve], label: str, what: str) -> Mark
             every = sorted({round for curve in lines.values() for round in curve})
             means = [float(np.mean([curve[r] for curve in lines.values() if r in curve])) for r in every]
             axis.plot(every, means, color=SERIES[0], linewidth=2.2, label="mean of the sites")
-        axis.set(xlabel="rounds done", ylabel=shown(label, 60))
+        axis.set(xlabel=ROUNDS, ylabel=shown(label, 60))
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         longest = max(len(text.get_text()) for text in axis.legend().get_texts())
         axis.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3 if longest < 12 else 2)

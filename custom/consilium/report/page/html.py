@@ -26,9 +26,9 @@ LIMIT = 1000
 """Characters of one text on a page."""
 HEADINGS = {
     "result": "Result", "crossed": "Across sites", "confusion": "Confusion", "curves": "Learning curves",
-    "sites": "Site by site", "travelled": "What travelled", "time": "Time",
-    "absences": "Refusals and absences", "cases": "Best and worst", "left": "What left", "privacy": "Privacy",
-    "versions": "Versions", "tables": "Tables", "figures": "Figures", "notes": "What is not here",
+    "sites": "Site by site", "travelled": "Communication", "time": "Time",
+    "absences": "Refusals and absences", "cases": "Best, median and worst", "left": "Messages sent", "privacy": "Privacy",
+    "versions": "Versions and hashes", "tables": "Tables", "figures": "Figures", "notes": "Missing",
 }  # fmt: skip
 """Titles of sections in the contents, by id, in their order."""
 INK, SOFT, RULE, PAPER = "#010101", "#020202", "#030303", "#040404"
@@ -60,7 +60,7 @@ def render(template: str, title: str, lead: str, source: str, sections: Sequence
     css = Markup((files("consilium.report.page") / "templates" / "page.css").read_text(encoding="utf-8"))  # a file of ours
     contents = [(one, heading) for one, heading in HEADINGS.items() if one in sections]
     frame: dict[str, Any] = {"title": title, "lead": lead, "source": source, "css": css, "version": __version__, "warnings": []}
-    frame |= {"today": time.strftime("%Y-%m-%d"), "contents": contents, "sections": sections}
+    frame |= {"today": time.strftime("%Y-%m-%d"), "contents": contents, "headings": HEADINGS}
     return environment.get_template(template).render(frame | dict(values))
 
 

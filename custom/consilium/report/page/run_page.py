@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, MetricKey, Stage
@@ -16,11 +14,13 @@ from consilium.core.sanitize import number_of, shown
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit import FILE, read
 from consilium.privacy.ledger.ledger import Ledger, summary
+from consilium.report.audit_tables import audit_tables
 from consilium.report.best_worst_cases import CASES
 from consilium.report.compare.comparability import Group
-from consilium.report.compare.figures import COLOURS, PLOTS
+from consilium.report.compare.figures import COLOURS, PAGE, PLOTS
 from consilium.report.compare.scores import mean, scores_of
 from consilium.report.compare.tables import MEANT
+from consilium.report.figures import ROUNDS
 from consilium.report.live_view import ending, when
 from consilium.report.page.cases import curves as draw_curves
 from consilium.report.page.cases import models as draw_models
@@ -28,7 +28,6 @@ from consilium.report.page.cases import read_cases, site_section
 from consilium.report.page.html import NONE, Statement, drawing, duration, inline, of_plan, render, size, stamp, statement
 from consilium.report.plain_files import (
     MOST_BYTES,
-    Number,
     finite,
     is_folder,
     plain_file_hashes,
@@ -37,7 +36,7 @@ from consilium.report.plain_files import (
     round_times,
     subfolders,
 )
-from consilium.report.results_table import VALUES, confusion_tables, mean_of, read_matrix, results_table
+from consilium.report.results_table import VALUES, confusion_tables, frozen_level, mean_of, read_matrix, results_table
 from consilium.report.run_log import versions
 from consilium.report.run_record import Results, RunRecord, is_simulation, read_run, split_of, values_of_cell
 from consilium.report.tables import Table, columns, few, number
@@ -114,6 +113,7 @@ def _warnings(record: RunRecord, pictures: bool) -> list[str]:
         found.append("This page shows test samples of the sites: patients, where the data are real. Keep it where the run is.")
     if record.results is None:
         found.append("The run has not ended. Scores are the last ones on validation data, not the closing ones on test data.")
+    found += [f"{told}."] if (told := frozen_level(record)) else []
     if record.lost_lines:
         found.append(f"Damaged lines of metrics.jsonl: {record.lost_lines}. They count nowhere on this page.")
     if damaged := sorted(record.damaged - {"metrics.jsonl"}):
@@ -151,7 +151,7 @@ def curve_figures(record: RunRecord, site: str | None = None) -> list[tuple[Any,
     for name, curves, axis, what in [*wanted, ("loss", record.curves(TRAIN_LOSS, True), "loss", "Training loss")]:
         chosen = {one: curve for one, curve in curves.items() if site in (None, one)}
         if (figure := draw_curves(f"curve-{name}", chosen, axis, what)) is not None:
-            found.append((figure, f"{what}, {'before' if name == Stage.GLOBAL else 'after'} each round's training."))
+            found.append((figure, f"{what}, by {ROUNDS}."))
     return found
 
 
@@ -243,29 +243,8 @@ def _absences(record: RunRecord) -> Table | None:
 # audit section ---------------------------------------------------------------------------------------------------------
 # What a hospital keeps of a run: the messages that left it, from its audit.jsonl, and its privacy ledger.
 
-MOST_ROWS = 500
 LEDGER = "ledger.sqlite"
 NO_BOUND = "no bound (its jobs are of a finer unit, or without noise)"
-
-
-class _Tensor(BaseModel):
-    shape: list[int] = []
-    dtype: str = ""
-    bytes: Number = 0.0
-    norm: Number = 0.0
-
-
-class _Message(BaseModel):
-    time: Number | None = None
-    kind: str = "-"
-    round: int | None = None
-    phase: int | None = None
-    tensors: dict[str, _Tensor] = {}
-    values: dict[str, Any] = {}
-    scalars: dict[str, Any] = {}
-    metrics: dict[str, Any] = {}
-    privacy: dict[str, Any] = {}
-    reason: str = ""
 
 
 def audits(folder: Path) -> list[dict[str, Any]]:
@@ -282,48 +261,9 @@ def audits(folder: Path) -> list[dict[str, Any]]:
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             found.append({"record": None, "why": f"{path} cannot be read as a record; see consilium audit."})
             continue
-        messages, unread = list[_Message](), 0
-        for one in record["messages"]:
-            try:
-                messages.append(_Message.model_validate(one))
-            except (ValidationError, OverflowError):
-                unread += 1
-        run = shown(path.parent.name, 80)
-        found.append({"record": record, "messages": _messages(messages, unread, run), "tensors": _tensors_left(messages, run)})
+        messages, tensors = audit_tables(record, f", run {shown(path.parent.name, 80)}")
+        found.append({"record": record, "messages": messages, "tensors": tensors})
     return found
-
-
-def _messages(messages: Sequence[_Message], unread: int, run: str) -> Table:
-    """Return a row per message that left the site."""
-    rows = []
-    for one in messages[:MOST_ROWS]:
-        epsilon, there = finite(one.privacy.get("epsilon")), one.tensors.values()
-        said = [
-            f"{shown(key, 60)} {value:.4g}" if isinstance(value, float) else shown(f"{key} {value}", 90)
-            for key, value in (one.values | one.scalars | one.metrics).items()
-        ]
-        more = f" and {len(said) - 6} more" if len(said) > 6 else ""
-        asked = "" if one.round is None or one.round < 0 else f"{one.round + 1}"
-        row = ["-" if one.time is None else stamp(one.time), shown(one.kind, 40)]
-        row.append(asked + (f", phase {one.phase + 1}" if asked and one.phase else ""))
-        row += [str(len(there)), size(sum(tensor.bytes for tensor in there))]
-        row.append(f"{sum(tensor.norm**2 for tensor in there) ** 0.5:.4g}" if there else "")
-        rows.append([*row, "" if epsilon is None else f"{epsilon:.4g}", shown(one.reason) or ", ".join(said[:6]) + more])
-    left = len(messages) - len(rows)
-    notes = [f"{left} more messages are in {FILE}."] if left > 0 else []
-    notes += [f"{unread} messages are not as we write them; see consilium audit."] if unread else []
-    heads = columns("time", "message", "round", "tensors", "bytes", "norm", "epsilon so far", "beside them")
-    return Table(f"Messages that left this site, run {run}", heads, rows, notes)
-
-
-def _tensors_left(messages: Sequence[_Message], run: str) -> Table | None:
-    """Return a row per tensor that ever left, with how often, and the range of its norm as sent."""
-    seen: dict[tuple[str, str, str], list[float]] = {}
-    for name, one in (pair for message in messages for pair in message.tensors.items()):
-        seen.setdefault((shown(name, 160), "x".join(map(str, one.shape)), shown(one.dtype, 20)), []).append(one.norm)
-    rows = [[*key, str(len(v)), f"{min(v):.4g} to {max(v):.4g}"] for key, v in sorted(seen.items())][:MOST_ROWS]
-    heads = columns("tensor", "shape", "type", "times", "norm")
-    return Table(f"Tensors that left, as sent, run {run}", heads, rows) if rows else None
 
 
 def ledger_of(folder: Path) -> Path | None:
@@ -357,7 +297,7 @@ def ledger(path: Path | None) -> tuple[Table | None, str]:
         rows.append([*row, *(NO_BOUND if finite(value) is None else f"{value:.4g}" for value in spent)])
     heads = ["data set", "jobs", "releases", "void rows", "adjacency", "trust"]
     heads += [f"epsilon of {unit}" for unit in ("a record", "a patient", "the site")]
-    return Table("What all jobs together cost, at delta 1e-05", columns(*heads), rows), ""
+    return Table("Privacy spent by all jobs together, at delta 1e-05", columns(*heads), rows), ""
 
 
 # site page -------------------------------------------------------------------------------------------------------------
@@ -410,7 +350,6 @@ def site_page(folder: Path, site: str) -> str:
         "confused": confusion_tables(closing, cases.classes) if cases else {},
         "figures": curve_figures(record, site) if record else [],
         "site": site_section("own", site, place, cases) if cases else None,
-        "cases_heading": f"Best, median and worst {cases.unit}s" if cases else "Best, median and worst",
         "audits": audits(place),
         "ledger": table,
         "no_ledger": problem,
@@ -450,14 +389,13 @@ def study_page(
         told = "; ".join(f"{shown(method, 60)} {value:.3f}" for method, value in means.items() if value is not None)
         for plot, make in PLOTS.items():
             with drawing(grid=False):
-                figure, why = make(scores)
-                if figure is None:
-                    undrawn.append(group.titled(f"no figure of {SHOWS[plot].lower()}: {why}"))
+                found = make(scores, PAGE)
+                if isinstance(found, str):
+                    undrawn.append(group.titled(f"no figure of {SHOWS[plot].lower()}: {found}"))
                     continue
                 alt = f"{SHOWS[plot]}. {group.heading(scores.metric)}, mean over sites: {told or 'none'}."
                 more = {} if plot == "sites" else INKED  # numbers in a heat map's cells are black or white by the cell's colour
-                caption = f"{group.titled(SHOWS[plot])}, {stage} model."
-                figures.append((inline(figure, f"{plot}{place}", alt, more), caption))
+                figures.append((inline(found.figure, f"{plot}{place}", alt, more), group.titled(found.caption)))
     sections = ["tables", *["figures"] * bool(figures), *["notes"] * bool(undrawn)]
     values = {"tables": tables, "figures": figures, "notes": undrawn}
     runs = sum(len(group.runs) for group in groups)

@@ -1,0 +1,96 @@
+"""The messages that left a site, and their tensors, as tables: for a site's page and for `consilium audit`."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from consilium.core.sanitize import shown
+from consilium.privacy.ledger.audit import FILE
+from consilium.report.page.html import size, stamp
+from consilium.report.plain_files import Number, finite
+from consilium.report.tables import Table, columns
+
+MOST_ROWS = 500
+"""Messages and tensors that are listed; the others are counted."""
+
+
+class _Tensor(BaseModel):
+    shape: list[int] = []
+    dtype: str = ""
+    bytes: Number = 0.0
+    norm: Number = 0.0
+
+
+class _Masked(BaseModel):
+    threshold: int
+    asked: int
+
+
+class _Message(BaseModel):
+    time: Number | None = None
+    kind: str = "-"
+    round: int | None = None
+    phase: int | None = None
+    tensors: dict[str, _Tensor] = {}
+    values: dict[str, Any] = {}
+    scalars: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
+    privacy: dict[str, Any] = {}
+    masked: _Masked | None = None
+    reason: str = ""
+    what: str = ""
+    step: str = ""
+
+
+def audit_tables(record: Mapping[str, Any], run: str, strict: bool = False) -> tuple[Table, Table | None]:
+    """Return the messages of a record, see ledger/audit.py, and the tensors in them, None where none left.
+
+    `run`: what the titles end with. A message that no guard writes is counted in a note. Raises ValueError for it if `strict`.
+    """
+    messages, unread = list[_Message](), 0
+    for one in record["messages"]:
+        try:
+            messages.append(_Message.model_validate(one))
+        except (ValidationError, OverflowError):
+            if strict:
+                raise
+            unread += 1
+    return _messages(messages, unread, run), _tensors_left(messages, run)
+
+
+def _messages(messages: Sequence[_Message], unread: int, run: str) -> Table:
+    """Return a row per message that left the site."""
+    rows = []
+    for one in messages[:MOST_ROWS]:
+        epsilon, there = finite(one.privacy.get("epsilon")), one.tensors.values()
+        norm = "" if one.masked or not there else f"{math.sqrt(sum(tensor.norm**2 for tensor in there)):.4g}"
+        said = [
+            f"{shown(key, 60)} {value:.4g}" if isinstance(value, float) else shown(f"{key} {value}", 90)
+            for key, value in (one.values | one.scalars | one.metrics).items()
+        ]
+        more = f" and {len(said) - 6} more" if len(said) > 6 else ""
+        asked = "" if one.round is None or one.round < 0 else f"{one.round + 1}"
+        row = ["-" if one.time is None else stamp(one.time), shown(one.kind, 40)]
+        row.append(asked + (f", phase {one.phase + 1}" if asked and one.phase else ""))
+        row += [str(len(there)), size(sum(tensor.bytes for tensor in there))]
+        told = shown(one.reason or one.what or one.step) or ", ".join(said[:6]) + more
+        hidden = f"masked; read by nobody alone; threshold {one.masked.threshold} of {one.masked.asked}" if one.masked else ""
+        row += [norm, "" if epsilon is None else f"{epsilon:.4g}", "; ".join(part for part in (hidden, told) if part)]
+        rows.append(row)
+    left = len(messages) - len(rows)
+    notes = [f"{left} more messages are in {FILE}."] if left > 0 else []
+    notes += [f"{unread} messages are not as we write them; see consilium audit."] if unread else []
+    heads = columns("time", "message", "round", "tensors", "bytes", "norm", "epsilon so far", "beside them")
+    return Table(f"Messages that left this site{run}", heads, rows, notes)
+
+
+def _tensors_left(messages: Sequence[_Message], run: str) -> Table | None:
+    """Return a row per tensor that ever left, with how often, and the range of its norm as sent."""
+    seen: dict[tuple[str, str, str], list[float]] = {}
+    for name, one in (pair for message in messages for pair in message.tensors.items()):
+        seen.setdefault((shown(name, 160), "x".join(map(str, one.shape)), shown(one.dtype, 20)), []).append(one.norm)
+    rows = [[*key, str(len(v)), f"{min(v):.4g} to {max(v):.4g}"] for key, v in sorted(seen.items())][:MOST_ROWS]
+    heads = columns("tensor", "shape", "type", "times", "norm")
+    return Table(f"Tensors that left, as sent{run}", heads, rows) if rows else None
