@@ -4,7 +4,7 @@ Our step is measured beside the same model in a bare loop, in one run, as ratios
 
 The ways take short turns, each second time in reverse order, so that what else the machine does falls on all of them. A ratio
 is the median over turns, with the interval of 95 % that their order gives it. On a CPU there are ratios of its own time
-too, of which waiting for other programs is no part.
+too, of which waiting for other programs is not part.
 
 `job`: the loop as in a round, with its data. `ready`: the same on batches that lie ready. `bare`: a plain PyTorch loop over
 these, on a model of its own with adapters by PEFT (our `inject` calls it), the task's loss and PyTorch's default optimizer; it

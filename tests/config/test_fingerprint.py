@@ -47,14 +47,14 @@ def test_one_fingerprint_in_all_usual_forms(text: str) -> None:
         f"MD5:{COLONS}",
         COLONS.replace("0A:0B", "0:A0B"),
         BASE64[:-1],
-        f"{BASE64[:-1]}9",  # its last two bits are no zeros, so that two texts would be one digest
+        f"{BASE64[:-1]}9",  # its last two bits are not zeros, so that two texts would be one digest
         f"SHA256:{BASE64.replace('A', ':')}",
         "the one from the telephone",
     ],
 )
 def test_what_is_no_fingerprint_is_told_as_that(text: str) -> None:
-    with pytest.raises(ValueError, match="is no SHA-256 fingerprint, which has 64 hex digits") as error:
+    with pytest.raises(ValueError, match="is not a SHA-256 fingerprint, which has 64 hex digits") as error:
         read_fingerprint(text)
     assert "\n" not in str(error.value)
-    with pytest.raises(ValidationError, match="is no SHA-256 fingerprint"):
+    with pytest.raises(ValidationError, match="is not a SHA-256 fingerprint"):
         SitePartnersConfig(partners={"clinic": text})

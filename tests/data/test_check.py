@@ -61,8 +61,8 @@ def test_classes_are_counted_and_checked(tmp_path: Path) -> None:
     report = check_datalist(path, ["a", "b"])
     assert report.problems == {
         "undeclared class": [
-            "training: 3.png: label '2' is no class of the job; it has a, b",
-            "training: 4.png: label 'c' is no class of the job; it has a, b",
+            "training: 3.png: label '2' is not a class of the job; it has a, b",
+            "training: 4.png: label 'c' is not a class of the job; it has a, b",
         ],
         "no class": ["training: x.png"],
     }
@@ -87,5 +87,5 @@ def test_an_annotation_that_is_no_class_stops_as_it_does_in_training(tmp_path: P
     path.write_text(json.dumps({"training": [good, good | {"annotated": ["liver"]}]}))
     report = check_datalist(path, {"nucleus": [1]})
     assert list(report.problems) == ["undeclared class"]
-    assert "annotated class 'liver' is no class of the task" in report.problems["undeclared class"][0]
+    assert "annotated class 'liver' is not a class of the task" in report.problems["undeclared class"][0]
     assert report.bad == {"training": 1}

@@ -122,7 +122,7 @@ def test_a_list_without_folds_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_a_fold_is_a_whole_number(tmp_path: Path) -> None:
     entry = {"image": "a.png", "fold": "first"}
-    with pytest.raises(DataError, match=r'training\[0\]: fold .first. is no whole number; write "fold": 0'):
+    with pytest.raises(DataError, match=r'training\[0\]: fold .first. is not a whole number; write "fold": 0'):
         read_datalist(write(tmp_path, {"training": [entry]}, "a.png"))
 
 

@@ -1,4 +1,4 @@
-"""Values of DICOM images: units, windows, colours, what is no measurement, every usual way of compressing."""
+"""Values of DICOM images: units, windows, colours, what is not a measurement, every usual way of compressing."""
 
 import io
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A hospital's folders at the door: what is no data set is refused with the command that reads it, and the command does."""
+"""A hospital's folders at the door: what is not a data set is refused with the command that reads it, and the command does."""
 
 import json
 from pathlib import Path

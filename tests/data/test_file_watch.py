@@ -95,7 +95,7 @@ def test_what_has_changed_and_cannot_be_read_says_so_until_it_can(tmp_path: Path
     strict.check(reader()[1])
     (tmp_path / "b.png").write_text("once more")
     done, read = reader(("validation", 0), error=UnfitError)
-    strict.check(read)  # that it does not fit the job is no reason to stop
+    strict.check(read)  # that it does not fit the job is not a reason to stop
     assert done == [("validation", 0)]
 
 
@@ -139,7 +139,7 @@ def test_a_folder_of_dicom_files_is_what_was_in_it(how: str, tmp_path: Path) -> 
         if how == "shorter":  # a plane alone is still a volume: what was read is what counts
             watch.check(read)
         else:
-            with pytest.raises(DataError, match=r"series: (holds no DICOM image|is no volume)"):
+            with pytest.raises(DataError, match=r"series: (holds no DICOM image|is not a volume)"):
                 watch.check(read)
 
 

@@ -173,7 +173,7 @@ def test_a_tile_in_the_list_is_one_sample(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tile", [[0, 0, 0, 4], [0, 0, 4], "a", [0, 0, 4.0, 4], [-1, 0, 4, 4], [True, 0, 4, 4], {}])
 def test_a_tile_that_is_no_place_is_refused(tile: Any, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r'training\[0\]: tile .* is no place; write "tile"'):
+    with pytest.raises(DataError, match=r'training\[0\]: tile .* is not a place; write "tile"'):
         read_datalist(listed(tmp_path, labelled(), tile=tile))
 
 

@@ -58,9 +58,9 @@ def test_line_separators_inside_a_text_do_not_split_a_record(tmp_path: Path) -> 
         ({"input": "a", "output": None}, r'training\.jsonl:2: needs an "output"; write its answer there'),
         ({"input": "a", "outputs": []}, r'training\.jsonl:2: needs an "output"; write its answer there'),
         ({"input": None, "output": "a"}, r'training\.jsonl:2: has neither "instruction" nor "input"'),
-        ({"input": 3, "output": "a"}, r"training\.jsonl:2: input: 3 is no text; write it in quotes"),
-        ({"instruction": ["a"], "output": "a"}, r"training\.jsonl:2: instruction: \['a'\] is no text; write it in quotes"),
-        ({"input": "a", "output": 5}, r"training\.jsonl:2: output: 5 is no text; write it in quotes"),
+        ({"input": 3, "output": "a"}, r"training\.jsonl:2: input: 3 is not a text; write it in quotes"),
+        ({"instruction": ["a"], "output": "a"}, r"training\.jsonl:2: instruction: \['a'\] is not a text; write it in quotes"),
+        ({"input": "a", "output": 5}, r"training\.jsonl:2: output: 5 is not a text; write it in quotes"),
         ({"input": "a", "output": "a", "final_answer": ["1"]}, r"final_answer: \['1'\] is neither text nor a number"),
         ({"input": "a", "output": "a", "final_answer": True}, "final_answer: True is neither text nor a number"),
         ('{"input": "a", "output": "a", "final_answer": Infinity}', "final_answer: inf is neither text nor a number"),
@@ -88,7 +88,7 @@ def test_a_record_that_needs_no_answer_may_have_any(tmp_path: Path) -> None:
     write(tmp_path, "new.jsonl", *lines)
     bad = list[DataError]()
     assert [one.outputs for one in read_records(tmp_path / "new.jsonl", bad)] == [("",)] * 3
-    assert [str(one) for one in bad] == [f"{tmp_path / 'new.jsonl'}:4: input: 5 is no text; write it in quotes"]
+    assert [str(one) for one in bad] == [f"{tmp_path / 'new.jsonl'}:4: input: 5 is not a text; write it in quotes"]
 
 
 def test_a_final_answer_may_be_a_number(tmp_path: Path) -> None:

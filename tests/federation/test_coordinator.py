@@ -362,7 +362,7 @@ WRONG_MERGES: dict[str, Callable[[ServerState], object]] = {
     r"stays in round 0; build on super\(\)\.aggregate": lambda state: replace(state, round=0),
     "lost tensor 'a'": lambda state: replace(state, shared={}),
     r"returned 'a' with shape \(6,\), expected \(2, 3\)": lambda state: replace(state, shared={"a": torch.zeros(6)}),
-    "put 'steps' into optimizer, which is no tensor": lambda state: replace(state, optimizer={"steps": 3}),
+    "put 'steps' into optimizer, which is not a tensor": lambda state: replace(state, optimizer={"steps": 3}),
 }
 
 

@@ -87,7 +87,7 @@ def test_a_model_that_looks_at_its_numbers_is_one_line() -> None:
 
 
 def test_a_base_of_experts_is_not_advised_to_be_kept_in_less() -> None:
-    """They are no linear layers, so half of the base and more would stay as it is, and the job would be refused."""
+    """They are not linear layers, so half of the base and more would stay as it is, and the job would be refused."""
     config = {"model_type": "qwen3_moe", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64, **EXPERTS}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     assert [one for one, _ in remedies(_without_numbers(config | heads))] == ["training.gradient_checkpointing=true"]

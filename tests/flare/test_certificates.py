@@ -1,4 +1,4 @@
-"""Certificates that end: who warns when; kits that are renewed in place; what is no renewal; revoked names at the server."""
+"""Certificates that end: who warns when; kits that are renewed in place; what is not a renewal; revoked names at the server."""
 
 import json
 import shutil
@@ -316,7 +316,7 @@ def test_new_root_key_needs_its_fingerprint(kit: Path, stranger: Path) -> None:
     fingerprint = opened(stranger / "clinic", "rootCA.pem").fingerprint(hashes.SHA256()).hex(":").upper()
     with pytest.raises(ConfigError, match="another key"):
         update_kit(kit, stranger / "clinic", fingerprint[:-2] + "00")
-    with pytest.raises(ConfigError, match="--fingerprint: 'SHA256:AA' is no SHA-256 fingerprint"):
+    with pytest.raises(ConfigError, match="--fingerprint: 'SHA256:AA' is not a SHA-256 fingerprint"):
         update_kit(kit, stranger / "clinic", "SHA256:AA")
     update_kit(kit, stranger / "clinic", f"SHA256:{fingerprint}")
     assert opened(kit) == opened(stranger / "clinic")

@@ -137,7 +137,7 @@ def test_other_server_is_a_problem(kit: Path, made: Path, tmp_path: Path, server
         ),
         (listing("consilium.flare.job.controller.RoundController"), "allow-list", "RoundController' is none that a site needs"),
         (change("resources.json", lambda r: r["class_allow_list"].pop(0)), "allow-list", "SiteExecutor' is missing"),
-        (change("resources.json", lambda r: r.update(class_allow_list="consilium.")), "allow-list", "is no list of names"),
+        (change("resources.json", lambda r: r.update(class_allow_list="consilium.")), "allow-list", "is not a list of names"),
         (change("resources.json", lambda r: r.pop("class_allow_list")), "allow-list", "is missing"),
         (lambda kit: (kit / "comm_config.json").unlink(), "settings", "code with them; run `consilium allow KIT`"),
         (lambda kit: (kit / "resources.json").unlink(), "settings", "run `consilium allow KIT`"),

@@ -244,7 +244,7 @@ def test_malformed_archives_are_refused(made: Path, root: str, tmp_path: Path) -
     with pytest.raises(ConfigError, match="over 200 files"):
         verify(write(tmp_path / "many.zip", {f"f{i}": b"" for i in range(201)}), root)
     (tmp_path / "text.zip").write_text("no archive")
-    with pytest.raises(ConfigError, match="is no readable archive"):
+    with pytest.raises(ConfigError, match="is not a readable archive"):
         verify(tmp_path / "text.zip", root)
     with pytest.raises(ConfigError, match=r"has no manifest\.json"):
         verify(write(tmp_path / "empty.zip", {}), root)
@@ -302,7 +302,7 @@ def test_other_keys_and_compressions_are_refused(made: Path, root: str, tmp_path
     torn = bytearray(made.read_bytes())
     torn[60:200] = bytes(140)
     (tmp_path / "torn.zip").write_bytes(torn)
-    with pytest.raises(ConfigError, match="is no readable archive"):
+    with pytest.raises(ConfigError, match="is not a readable archive"):
         verify(tmp_path / "torn.zip", root)
 
 
@@ -313,7 +313,7 @@ def test_unpacked_bytes_are_bounded(made: Path, root: str, tmp_path: Path) -> No
         data[at : at + 4] = (10).to_bytes(4, "little")
     bomb.write_bytes(data)
     tracemalloc.start()
-    with pytest.raises(ConfigError, match="is no readable archive"):
+    with pytest.raises(ConfigError, match="is not a readable archive"):
         verify(bomb, root)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

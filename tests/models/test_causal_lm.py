@@ -99,12 +99,15 @@ TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "in
     [
         ({"model_type": "nothing"}, "model_type 'nothing'"),
         ({"hidden_size": 8}, "model_type None"),
-        ({"model_type": "vit"}, "is no causal language model"),
+        ({"model_type": "vit"}, "is not a causal language model"),
         (
             {"model_type": "reformer", "is_decoder": True},
             "'reformer': its code trains on texts of one length only.*use another",
         ),
-        ({"model_type": "llama", "hidden_size": "wide"}, r"model\.config\.hidden_size: 'wide' is no value that 'llama' knows"),
+        (
+            {"model_type": "llama", "hidden_size": "wide"},
+            r"config\.hidden_size: 'wide' is not a value that 'llama' knows",
+        ),
         ({"model_type": "llama", "hidden_size": [8]}, r"model\.config: Validation error for field 'hidden_size'"),
         (
             {"model_type": "llama", "vocab_size": 8, "pad_token_id": 9, **TINY},

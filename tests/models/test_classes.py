@@ -223,7 +223,7 @@ def test_classes_without_boxes_are_the_masks_that_sam_has(tmp_path: Path) -> Non
             torch.testing.assert_close(model(images), wanted, rtol=1e-4, atol=1e-5)
     with pytest.raises(ConfigError, match=r"task\.classes: 4 without boxes; model_type 'sam' has 3 at most"):
         _build("sam", made, {"name": "segmentation", "classes": list("abcd")})
-    with pytest.raises(ConfigError, match=r"model\.image_size: 20 is no multiple of the patch size 8; use 16"):
+    with pytest.raises(ConfigError, match=r"model\.image_size: 20 is not a multiple of the patch size 8; use 16"):
         _build("sam", made, {"name": "segmentation", "classes": ["a"]}, image_size=20)
     with pytest.raises(ConfigError, match=r"'qv': query and value have no layers of their own"):
         linear_layers(model, MODELS["sam"].target("qv"))
@@ -286,7 +286,7 @@ def test_pixels_that_sites_would_prepare_otherwise_are_refused(clip: Made, tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"image_size": 20}, r"model\.image_size: 20 is no multiple of the patch size 8; use 16"),
+        ({"image_size": 20}, r"model\.image_size: 20 is not a multiple of the patch size 8; use 16"),
         ({"zero_shot": "a picture"}, "a text with {} once"),
         ({"pixel_std": [0.0] * 3}, "divides pixels"),
     ],
@@ -298,10 +298,10 @@ def test_a_setting_that_cannot_be_is_one_line(changes: dict[str, Any], message: 
 
 def test_an_architecture_that_is_none_of_these_is_one_line(tmp_path: Path) -> None:
     for name, config, message in (
-        ("vision", {"model_type": "llama"}, "has no text tower|is no vision encoder"),
+        ("vision", {"model_type": "llama"}, "has no text tower|is not a vision encoder"),
         ("vision", {"model_type": "resnet"}, "keeps running means"),
-        ("sam", {"model_type": "vit"}, "is no promptable segmentation model"),
-        ("vision_language", {"model_type": "llama"}, "is no vision-language model"),
+        ("sam", {"model_type": "vit"}, "is not a promptable segmentation model"),
+        ("vision_language", {"model_type": "llama"}, "is not a vision-language model"),
         ("vision_language", {"model_type": "blip-2"}, "takes pictures in a way of its own; known are qwen2_vl"),
     ):
         made = Made(tmp_path, config, nn.Module())  # type: ignore[arg-type]

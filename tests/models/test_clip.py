@@ -167,7 +167,7 @@ def test_bad_checkpoints_say_what_is_wrong(biomedclip: Path, folder: Path, tmp_p
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"no config\.json with weights there"):
         build_clip("clip", folder, None, 2)
-    with pytest.raises(ConfigError, match=r"model\.image_size: 100 is no multiple of the patch size 8; use 96"):
+    with pytest.raises(ConfigError, match=r"model\.image_size: 100 is not a multiple of the patch size 8; use 96"):
         build_clip("tiny", None, 100, 2)
 
 

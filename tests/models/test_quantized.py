@@ -1,6 +1,6 @@
 """A base kept as NF4 or int8: numbers by the papers' definitions, adapters in float32 that learn, and clear refusals.
 
-bitsandbytes is no part of the test extra: PEFT loads it in every process where it is installed. Run this file with the extra
+bitsandbytes is not a part of the test extra: PEFT loads it in every process where it is installed. Run this file with the extra
 `quant` too before work is called done.
 """
 

@@ -181,7 +181,7 @@ def test_bad_checkpoints_say_what_is_wrong(small_vit_b: Path, tmp_path: Path) ->
     torch.save(state, other)
     with pytest.raises(CheckpointError, match=r"mask_decoder\.iou_token\.weight is missing"):
         build_sam("vit_b", other, None, 1)
-    with pytest.raises(ConfigError, match=r"model\.image_size: 100 is no multiple of the patch size 8; use 96"):
+    with pytest.raises(ConfigError, match=r"model\.image_size: 100 is not a multiple of the patch size 8; use 96"):
         build_sam("tiny", None, 100, 1)
 
 
@@ -201,7 +201,7 @@ def test_sam_med2d_s_file_loads_and_its_adapters_stand_beside_the_mlp(monkeypatc
     beside = F.layer_norm(x + whole, (32,))  # its scale and shift are 1 and 0 here
     mlp = block.mlp.lin2(F.gelu(block.mlp.lin1(x)))
     torch.testing.assert_close(block.mlp(x), mlp + beside, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ConfigError, match=r"48 is no multiple of twice the patch size, 32; use"):
+    with pytest.raises(ConfigError, match=r"48 is not a multiple of twice the patch size, 32; use"):
         build_sam("med2d", None, 48, 1, weights=False)
     monkeypatch.setitem(SHAPES, "vit_b", SMALL)
     with pytest.raises(CheckpointError, match=r"looks like med2d, model\.variant is vit_b"):

@@ -109,7 +109,7 @@ def _fill(outline: np.ndarray, size: int) -> np.ndarray:
 
 
 def _clutter(rng: Generator, canvas: np.ndarray, objects: np.ndarray, size: int) -> np.ndarray:
-    """Add thin strokes behind the objects in some pictures: things that are no object."""
+    """Add thin strokes behind the objects in some pictures: things that are not objects."""
     if rng.random() < 0.6:
         return canvas
     picture = Image.new("L", (size, size))

@@ -43,7 +43,7 @@ def test_a_module_that_ties_units_together_is_named(tie: nn.Module, unit: str) -
 
 
 def test_a_model_that_draws_in_a_function_is_refused() -> None:
-    """DropPath keeps or drops whole records. It is no dropout module."""
+    """DropPath keeps or drops whole records. It is not a dropout module."""
 
     class DropPath(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -511,9 +511,9 @@ def test_events_of_a_release_are_plain_values(make: Make) -> None:
 
 def test_a_server_names_no_folder_of_the_site(make: Make) -> None:
     guard = make(private_job())
-    with pytest.raises(RefusedError, match="is no name of a run"):
+    with pytest.raises(RefusedError, match="is not a name of a run"):
         guard.authorize(Kind.HELLO, "../../elsewhere")
-    with pytest.raises(RefusedError, match="is no name of a run"):
+    with pytest.raises(RefusedError, match="is not a name of a run"):
         ask(guard, private_job(), run="/tmp/run")
 
 

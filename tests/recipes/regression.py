@@ -44,7 +44,7 @@ def read(path: Path) -> DataList:
 
 def _measured(path: Path, entry: Any) -> Measured:
     if not isinstance(entry.get("label"), int | float):
-        raise DataError(f'{path}: {entry.get("image")}: label {entry.get("label")!r} is no number; write "label": 0.5')
+        raise DataError(f'{path}: {entry.get("image")}: label {entry.get("label")!r} is not a number; write "label": 0.5')
     return Measured(path.parent / entry["image"], None, value=float(entry["label"]))
 
 

@@ -135,7 +135,7 @@ def test_settings_by_their_dotted_names() -> None:
 
 @pytest.mark.parametrize("uri", ["", "here", "ftp://host/x", "http://", "file:", "\x1b[31m"])
 def test_no_address(uri: str) -> None:
-    with pytest.raises(ConfigError, match=r"tracking: mlflow: .*is no address of MLflow; write http://HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"tracking: mlflow: .*is not an address of MLflow; write http://HOST:PORT"):
         validate(TrackingConfig, {"mlflow": uri}, Path("tracking"))
 
 

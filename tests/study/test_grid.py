@@ -48,7 +48,7 @@ def test_the_later_override_of_a_field_counts_and_comes_last(study_file: MakeStu
 
 
 def test_cells_say_how_large_their_own_data_are(study_file: MakeStudy) -> None:
-    """It is no field of the job: equal jobs stay one cell, however large their data are said to be."""
+    """It is not a field of the job: equal jobs stay one cell, however large their data are said to be."""
     four = {"sites": 4, "training": 40}
     by_number = {"4": {"training.lr": 0.1, "counts": four}, "all": {"training.lr": 0.2}}
     told = cells_of(study_file(counts={"sites": 9, "training": 90}, axes={"clients": by_number}))
@@ -133,7 +133,7 @@ def test_parts_that_do_not_fit_together_are_told_before_the_first_cell(study_fil
         ({"axes": {"method": METHODS}, "smoke": {"only": {"metod": ["X"]}}}, "smoke: no axis 'metod'"),
         ({"axes": {"method": METHODS}, "published": [{"method": "Fedit", "dice": 0.5}]}, "did you mean 'FedIT'"),
         ({"axes": {"method": METHODS}, "published": [{"method": "FedIT", "dise": 0.5}]}, "(did you mean 'dice'?)"),
-        ({"axes": {"method": METHODS}, "floor": {"dise": 0.5, "about": "x"}}, "floor: 'dise' is no score of these cells"),
+        ({"axes": {"method": METHODS}, "floor": {"dise": 0.5, "about": "x"}}, "floor: 'dise' is not a score of these cells"),
         (
             {"axes": {"method": METHODS}, "floor": {"dice": 0.5}},
             "floor: {'dice': 0.5}: expected metrics with numbers and `about`",
@@ -163,7 +163,7 @@ def test_parts_that_do_not_fit_together_are_told_before_the_first_cell(study_fil
         ),
         (
             {"axes": {"method": METHODS, "lr": {"training.lr": [0.1, 0.5]}}, "published": [{"methd": 5, "dice": 0.5}]},
-            "'methd' is no score of these cells",
+            "'methd' is not a score of these cells",
         ),
         ({"axes": {"site": METHODS}}, "axes: 'site' says in `published` which hospital's score it is"),
         (
@@ -228,7 +228,7 @@ def test_two_values_of_one_name_are_refused_and_none_is_lost(study_file: MakeStu
 
 
 def test_a_date_is_no_value_of_a_job(study_file: MakeStudy) -> None:
-    with pytest.raises(ConfigError, match="name: 2024-01-01: a date is no job's value"):
+    with pytest.raises(ConfigError, match="name: 2024-01-01: a date is not a job's value"):
         cells_of(study_file(axes={"seed": {"x": {"name": date(2024, 1, 1)}}}))
 
 

@@ -174,7 +174,7 @@ def test_batches_are_seeded_per_sample_and_keep_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("label", "message"),
     [
-        ("square", r"0\.png: label 'square' is no class of the task; task\.classes has round, long, spiky"),
+        ("square", r"0\.png: label 'square' is not a class of the task; task\.classes has round, long, spiky"),
         (3, r"0\.png: label 3 is outside 0\.\.2"),
         (-1, r"label -1 is outside"),
         (None, r"0\.png: has no class"),

@@ -134,6 +134,6 @@ def test_training_batches_say_what_is_annotated_only_where_something_is_not(tmp_
 
 def test_a_name_that_is_no_class_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"p0\.png: annotated class 'optic disc' is no class of the task; task\.classes has disc"
+        DataError, match=r"p0\.png: annotated class 'optic disc' is not a class of the task; task\.classes has disc"
     ):
         task_of(tmp_path, entries_of(tmp_path, ["optic disc"]), classes=CLASSES)

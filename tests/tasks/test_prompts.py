@@ -132,7 +132,7 @@ def test_templates_that_cannot_be_followed_are_refused() -> None:
         Encoder(chatting(thinking), 1000, "chat")
     hashes = CHATML.replace("<|im_end|>\n", "\n### ")
     with pytest.raises(
-        ConfigError, match=r"'chat': the tokenizer's template ends answers by '\\n### ', which is no special token"
+        ConfigError, match=r"'chat': the tokenizer's template ends answers by '\\n### ', which is not a special token"
     ):
         Encoder(chatting(hashes), 1000, "chat")
     with pytest.raises(ConfigError, match=r"alpaca, alpaca-paper, chat, or a template with \{instruction\}"):

@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path, caplog: pytest.LogCapture
     config, read = job(base), TASKS["classification"].read
     folder = reports(tmp_path / "a")
     (folder / "training.jsonl").write_text('{"text": "fluid", "label": "fracture"}\n')
-    with pytest.raises(ConsiliumError, match=r"training\.jsonl:1: label 'fracture' is no class of the task; task\.classes has"):
+    with pytest.raises(ConsiliumError, match=r"jsonl:1: label 'fracture' is not a class of the task; task\.classes has"):
         build_task(config, read(folder), SiteConfig())
     (folder / "training.jsonl").write_text('{"text": "fluid", "label": 3}\n')
     with pytest.raises(ConsiliumError, match=r"training\.jsonl:1: label 3 is outside 0\.\.2"):
@@ -237,9 +237,9 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path, caplog: pytest.LogCapture
     (tmp_path / "d.json").write_text(json.dumps({"training": [{"image": str(tmp_path / "d.json"), "label": 0}]}))
     with pytest.raises(DataError, match=r"holds pictures, which model\.name 'text_encoder' does not read; give a folder with"):
         build_task(config, read(tmp_path / "d.json"), SiteConfig())
-    with pytest.raises(ConfigError, match=r"model\.config\.is_decoder: true: 'bert' is no encoder alone"):
+    with pytest.raises(ConfigError, match=r"model\.config\.is_decoder: true: 'bert' is not an encoder alone"):
         assemble_job(job(base, config=json.loads((base / "config.json").read_text()) | {"is_decoder": True}))
-    with pytest.raises(ConfigError, match=r"model_type 'llama' is no text encoder; known are bert"):
+    with pytest.raises(ConfigError, match=r"model_type 'llama' is not a text encoder; known are bert"):
         assemble_job(job(base, config={"model_type": "llama"}))
     with pytest.raises(ConfigError, match=r"model\.max_length: 64: this folder's model has 40 positions; use 40 at most"):
         assemble_job(job(base, max_length=64))
@@ -270,5 +270,5 @@ def test_settings_of_pictures_are_refused_and_the_check_names_classes(
     assert run(monkeypatch, "data", "check", folder, "--job", tmp_path / "job.yaml") == 1
     said = capsys.readouterr().out
     assert "1 x no class of the job" in said
-    assert "test.jsonl:1: label 'fracture' is no class of the task" in said
+    assert "test.jsonl:1: label 'fracture' is not a class of the task" in said
     assert "class effusion: 4 training, 1 validation" in said

@@ -136,9 +136,9 @@ def test_a_folder_that_is_there_is_only_replaced_when_asked_and_when_it_is_an_ex
     for record in (None, "{}", "[", "[]", '{"format": "peft", "files": []}'):
         if record is not None:
             (folder / "export.json").write_text(record)
-        with pytest.raises(ConfigError, match=r"is there and is no earlier export; choose another folder$"):
+        with pytest.raises(ConfigError, match=r"is there and is not an earlier export; choose another folder$"):
             check_destination(folder, True)
-    with pytest.raises(ConfigError, match=r"is there and is no folder; choose another name$"):
+    with pytest.raises(ConfigError, match=r"is there and is not a folder; choose another name$"):
         check_destination(folder / "thesis.tex", True)
     earlier(tmp_path / "made")
     check_destination(tmp_path / "made", True)
@@ -179,7 +179,7 @@ def test_a_folder_that_comes_meanwhile_stays(force: bool, tmp_path: Path, monkey
         write_record(made, told)
 
     monkeypatch.setattr("consilium.use.export.write_record", come)
-    with pytest.raises(ConfigError, match="is there and is no earlier export"):
+    with pytest.raises(ConfigError, match="is there and is not an earlier export"):
         export(open_model(folder, own=HERE), "peft", out, HERE, force)
     assert (out / "thesis.tex").read_text() == "years of work"
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["kept", "out"]

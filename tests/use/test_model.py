@@ -201,7 +201,7 @@ def _other_base(kept: SavedModel, card: Card) -> tuple[SavedModel, Card]:
         (_flip, "checksum does not match"),
         (_changed(_nan), "has NaN or Inf"),
         (_header(_whole), "is of torch.int32, no float"),
-        (_header(lambda kept, card: (replace(kept, scaling=float("inf")), card)), "scaling inf: is no finite number"),
+        (_header(lambda kept, card: (replace(kept, scaling=float("inf")), card)), "scaling inf: is not a finite number"),
         (_header(lambda kept, card: (replace(kept, scaling="1"), card)), "is of another version"),
         (_header(lambda kept, card: (replace(kept, share=1.5), card)), "share 1.5: is not within 0 and 1"),
         (_header(lambda kept, card: (replace(kept, share=float("nan")), card)), "share nan: is not within 0 and 1"),

@@ -384,8 +384,8 @@ def test_whole_numbers_without_scales_are_no_weights(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"init_lora_weights": "pissa"}, "its base is not the original one"),
-        ({"target_modules": "([a-z_.0-9]+)+!"}, "target_modules: .* is no name of a layer"),
-        ({"rank_pattern": {"([a-z_.0-9]+)+!": 2}}, "rank_pattern: .* is no name of a layer"),
+        ({"target_modules": "([a-z_.0-9]+)+!"}, "target_modules: .* is not a name of a layer"),
+        ({"rank_pattern": {"([a-z_.0-9]+)+!": 2}}, "rank_pattern: .* is not a name of a layer"),
         ({"r": 10**8}, "a rank of 100000000 does not fit this base"),
     ],
 )

@@ -144,7 +144,7 @@ def test_vllms_rules_for_an_adapter_hold(tmp_path: Path) -> None:
         (["a.0.q", "a.1.q"], ["q"]),
         (["a.0.q"], []),  # the second layer's too would be adapted
         (["a.0.q", "a.1.q", "b.k"], ["k", "q"]),
-        (["a.0"], []),  # a number is no name: PEFT would look for it everywhere
+        (["a.0"], []),  # a number is not a name: PEFT would look for it everywhere
         ([], []),
     ],
 )

@@ -240,7 +240,7 @@ def test_points_that_cannot_be_are_refused(tmp_path: Path, row: str, said: str) 
 @pytest.mark.parametrize("place", [{"x": 1, "slice": 1.7}, {"x": 1, "slice": float("inf")}, {"x": 10**400}])
 def test_numbers_of_json_that_no_pixel_and_no_slice_has_are_refused(tmp_path: Path, place: dict[str, float]) -> None:
     (tmp_path / "p.json").write_text(json.dumps([{"image": "a.png", "class": "disc", "y": 1, **place}]))
-    with pytest.raises(DataError, match="has a value that is no number"):
+    with pytest.raises(DataError, match="has a value that is not a number"):
         read_prompts(tmp_path / "p.json", "point", ["disc"])
 
 

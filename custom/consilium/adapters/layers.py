@@ -59,7 +59,7 @@ class AdapterModule(nn.Module):
     enabled: bool = True
 
     def frozen(self) -> dict[str, Tensor]:
-        """Return the module's adapter tensors that are no parameters, by their names in the module."""
+        """Return the module's adapter tensors that are not parameters, by their names in the module."""
         return {}
 
     def fit(self, values: Mapping[str, Tensor]) -> None:

@@ -101,7 +101,7 @@ def skippable_block(name: str) -> str | None:
 
 
 def other_factor(name: str) -> str | None:
-    """Return the name of the other LoRA factor of the same layer, None for a tensor that is no factor."""
+    """Return the name of the other LoRA factor of the same layer, None for a tensor that is not a factor."""
     return None if factor(name) is None else name[:-1] + ("A" if factor(name) == "B" else "B")
 
 
@@ -129,7 +129,7 @@ def bottleneck_count(names: Iterable[str]) -> int:
 def linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.Linear]:
     """Return the linear layers, by name, that `target` matches, in the model's order, after its `prepare`.
 
-    Raises ConfigError if nothing matches, for what is no pattern, or for a layer that an adapter cannot reach.
+    Raises ConfigError if nothing matches, for what is not a pattern, or for a layer that an adapter cannot reach.
     """
     if target.prepare:
         target.prepare(model)
@@ -166,5 +166,5 @@ def _compiled(pattern: str) -> Any:
         return re2.compile(pattern, quiet)
     except re2.error as error:
         reason = error.args[0].decode() if isinstance(error.args[0], bytes) else str(error)
-        what = f"is no valid regular expression of RE2, without look-around and back-references ({reason})"
+        what = f"is not a valid regular expression of RE2, without look-around and back-references ({reason})"
         raise ConfigError(f"adapter.targets: {pattern!r} {what}; fix it") from None

@@ -29,7 +29,6 @@ from consilium.cli.resume_hint import again as same_command
 from consilium.cli.resume_hint import exit_interrupted, stoppable
 from consilium.config.code_digest import code_of
 from consilium.config.site import Given
-from consilium.core.errors import ConfigError
 from consilium.core.sanitize import line, number_of
 from consilium.report.run_record import earlier_cells, keep_cells
 from consilium.study.estimate import bytes_of, cached_flops, count_flops, fewer_steps, known_flops
@@ -186,10 +185,10 @@ def _run(study: Study, only: list[str], given: Given, workers: int, again: bool)
 
 
 def _tell_fewer_steps(cells: Sequence[Cell]) -> None:
-    """Say which cells on pooled data are no upper bound, because they train less than all sites together."""
+    """Say which cells on pooled data are not an upper bound, because they train less than all sites together."""
     if names := [cell.name for cell in fewer_steps(cells)]:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        what = "pooled data see fewer samples a round than all sites together, so they are no upper bound"
+        what = "pooled data see fewer samples a round than all sites together, so they are not an upper bound"
         _say(f"{'; '.join(names[:3])}{more}: {what}; raise its training.local_steps, or set training.local_epochs", "yellow")
 
 

@@ -124,7 +124,7 @@ def _print_outcome(outcome: Outcome, beside: list[Path], out: Path, format: Form
         errors.print(line(f"and {len(outcome.bad) - NAMED} more", "red"))
     count = f"{len(outcome.written)} predicted" + (f", {len(outcome.bad)} bad" if outcome.bad else "")
     if beside:
-        count += f", {len(beside)} skipped (DICOM objects that are no images)"
+        count += f", {len(beside)} skipped (DICOM objects that are not images)"
     Console(soft_wrap=True, highlight=False).print(line(f"{count}: {out}", limit=4000))
 
 

@@ -97,7 +97,7 @@ def approvals(local: Path) -> dict[str, dict[str, str]]:
             return found
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); remove it and approve the jobs again", Reason.APPROVAL) from None
-    raise ConfigError(f"{path}: is no list of approved jobs; remove it and approve the jobs again", Reason.APPROVAL)
+    raise ConfigError(f"{path}: is not a list of approved jobs; remove it and approve the jobs again", Reason.APPROVAL)
 
 
 def approve(app: Path, local: Path, plugins: Plugins = NO_PLUGINS) -> str:
@@ -129,7 +129,7 @@ def revoke(start: str, local: Path) -> str:
 
 def _write(local: Path, values: dict[str, dict[str, str]]) -> None:
     if not local.is_dir():
-        raise ConfigError(f"--kit: {local.parent}: is no site's startup kit; give the folder that has startup/ and local/")
+        raise ConfigError(f"--kit: {local.parent}: is not a site's startup kit; give the folder that has startup/ and local/")
     write_atomic(local / FILE, json.dumps(values, indent=1).encode())
     (local / FILE).chmod(0o600)
 

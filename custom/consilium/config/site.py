@@ -95,7 +95,7 @@ class TrackingConfig(Section):
         # ConfigError, not ValueError, whose message would have the value in it, and so a password
         if not ((found.scheme in ("http", "https") and found.hostname) or (found.scheme == "file" and found.path != "")):
             raise ConfigError(
-                "tracking: mlflow: this is no address of MLflow; write http://HOST:PORT, https://HOST or file:///PATH"
+                "tracking: mlflow: this is not an address of MLflow; write http://HOST:PORT, https://HOST or file:///PATH"
             )
         if found.scheme != "file" and ("@" in value or found.query or found.fragment):  # logs would show what is in it
             raise ConfigError(

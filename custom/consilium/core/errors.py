@@ -3,7 +3,7 @@
 from enum import IntEnum, StrEnum
 
 STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit)
-"""What ends a process or a generator. All else is a failure, also what is no Exception: a panic of a library in Rust."""
+"""What ends a process or a generator. All else is a failure, also what is not an Exception: a panic of a library in Rust."""
 
 
 class Reason(StrEnum):

@@ -62,7 +62,7 @@ class Registry(Mapping[str, K], Generic[K]):
 
     `built_in`: where each is, as "module:attribute" (a dict there is asked for the name); `group`: the entry points by which
     other packages add theirs; `sort`: the class, as "module:class", that an added kind derives from or is of; `elsewhere`: what
-    to write for names that are no kinds here.
+    to write for names that are not kinds here.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ def _adapter(section: type) -> TypeAdapter[Any]:
 
 
 def _section(kind: Any) -> type:
-    """Return the class of a kind's section. Raises TypeError for what is no kind."""
+    """Return the class of a kind's section. Raises TypeError for what is not a kind."""
     section = kind if isinstance(kind, type) else getattr(kind, "config", None)
     if not isinstance(section, type) or not (issubclass(section, BaseModel) or is_dataclass(section)):
         raise TypeError("the entry point names neither a frozen dataclass nor a kind with a config class")

@@ -43,7 +43,7 @@ def read_fingerprint(text: str) -> str:
         raw = base64.b64decode(f"{coded}=")
         if base64.b64encode(raw).decode() == f"{coded}=":  # its last character has two bits that must be 0
             return raw.hex()
-    what = f"{ascii(text)[:100]} is no SHA-256 fingerprint, which has 64 hex digits, with or without colons and `SHA256:`"
+    what = f"{ascii(text)[:100]} is not a SHA-256 fingerprint, which has 64 hex digits, with or without colons and `SHA256:`"
     raise ValueError(f"{what}; copy it whole, as `openssl x509 -noout -fingerprint -sha256` or `consilium doctor` prints it")
 
 
@@ -203,7 +203,7 @@ EXPECTED = dict.fromkeys(SECTION, "a map, such as {name: value}") | {
 """What pydantic's kinds of errors expect, in the words of job.yaml."""
 HINTS = {
     "task.classes": "or a list of names, such as [nucleus]",
-    "data": "the folder of the sites' data is no part of the job: give it with --data",
+    "data": "the folder of the sites' data is not a part of the job: give it with --data",
 }
 """What else to say where a section has another value."""
 MOST_LINES = 20

@@ -109,7 +109,7 @@ def _of_completion(where: str, raw: Mapping[str, Any], system: Any) -> Chat:
 def _messages(where: str, key: str, value: Any) -> list[tuple[str, str]]:
     """Return role and text of each message. Raises DataError."""
     if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: {key}: {repr(value)[:80]} is no list of messages; write {EXAMPLE}")
+        raise DataError(f"{where}: {key}: {repr(value)[:80]} is not a list of messages; write {EXAMPLE}")
     if len(value) > MOST_TURNS:
         raise DataError(f"{where}: {key}: {len(value):,} messages, at most {MOST_TURNS} are possible; split the conversation")
     return [_message(f"{where}: {key}[{number}]", one) for number, one in enumerate(value)]
@@ -117,7 +117,7 @@ def _messages(where: str, key: str, value: Any) -> list[tuple[str, str]]:
 
 def _message(where: str, value: Any) -> tuple[str, str]:
     if not isinstance(value, dict):
-        raise DataError(f'{where}: {repr(value)[:80]} is no message; write {{"role": "user", "content": ...}}')
+        raise DataError(f'{where}: {repr(value)[:80]} is not a message; write {{"role": "user", "content": ...}}')
     sharegpt = "from" in value and "role" not in value
     names = ("from", "value") if sharegpt else ("role", "content")
     for key, one in value.items():
@@ -139,7 +139,7 @@ def _content(where: str, value: Any) -> str:
     if isinstance(value, list) and value and all(isinstance(one, dict) and one.get("type") == "text" for one in value):
         value = "".join(one["text"] if isinstance(one.get("text"), str) else "" for one in value)
     if not isinstance(value, str):
-        raise DataError(f"{where}: {repr(value)[:80]} is no text; write it in quotes")
+        raise DataError(f"{where}: {repr(value)[:80]} is not a text; write it in quotes")
     return value
 
 

@@ -265,7 +265,7 @@ def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: t
 
 
 def _check_parts(where: str, item: Item) -> None:
-    """Raise DataError for a plane of a file that is no volume, or a tile of a volume: neither would be read."""
+    """Raise DataError for a plane of a file that is not a volume, or a tile of a volume: neither would be read."""
     files = [file for file in (item.image, item.label) if isinstance(file, Path)]
     key = "slice" if item.slice is not None else "axis" if item.axis != "stored" else ""
     if key and not any(map(is_volume, files)):
@@ -276,7 +276,7 @@ def _check_parts(where: str, item: Item) -> None:
 
 def _annotated(where: str, value: Any) -> tuple[str, ...] | None:
     if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-        raise DataError(f'{where}: annotated {_brief(value)} is no list of classes; write "annotated": ["disc"]')
+        raise DataError(f'{where}: annotated {_brief(value)} is not a list of classes; write "annotated": ["disc"]')
     return None if value is None else tuple(value)
 
 
@@ -309,13 +309,13 @@ def _most(file: Path) -> int:
 
 def _slice(where: str, value: Any) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise DataError(f'{where}: slice {_brief(value)} is no whole number from 0; write "slice": 4')
+        raise DataError(f'{where}: slice {_brief(value)} is not a whole number from 0; write "slice": 4')
     return value
 
 
 def _fold(where: str, value: Any) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise DataError(f'{where}: fold {_brief(value)} is no whole number; write "fold": 0, or leave it out')
+        raise DataError(f'{where}: fold {_brief(value)} is not a whole number; write "fold": 0, or leave it out')
     return value
 
 
@@ -324,7 +324,7 @@ def _tile(where: str, value: Any) -> Tile | None:
         return None
     whole_ones = isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
     if not whole_ones or len(value) != 4 or not value[2] or not value[3]:
-        raise DataError(f'{where}: tile {repr(value)[:80]} is no place; write "tile": [left, top, width, height] in pixels')
+        raise DataError(f'{where}: tile {repr(value)[:80]} is not a place; write "tile": [left, top, width, height] in pixels')
     left, top, width, height = value
     return left, top, width, height
 

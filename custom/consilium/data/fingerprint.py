@@ -40,7 +40,7 @@ def _list(path: Path) -> dict[str, Any]:
 
 
 def _entry(folder: Path, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry with names and sizes in place of paths; a label that is no file stays."""
+    """Return an entry with names and sizes in place of paths; a label that is not a file stays."""
     places = {key: folder / entry[key] for key in ("image", "label") if isinstance(entry.get(key), str)}
     return entry | {key: _file(place) for key, place in places.items() if place.exists()}
 

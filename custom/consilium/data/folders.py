@@ -41,13 +41,13 @@ def split_of(name: str) -> str | None:
 
 def has_classes(folder: Path) -> bool:
     """Tell whether the folder holds classes, with or without splits: some subfolder, or a split's, has pictures in it, which
-    are no pairs of images and masks.
+    are not pairs of images and masks.
     """
     return has_folders(folder) and not has_masks(folder)
 
 
 def has_folders(folder: Path) -> bool:
-    """Tell whether some subfolder, or a split's, has pictures in it; one folder of images alone is no class."""
+    """Tell whether some subfolder, or a split's, has pictures in it; one folder of images alone is not a class."""
     found = [one for _, one in _class_folders(folder) if _pictures(one)] if folder.is_dir() else []
     kinds = [kind_of(one.name) for one in found]
     is_one_role = set(kinds) == {"image"} or kinds == ["mask"]
@@ -102,7 +102,7 @@ def read_folders(folder: Path) -> Iterator[tuple[str, Path, str]]:
 
 
 def _class_folders(folder: Path) -> list[tuple[str, Path]]:
-    """Return (split, class folder); beside split folders anything else is no class."""
+    """Return (split, class folder); beside split folders anything else is not a class."""
     splits = [(split, one) for one in _subfolders(folder) if (split := split_of(one.name))]
     if splits:
         return [(split, one) for split, parent in splits for one in _subfolders(parent)]

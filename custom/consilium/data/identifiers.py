@@ -64,7 +64,7 @@ def check_identifier(where: str, key: str, value: str) -> str:
 def identifier(where: str, entry: dict[str, Any], key: str) -> str:
     """Return the canonical spelling of an entry's patient or study, "" for none.
 
-    Raises DataError for a value that is no identifier, and for an invisible character.
+    Raises DataError for a value that is not an identifier, and for an invisible character.
     """
     value = entry.get(key, "")
     if isinstance(value, bool) or not isinstance(value, str | int):

@@ -161,7 +161,7 @@ def check_values(item: Item, labels: Labels, classes: Classes) -> None:
 def check_annotated(item: Item, classes: Classes) -> None:
     """Raise DataError where an item's `annotated` names no class of the task."""
     if unknown := [name for name in item.annotated or () if name not in classes]:
-        what = f"annotated class {unknown[0][:80]!r} is no class of the task"
+        what = f"annotated class {unknown[0][:80]!r} is not a class of the task"
         raise DataError(f"{item.image}: {what}; task.classes has {', '.join(classes)}", "undeclared class")
 
 

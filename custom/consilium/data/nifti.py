@@ -61,7 +61,7 @@ def _scaled(stored: Any) -> np.ndarray:
 
 
 def labels(path: Path, image: Header) -> Labels:
-    """Return the label values on the file's own grid (i, j, k). Raises DataError for values that are no whole numbers."""
+    """Return the label values on the file's own grid (i, j, k). Raises DataError for values that are not whole numbers."""
     return Labels(values=whole_numbers(path, voxels(path)))
 
 

@@ -115,12 +115,12 @@ def _is_grey_palette(picture: Image.Image, is_gif: bool) -> bool:
 
 
 def labels(path: Path) -> Labels:
-    """Return the label values (H, W) of a mask. Raises DataError for colours, and values that are no whole numbers."""
+    """Return the label values (H, W) of a mask. Raises DataError for colours, and values that are not whole numbers."""
     return Labels(values=whole_numbers(path, read(path, "mask")))
 
 
 def altered(path: Path, values: np.ndarray, declared: Collection[Value]) -> str:
-    """Return why values of a mask that are not `declared` are no labels: they were smoothed, or saved as JPEG; else ""."""
+    """Return why values of a mask that are not `declared` are not labels: they were smoothed, or saved as JPEG; else ""."""
     every = {int(value) for value in np.unique(values)}
     if not (odd := sorted(every - set(declared))) or not path.is_file():
         return ""

@@ -1,7 +1,7 @@
 """Opening untrusted files: only plain files of bounded size, and one clear line for any error.
 
 A data list may name any file that this user can read: pictures stay in the hospital's own folders. The author of the
-list is trusted that far; a file that is no picture is refused without quoting its content.
+list is trusted that far; a file that is not a picture is refused without quoting its content.
 """
 
 import gzip
@@ -47,7 +47,7 @@ MOST_VOLUME_FILE = MOST_VOLUME + 2**20
 """Bytes of a volume's file that is not compressed, with its header."""
 Stamp = tuple[tuple[int, ...], ...]
 """Of every file: inode, size, and when content and inode changed last."""
-TRACTS, PACKED = "tracts, which are no image", "a packed file"
+TRACTS, PACKED = "tracts, which are not images", "a packed file"
 FOREIGN = {
     (".mgz", ".mgh"): "FreeSurfer's volumes",
     (".mnc",): "MINC",
@@ -221,7 +221,7 @@ def _array_picture(path: Path) -> Image.Image:
     if kind not in tuple("buif") or not (found.ndim == 2 or (found.shape[2:] == (3,) and found.dtype == np.uint8)):
         what = f"{'x'.join(map(str, found.shape))} of {found.dtype}" if kind else "several arrays"
         remedy = "save one picture as (rows, columns), or in colour as (rows, columns, 3) of 8 bits"
-        raise DataError(f"{path}: holds an array of {what}; {remedy}", "array that is no picture")
+        raise DataError(f"{path}: holds an array of {what}; {remedy}", "array that is not a picture")
     if found.shape[0] * found.shape[1] > MOST_PIXELS:
         raise _too_large(path, f"{found.shape[1]}x{found.shape[0]} pixels, at most {MOST_PIXELS:,}")
     if kind == "f":
@@ -234,7 +234,7 @@ def _array_picture(path: Path) -> Image.Image:
 
 
 def _unknown(path: Path) -> Exception:
-    """Return the error for a file that is no picture; `reading` makes a line of one whose ending names no format."""
+    """Return the error for a file that is not a picture; `reading` makes a line of one whose ending names no format."""
     kind = next((kind for endings, kind in FOREIGN.items() if path.name.lower().endswith(endings)), "")
     if not kind:
         return OSError(f"cannot identify image file: its content is none of {', '.join(FORMATS)}")

@@ -189,7 +189,7 @@ def _check_volume(
 
 
 def check_class(item: Item, classes: Classes) -> None:
-    """Raise DataError for a label that is no class of a classification job, or no mask for a segmentation job."""
+    """Raise DataError for a label that is not a class of a classification job, or no mask for a segmentation job."""
     label = item.label
     if isinstance(classes, Mapping):
         check_annotated(item, classes)
@@ -200,7 +200,7 @@ def check_class(item: Item, classes: Classes) -> None:
         return
     if not (label in classes if isinstance(label, str) else isinstance(label, int) and 0 <= label < len(classes)):
         known = ", ".join(classes)[:200]
-        raise DataError(f"label {str(label)[:80]!r} is no class of the job; it has {known}", "undeclared class")
+        raise DataError(f"label {str(label)[:80]!r} is not a class of the job; it has {known}", "undeclared class")
 
 
 def _add_image(found: SampleReport, item: Item, image: np.ndarray) -> None:

@@ -218,7 +218,7 @@ def _parse(where: str, line: str) -> Any:
 
 def _text(where: str, key: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise DataError(f"{where}: {key}: {repr(value)[:80]} is no text; write it in quotes")
+        raise DataError(f"{where}: {key}: {repr(value)[:80]} is not a text; write it in quotes")
     return value
 
 

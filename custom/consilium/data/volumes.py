@@ -163,5 +163,5 @@ def _reader(path: Path) -> ModuleType:
     """Return the module that reads a volume: it has header(path), voxels(path) and labels(path, image). Raises DataError."""
     kind = volume_format(path)
     if kind is None:
-        raise DataError(f"{path}: is no volume; give NIfTI, DICOM, MetaImage or NRRD")
+        raise DataError(f"{path}: is not a volume; give NIfTI, DICOM, MetaImage or NRRD")
     return import_module(f"consilium.data.{kind}")

@@ -99,7 +99,7 @@ def check_versions(hello: Hello) -> None:
     if not is_version(hello.version) or judge(OWN, hello.version, __version__) is Verdict.REFUSE:
         raise RefusedError(f"{name}: consilium {told}, the server has {__version__}; install the same")
     if not are_libraries(hello.libraries):
-        raise RefusedError(f"{name}: libraries is no map from {', '.join(LIBRARIES)} to versions; see that site")
+        raise RefusedError(f"{name}: libraries is not a map from {', '.join(LIBRARIES)} to versions; see that site")
     own = libraries()
     for package, verdict in differences(hello.libraries, own).items():
         if verdict is Verdict.REFUSE:

@@ -156,7 +156,7 @@ def _uncharged(strategy: Strategy) -> str | None:
 
 
 def _unsummed(job: Job) -> str | None:
-    """Return why a strategy's training is no step of DP-SGD over all sites, None where it is or the sites train alone."""
+    """Return why a strategy's training is not a step of DP-SGD over all sites, None where it is or the sites train alone."""
     strategy, name = job.strategy, f"strategy.name: {job.strategy.name!r}"
     if job.config.dpsgd is None or job.config.dpsgd.trust == "local":
         return None

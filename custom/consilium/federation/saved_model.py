@@ -106,7 +106,7 @@ def read_kept(folder: Path) -> tuple[SavedModel, Card]:
 def check_forward(kept: SavedModel, path: Path | str) -> None:
     """Raise CheckpointError, or TypeError, for numbers that no forward pass takes."""
     if not math.isfinite(kept.scaling):
-        raise CheckpointError(f"{path}: scaling {kept.scaling}: is no finite number; take what the run wrote")
+        raise CheckpointError(f"{path}: scaling {kept.scaling}: is not a finite number; take what the run wrote")
     if not 0 <= kept.share <= 1:
         raise CheckpointError(f"{path}: share {kept.share}: is not within 0 and 1; take what the run wrote")
 

@@ -31,7 +31,7 @@ def refuse_adapter(path: Path, field: str = "model.checkpoint") -> None:
     """Raise CheckpointError for a folder that holds an adapter of PEFT's, alone or beside a base, and for an adapter's file."""
     places = [path / name for name in _FILES] if path.is_dir() else [path] if path.name in _FILES else []
     if found := next((place for place in places if os.path.lexists(place)), None):
-        raise CheckpointError(f"{field}: {found}: belongs to an adapter of PEFT's, which is no base; {MERGED}")
+        raise CheckpointError(f"{field}: {found}: belongs to an adapter of PEFT's, which is not a base; {MERGED}")
 
 
 class FolderConfig(ModelConfig):
@@ -222,7 +222,7 @@ def _form(values: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 def _check_words(value: Any, where: str) -> None:
     if isinstance(value, str) and not _WORD.fullmatch(value):
-        what = "is no single word of letters, digits and _ . + -"
+        what = "is not a single word of letters, digits and _ . + -"
         raise ValueError(
             f"{where}: {ascii(value)[:64]} {what}; leave it out: files, repositories and code are never named here"
         )

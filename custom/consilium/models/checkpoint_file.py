@@ -1,4 +1,4 @@
-"""Files of base weights: tensors by name, and the refusal of adapters, which are no base. All kinds of models use it."""
+"""Files of base weights: tensors by name, and the refusal of adapters, which are not a base. All kinds of models use it."""
 
 import re
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ _TENSOR = re.compile(r"base_model\.model\.|prompt_embeddings$|(.*\.)?(lora_(embe
 def refuse_adapter_tensors(path: Path, names: Iterable[str]) -> None:
     """Raise CheckpointError for a file with an adapter's tensors, whatever it is called."""
     if found := next((name for name in names if _TENSOR.match(name)), None):
-        what = f"holds {shown(found, 120)!r}, a tensor of an adapter, which is no base"
+        what = f"holds {shown(found, 120)!r}, a tensor of an adapter, which is not a base"
         raise CheckpointError(f"model.checkpoint: {path}: {what}; {MERGED}")
 
 

@@ -94,7 +94,7 @@ def load_tokenizer(
             tokenizer = AutoTokenizer.from_pretrained(view, local_files_only=True, **_OWN)
         except STOPS:
             raise
-        except BaseException as error:  # each class fails in its own way, and a panic of the library is no Exception
+        except BaseException as error:  # each class fails in its own way, and a panic of the library is not an Exception
             why = short(error, view, folder)
             raise CheckpointError(f"model.checkpoint: {folder}: no tokenizer to read ({why}); {wanted}") from None
         tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(folder)

@@ -107,13 +107,15 @@ def _owner(kind: type[PreTrainedConfig], key: str) -> type[PreTrainedConfig] | N
 def _part(value: Any, kind: type[PreTrainedConfig], key: str, where: str) -> dict[str, Any]:
     """Return the listed part of a nested configuration, which names its class by `model_type` where it may be of several."""
     if not isinstance(value, dict):
-        raise ConfigError(f"model.config.{where}: {_quoted(value)} is no map of settings; {_REMEDY}")
+        raise ConfigError(f"model.config.{where}: {_quoted(value)} is not a map of settings; {_REMEDY}")
     if own := _nested(kind, key):
         return _section(value, own, f"{where}.")
     spec, named = kind.sub_configs_defaults[key], value.get("model_type")
     free = key == "backbone_config" or not issubclass(spec.config_class, PreTrainedConfig)
     if free and named is not None and not (isinstance(named, str) and named in CONFIG_MAPPING):
-        raise ConfigError(f"model.config.{where}.model_type: {_quoted(named)} is no architecture of transformers; {_REMEDY}")
+        raise ConfigError(
+            f"model.config.{where}.model_type: {_quoted(named)} is not an architecture of transformers; {_REMEDY}"
+        )
     chosen = CONFIG_MAPPING[named] if free and named is not None else _default_part(kind, key)
     if chosen is None:
         raise ConfigError(f"model.config.{where}.model_type: missing; name the architecture of this part")
@@ -123,7 +125,7 @@ def _part(value: Any, kind: type[PreTrainedConfig], key: str, where: str) -> dic
 def _layer(value: Any, kind: type[PreTrainedConfig], where: str) -> dict[str, Any]:
     """Return the listed settings of one layer, which stand in for those of the whole model."""
     if not isinstance(value, dict):
-        raise ConfigError(f"model.config.{where}: {_quoted(value)} is no map of settings; {_REMEDY}")
+        raise ConfigError(f"model.config.{where}: {_quoted(value)} is not a map of settings; {_REMEDY}")
     return _section(value, kind, f"{where}.")
 
 
@@ -145,7 +147,9 @@ def _check_value(value: Any, kind: type[PreTrainedConfig], key: str, where: str)
     """Raise ConfigError for a word, a list or a map that the class does not declare for this key."""
     if isinstance(value, str):
         if value not in _choices(kind, key):
-            raise ConfigError(f"model.config.{where}: {_quoted(value)} is no value that {kind.model_type!r} knows; {_REMEDY}")
+            raise ConfigError(
+                f"model.config.{where}: {_quoted(value)} is not a value that {kind.model_type!r} knows; {_REMEDY}"
+            )
     elif isinstance(value, list | tuple):
         for item in value:
             _check_value(item, kind, "" if isinstance(item, dict) else key, where)
@@ -155,21 +159,21 @@ def _check_value(value: Any, kind: type[PreTrainedConfig], key: str, where: str)
             raise ConfigError(f"model.config.{where}: a map, where transformers takes a plain value; {_REMEDY}")
         for name, item in value.items():
             if isinstance(item, bool | dict | list) or (isinstance(item, str) and item not in ACT2FN):
-                raise ConfigError(f"model.config.{where}.{name}: {_quoted(item)} is no number; {_REMEDY}")
+                raise ConfigError(f"model.config.{where}.{name}: {_quoted(item)} is not a number; {_REMEDY}")
 
 
 def _check_rope(value: Any, kind: type[PreTrainedConfig], where: str, depth: int = 0) -> None:
     """Raise ConfigError for anything but numbers in the settings of rotary positions, and the name of their type."""
     if value is not None and not isinstance(value, dict):
-        raise ConfigError(f"model.config.{where}: {_quoted(value)} is no map of settings; {_REMEDY}")
+        raise ConfigError(f"model.config.{where}: {_quoted(value)} is not a map of settings; {_REMEDY}")
     for name, item in (value or {}).items():
         if isinstance(item, dict) and depth == 0:
             _check_rope(item, kind, f"{where}.{name}", 1)  # by type of layer
         elif isinstance(item, str):
             if name not in ("rope_type", "type") or item not in {"default", "mrope", *ROPE_INIT_FUNCTIONS, *_words(kind)}:
-                raise ConfigError(f"model.config.{where}.{name}: {_quoted(item)} is no rotary position known; {_REMEDY}")
+                raise ConfigError(f"model.config.{where}.{name}: {_quoted(item)} is not a rotary position known; {_REMEDY}")
         elif not (item is None or isinstance(item, bool | int | float) or _is_numbers(item)):
-            raise ConfigError(f"model.config.{where}.{name}: {_quoted(item)} is no number; {_REMEDY}")
+            raise ConfigError(f"model.config.{where}.{name}: {_quoted(item)} is not a number; {_REMEDY}")
 
 
 def _choices(kind: type[PreTrainedConfig], key: str) -> frozenset[str]:

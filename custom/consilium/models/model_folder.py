@@ -99,10 +99,12 @@ def _parts(folder: Path) -> dict[str, str]:
     path = folder / INDEX
     found = read_json(folder, INDEX).get("weight_map")
     if not isinstance(found, dict) or not found:
-        raise CheckpointError(f"model.checkpoint: {path}: weight_map: {_value(found)} is no map of tensors to files; {WANTED}")
+        raise CheckpointError(
+            f"model.checkpoint: {path}: weight_map: {_value(found)} is not a map of tensors to files; {WANTED}"
+        )
     for tensor, name in found.items():
         if not (isinstance(name, str) and _SHARD.fullmatch(name)):
-            what = f"weight_map.{shown(tensor, 64)}: {_value(name)} is no name of a .safetensors file in the folder"
+            what = f"weight_map.{shown(tensor, 64)}: {_value(name)} is not a name of a .safetensors file in the folder"
             raise CheckpointError(f"model.checkpoint: {path}: {what}; fetch the index and its files again")
     return dict(found)
 
@@ -158,7 +160,7 @@ def _write_settings(view: Path, folder: Path, name: str, given: Mapping[str, Any
     for key, value in given.items():
         fits = _fits(key, value)
         if fits is False:
-            what = f"{shown(key, 64)}: {_value(value)} is no value of this key"
+            what = f"{shown(key, 64)}: {_value(value)} is not a value of this key"
             raise CheckpointError(f"model.checkpoint: {folder / name}: {what}; use the file that the model's publisher ships")
         kept |= {key: value} if fits else {}
     (view / name).write_text(json.dumps(kept), encoding="utf-8")
@@ -216,13 +218,13 @@ def _write_added(view: Path, folder: Path) -> None:
     given = read_json(folder, name)
     for token, at in given.items():
         if type(at) is not int or not _is_token(token):
-            what = f"{shown(token, 64)}: {_value(at)} is no token's number"
+            what = f"{shown(token, 64)}: {_value(at)} is not a token's number"
             raise CheckpointError(f"model.checkpoint: {folder / name}: {what}; use the file that the model's publisher ships")
     (view / name).write_text(json.dumps(given), encoding="utf-8")
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Return a folder's JSON file. Raises CheckpointError for one that is no map, or outside of the folder."""
+    """Return a folder's JSON file. Raises CheckpointError for one that is not a map, or outside of the folder."""
     path = plain_file(folder, name, LARGEST_JSON)
     try:
         found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_each_once)

@@ -1,7 +1,7 @@
 """Named sets of layers to adapt, found by the layers' function instead of an architecture's names.
 
-Architectures of `transformers` differ in names (q_proj, Wqkv, c_attn), in what is fused, and in what is no linear layer at all
-(experts kept as one block of numbers). So the sets are looked up in the model: a block's linear layers below a module that is
+Architectures of `transformers` differ in names (q_proj, Wqkv, c_attn), in what is fused, and in what is not a linear layer at
+all (experts kept as one block of numbers). So the sets are looked up in the model: a block's linear layers below a module that is
 called attention are its attention, all others its MLP. A set that would miss some of its layers is refused, with the list.
 """
 
@@ -94,7 +94,7 @@ def pattern(name: str, tower: str, model: nn.Module) -> str:
     found = layers_of(model, tower)
     if name == "all-linear":
         if found.others:
-            what = f"would miss {_list(found.others)}, which are no linear layers"
+            what = f"would miss {_list(found.others)}, which are not linear layers"
             raise ConfigError(f"adapter.targets: 'all-linear' {what}; use attention, or a full regex of what is meant")
         return _all_of(name, "linear", found.attention + found.mlp)
     if name == "qv":

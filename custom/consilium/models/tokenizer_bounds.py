@@ -76,7 +76,7 @@ _MOST_TIMES = 16
 def plain_failure() -> Iterator[None]:
     """Turn whatever a tokenizer raises in the block into CheckpointError, without a word of the text.
 
-    A panic of the library, as of a search that takes too many steps, is no Exception: it would end a job's process in silence.
+    A panic of the library, as of a search that takes too many steps, is not an Exception: it would end a process in silence.
     """
     try:
         yield
@@ -103,7 +103,7 @@ def check_backend(tokenizer: Any, where: str) -> None:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        what = f"{type(tokenizer).__name__} is no tokenizer with a tokenizer.json"
+        what = f"{type(tokenizer).__name__} is not a tokenizer with a tokenizer.json"
         raise CheckpointError(f"model.checkpoint: {where}: tokenizer_class: {what}; give a folder with tokenizer.json")
     steps = {name: getattr(backend, name) for name in _STEPS}
     try:
@@ -119,7 +119,7 @@ def check_backend(tokenizer: Any, where: str) -> None:
 def _check_model(model: Any) -> None:
     """Raise ValueError for a model, the words and how they are put together, that is not listed or without bounds."""
     if not isinstance(model, dict):
-        raise ValueError(f"model: {_value(model)} is no map")
+        raise ValueError(f"model: {_value(model)} is not a map")
     if "type" in model and model["type"] not in _MODELS:  # versions before 2021 wrote no type
         raise ValueError(f"model.type: {_value(model['type'])} is none of {', '.join(_MODELS)}")
     if model.get("dropout"):
@@ -129,11 +129,11 @@ def _check_model(model: Any) -> None:
         raise ValueError(f"model.max_input_chars_per_word: {_value(most)}, at most {LONGEST_UNKNOWN} are possible")
     for key in ("unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
         if not (model.get(key) is None or (isinstance(model[key], str) and len(model[key]) <= LONGEST_WORD)):
-            raise ValueError(f"model.{key}: {_value(model[key])} is no text of at most {LONGEST_WORD} characters")
+            raise ValueError(f"model.{key}: {_value(model[key])} is not a text of at most {LONGEST_WORD} characters")
     pieces = model.get("vocab")
     for piece in pieces if isinstance(pieces, list) else ():
         if not (isinstance(piece, list) and piece and isinstance(piece[0], str) and len(piece[0]) <= LONGEST_PIECE):
-            raise ValueError(f"model.vocab: {_value(piece)} is no token of at most {LONGEST_PIECE} characters")
+            raise ValueError(f"model.vocab: {_value(piece)} is not a token of at most {LONGEST_PIECE} characters")
 
 
 def _check_steps(program: Mapping[str, Any]) -> None:
@@ -163,14 +163,14 @@ def _flat(step: Any, where: str, depth: int = 0) -> Iterator[tuple[str, Mapping[
     if step is None:
         return
     if not isinstance(step, dict) or depth > 4:
-        raise ValueError(f"{where}: {_value(step)} is no step")
+        raise ValueError(f"{where}: {_value(step)} is not a step")
     if step.get("type") != "Sequence":
         yield where, step
         return
     for key in _PARTS:
         parts = step.get(key, [])
         if not isinstance(parts, list):
-            raise ValueError(f"{where}.{key}: {_value(parts)} is no list of steps")
+            raise ValueError(f"{where}.{key}: {_value(parts)} is not a list of steps")
         for number, part in enumerate(parts):
             yield from _flat(part, f"{where}.{key}[{number}]", depth + 1)
 
@@ -193,7 +193,7 @@ def _checked(step: Mapping[str, Any], where: str) -> float:
     if kind == "Strip" and step.get("stop"):
         raise ValueError(f"{where}.stop: {_value(step['stop'])}, only 0 is possible")  # the library fails for a shorter token
     if kind == "FixedLength" and not (type(step.get("length")) is int and step["length"] > 0):
-        raise ValueError(f"{where}.length: {_value(step.get('length'))} is no number of characters")
+        raise ValueError(f"{where}.length: {_value(step.get('length'))} is not a number of characters")
     return grown
 
 
@@ -220,7 +220,7 @@ def _longest_replacement(charsmap: Any, where: str) -> float:
         (size,) = struct.unpack_from("<I", raw)
         texts = raw[4 + size :].decode("utf-8").split("\0")
     except (ValueError, TypeError, struct.error, binascii.Error):
-        raise ValueError(f"{where}: {_value(charsmap)} is no charsmap of SentencePiece") from None
+        raise ValueError(f"{where}: {_value(charsmap)} is not a charsmap of SentencePiece") from None
     longest = max(len(unicodedata.normalize("NFKD", text)) for text in texts)
     if longest > GROWTH:
         raise ValueError(f"{where}: writes {longest} characters for one, at most {GROWTH} are possible")
@@ -233,7 +233,7 @@ def _check_pattern(value: Any, where: str) -> int:
     if isinstance(text := named.get("String"), str) and 0 < len(text) <= LONGEST_WORD:
         return len(text)
     if not (isinstance(pattern := named.get("Regex"), str) and 0 < len(pattern) <= LONGEST_PATTERN):
-        raise ValueError(f"{where}: {_value(value)} is no text or pattern")
+        raise ValueError(f"{where}: {_value(value)} is not a text or pattern")
     if why := unbounded(pattern):
         raise ValueError(f"{where}.Regex: {_value(pattern)}: {why}")
     return 1
@@ -327,7 +327,7 @@ def _atom(text: str, at: int) -> int:
     if text[at] == "\\":
         if found := _ESCAPE.match(text, at):
             return found.end()
-        raise ValueError(f"{text[at : at + 8]!a} is no escape known here")
+        raise ValueError(f"{text[at : at + 8]!a} is not an escape known here")
     if text[at] == "[":
         return _class(text, at)
     if text[at] in "](){}*+?|^$":
@@ -344,7 +344,7 @@ def _class(text: str, at: int) -> int:
         if text[at] == "\\":
             found = _ESCAPE.match(text, at)
             if found is None:
-                raise ValueError(f"{text[at : at + 8]!a} is no escape known here")
+                raise ValueError(f"{text[at : at + 8]!a} is not an escape known here")
             at = found.end()
         else:
             at = _class(text, at) if text[at] == "[" else at + 1

@@ -4,7 +4,7 @@ All is in whole units of the grid on which sums are made. What is clipped is rou
 each unit of a DP-SGD step. Noise is an exact discrete Gaussian of variance s^2. It is one share (K = 1)
 where one site or the server adds all of it. With `trust: distributed` every site adds a share, and only the sum carries the
 whole. Of the sites in a sum, K are honest for certain: the fewest that a sum may have without the colluders. Their shares
-together are no discrete Gaussian, but close to one:
+together are not a discrete Gaussian, but close to one:
 
     eta(v) = 2 sum_{m >= 1} exp(-2 pi^2 v m^2)        lambda(v) = ln((1 + eta) / (1 - eta))
     tau = lambda(4) + sum_{k = 1}^{K - 1} lambda(s^2 k / (k + 1))      per number

@@ -9,7 +9,7 @@ The gradient of a patient is that of the mean loss over some of the samples.
 Noise is made for a sum that one unit moves by the clip at most, so nothing may tie units together. Dropout would: one
 generator, with a seed that the server knows, draws all masks, so one record more changes those of all others. Batch statistics
 and rounding to bf16 do so within a patient's samples, where nothing is gained by allowing them. They are refused. Dropout as a
-function and DropPath are no modules of a known class, so any draw during a pass is found by the states of the generators.
+function and DropPath are not modules of a known class, so any draw during a pass is found by the states of the generators.
 
 A unit whose reading, loss or gradient fails, for whatever reason, counts as zero: an error instead would tell, without noise,
 what the unit holds. The failure is logged at the site only. What fails for all data alike (a model that draws, a step too
@@ -96,7 +96,7 @@ class ClippedSum:
                 yield
         except STOPS:
             raise
-        except BaseException as error:  # a library's panic is no Exception
+        except BaseException as error:  # a library's panic is not an Exception
             if isinstance(error, ConsiliumError) and error.reason is Reason.STOPPED:
                 raise
             log_failure(self._dp.unit, error)

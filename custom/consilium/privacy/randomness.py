@@ -3,8 +3,8 @@
 What rests on it: noise, Poisson draws, choices among a patient's samples, seeds of augmentation under DP-SGD, masks, shares,
 nonces and keys. `secret_bytes` are the operating system's. `Randomness` is a stream of bytes, the key stream of AES-256 in
 counter mode (of `cryptography`) under 256 bits of the operating system's generator: an attacker who knows all of a stream but
-one number must still search 2^256 keys. Generators of torch, numpy and `random` are no choice here. Their seeds keep 32 to 64
-bits (torch on the CPU: 32), and their streams give their state away.
+one number must still search 2^256 keys. Generators of torch, numpy and `random` must not be used here. Their seeds keep 32 to
+64 bits (torch on the CPU: 32), and their streams give their state away.
 
 `Randomness.seeded` is for tests and reproduction. Its stream follows from a seed, so whoever knows or guesses the seed takes
 the noise off again. It is marked as not private, and ledger, results, report and evidence of such a run say so.

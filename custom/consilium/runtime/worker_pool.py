@@ -113,7 +113,7 @@ class Failed(NamedTuple):
 
 
 class _Gone(Exception):
-    """A worker process has ended. That is no site's fault, so it ends the simulation."""
+    """A worker process has ended. That is not a site's fault, so it ends the simulation."""
 
 
 class Worker(ChildProcess):

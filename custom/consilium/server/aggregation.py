@@ -50,7 +50,7 @@ FIRST, SECOND = "first", "second"
 def advance(job: Job, state: ServerState, mean: Tensors) -> tuple[ServerState, Tensors]:
     """Return what the job's optimizer at the server makes of a mean update, as `step` does.
 
-    What travels and is not trained, as FedDBE's mean of features, is no descent: it is added as it is.
+    What travels and is not trained, as FedDBE's mean of features, is not a descent: it is added as it is.
     """
     config = job.config
     if config.dpsgd is not None and config.dpsgd.trust == "distributed":

@@ -57,7 +57,7 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
             f"{name}: its packages with kinds of this job are others than the server's ({wanted}); install the same"
         )
     if type(hello.num_samples) is not int or hello.num_samples > SAMPLES:
-        raise RefusedError(f"{name}: num_samples is no whole number of at most {SAMPLES}; see that site")
+        raise RefusedError(f"{name}: num_samples is not a whole number of at most {SAMPLES}; see that site")
     if hello.num_samples < 0 or (hello.num_samples == 0 and hello.test_only is not True):
         remedy = "add entries under `training` to its data list, or set `test_only: true` in its site.yaml"
         raise RefusedError(f"{name}: no training samples; {remedy}")
@@ -69,7 +69,7 @@ def check_hello(hello: Hello, packages: Mapping[str, str]) -> None:
     if not isinstance(hello.capacity, dict) or not hello.capacity.keys() <= CAPACITY:
         raise RefusedError(f"{name}: capacity has other keys than {', '.join(sorted(CAPACITY))}; see that site")
     if not all(_is_number(value) and value >= SMALLEST for value in hello.capacity.values()):
-        raise RefusedError(f"{name}: capacity is no number of at least {SMALLEST:g}; see that site")
+        raise RefusedError(f"{name}: capacity is not a number of at least {SMALLEST:g}; see that site")
 
 
 def check_update(job: Job, plan: Plan | None, result: Payload, sent: Payload) -> None:
@@ -210,7 +210,7 @@ def check_next(strategy: Strategy, state: ServerState, merged: ServerState | Non
     if (merged.round, merged.phase) <= (state.round, state.phase):
         raise ConsiliumError(f"{who} stays in round {merged.round}; build on super().aggregate(), which counts")
     if wrong := [n for n, t in merged.optimizer.items() if not isinstance(t, Tensor)]:
-        raise ConsiliumError(f"{who} put {wrong[0]!r} into optimizer, which is no tensor; write torch.tensor(...)")
+        raise ConsiliumError(f"{who} put {wrong[0]!r} into optimizer, which is not a tensor; write torch.tensor(...)")
     if strategy.traits.needs == "sums":  # one that sees single sites may send each another set of tensors
         if lost := state.shared.keys() - merged.shared.keys():
             raise ConsiliumError(f"{who} lost tensor {min(lost)!r}; return all of state.shared")

@@ -42,7 +42,7 @@ def validated(
         return before
     means, meant = mean_metrics(told), ("validation", Stage.GLOBAL)
     found = {key.metric: means[name] for name in means if (key := MetricKey.parse(name)) and (key.split, key.stage) == meant}
-    if not found:  # no site told one: that is no validation
+    if not found:  # no site told one: that is not a validation
         return before
     metric = before.metric or leading(config, found)
     return before.after(metric, state.round, found.get(metric, math.nan))

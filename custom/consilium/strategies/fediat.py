@@ -67,7 +67,7 @@ class FedIAT(Strategy):
         return Traits(fits_only=True, label=f"{self.name} {self.sharing}", variants=variants)
 
     def role(self, name: str, round: int, phase: int) -> Role:
-        """Return SHARED or LOCAL by `sharing`. Raises ConfigError for a tensor that is no factor of encoder or decoder."""
+        """Return SHARED or LOCAL by `sharing`. Raises ConfigError for a tensor that is not a factor of encoder or decoder."""
         return Role.SHARED if factor(name) == self.shared_factor(name) else Role.LOCAL
 
     def shared_factor(self, name: str) -> str:

@@ -11,7 +11,7 @@ site uploads anyway: u_i = u_i - u + (y_i - x), so the server works it out, a si
 FedIT. Down, beside each tensor, "control/<tensor>" carries u - u_i, which the site adds over its steps.
 
 Our reading. With equal numbers of steps at all sites, as in the paper, this is the paper's arithmetic for SGD; with unequal
-ones u is the mean way, not the mean gradient. For Adam or momentum, where (x - y_i) / (K eta) is no gradient, the *step* is
+ones u is the mean way, not the mean gradient. For Adam or momentum, where (x - y_i) / (K eta) is not a gradient, the *step* is
 corrected after the optimizer has made it, and its state sees only the site's own gradients. The paper's means are plain ones.
 Here they are weighted as the job says, by default by samples; `federation.weighting: uniform` is the paper's. c is the mean
 over the sites that have reported, with the last c_i of those that miss a round; one that has not reported gets no correction.

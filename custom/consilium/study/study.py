@@ -372,7 +372,7 @@ def _json(field: str, value: Any) -> str:
     try:
         return json.dumps(value)
     except TypeError:  # YAML has dates
-        raise ConfigError(f"{field}: {value}: a {type(value).__name__} is no job's value; put it in quotes") from None
+        raise ConfigError(f"{field}: {value}: a {type(value).__name__} is not a job's value; put it in quotes") from None
 
 
 def identity(config: JobConfig, sites: str, data: str) -> str:
@@ -390,7 +390,7 @@ def _check_published(study: Study, cells: list[Cell]) -> None:
 
     def check(where: str, names: Set[str], known: Set[str]) -> None:
         if wrong := sorted(names - known - DIAGNOSED.keys() - {f"{HELD_OUT}{one}" for one in known}):
-            what = f"{where}: {wrong[0]!r} is no score of these cells"
+            what = f"{where}: {wrong[0]!r} is not a score of these cells"
             raise ConfigError(f"{what}; they have {', '.join(sorted(known))}{nearest(wrong[0], known)}")
 
     check(f"{study.path}: floor", study.config.floor.keys() - {"about"}, set[str]().union(*(one.metrics for one in cells)))

@@ -317,7 +317,7 @@ def _unit(task: Task, device: torch.device, samples: list[int], seed: int) -> Ba
         return _batch(task, device, samples, seed)
     except STOPS:
         raise
-    except BaseException as error:  # a library's panic is no Exception
+    except BaseException as error:  # a library's panic is not an Exception
         log_failure("unit", error)
         return {}
 

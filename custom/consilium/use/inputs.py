@@ -37,7 +37,7 @@ class Input:
 def find_inputs(given: Path, texts: bool, out: Path, beside: list[Path] | None = None) -> list[Input]:
     """Return what is there to predict, sorted by name; nothing in `out` counts. Raises ConfigError where there is nothing.
 
-    `beside` gets the DICOM objects of a folder that are no images, such as earlier segmentations and reports.
+    `beside` gets the DICOM objects of a folder that are not images, such as earlier segmentations and reports.
     """
     if not given.exists():
         raise ConfigError(f"{shown(given)}: no such file or folder; give pictures, volumes or a folder of them")
@@ -95,7 +95,7 @@ def _images(folder: Path, files: list[Path], beside: list[Path]) -> list[Path]:
 
 
 def _kind(path: Path) -> tuple[bool, str]:
-    """Tell whether a DICOM file is no image, and of which series it is; a damaged one is an image by itself, to be named."""
+    """Tell whether a DICOM file is not an image, and of which series it is; a damaged one is an image by itself, with a name."""
     from consilium.data.dicom.files import is_beside, open_file, reading
 
     try:
@@ -134,7 +134,7 @@ def _rows(path: Path, text: str, columns: tuple[str, ...]) -> Iterator[Any]:
     found = parse_json(str(path), text, "write a list of objects")
     if not isinstance(found, list):
         example = json.dumps(dict.fromkeys(columns, 1) | {"image": "a.png", "class": "disc"})
-        raise DataError(f"{path}: is no list; write [{example}, ...]")
+        raise DataError(f"{path}: is not a list; write [{example}, ...]")
     yield from found
 
 
@@ -149,8 +149,8 @@ def _prompt(where: str, row: Any, columns: tuple[str, ...], classes: list[str]) 
         if number is not None and number != float(row["slice"]):  # int() cuts 1.7 to 1
             raise ValueError
     except (TypeError, ValueError, OverflowError):
-        raise DataError(f"{where}: has a value that is no number; write pixels from the left and the top") from None
-    # Raise DataError for what is no point and no box.
+        raise DataError(f"{where}: has a value that is not a number; write pixels from the left and the top") from None
+    # Raise DataError for what is neither a point nor a box.
     remedy = "write pixels from the left and the top"
     if len(found) == 2 and not all(math.isfinite(one) and one >= 0 for one in found):
         raise DataError(f"{where}: x and y are not 0 or more; {remedy}")

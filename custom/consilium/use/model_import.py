@@ -154,7 +154,7 @@ def _of_gguf(source: Path) -> _Source:
             )  # fmt: skip
         except STOPS:
             raise
-        except BaseException as error:  # each architecture fails in its own way, and a panic of a library is no Exception
+        except BaseException as error:  # each architecture fails in its own way, and a panic of a library is not an Exception
             why = short(error, Path(view) / "model.gguf", path)
             raise CheckpointError(
                 f"SOURCE: {path}: cannot be read ({why}); use a GGUF file of Llama, Qwen, Mistral or Gemma"
@@ -347,7 +347,7 @@ def _lora_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern"):
         words = [value] if isinstance(value := settings.get(key) or (), str) else value
         if bad := next((word for word in words if not (isinstance(word, str) and _NAMES.fullmatch(word))), None):
-            what = f"{key}: {ascii(bad)[:80]} is no name of a layer"
+            what = f"{key}: {ascii(bad)[:80]} is not a name of a layer"
             raise ConfigError(f"{where}: {what}; list the names, such as q_proj, or merge it by PEFT's merge_and_unload")
     for key, value in settings.items():
         if key == "init_lora_weights":

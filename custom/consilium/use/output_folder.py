@@ -41,7 +41,7 @@ def check_destination(folder: Path, force: bool) -> None:
     if not folder.exists() and not folder.is_symlink():
         return
     if not folder.is_dir() or folder.is_symlink():
-        raise ConfigError(f"--output {shown(folder)}: is there and is no folder; choose another name")
+        raise ConfigError(f"--output {shown(folder)}: is there and is not a folder; choose another name")
     if not any(folder.iterdir()):
         return
     _check_record(folder)
@@ -53,7 +53,7 @@ def _check_record(folder: Path) -> None:
     """Raise ConfigError for a folder that holds anything but what its record lists."""
     listed = _recorded_hashes(folder)
     if listed is None:
-        raise ConfigError(f"--output {shown(folder)}: is there and is no earlier export; choose another folder")
+        raise ConfigError(f"--output {shown(folder)}: is there and is not an earlier export; choose another folder")
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if name != RECORD and not _is_ours(path, name, listed):
@@ -95,7 +95,7 @@ def new_folder(folder: Path, force: bool) -> Iterator[Path]:
     try:
         yield made
         _swap(made, folder, force)
-    except SafetensorError as error:  # a full disk, which is no OSError there
+    except SafetensorError as error:  # a full disk, which is not an OSError there
         raise CheckpointError(f"--output {folder}: cannot be written ({error}); check the disk") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)

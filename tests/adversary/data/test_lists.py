@@ -40,7 +40,7 @@ def test_an_entry_of_another_type(entry: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("raw", [None, [], 5, "training", {"training": {}}, {"training": "a"}, {"training": None}, {"x": []}])
 def test_a_list_of_another_type(raw: Any, tmp_path: Path) -> None:
-    """A list that is no map of lists is refused."""
+    """A list that is not a map of lists is refused."""
     (tmp_path / "datalist.json").write_text(json.dumps(raw))
     assert "training" in refusal(tmp_path / "datalist.json")
 

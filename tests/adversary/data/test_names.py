@@ -51,7 +51,7 @@ def test_a_class_name_stays_text(
 
 
 def test_a_name_in_no_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file whose name is no text in any encoding is named all the same."""
+    """A file whose name is not a text in any encoding is named all the same."""
     folder = tmp_path / "class"
     folder.mkdir()
     with open(os.fsencode(folder) + b"/bad\xff.png", "wb") as file:

@@ -83,7 +83,7 @@ def test_what_is_no_file_in_a_folder_per_class(kind: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "link.png"])
 def test_a_path_out_of_the_folder(name: str, tmp_path: Path) -> None:
-    """Pictures may lie elsewhere by design; a file that is no picture is refused without a word of what is in it."""
+    """Pictures may lie elsewhere by design; a file that is not a picture is refused without a word of what is in it."""
     (tmp_path / "link.png").symlink_to("/etc/passwd")
     name = os.path.relpath("/etc/passwd", tmp_path) if name.startswith("..") else name
     text = problem(write_list(tmp_path, {"image": name, "label": 0}))
@@ -95,7 +95,7 @@ def test_a_path_out_of_the_folder(name: str, tmp_path: Path) -> None:
 
 
 def test_a_loop_of_links(tmp_path: Path) -> None:
-    """Links that lead to one another are no file."""
+    """Links that lead to one another are not a file."""
     (tmp_path / "a.png").symlink_to(tmp_path / "b.png")
     (tmp_path / "b.png").symlink_to(tmp_path / "a.png")
     assert "no such file" in refusal(write_list(tmp_path, {"image": "a.png", "label": 0}))

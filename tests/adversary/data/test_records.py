@@ -69,7 +69,7 @@ NO_RECORDS = (
 
 @pytest.mark.parametrize("line", NO_RECORDS, ids=lambda line: repr(line[:40]))
 def test_a_line_that_is_no_record(line: bytes, tmp_path: Path) -> None:
-    """Wrong types, NaN, bytes that are no text: refused with file and remedy."""
+    """Wrong types, NaN, bytes that are not text: refused with file and remedy."""
     refused(tmp_path, json.dumps(GOOD).encode() + b"\n" + line)
 
 

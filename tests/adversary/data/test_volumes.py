@@ -60,7 +60,7 @@ def test_what_is_no_volume(content: bytes, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["4", 4.0, -1, True, [1], {"a": 1}, 1e308, float("nan"), "9" * 5000])
 def test_a_slice_that_is_no_plane(value: Any, tmp_path: Path) -> None:
-    """A slice that is no whole number from 0 is refused with the list, with the entry it stands in."""
+    """A slice that is not a whole number from 0 is refused with the list, with the entry it stands in."""
     volume(tmp_path / "a.nii", np.zeros((2, 2, 2), np.int16))
     assert "training[0]: slice " in refusal(write_list(tmp_path, {"image": "a.nii", "label": 0, "slice": value}))
 

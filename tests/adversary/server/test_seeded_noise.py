@@ -118,7 +118,7 @@ GENERATORS = {
 }  # fmt: skip
 """Names of functions and classes that draw, in whatever library."""
 HARMLESS = {"collections.abc"}
-"""Modules whose `Generator` is no generator of random numbers."""
+"""Modules whose `Generator` is not a generator of random numbers."""
 ALLOWED = {
     ("privacy/randomness.py", "os.urandom"): "the module itself",
     ("privacy/randomness.py", "secrets.randbelow"): "the module itself",

@@ -1,4 +1,4 @@
-"""A site whose answers are no messages of ours, over FLARE: each costs that site its result, and the run goes on."""
+"""A site whose answers are not messages of ours, over FLARE: each costs that site its result, and the run goes on."""
 
 import json
 from pathlib import Path
@@ -65,7 +65,7 @@ HELLOS: dict[str, Any] = {
     "text": "hello",
     "a list": [1],
     "other keys": {"patients": 1},
-    "keys that are no text": {7: 1},
+    "keys that are not text": {7: 1},
     "another's name": Hello("a", 4, False, __version__).to_dict(),
     "text for a number": Hello("c", "4", False, __version__).to_dict(),
 }

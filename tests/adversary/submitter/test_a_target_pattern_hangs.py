@@ -44,7 +44,7 @@ def test_a_pattern_that_backtracks_for_ever_matches_nothing_at_once(pattern: str
 )
 def test_syntax_without_a_linear_time_engine_is_one_line(pattern: str) -> None:
     raw = small_config("fedit").model_dump()
-    with pytest.raises(ConfigError, match=r"adapter\.targets: .* is no valid regular expression of RE2") as caught:
+    with pytest.raises(ConfigError, match=r"adapter\.targets: .* is not a valid regular expression of RE2") as caught:
         assemble_job(JobConfig.model_validate(raw | {"adapter": {"targets": pattern}}))
     assert len(str(caught.value).splitlines()) == 1
 

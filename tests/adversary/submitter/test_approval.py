@@ -200,7 +200,7 @@ def test_files_beyond_the_configuration_are_named_without_their_escapes(received
 def test_wrong_use_is_told(tmp_path: Path) -> None:
     assert run("--kit", tmp_path) == (1, "JOB, --list, --revoke: give exactly one")
     assert run(QUICKSTART, "--list", "--kit", tmp_path) == (1, "JOB, --list, --revoke: give exactly one")
-    assert "is no site's startup kit" in run(QUICKSTART, "--kit", tmp_path / "none")[1]
+    assert "is not a site's startup kit" in run(QUICKSTART, "--kit", tmp_path / "none")[1]
     for name in ("a", "b"):
         shutil.copytree(QUICKSTART / "app", tmp_path / "job" / name)
     assert "holds 2 apps; give the folder of the one that this site gets" in run(tmp_path / "job", "--kit", tmp_path)[1]

@@ -54,9 +54,9 @@ def linked(folder: Path) -> None:
 
 
 WEIGHTS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "adapter": (adapter, r"adapter_config\.json: belongs to an adapter of PEFT's, which is no base; merge it into its base"),
+    "adapter": (adapter, r"adapter_config\.json: belongs to an adapter of PEFT's, which is not a base; merge it into its base"),
     "index above": (lambda f: index(f, lambda at: f"../{at.name}"), r"index\.json: weight_map\.\S+: '\.\./outside-model"),
-    "index anywhere": (lambda f: index(f, str), r"index\.json: weight_map\.\S+: '/.* is no name of a \.safetensors file"),
+    "index anywhere": (lambda f: index(f, str), r"index\.json: weight_map\.\S+: '/.* is not a name of a \.safetensors file"),
     "pickle": (pickled, r"'pytorch_model\.bin' may be a pickle, which is not read; convert it once: AutoModelForCausalLM"),
     "link": (linked, r"model\.safetensors: a link to /.*, outside the folder; copy the file into the folder"),
 }
@@ -161,7 +161,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_opened(folder: Path) -> None:
 )
 def test_a_setting_of_another_form_is_named(key: str, value: object, folder: Path) -> None:
     settings(folder, **{key: value})
-    with pytest.raises(CheckpointError, match=rf"tokenizer_config\.json: {key}: .* is no value of this key; use the file that"):
+    with pytest.raises(CheckpointError, match=rf"tokenizer_config\.json: {key}: .* is not a value of this key; use the file"):
         load_tokenizer("folder", folder)
 
 

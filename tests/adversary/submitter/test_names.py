@@ -111,7 +111,7 @@ def test_no_form_hides_a_name(step: int, role: str, form: str, kits: dict[str, P
 def test_no_place_in_a_jobs_configuration_builds_another_name(
     role: str, config: dict[str, Any], kits: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Names put together from variables, which FLARE fills in before it looks at them, are no way round either."""
+    """Names put together from variables, which FLARE fills in before it looks at them, are not a way round either."""
     own = json.loads(json.dumps(EMPTY | config).replace("OWN", CLASSES[role][0]))
     good = {"components": [{"id": "good", "path": CLASSES[role][0]}]}
     heard = [Builder(kits[role], role, values, tmp_path) for values in (own, EMPTY | good)]

@@ -51,7 +51,7 @@ ATTACKS: dict[str, tuple[str, Any, str]] = {
     "many steps": ("normalizer", chain("normalizers", *[{"type": "NFC"}] * 99), r"normalizer: 99 steps, at most 64"),
     "deep": ("normalizer", chain("normalizers", chain("normalizers", *[TIMES_TEN] * 2)), r"\[1\]: .* 100 characters"),
     "ligature": ("normalizer", TIMES_TEN | {"content": "\ufdfa"}, r"normalizer\.content: .* lengthened again by Unicode"),
-    "empty": ("normalizer", TIMES_TEN | {"pattern": {"String": ""}}, r"normalizer\.pattern: .* is no text or pattern"),
+    "empty": ("normalizer", TIMES_TEN | {"pattern": {"String": ""}}, r"normalizer\.pattern: .* is not a text or pattern"),
     "long prefix": ("normalizer", {"type": "Prepend", "prepend": "a" * 9999}, r"normalizer\.prepend: .* over 256 characters"),
     "charsmap": ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAA" + "Y" * 90}, r"charsmap: "),
     "unlisted": ("pre_tokenizer", {"type": "Delimiter"}, r"pre_tokenizer\.type: 'Delimiter' is none of BertPreTokenizer, "),
@@ -252,7 +252,7 @@ def test_a_private_job_does_not_stop_where_a_record_makes_the_tokenizer_fail(qui
 
 
 def test_no_failure_at_a_site_passes_the_executor_and_the_filters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Claim: what is no Exception is a refusal too, of which a word leaves; what ends a process ends it."""
+    """Claim: what is not an Exception is a refusal too, of which a word leaves; what ends a process ends it."""
     task = object.__new__(executor.AuthorizedTask)
     object.__setattr__(task, "kind", Kind.TRAIN)
     object.__setattr__(task, "answered", False)

@@ -40,7 +40,7 @@ FORGED: dict[str, tuple[Callable[[Keys], str], str]] = {
     "out of date": (lambda k: made(k, days=(-10, -1)), "is not valid now"),
     "not yet": (lambda k: made(k, days=(1, 2)), "is not valid now"),
     "another name": (lambda k: made(k, name="c"), "is of another name"),
-    "no certificate": (lambda k: "hello", "or is no certificate"),
+    "no certificate": (lambda k: "hello", "or is not a certificate"),
     "the root's key": (
         lambda k: pem_of(certificate_for("b", k["root"].public_key(), "hub", k["root"])),
         "has the root's own key",

@@ -45,7 +45,7 @@ def test_a_mask_key_that_is_not_as_prepared_is_refused(net: Net, owner: str, why
 def test_sealed_shares_of_another_length_are_refused_before_training(
     length: int, net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Site d seals bytes that are no two shares; whoever opens them would reveal what nobody can put together."""
+    """Site d seals bytes that are not two shares; whoever opens them would reveal what nobody can put together."""
     attempt, seal = net.begin(), sealing.seal
     for name in NAMES:
         if name == "d":

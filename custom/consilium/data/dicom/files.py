@@ -33,7 +33,7 @@ OTHERS = frozenset(
         "1.2.840.10008.5.1.4.1.1.481.2",  # doses
     }
 )
-"""Kinds of objects (SOP classes) that may lie beside a series and are no part of it, though some have pixels."""
+"""Kinds of objects (SOP classes) that may lie beside a series and are not part of it, though some have pixels."""
 SEGMENTATIONS = frozenset({"1.2.840.10008.5.1.4.1.1.66.4", "1.2.840.10008.5.1.4.1.1.66.7"})
 CONTOURS = "1.2.840.10008.5.1.4.1.1.481.3"
 PARAMETRIC = "1.2.840.10008.5.1.4.1.1.30"

@@ -31,7 +31,7 @@ class Scale:
 
     `window`: the values shown, from the first to black and to the second to white; `curve`: how, if not evenly (SIGMOID, LUT).
     `stored`: least and largest value of the stored bits; `inverted`: MONOCHROME1, so the largest is the darkest.
-    `padding`: stored values from the first to the second are no measurement.
+    `padding`: stored values from the first to the second are not measurements.
     """
 
     slope: float
@@ -280,7 +280,7 @@ def _place(file: Path, own: Dataset) -> Place | None:
     depth = abs(float(own.get("SpacingBetweenSlices") or own.get("SliceThickness") or 1.0))  # nuclear medicine counts downwards
     check_spacing(file, "SpacingBetweenSlices or SliceThickness", [depth], _MEASURED)
     if origin.shape != (3,) or spacing.shape != (2,) or not (np.isfinite([*origin, *turned, *spacing, depth]).all()):
-        raise ValueError("a place in space is no three numbers")
+        raise ValueError("a place in space is not a three numbers")
     if abs(i @ j) > _SAME or max(abs(np.linalg.norm([i, j], axis=1) - 1)) > _SAME:
         raise ValueError("directions are not at right angles")
     return Place(origin, i * spacing[1], j * spacing[0], depth)

@@ -48,7 +48,7 @@ Site = tuple[list[SourceSample], list[str]]
 def read_own(source: Path, options: Options) -> ImportResult:
     """Read a folder of sites, or the folder of one site. Classes follow from the values in masks, or from names.
 
-    Raises DataError for another layout, a picture without a mask, sizes that differ, and masks that are no label pictures.
+    Raises DataError for another layout, a picture without a mask, sizes that differ, and masks that are not label pictures.
     """
     below = sorted(one for one in source.iterdir() if one.is_dir() and not one.name.startswith("."))
     roles = {kind_of(one.name) for one in below} | {"image" for one in source.iterdir() if _is_picture(one)}

@@ -77,7 +77,7 @@ def _of_two_splits(samples: Sequence[SourceSample]) -> list[str]:
 def named_values(folder: Path) -> dict[str, list[int]]:
     """Return the values of classes by the `labels` of nnU-Net's or the Decathlon's dataset.json in a folder, {} without one.
 
-    Either {"liver": 1}, with a list of values for a region, or {"1": "liver"}. Raises DataError for a file that is no JSON.
+    Either {"liver": 1}, with a list of values for a region, or {"1": "liver"}. Raises DataError for a file that is not a JSON.
     """
     raw = read_json(folder / "dataset.json") if (folder / "dataset.json").is_file() else {}
     labels = raw.get("labels") if isinstance(raw, dict) else None

@@ -43,7 +43,7 @@ def _classes(types: list[str]) -> dict[str, list[int]]:
 
 
 def read_pannuke(source: Path, options: Options) -> ImportResult:
-    """Read PanNuke's arrays, a site per tissue type; pictures and masks become PNG, because arrays are no pictures.
+    """Read PanNuke's arrays, a site per tissue type; pictures and masks become PNG, because arrays are not pictures.
 
     With folds 1, 2 and 3 these are training, validation and test, the publisher's first rotation; with fewer, pictures are
     split, because patients are not named.

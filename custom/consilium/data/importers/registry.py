@@ -72,7 +72,7 @@ def _check(name: str, options: Options) -> None:
     if options.types and not IMPORTERS[name].has_types:
         raise ConfigError(f"--types: {name} has no classes of cells; leave it out")
     if options.columns and not IMPORTERS[name].is_file:
-        raise ConfigError(f"--column: {name} is no table; leave it out")
+        raise ConfigError(f"--column: {name} is not a table; leave it out")
     if options.mask_patterns and not IMPORTERS[name].has_patterns:
         raise ConfigError(f"--mask-pattern: the names of {name}'s masks are known; leave it out")
     if options.exact_values and not IMPORTERS[name].is_own:

@@ -178,7 +178,7 @@ def _read(path: Path) -> dict[str, bytes]:
                     found[one.filename] = file.read(one.file_size)  # no more than counted above, whatever is packed in it
             return found
     except (zipfile.BadZipFile, zlib.error, OSError, RuntimeError, EOFError, ValueError) as error:
-        raise ConfigError(f"{path}: is no readable archive ({error}); give what `consilium evidence` wrote") from None
+        raise ConfigError(f"{path}: is not a readable archive ({error}); give what `consilium evidence` wrote") from None
 
 
 def _manifest(path: Path, files: Mapping[str, bytes]) -> Manifest:

@@ -78,7 +78,7 @@ class StrategyAggregator(ModelAggregator):
         check_update(ready.job, ready.plan, update, sent)
         count = model.meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND, 1)
         if type(count) is not int or not 1 <= count <= SAMPLES:
-            raise RefusedError(f"its number of samples is no whole number from 1 to {SAMPLES}")
+            raise RefusedError(f"its number of samples is not a whole number from 1 to {SAMPLES}")
         site = SiteInfo(str(model.meta.get("client_name")), count, joined=True)
         ready.aggregate.add(site, update, ready.job.config.weight(count), sent)
 

@@ -57,7 +57,7 @@ class GuardTaskFilter(ClosedFilter):
         return wire.put(_authorize(guard, shareable, fl_ctx.get_prop(FLContextKey.TASK_NAME)))
 
     def refused(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return a refusal, and keep it for the second pair: a refusal that a server sends is no task."""
+        """Return a refusal, and keep it for the second pair: a refusal that a server sends is not a task."""
         site_registry.of(fl_ctx).refused = refusal = super().refused(reason, shareable, fl_ctx)
         return refusal
 

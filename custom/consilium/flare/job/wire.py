@@ -240,7 +240,7 @@ def _whole(value: Any) -> int:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise RefusedError("not a consilium message: a name is no text", Reason.TASK)
+        raise RefusedError("not a consilium message: a name is not a text", Reason.TASK)
     return value
 
 

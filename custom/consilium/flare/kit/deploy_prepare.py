@@ -36,7 +36,7 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
     """
     kit_name(kit)
     if kit_role(kit) is None or not is_pinned(kit):
-        raise ConfigError(f"{kit}: is no closed kit of a site or server; run `consilium allow KIT` first")
+        raise ConfigError(f"{kit}: is not a closed kit of a site or server; run `consilium allow KIT` first")
     check_stopped(kit)
     if (kit / LOCKED).is_file():
         raise ConfigError(f"{kit}: its keys are locked, and a container cannot ask; run `consilium unlock {kit} --for-good`")

@@ -215,7 +215,7 @@ def _allow_list(resources: dict[str, Any], role: str) -> Finding | str:
     """Return whether exactly the role's classes of ours are listed; any job can call every name on the list."""
     listed, mode = resources.get(KEY, []), resources.get("class_list_enforcement_mode", "enforce")
     if not isinstance(listed, list) or not all(isinstance(entry, str) for entry in listed):
-        return Finding("allow-list", f"{KEY} is no list of names", "restore it from local/resources.json.default")
+        return Finding("allow-list", f"{KEY} is not a list of names", "restore it from local/resources.json.default")
     if mode != "enforce":
         return Finding("allow-list", f"lets every class run (mode {mode})", "set class_list_enforcement_mode to enforce")
     if wide := [entry for entry in listed if _is_prefix(entry)]:

@@ -83,7 +83,7 @@ def build_clip(
     size = image_size or shape.native
     if size % shape.patch:
         near = max(1, round(size / shape.patch)) * shape.patch
-        raise ConfigError(f"model.image_size: {size} is no multiple of the patch size {shape.patch}; use {near}")
+        raise ConfigError(f"model.image_size: {size} is not a multiple of the patch size {shape.patch}; use {near}")
     found = published.read(variant, checkpoint or (TINY_WEIGHTS if variant == "tiny" else None)) if weights else None
     activation = found.activation if found else "gelu"
     model = ClipClassifier(_tower(variant, shape, size, activation), shape.width, shape.projection, classes)

@@ -63,8 +63,8 @@ class PromptedSam(Sam):
 
         `prompts`, in pixels, only where the model was built with them; every class is then decoded with its own. Boxes
         (N, C, 4), xyxy, by token 0 (the SAM-Med2D setting); a NaN row stands for the whole image. Points (N, C, 2), xy, by the
-        class's own token, for a point in a part is one in the whole too; a NaN row is no point. Raises ConfigError where they
-        are missing.
+        class's own token, for a point in a part is one in the whole too; a NaN row is not a point. Raises ConfigError where
+        they are missing.
         """
         if embedding is None:
             embedding = self.embed(images)
@@ -148,7 +148,7 @@ def build_sam(
     if size % step:
         near = max(1, round(size / step)) * step
         what = f"twice the patch size, {step}" if shape.adapted else f"the patch size {step}"
-        raise ConfigError(f"model.image_size: {size} is no multiple of {what}; use {near}")
+        raise ConfigError(f"model.image_size: {size} is not a multiple of {what}; use {near}")
     state = _read(variant, checkpoint) if weights else None  # before the layout, which takes seconds
     model = _lay_out(shape, size, MASK_TOKENS - 1 if prompt == "box" else max(classes, MASK_TOKENS - 1))
     if state is not None:

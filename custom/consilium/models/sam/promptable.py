@@ -112,7 +112,7 @@ def build_promptable(
 def _resize(model: Any, side: int) -> None:
     """Let a SAM take pictures of another size, in place: its position embeddings are interpolated.
 
-    Raises ConfigError for a size that is no multiple of its patch, and for SAM 2 and 3.
+    Raises ConfigError for a size that is not a multiple of its patch, and for SAM 2 and 3.
     """
     native, kind = model.prompt_encoder.input_image_size, model.config.model_type
     if kind not in RESIZED:
@@ -122,7 +122,7 @@ def _resize(model: Any, side: int) -> None:
     patch = vision.patch_size
     if side % patch:
         near = max(1, round(side / patch)) * patch
-        raise ConfigError(f"model.image_size: {side} is no multiple of the patch size {patch}; use {near}")
+        raise ConfigError(f"model.image_size: {side} is not a multiple of the patch size {patch}; use {near}")
     encoder, grid = model.vision_encoder, side // patch
     with torch.no_grad():
         if encoder.pos_embed is not None:

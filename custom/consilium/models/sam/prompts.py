@@ -23,6 +23,6 @@ def fill_missing_boxes(boxes: Tensor, size: int) -> Tensor:
 
 
 def fill_missing_points(points: Tensor) -> tuple[Tensor, Tensor]:
-    """Return points (..., 2), xy, with 0 for unknown ones, and labels (...): 1, or SAM's -1 for what is no point."""
+    """Return points (..., 2), xy, with 0 for unknown ones, and labels (...): 1, or SAM's -1 for what is not a point."""
     known = ~points.isnan().any(-1, keepdim=True)
     return torch.where(known, points, torch.zeros_like(points)), torch.where(known[..., 0], 1, -1)

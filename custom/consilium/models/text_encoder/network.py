@@ -71,7 +71,7 @@ def build(
     kind = model.config.model_type
     for key in ("is_decoder", "is_encoder_decoder"):
         if getattr(model.config, key, False):
-            raise ConfigError(f"model.config.{key}: true: {kind!r} is no encoder alone; known are {KNOWN.examples}")
+            raise ConfigError(f"model.config.{key}: true: {kind!r} is not an encoder alone; known are {KNOWN.examples}")
     if taken := next((name for name in ("head", "pooled", "features") if hasattr(model, name)), None):
         what = f"model_type {kind!r} has a {taken!r} of its own, where ours would stand"
         raise ConfigError(f"model.config: {what}; known are {KNOWN.examples}")

@@ -4,7 +4,7 @@ Sources: O. Ronneberger, P. Fischer, T. Brox, "U-Net: Convolutional Networks for
 Z. Zhang, Q. Liu, Y. Wang, "Road Extraction by Deep Residual U-Net", IEEE GRSL 2018. FedSCA's Figure 7 prints neither sizes nor
 norm. Our reading: five levels of 64 to 1024 channels as in the first, MONAI's `UNet` without residual units (one convolution a
 level and direction) and with two of them. Instance norm without statistics of its own, where the first has none and the second
-batch norm: running statistics are no parameters, would differ by site, and tie the pictures of a batch together.
+batch norm: running statistics are not parameters, would differ by site, and tie the pictures of a batch together.
 """
 
 from pathlib import Path

@@ -147,7 +147,7 @@ def _sizes(model: Any, side: int) -> Any:
         raise ConfigError(f"model.config: {what}")
     if side % patch:
         near = max(1, round(side / patch)) * patch
-        raise ConfigError(f"model.image_size: {side} is no multiple of the patch size {patch}; use {near}")
+        raise ConfigError(f"model.image_size: {side} is not a multiple of the patch size {patch}; use {near}")
     return own
 
 

@@ -72,7 +72,7 @@ def _require_native(side: int, sees: Any) -> None:
 def _require_multiple(side: int, patch: int) -> None:
     if side % patch:
         near = max(1, round(side / patch)) * patch
-        raise ConfigError(f"model.image_size: {side} is no multiple of {patch}, a patch of this model's tokens; use {near}")
+        raise ConfigError(f"model.image_size: {side} is not a multiple of {patch}, a patch of this model's tokens; use {near}")
 
 
 def _qwen_inputs(config: Any, ids: Tensor, pixels: Tensor, answers: Tensor) -> Inputs:

@@ -39,7 +39,7 @@ def check_upload(payload: Payload, strategy: Strategy, metrics: Set[str]) -> Non
             what = f"{kind} {extra[0]!r} is not declared, so it may not leave"
             raise RefusedError(f"release: {what}; nothing was sent; declare it in {where}")
         if wrong := sorted(name for name, value in given.items() if type(value) is not float):
-            raise RefusedError(f"release: {kind} {wrong[0]!r} is no plain number; nothing was sent; write float(...)")
+            raise RefusedError(f"release: {kind} {wrong[0]!r} is not a plain number; nothing was sent; write float(...)")
 
 
 def _role(strategy: Strategy, name: str, payload: Payload) -> Role | None:
@@ -190,6 +190,6 @@ def check_model(name: str, result: Payload, names: Collection[str]) -> None:
     if extra := sorted(name for name in result.tensors if not is_adapter_tensor(name, names)):
         raise RefusedError(f"{name}: tensor {extra[0]!r} is none of the adapter's; nothing was sent")
     if bad := sorted(n for n, t in result.tensors.items() if not t.is_floating_point() or not torch.isfinite(t).all()):
-        raise RefusedError(f"{name}: tensor {bad[0]!r} is no finite float; nothing was sent")
+        raise RefusedError(f"{name}: tensor {bad[0]!r} is not a finite float; nothing was sent")
     if result.metrics or result.scalars.keys() != NUMBERS or not all(map(math.isfinite, result.scalars.values())):
         raise RefusedError(f"{name}: a model with other numbers than {', '.join(sorted(NUMBERS))}; nothing was sent")

@@ -50,7 +50,7 @@ def site_run_id(name: str, run: str, digest: str, job_id: str) -> str:
     Raises RefusedError for an invalid name.
     """
     if not re.fullmatch(r"[A-Za-z0-9-]{0,64}", run) or not (run or job_id):
-        raise RefusedError(f"{name}: {run[:80]!r} is no name of a run; nothing was sent", Reason.TASK)
+        raise RefusedError(f"{name}: {run[:80]!r} is not a name of a run; nothing was sent", Reason.TASK)
     return f"{run or f'job-{job_id}'}.{digest[:16]}"
 
 

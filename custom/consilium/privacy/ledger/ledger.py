@@ -331,7 +331,7 @@ def accept(records: Path, ledger: Ledger, reason: str, told: Collection[str] = (
     """Let both ledgers count as they stand, and put that on record in `records`/audit.jsonl; return the record's values.
 
     `told`: seals that the server has received and no record here knows. The files as they were are kept beside them. One that
-    is no ledger at all is replaced by an empty one.
+    is not a ledger at all is replaced by an empty one.
     """
     stamp = _stamp(records, ledger)
     copy, aside = ledger.path.with_name(f"{ledger.path.name}.{stamp}"), _set_aside(records, stamp)

@@ -59,7 +59,7 @@ def check_certificate(root: x509.Certificate, server: str, name: str, pem: str) 
             for oid in (NameOID.COMMON_NAME, NameOID.UNSTRUCTURED_NAME)
         )
     except (ValueError, TypeError, InvalidSignature, x509.UnsupportedGeneralNameType):
-        raise _refused(name, "is not signed by the root of this kit, or is no certificate") from None
+        raise _refused(name, "is not signed by the root of this kit, or is not a certificate") from None
     now = datetime.datetime.now(datetime.UTC)
     if authority or not isinstance(key, rsa.RSAPublicKey) or key.key_size < LEAST_BITS:
         raise _refused(name, f"is a CA's, or has no RSA key of {LEAST_BITS} bits")

@@ -15,7 +15,7 @@ Keys = Mapping[str, rsa.RSAPublicKey]
 def _sorted_names(value: Any, among: Iterable[str], what: str) -> list[str]:
     """Return a list of names, each once, in order, all known."""
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise refused(f"{what} is no list of sites")
+        raise refused(f"{what} is not a list of sites")
     if value != sorted(set(value)) or not set(value) <= set(among):
         raise refused(f"{what} names a site twice, out of order, or one that is not there")
     return value

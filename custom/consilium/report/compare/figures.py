@@ -253,7 +253,7 @@ def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
 
 
 def _curve(scores: GroupScores, method: str) -> dict[str, Curve]:
-    """Return the mean over sites by round of every seed; a round in which a site is missing is no point of its seed.
+    """Return the mean over sites by round of every seed; a round in which a site is missing is not a point of its seed.
 
     Sites are those that any run of the group validated; rounds those that all seeds have.
     """

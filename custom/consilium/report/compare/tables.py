@@ -463,7 +463,7 @@ def _rank_table(tables: Sequence[GroupScores]) -> list[Table]:
     methods = list(dict.fromkeys(method for one in placed for method in one))
     if not any(sum(method in one for one in placed) > 1 for method in methods):
         return []
-    complete = all(len(one) == len(methods) for one in placed)  # ranks among fewer are no ranks among all
+    complete = all(len(one) == len(methods) for one in placed)  # ranks among fewer are not ranks among all
     rows = []
     for method in methods:
         cells = [one.get(method) for one in placed]

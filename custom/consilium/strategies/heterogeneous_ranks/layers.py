@@ -22,7 +22,7 @@ def _depth(layer: str) -> list[tuple[bool, int, str]]:
 
 
 def non_lora_tensors(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Return what is no factor, tail or gate: a classifier's head and what trains of the base, which are averaged."""
+    """Return what is not a factor, tail or gate: a classifier's head and what trains of the base, which are averaged."""
     return {name: tensor for name, tensor in tensors.items() if is_head(name) or is_base(name)}
 
 

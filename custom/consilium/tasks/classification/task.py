@@ -240,7 +240,7 @@ def class_index(item: Item | Text, classes: Sequence[str]) -> int:
         raise UnfitError(f"{name}: has no class; every sample of a classification task needs a label ({known})")
     if isinstance(label, str):
         if label not in classes:
-            raise UnfitError(f"{name}: label {label[:80]!r} is no class of the task; {known}")
+            raise UnfitError(f"{name}: label {label[:80]!r} is not a class of the task; {known}")
         return list(classes).index(label)
     if not 0 <= label < len(classes):
         raise UnfitError(f"{name}: label {label} is outside 0..{len(classes) - 1}; {known}")

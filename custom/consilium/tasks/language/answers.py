@@ -21,8 +21,8 @@ _NUMBER = re.compile(
     rf"|(?P<decimal>{_DECIMAL}(?:[eE][-+]?\d{{1,3}}(?!\w))?))"
     r"(?:\s+(?P<scale>(?i:dozen|hundred|thousand|lakh|million|crore|billion|trillion))s?\b)?"
 )
-"""1/2 and 3 1/2, 2 x 10^3, or 1,234.5 and 1.5e3, and "5 million". Behind a digit or a word "-" is no sign: "3-5" ends with 5.
-A letter before it, of a script with spaces, makes digits a name: "B12"."""
+"""1/2 and 3 1/2, 2 x 10^3, or 1,234.5 and 1.5e3, and "5 million". Behind a digit or a word "-" is not a sign: "3-5" ends with
+5. A letter before it, of a script with spaces, makes digits a name: "B12"."""
 _SCALES = {
     "dozen": 12, "hundred": 100, "thousand": 10**3, "lakh": 10**5, "million": 10**6, "crore": 10**7,
     "billion": 10**9, "trillion": 10**12,
@@ -35,7 +35,7 @@ _BEHIND = re.compile(
     r"(?:(?<=[^\W\d_])\s*\^\{?[23]\}?|\D)*?(?:[.!?]\s+[^\W\d_].*)?"
 )
 """Text that may follow a number that is a whole answer: words, units, another sentence. "2x" and "1 in 4"
-are no numbers."""
+are not numbers."""
 _LOOKS = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ\b)|\\(?:left|right)\b|\\[!,;:%$ ()\[\]]|[$€£]|(?<=\w)(?:\*\*|__|`)(?!\w)")
 """Characters without influence on an answer: degrees, currencies, LaTeX's spaces and delimiters, Markdown's marks."""
 _MARKS = r"(?:\\(?:boxed|text|mathrm)\s*\{|[\"'(\[*_`$\\]){0,8}"
@@ -123,8 +123,8 @@ def settled(answer: str) -> str | None:
     """Return an answer that stands alone in its plain form, so that equal ones are equal texts; None for an empty one.
 
     That is the number it begins with in lowest terms, 0.50 as 1/2, if nothing but words follow; else all of its first line, so
-    that "2x + 3" is no 2. A name before a sign, "x = 7", is left out, and so is arithmetic, "5 - 2 = 3". Of a longer answer the
-    first MOST characters.
+    that "2x + 3" is not a 2. A name before a sign, "x = 7", is left out, and so is arithmetic, "5 - 2 = 3". Of a longer answer
+    the first MOST characters.
     """
     bare = _normalized(answer[:MOST])
     if (number := _whole_number(bare)) is not None:

@@ -180,7 +180,7 @@ class Prompt:
         if not (said.startswith(start) and found and behind):
             raise _no_chat("the tokenizer's template asks otherwise than it writes answers down")
         if not any(word in behind for word in specials(self.tokenizer)):
-            raise _no_chat(f"the tokenizer's template ends answers by {behind[:40]!r}, which is no special token")
+            raise _no_chat(f"the tokenizer's template ends answers by {behind[:40]!r}, which is not a special token")
         return before if before.strip(" ") else "", behind
 
     @cached_property

@@ -186,8 +186,8 @@ class LanguageTask:
         """Return the model's greedy answer to every prompt of a split, or to these, at most `max_new_tokens` tokens each.
 
         Answers come behind the `max_length` tokens of the longest prompt, as far as the model has positions. Nothing of the
-        checkpoint's generation_config.json counts: a penalty for repetition is no greedy answer. Raises ConfigError where the
-        model has no position left for a prompt.
+        checkpoint's generation_config.json counts: a penalty for repetition is not a greedy answer. Raises ConfigError where
+        the model has no position left for a prompt.
         """
         answers, texts = list[str](), self._texts(split, indices)
         rows = self._prompts(texts, min(self._encoder.max_length, room(model, self.config.max_new_tokens)))

@@ -97,8 +97,8 @@ def points(label: Tensor, seed: int | None = None) -> Tensor:
     """Return a point (C, 2), xy, in each mask (C, S, S); NaN where a class is absent.
 
     It is the pixel farthest from the mask's edge, of several the first row by row, as in Sofiiuk et al., "Reviving Iterative
-    Training with Mask Guidance for Interactive Segmentation", ICIP 2022; what lies beyond the picture is no mask. With a seed
-    it is any pixel of the mask, all alike.
+    Training with Mask Guidance for Interactive Segmentation", ICIP 2022; what lies beyond the picture is not a mask. With a
+    seed it is any pixel of the mask, all alike.
     """
     found = torch.full((len(label), 2), float("nan"))
     draw = None if seed is None else torch.rand(len(label), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
