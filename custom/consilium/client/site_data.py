@@ -36,8 +36,8 @@ def site_data(
 
     `root`: what outlives jobs there, by default `folder`; decoded samples are kept in it. Where bad samples are skipped they
     are gone already. `quiet`: what does not fit the job is not an error, as in every job with privacy or statistics: who sends
-    jobs with other settings would otherwise learn, as a refusal and without a row in the ledger, whether any sample has what they
-    ask about. Raises ConfigError, DataError.
+    jobs with other settings would otherwise learn, as a refusal and without a row in the ledger, whether any sample has what
+    they ask about. Raises ConfigError, DataError.
     """
     quiet = quiet or config.privacy is not None or config.statistics is not None
     loading, lost = _loading(site, root or folder, quiet), list[Lost]()

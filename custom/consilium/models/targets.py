@@ -1,8 +1,8 @@
 """Named sets of layers to adapt, found by the layers' function instead of an architecture's names.
 
 Architectures of `transformers` differ in names (q_proj, Wqkv, c_attn), in what is fused, and in what is not a linear layer at
-all (experts kept as one block of numbers). So the sets are looked up in the model: a block's linear layers below a module that is
-called attention are its attention, all others its MLP. A set that would miss some of its layers is refused, with the list.
+all (experts kept as one block of numbers). So the sets are looked up in the model: a block's linear layers below a module that
+is called attention are its attention, all others its MLP. A set that would miss some of its layers is refused, with the list.
 """
 
 import re

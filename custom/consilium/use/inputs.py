@@ -95,7 +95,7 @@ def _images(folder: Path, files: list[Path], beside: list[Path]) -> list[Path]:
 
 
 def _kind(path: Path) -> tuple[bool, str]:
-    """Tell whether a DICOM file is not an image, and of which series it is; a damaged one is an image by itself, with a name."""
+    """Tell whether a DICOM file is not an image, and of which series it is; a damaged one is an image with a name."""
     from consilium.data.dicom.files import is_beside, open_file, reading
 
     try:
