@@ -147,7 +147,7 @@ def test_disabled_is_the_base_and_ends_with_the_block() -> None:
 def test_errors_name_what_is_wrong(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"adapter\.targets: 'nothing' matches no linear layer"):
         tiny("nothing")
-    with pytest.raises(ConfigError, match="no valid regular expression"):
+    with pytest.raises(ConfigError, match="not a valid regular expression"):
         tiny("a(")
     assert capfd.readouterr() == ("", "")
     model = tiny("paper")

@@ -22,16 +22,23 @@ def test_init_writes_jobs_studies_and_templates(tmp_path: Path, monkeypatch: pyt
     assert not [path for path in Path().rglob("*") if path.is_symlink()]
 
 
-@pytest.mark.parametrize("words", [("cost", "jobs/quickstart"), ("study", "show", "quickstart_cells"), ("study", "list")])
 def test_message_of_missing_jobs_names_init(
-    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, *words) == 2
+    assert run(monkeypatch, "cost", "jobs/quickstart") == 2
     assert "`consilium init FOLDER`" in capsys.readouterr().err
     assert run(monkeypatch, "init", "FOLDER") == 0
     monkeypatch.chdir("FOLDER")
-    assert run(monkeypatch, *words) == 0
+    assert run(monkeypatch, "cost", "jobs/quickstart") == 0
+
+
+@pytest.mark.parametrize("words", [("show", "quickstart_cells"), ("list",)])
+def test_studies_of_the_package_are_found_from_any_folder(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "study", *words) == 0
 
 
 def test_init_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

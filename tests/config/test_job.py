@@ -64,7 +64,7 @@ def test_classes_as_names_number_themselves() -> None:
         ({"model": 5}, r"model: 5: expected a section with `name:`"),
         (
             {"model__name": "clipp"},
-            r"model\.name: 'clipp': expected one of sam, clip, causal_lm, vision, vision_language, unet "
+            r"model\.name: 'clipp': expected one of sam, clip, causal_lm, vision, text_encoder, vision_language, unet "
             r"\(did you mean 'clip'\?\); a name of another package needs it under `plugins` of site\.yaml$",
         ),
         ({"model__varant": "tiny"}, r"model\.varant: unknown field; write model\.variant instead$"),

@@ -202,7 +202,7 @@ def test_what_cannot_be_is_refused_and_a_failure_leaves_nothing(
     before = tree(tmp_path / "out")
     for problem, error, name, options in (
         ("holds sites already; give another folder", DataError, "polyp", Options()),
-        (r"'polips': expected one of own, csv, polyp, .*did you mean 'polyp'", ConfigError, "polips", Options()),
+        (r"'polips': expected one of own, csv, csv-text, polyp, .*did you mean 'polyp'", ConfigError, "polips", Options()),
         ("expected shares of at least 0 that sum to less than 1", ConfigError, "polyp", Options(validation=0.5, test=0.5)),
         ("polyp has no classes of cells", ConfigError, "polyp", Options(types=True)),
     ):

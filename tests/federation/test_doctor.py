@@ -60,8 +60,8 @@ def test_data_lists_of_all_kinds_are_read(tmp_path: Path) -> None:
         assert f"{counts[0]} training, {counts[1]} validation, {counts[2]} test" in found.found
 
 
-def test_a_missing_list_and_a_missing_picture_are_problems(tmp_path: Path) -> None:
-    assert examine_data(SiteConfig()).remedy.startswith("set `datalist:`")
+def test_a_missing_list_is_a_warning_and_a_missing_picture_a_problem(tmp_path: Path) -> None:
+    assert examine_data(SiteConfig()).advice.startswith("set `datalist:`")
     path = make_phantoms(tmp_path, "fundus", "site-1", 0, 2, 1, 1, 32, 0.7, 0.7)
     next((tmp_path / "images").iterdir()).unlink()
     found = examine_data(SiteConfig(datalist=path))

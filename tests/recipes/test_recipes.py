@@ -170,9 +170,9 @@ def test_a_task_of_ones_own_learns_on_a_model_of_the_package(install: Install, t
     sites = {name: pictures(tmp_path / name) for name in SITES}
     config = job_of({"task": {"name": "regression"}, "data": {}})
     results = run(config, tmp_path / "run", sites)
-    assert results["site-1"].keys() == {
-        f"test/{s}/{m}" for s in ("pretrained", "global", "personalized") for m in ("loss", "mae")
-    }
+    scored = [*(("test", stage) for stage in ("pretrained", "global", "personalized")), ("validation", "global")]
+    scored.append(("validation", "personalized"))
+    assert results["site-1"].keys() == {f"{split}/{stage}/{name}" for split, stage in scored for name in ("loss", "mae")}
     assert mean(results, "test/global/mae") < 0.7 * mean(results, "test/pretrained/mae")
     for name, site in sites.items():  # a zero head says 0
         labels = [one["label"] for one in json.loads(Path(str(site.datalist)).read_text())["test"]]

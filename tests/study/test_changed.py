@@ -143,14 +143,6 @@ def test_a_study_that_did_not_run_says_how_and_a_run_of_it_is_compared_by_its_va
     assert "one of: method=A, method=B" in capsys.readouterr().err
 
 
-def test_studies_are_listed_where_they_lie(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, "study", "list") == 2
-    assert capsys.readouterr().err.startswith("jobs/studies: no such folder here; call this in the folder of Consilium's")
-
-
 PLUGIN = """from dataclasses import dataclass
 from typing import ClassVar
 from consilium.strategies.fedit import FedIT

@@ -71,7 +71,7 @@ def test_bytes_are_rounds_times_sites_times_what_cost_says(
 @pytest.mark.parametrize(
     ("words", "lines"),
     [
-        (["nowhere"], ["nowhere: no such study; give a file, or a name in jobs/studies"]),
+        (["nowhere"], ["nowhere: no such study; give a file, or a name in "]),
         (["FILE", "--only", "method=X"], ["--only: no value 'X' on axis 'method'; it has FedIT, FFA, typo, zero"]),
         (["FILE", "--smoke", "--small"], ["--smoke: not together with --small; give one of them"]),
         (["FILE", "--workers", "0"], ["consilium study run: Invalid value for '--workers'"]),

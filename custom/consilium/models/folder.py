@@ -256,7 +256,7 @@ def shape_of(config: Mapping[str, Any], auto: Any, known: Known) -> PreTrainedCo
     except Exception as error:  # transformers' own validation errors share no base
         raise ConfigError(f"model.config: {short(error)}; give the contents of the model's config.json") from None
     if type(shape) not in auto._model_mapping:
-        raise ConfigError(f"model.config: model_type {kind!r} is no {known.what}; known are {known.examples}")
+        raise ConfigError(f"model.config: model_type {kind!r} is not a {known.what}; known are {known.examples}")
     return shape
 
 

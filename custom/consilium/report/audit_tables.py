@@ -8,9 +8,8 @@ from pydantic import BaseModel, ValidationError
 
 from consilium.core.sanitize import shown
 from consilium.privacy.ledger.audit import FILE
-from consilium.report.page.html import size, stamp
 from consilium.report.plain_files import Number, finite
-from consilium.report.tables import Table, columns
+from consilium.report.tables import Table, columns, size, stamp
 
 MOST_ROWS = 500
 """Messages and tensors that are listed; the others are counted."""

@@ -3,6 +3,7 @@
 import csv
 import io
 import textwrap
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -361,3 +362,24 @@ def csv_text(rows: Sequence[Mapping[str, Any]], heads: Sequence[str] = ()) -> st
     writer.writeheader()
     writer.writerows({key: harmless(one.get(key)) for key in writer.fieldnames} for one in rows)
     return file.getvalue()
+
+
+def size(count: float) -> str:
+    """Return a number of bytes in words."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= factor:
+            return f"{count / factor:,.2f} {unit}"
+    return f"{count:,.0f} B"
+
+
+def stamp(seconds: float) -> str:
+    """Return a time in words, in UTC."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    except (ValueError, OverflowError, OSError):
+        return "an impossible time"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in words."""
+    return f"{seconds:.1f} s" if seconds < 90 else f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

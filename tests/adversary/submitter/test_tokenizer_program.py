@@ -58,7 +58,7 @@ ATTACKS: dict[str, tuple[str, Any, str]] = {
     "strip": ("decoder", {"type": "Strip", "content": " ", "start": 0, "stop": 99}, r"decoder\.stop: 99, only 0 is possible"),
     "dropout": ("model", {"dropout": 0.5}, r"model\.dropout: 0\.5 draws tokens anew for every text"),
     "long words": ("model", {"max_input_chars_per_word": 10**9}, r"model\.max_input_chars_per_word: 1000000000, at most 200"),
-    "suffix": ("model", {"end_of_word_suffix": "a" * 9999}, r"model\.end_of_word_suffix: .* no text of at most 256 characters"),
+    "suffix": ("model", {"end_of_word_suffix": "a" * 9999}, r"end_of_word_suffix: .* not a text of at most 256 characters"),
 }  # fmt: skip
 
 

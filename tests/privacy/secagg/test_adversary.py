@@ -36,7 +36,7 @@ def changed(question: Message, **values: Any) -> Message:
         ({"cohort": ["b", "c", "d"]}, "not in the cohort"),
         ({"cohort": ["a", "b", "c", "d", "d"]}, "a site twice"),
         ({"cohort": ["a", "b", "c", "nobody"]}, "one that is not there"),
-        ({"cohort": "abcd"}, "no list of sites"),
+        ({"cohort": "abcd"}, "not a list of sites"),
         ({"round": -1}, "no round, phase and attempt"),
         ({"attempt": True}, "no round, phase and attempt"),
         ({"attempt": 1}, "0 sites have cancelled the last attempt, under the 3"),
@@ -217,7 +217,7 @@ def test_sites_that_were_sent_different_models_get_masks_that_do_not_cancel(net:
         (["a", "b"], "2 sites are in the sum, under the 3 that it needs"),
         (["a", "b", "c", "e"], "one that is not there"),
         (["a", "b", "b", "c"], "a site twice"),
-        (None, "no list of sites"),
+        (None, "not a list of sites"),
     ],
 )
 def test_a_forged_list_of_survivors_is_not_signed(net: Net, survivors: Any, why: str) -> None:

@@ -143,7 +143,7 @@ def _sizes(model: Any, side: int) -> Any:
     own = sees(model.config)
     patch = getattr(own, "patch_size", None)
     if not isinstance(patch, int) or not hasattr(own, "hidden_size"):
-        what = f"model_type {model.config.model_type!r} is no {KNOWN.what} of patches; known are {KNOWN.examples}"
+        what = f"model_type {model.config.model_type!r} is not a {KNOWN.what} of patches; known are {KNOWN.examples}"
         raise ConfigError(f"model.config: {what}")
     if side % patch:
         near = max(1, round(side / patch)) * patch

@@ -1,6 +1,4 @@
-"""HTML of a page: templates that escape all texts, figures as SVG whose colours follow the page's scheme, and sizes, times and
-privacy statements in words.
-"""
+"""HTML of a page: templates that escape all texts, figures as SVG whose colours follow the page's scheme, privacy in words."""
 
 import io
 import re
@@ -112,27 +110,6 @@ FACTS |= {"clip": "clip (C)", "noise_multiplier": "noise multiplier (sigma)", "r
 """Headings of a plan's fields, in their order."""
 Statement = tuple[list[str], list[tuple[str, str]]]
 """Sentences, and facts as pairs of texts."""
-
-
-def size(count: float) -> str:
-    """Return a number of bytes in words."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= factor:
-            return f"{count / factor:,.2f} {unit}"
-    return f"{count:,.0f} B"
-
-
-def stamp(seconds: float) -> str:
-    """Return a time in words, in UTC."""
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
-    except (ValueError, OverflowError, OSError):
-        return "an impossible time"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds in words."""
-    return f"{seconds:.1f} s" if seconds < 90 else f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def statement(record: RunRecord) -> Statement:

@@ -25,7 +25,7 @@ from consilium.report.live_view import ending, when
 from consilium.report.page.cases import curves as draw_curves
 from consilium.report.page.cases import models as draw_models
 from consilium.report.page.cases import read_cases, site_section
-from consilium.report.page.html import NONE, Statement, drawing, duration, inline, of_plan, render, size, stamp, statement
+from consilium.report.page.html import NONE, Statement, drawing, inline, of_plan, render, statement
 from consilium.report.plain_files import (
     MOST_BYTES,
     finite,
@@ -39,7 +39,7 @@ from consilium.report.plain_files import (
 from consilium.report.results_table import VALUES, confusion_tables, frozen_level, mean_of, read_matrix, results_table
 from consilium.report.run_log import versions
 from consilium.report.run_record import Results, RunRecord, is_simulation, read_run, split_of, values_of_cell
-from consilium.report.tables import Table, columns, few, number
+from consilium.report.tables import Table, columns, duration, few, number, size, stamp
 from consilium.strategies.strategy import Role
 
 MOST_SITES, MOST_REFUSALS, MOST_TENSORS = 24, 200, 500
