@@ -451,3 +451,24 @@ def test_revoke_needs_a_server_kit_with_the_check(server: Path, kit: Path) -> No
     revoke("clinic", server)
     assert before <= read(server / "local")["clinic"] <= time.time()
     assert (server / "local" / revocation.FILE).stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("name", ["client.crt", "client.key", "rootCA.pem", "signature.json"])
+def test_half_copied_files_of_a_new_kit_change_nothing(name: str, kit: Path, new: Path) -> None:
+    path, before = new / "startup" / name, opened(kit)
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(ConfigError, match="ask the hub"):
+        update_kit(kit, new, running=True)
+    assert opened(kit) == before
+    assert not (kit / OLD).exists()
+
+
+def test_an_update_that_was_interrupted_between_its_renames_is_done_by_the_next(kit: Path, new: Path) -> None:
+    (kit / "startup").rename(kit / OLD)
+    update_kit(kit, new)
+    assert opened(kit) == opened(new)
+
+
+def test_a_folder_that_is_no_kit_is_not_called_a_servers(new: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no startup kit"):
+        update_kit(tmp_path / "none", new, running=True)

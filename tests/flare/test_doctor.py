@@ -333,3 +333,15 @@ def test_a_persons_kit_is_no_site(made: Path) -> None:
     }
     assert {"signature", "clock", "root", "server"} <= checks.keys()
     assert [name for name, one in checks.items() if not one.ok and name in ("signature", "clock", "root")] == []
+
+
+@pytest.mark.parametrize("name", ["client.crt", "client.key", "rootCA.pem", "signature.json"])
+@pytest.mark.parametrize("signed", [True, False])
+def test_half_copied_files_are_problems(name: str, signed: bool, kit: Path) -> None:
+    path = kit / "startup" / name
+    path.write_bytes(path.read_bytes()[:300])
+    if not signed and name != "signature.json":
+        (kit / "startup/signature.json").unlink()
+    found = {one.check for one in examine(kit) if not one.ok}
+    expected = {"client.crt": "startup kit", "client.key": "key", "rootCA.pem": "certificate", "signature.json": "signature"}
+    assert expected[name] in found

@@ -181,3 +181,82 @@ def test_a_key_that_others_can_read_is_a_problem(kit: Path) -> None:
     found = {one.check: one for one in examine(kit)}["key"]
     assert "mode 644: others can read it" in found.found
     assert found.remedy.startswith(f"chmod 600 {kit}/startup/client.key")
+
+
+def test_a_key_that_is_not_in_the_locked_file_is_never_removed(kit: Path, made: Path) -> None:
+    key = kit / "startup/client.key"
+    before = key.read_bytes()
+    (kit / LOCKED).write_bytes(b"")  # half a copy
+    for passphrase in (None, PASSPHRASE):
+        with pytest.raises(ConfigError, match="wrong passphrase, or a damaged file"):
+            key_lock.lock(kit, passphrase)
+    assert key.read_bytes() == before
+    (kit / LOCKED).unlink()
+    key_lock.lock(kit, PASSPHRASE)
+    other = (made / "a@hub.example/startup/client.key").read_bytes()
+    key.write_bytes(other)
+    with pytest.raises(ConfigError, match="another key than in"):
+        key_lock.lock(kit, PASSPHRASE)
+    with pytest.raises(ConfigError, match="another key than in"):
+        key_lock.unlock(kit, PASSPHRASE, for_good=True)
+    assert key.read_bytes() == other
+    key.unlink()
+    key_lock.unlock(kit, PASSPHRASE, for_good=True)
+    assert key.read_bytes() == before
+
+
+def test_an_interrupted_lock_is_a_problem_and_is_ended_by_the_next(
+    kit: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = kit / "startup/client.key"
+    before = key.read_bytes()
+
+    def stop(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(key_lock, "_remove", stop)
+        with pytest.raises(KeyboardInterrupt):
+            key_lock.lock(kit, PASSPHRASE)
+    (kit / "startup/.client.key.7").write_bytes(before[:99])  # of an unlock for good that was killed
+    found = {one.check: one for one in examine(kit)}["key"]
+    assert "in clear" in found.found
+    assert f"consilium lock {kit}" in found.remedy
+    assert run(monkeypatch, "lock", kit, "--passphrase-file", file) == 0
+    assert not list((kit / "startup").glob("*key*"))
+    key_lock.unlock(kit, PASSPHRASE, for_good=True)
+    assert key.read_bytes() == before
+
+
+def test_a_former_key_in_the_kit_is_not_left_in_clear(kit: Path) -> None:
+    shutil.copytree(kit / "startup", kit / "startup.old")
+    with pytest.raises(ConfigError, match=r"startup\.old/client\.key: a private key in clear; move"):
+        key_lock.lock(kit, PASSPHRASE)
+    assert (kit / "startup/client.key").is_file()
+    shutil.rmtree(kit / "startup.old")
+    key_lock.lock(kit, PASSPHRASE)
+
+
+def test_a_kit_without_a_key_is_not_called_locked(kit: Path) -> None:
+    (kit / "startup/client.key").unlink()
+    with pytest.raises(ConfigError, match="the private key is not there"):
+        key_lock.lock(kit, PASSPHRASE)
+    assert not (kit / LOCKED).exists()
+
+
+def test_bytes_that_are_no_text_are_one_line(
+    kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff" * 20)
+    assert run(monkeypatch, "lock", kit, "--passphrase-file", tmp_path / "bytes") == 2
+    assert "not text in UTF-8" in capsys.readouterr().err
+    (kit / "startup/client.key").write_bytes(b"\xff" * 20)
+    with pytest.raises(ConfigError, match="not a key in PEM format"):
+        key_lock.lock(kit, PASSPHRASE)
+
+
+def test_a_restart_of_the_machine_does_not_alter_the_kit(kit: Path) -> None:
+    key_lock.lock(kit, PASSPHRASE)
+    shutil.rmtree(key_lock.unlock(kit, PASSPHRASE))
+    assert is_as_signed(kit / "startup")
+    shutil.rmtree(key_lock.unlock(kit, PASSPHRASE))

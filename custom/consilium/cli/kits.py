@@ -140,7 +140,8 @@ def lock(
 ) -> None:
     """Put a kit's private keys under a passphrase, to send it or to keep it; close a locked kit that was opened."""
     is_locked = (kit / LOCKED).is_file()
-    key_lock.lock(kit, None if is_locked else _passphrase(passphrase_file, anew=True))
+    asks = not is_locked or key_lock.in_clear(kit)
+    key_lock.lock(kit, _passphrase(passphrase_file, anew=not is_locked) if asks else None)
     text = f"{kit}: its keys are locked; `consilium unlock {kit}`, or start.sh, opens it"
     typer.echo(text if is_locked else f"{text}. Copies of the kit that were made before, as in a backup, hold them in clear")
 
@@ -168,7 +169,10 @@ def unlock(
 def _passphrase(file: Path | None, anew: bool = False) -> str:
     """Return the passphrase of a file, of the variable PASSPHRASE_FILE's, or of whom is at the terminal."""
     if (path := file or os.environ.get(PASSPHRASE_FILE)) is not None:
-        return Path(path).read_text(encoding="utf-8").partition("\n")[0].strip("\r")
+        try:
+            return Path(path).read_text(encoding="utf-8").partition("\n")[0].strip("\r")
+        except UnicodeDecodeError:
+            raise ConfigError(f"{path}: not text in UTF-8; give a file whose first line is the passphrase") from None
     if not sys.stdin.isatty():
         raise ConfigError(f"passphrase: nobody to ask; give --passphrase-file, or {PASSPHRASE_FILE} in the environment")
     found: str = typer.prompt("Passphrase", hide_input=True, confirmation_prompt=anew, err=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from nvflare.lighter.utils import load_crt
 
 from consilium import __version__
 from consilium.config.site import SiteConfig, load_site
@@ -21,7 +20,7 @@ from consilium.federation.run_folders import RUNS, STATE
 from consilium.flare.kit import heartbeat_server
 from consilium.flare.kit.admission import noted
 from consilium.flare.kit.certificates import days_left
-from consilium.flare.kit.kit_files import certificate, kit_name, kit_role
+from consilium.flare.kit.kit_files import certificate, kit_name, kit_role, load_certificate
 from consilium.flare.kit.revocation import read as revoked
 from consilium.privacy.accounting.composition import epsilon_for
 from consilium.privacy.ledger import audit
@@ -76,9 +75,9 @@ HELP = {
 def collect(kit: Path) -> list[Sample]:
     """Return all numbers of a site's or server's kit. Raises ConfigError for another folder."""
     role = kit_role(kit)
-    own = load_crt(certificate(kit))
+    own = load_certificate(certificate(kit))
     found = [Sample("info", 1, {"version": __version__, "role": str(role)}), Sample("written_timestamp_seconds", time.time())]
-    root = load_crt(kit / "startup" / "rootCA.pem")
+    root = load_certificate(kit / "startup" / "rootCA.pem")
     found += [Sample("certificate_days_left", days_left(c), {"of": n}) for n, c in (("participant", own), ("root", root))]
     settings = kit / "local" / "site.yaml"
     site = load_site(settings) if settings.is_file() else SiteConfig()

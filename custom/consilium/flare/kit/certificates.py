@@ -14,11 +14,10 @@ from urllib.parse import unquote, urlsplit
 
 from cryptography import x509
 from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
-from nvflare.lighter.utils import load_crt
 
 from consilium.client.finding import Finding
 from consilium.core.errors import ConfigError
-from consilium.flare.kit.kit_files import certificate, private_key, relay_of
+from consilium.flare.kit.kit_files import certificate, load_certificate, private_key, relay_of
 
 WARN_DAYS, URGENT_DAYS = 60, 30
 """Days before the end from which there is a warning, and from which there is a problem."""
@@ -54,9 +53,9 @@ def examine_expiry(check: str, whose: str, found: x509.Certificate, remedy: str)
 
 def examine_own(kit: Path) -> Iterator[Finding]:
     """Yield a finding for each of the two certificates in a kit: the participant's and the root's. Raises ConfigError."""
-    own = load_crt(certificate(kit))
+    own = load_certificate(certificate(kit))
     yield examine_expiry("clock", get_cert_common_name(own) or "?", own, RENEW)
-    yield examine_expiry("root", "the project's root in this kit", load_crt(kit / "startup" / "rootCA.pem"), RENEW)
+    yield examine_expiry("root", "the project's root in this kit", load_certificate(kit / "startup" / "rootCA.pem"), RENEW)
 
 
 def examine_servers(kit: Path) -> Finding:
@@ -149,10 +148,7 @@ def _reached(host: str, port: int, proxy: str) -> socket.socket:
 
 def check_time(kit: Path) -> None:
     """Raise ConfigError if a kit's certificate is not valid now; FLARE would show only OpenSSL's message."""
-    try:
-        own = load_crt(certificate(kit))
-    except ValueError:
-        raise ConfigError(f"{certificate(kit)}: not a certificate; restore the kit") from None
+    own = load_certificate(certificate(kit))
     if not own.not_valid_before_utc <= datetime.now(UTC) <= own.not_valid_after_utc:
         found = next(examine_own(kit))
         raise ConfigError(f"{kit}: {found.found}; {found.remedy}")

@@ -31,7 +31,18 @@ from consilium.flare.kit import admission
 from consilium.flare.kit.certificates import examine_own, examine_servers, server_address
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, is_ours
 from consilium.flare.kit.heartbeat_server import read
-from consilium.flare.kit.kit_files import LOCKED, certificate, kit_name, kit_role, private_key, relay_of, server_folders
+from consilium.flare.kit.key_lock import in_clear
+from consilium.flare.kit.kit_files import (
+    LOCKED,
+    certificate,
+    is_key_of,
+    kit_name,
+    kit_role,
+    load_certificate,
+    private_key,
+    relay_of,
+    server_folders,
+)
 from consilium.flare.kit.kit_hardening import COMM, altered, is_as_signed, is_pinned, is_signed, leaves_callers_folder
 from consilium.flare.kit.local_folder import lacking
 from consilium.flare.kit.processes import is_word, processes
@@ -62,7 +73,8 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
     relay = (kit / "startup" / "fed_relay.json").is_file()
     if relay or (kit / "startup" / "fed_admin.json").is_file():  # neither is a site: no list, policies or classes
         yield _signature(kit)
-        yield from examine_own(kit)
+        yield checked("key", lambda: _key(kit))
+        yield from _certificates(kit)
         if relay:
             yield checked("port", lambda: _port(kit, _json(kit / "local" / COMM)["internal"]["resources"]["port"]))
         yield checked("server", lambda: examine_servers(kit))
@@ -82,7 +94,7 @@ def _examine_kit(kit: Path) -> Iterator[Finding]:
     yield checked("FLARE's code", lambda: patches.check(role))
     yield from _policies(kit, role)
     yield checked("components", lambda: _components(kit, role))
-    yield from examine_own(kit)
+    yield from _certificates(kit)
     if role == "server":
         yield checked("revocation", lambda: _revocation(kit))
         yield checked("state", lambda: _state(server_folders(kit)[0].parent))
@@ -177,11 +189,24 @@ def _key(kit: Path) -> Finding | str:
         return Finding(
             "key", f"{path}: mode {mode:o}: others can read it", f"chmod 600 {path}; ask the hub for a new kit if they may have"
         )
+    if not is_key_of(path, load_certificate(certificate(kit))):
+        return Finding("key", f"{path}: not the key of {certificate(kit).name}", "restore it, or ask the hub for a new kit")
+    if (kit / LOCKED).is_file() and path in in_clear(kit):
+        return Finding("key", f"{path}: in clear beside {LOCKED}", f"stop it, then run `consilium lock {kit}`")
     return (
         "locked, and open now"
         if (kit / LOCKED).is_file()
         else "for this user only; `consilium lock` puts it under a passphrase"
     )
+
+
+def _certificates(kit: Path) -> Iterator[Finding]:
+    """Yield what `examine_own` finds; of a file that is not a certificate a problem."""
+    try:
+        yield from examine_own(kit)
+    except ConfigError as error:
+        wrong, _, remedy = str(error).partition("; ")
+        yield Finding("certificate", wrong, remedy)
 
 
 def _start_script(kit: Path) -> Finding:

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
-from consilium.flare.kit.kit_files import LOCKED, certificate
+from consilium.flare.kit.kit_files import LOCKED, certificate, private_key
 from consilium.flare.kit.processes import check_stopped
 
 MIN_PASSPHRASE = 12
@@ -33,23 +34,72 @@ def _cipher(passphrase: str, salt: bytes) -> Fernet:
     return Fernet(base64.urlsafe_b64encode(Scrypt(salt=salt, **COST).derive(passphrase.encode())))
 
 
+def in_clear(kit: Path) -> list[Path]:
+    """Return the keys in startup/ that are plain files: all of a kit that is not locked, of a locked one those left behind."""
+    return sorted(one for one in (kit / "startup").glob("*.key") if not one.is_symlink())
+
+
 def lock(kit: Path, passphrase: str | None = None) -> None:
     """Put the keys of a kit that does not run under a passphrase; a locked kit is closed, and needs none.
 
-    Raises ConfigError for a kit that runs, for none, and for a short passphrase.
+    A locked kit with keys in clear, such as after an interrupted lock, needs its passphrase: without it nobody can tell that
+    these keys are in the file too. Raises ConfigError for a kit that runs, for none, for one without a key or with keys
+    elsewhere, for a short passphrase, and for other keys than the locked ones.
     """
     certificate(kit)
     check_stopped(kit)
-    path, keys = kit / LOCKED, sorted((kit / "startup").glob("*.key"))
+    path, keys, clear = kit / LOCKED, sorted((kit / "startup").glob("*.key")), in_clear(kit)
+    if others := _elsewhere(kit):
+        raise ConfigError(f"{others[0]}: a private key in clear; move {others[0].parent} out of the kit, or delete it")
     if not path.is_file():
+        private_key(kit)
         if passphrase is None or len(passphrase) < MIN_PASSPHRASE:
             raise ConfigError(
                 f"passphrase: {len(passphrase or '')} characters; use at least {MIN_PASSPHRASE}, such as five words"
             )
-        salt, texts = os.urandom(SALT), {key.name: key.read_text(encoding="ascii") for key in keys}
+        salt, texts = os.urandom(SALT), {key.name: _text(key) for key in keys}
         write_atomic(path, salt.hex().encode() + b"\n" + _cipher(passphrase, salt).encrypt(json.dumps(texts).encode()) + b"\n")
+    elif clear:
+        _check_same(clear, _decrypted(path, passphrase or ""), path)
     for key in keys:
         _remove(key)
+    for folder in kit.glob(f"{PREFIX}*"):  # of an interrupted unlock without a folder in memory
+        shutil.rmtree(folder)
+    for half in (kit / "startup").glob(".*.key.*"):  # of an interrupted unlock for good
+        half.unlink()
+
+
+def _elsewhere(kit: Path) -> list[Path]:
+    """Return other private keys in a kit's folders, such as the former one that `update-kit` leaves in startup.old."""
+    found = (one for one in kit.rglob("*.key") if one.is_file() and not one.is_symlink())
+    ours = (kit / "startup", *kit.glob(f"{PREFIX}*"))
+    return sorted(one for one in found if one.parent not in ours and b"PRIVATE KEY" in one.read_bytes()[:4096])
+
+
+def _text(key: Path) -> str:
+    try:
+        return key.read_text(encoding="ascii")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{key}: not a key in PEM format; restore it, or ask the hub for the kit") from None
+
+
+def _decrypted(path: Path, passphrase: str) -> dict[str, str]:
+    """Return the keys in a locked kit's file by name. Raises ConfigError for a wrong passphrase or a damaged file."""
+    try:
+        salt, token = path.read_bytes().split()
+        keys: dict[str, str] = json.loads(_cipher(passphrase, bytes.fromhex(salt.decode())).decrypt(token))
+    except (OSError, ValueError, InvalidToken):
+        raise ConfigError(f"{path}: wrong passphrase, or a damaged file; type it again, or ask the hub for the kit") from None
+    if not all(Path(name).name == name and name.endswith(".key") for name in keys):
+        raise ConfigError(f"{path}: holds other files than keys; ask the hub for the kit")
+    return keys
+
+
+def _check_same(clear: Iterable[Path], keys: Mapping[str, str], path: Path) -> None:
+    """Raise ConfigError for a key in clear that is not in the locked file: removing it would lose it."""
+    for key in clear:
+        if keys.get(key.name) != _text(key):
+            raise ConfigError(f"{key}: another key than in {path}; move one of them out of the kit, the key of no certificate")
 
 
 def _remove(key: Path) -> None:
@@ -63,16 +113,11 @@ def _remove(key: Path) -> None:
 def unlock(kit: Path, passphrase: str, for_good: bool = False) -> Path:
     """Open a locked kit until it is locked or the machine starts anew, or `for_good`; return the folder of the keys.
 
-    Raises ConfigError for a wrong passphrase or a damaged file.
+    Raises ConfigError for a wrong passphrase, a damaged file, and other keys in startup/.
     """
     path, startup = kit / LOCKED, kit / "startup"
-    try:
-        salt, token = path.read_bytes().split()
-        keys = json.loads(_cipher(passphrase, bytes.fromhex(salt.decode())).decrypt(token))
-    except (OSError, ValueError, InvalidToken):
-        raise ConfigError(f"{path}: wrong passphrase, or a damaged file; type it again, or ask the hub for the kit") from None
-    if not all(Path(name).name == name and name.endswith(".key") for name in keys):
-        raise ConfigError(f"{path}: holds other files than keys; ask the hub for the kit")
+    keys = _decrypted(path, passphrase)
+    _check_same(in_clear(kit), keys, path)
     memory = next((place for place in IN_MEMORY if place and os.access(place, os.W_OK)), None)
     folder = startup if for_good else Path(tempfile.mkdtemp(prefix=PREFIX, dir=memory or kit))
     for name, text in keys.items():

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
 from nvflare.lighter.utils import load_crt
 
@@ -22,7 +24,17 @@ def kit_role(kit: Path) -> str | None:
 
 def kit_name(kit: Path) -> str:
     """Return the participant's name in a kit's certificate. Raises ConfigError."""
-    return get_cert_common_name(load_crt(certificate(kit)))
+    return get_cert_common_name(load_certificate(certificate(kit)))
+
+
+def load_certificate(path: Path) -> x509.Certificate:
+    """Return the certificate in a kit's file. Raises ConfigError for a missing, half-copied or other file."""
+    try:
+        return load_crt(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); restore the kit, or ask the hub for it") from None
+    except ValueError:
+        raise ConfigError(f"{path}: not a certificate; restore the kit, or ask the hub for it") from None
 
 
 def certificate(kit: Path) -> Path:
@@ -45,6 +57,14 @@ def private_key(kit: Path) -> Path:
         remedy = f"is locked; run `consilium unlock {kit}`" if (kit / LOCKED).is_file() else "is not there; restore the kit"
         raise ConfigError(f"{path}: the private key {remedy}")
     return path
+
+
+def is_key_of(path: Path, own: x509.Certificate) -> bool:
+    """Return whether a file holds a certificate's private key; not if it is half a file, or under a passphrase of its own."""
+    try:
+        return load_pem_private_key(path.read_bytes(), password=None).public_key() == own.public_key()
+    except (ValueError, TypeError):
+        return False
 
 
 def server_folders(kit: Path) -> list[Path]:

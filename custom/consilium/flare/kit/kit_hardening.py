@@ -94,17 +94,20 @@ def is_as_signed(startup: Path) -> bool:
 
 def altered(startup: Path) -> list[str]:
     """Return the files of a signed startup/ that are not as they were signed, are missing or were added."""
-    key = load_crt(startup / "rootCA.pem").public_key()
-    signatures = json.loads((startup / ProvFileName.SIGNATURE_JSON).read_text(encoding="utf-8"))
+    signatures, key = {}, None
+    with suppress(OSError, ValueError):  # damaged: then no file is as it was signed
+        key = load_crt(startup / "rootCA.pem").public_key()
+        signatures = json.loads((startup / ProvFileName.SIGNATURE_JSON).read_text(encoding="utf-8"))
 
     def is_signed_so(name: str) -> bool:
-        with suppress(OSError, KeyError, ValueError, InvalidSignature):
+        with suppress(OSError, KeyError, ValueError, TypeError, AttributeError, InvalidSignature):
             verify_content((startup / name).read_bytes(), signatures[name], key)
             return True
         return False
 
-    names = {path.name for path in startup.iterdir()} - {ProvFileName.SIGNATURE_JSON}
     away = {name for name in signatures if name.endswith(".key")} if (startup.parent / LOCKED).is_file() else set()
+    away = {name for name in away if not (startup / name).exists()}  # a restart empties the memory that a link leads to
+    names = {path.name for path in startup.iterdir()} - {ProvFileName.SIGNATURE_JSON} - away
     return sorted(name for name in names | (signatures.keys() - away) if not is_signed_so(name))
 
 

@@ -23,7 +23,6 @@ from nvflare.lighter.impl.cert import DEFAULT_CERT_VALID_DAYS
 from nvflare.lighter.utils import (
     Identity,
     generate_cert,
-    load_crt,
     load_crt_chain,
     serialize_cert,
     verify_cert_chain,
@@ -32,7 +31,7 @@ from nvflare.lighter.utils import (
 from consilium.config.deployment import load_deployment
 from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
-from consilium.flare.kit.kit_files import LOCKED, certificate, kit_role, private_key
+from consilium.flare.kit.kit_files import LOCKED, certificate, is_key_of, kit_role, load_certificate, private_key
 from consilium.flare.kit.kit_hardening import is_as_signed, is_signed
 from consilium.flare.kit.processes import check_stopped
 from consilium.flare.kit.provision import check_names, provision
@@ -100,13 +99,16 @@ def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = Fals
     another way than the kit. `running`: allow a site that runs; it takes its new certificate at its next connection. Raises
     ConfigError, before anything is changed, unless the kit is stopped (or so) and `new` renews it.
     """
+    startup, ready, old = kit / "startup", kit / NEW, kit / OLD
+    if not startup.exists() and old.is_dir():  # stopped between the two renames below
+        os.replace(old, startup)
+    certificate(kit)
     if not running:
         check_stopped(kit)
     elif kit_role(kit) != "site":
         raise ConfigError(f"--running: {kit}: a server reads its certificate at its start; stop it, and leave out --running")
     if problem := next(_problems(kit, new, named_root(fingerprint) if fingerprint else ""), None):
         raise ConfigError(f"{new}: {problem}")
-    startup, ready, old = kit / "startup", kit / NEW, kit / OLD
     shutil.rmtree(ready, ignore_errors=True)
     ready.mkdir(mode=0o700)  # the key is not readable by others meanwhile, whatever modes the renewed kit came with
     copied = Path(shutil.copytree(new / "startup", ready / "startup", symlinks=True))
@@ -119,14 +121,14 @@ def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = Fals
     os.replace(copied, startup)
     ready.rmdir()
     old.chmod(0o700)
-    own, root = load_crt(certificate(kit)), load_crt(startup / "rootCA.pem")
+    own, root = load_certificate(certificate(kit)), load_certificate(startup / "rootCA.pem")
     return [f"{what} valid until {one.not_valid_after_utc:%Y-%m-%d}" for what, one in (("certificate", own), ("root", root))]
 
 
 def _problems(kit: Path, new: Path, fingerprint: str) -> Iterator[str]:
     """Yield each reason why a kit is no renewal of another."""
-    before, after = load_crt(certificate(kit)), load_crt(certificate(new))
-    root, next_root = (load_crt(one / "startup" / "rootCA.pem") for one in (kit, new))
+    before, after = load_certificate(certificate(kit)), load_certificate(certificate(new))
+    root, next_root = (load_certificate(one / "startup" / "rootCA.pem") for one in (kit, new))
     if before.subject != after.subject:
         yield f"is of {after.subject.rfc4514_string()}, the kit of {before.subject.rfc4514_string()}; ask the hub for yours"
     if certificate(kit).name != certificate(new).name:
@@ -139,17 +141,16 @@ def _problems(kit: Path, new: Path, fingerprint: str) -> Iterator[str]:
         )
     if not after.not_valid_before_utc <= datetime.now(UTC) <= after.not_valid_after_utc:
         yield f"its certificate is valid from {after.not_valid_before_utc} to {after.not_valid_after_utc}; look at the clock"
-    own, *chain = load_crt_chain(certificate(new))
     try:
+        own, *chain = load_crt_chain(certificate(new))
         verify_cert_chain(own, chain, next_root)
-    except VerificationError:
+    except (VerificationError, ValueError):  # ValueError: half a chain
         yield "its certificate is not signed by its root; ask the hub again"
     if after.not_valid_after_utc <= before.not_valid_after_utc:
         yield "its certificate ends no later than the one that is here; give the newest prod_NN that the hub made"
     if (kit / LOCKED).is_file() and not (new / LOCKED).is_file():
         yield "its key is in clear, yours is locked; run `consilium lock` and `consilium unlock` on it first"
-    key = load_pem_private_key(private_key(new).read_bytes(), password=None)
-    if public_bytes(key.public_key()) != public_bytes(after.public_key()):
+    if not is_key_of(private_key(new), after):
         yield "its key is none of its certificate; ask the hub again"
     if is_signed(kit / "startup") and not is_as_signed(new / "startup"):
         yield "its startup/ is not as the hub signed it; ask the hub again"

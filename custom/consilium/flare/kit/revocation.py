@@ -13,12 +13,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from nvflare.lighter.utils import load_crt
-
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.core.storage import locked, note
 from consilium.federation.run_folders import ATTENDANCE, STATE
+from consilium.flare.kit.kit_files import load_certificate
 
 FILE = "revoked.json"
 """In the server kit's local/: {name: {"until": seconds since 1970}}."""
@@ -39,7 +38,7 @@ def revoke(name: str, kit: Path) -> str:
         raise ConfigError(f"{kit}: its server does not look at revocations; stop it, run `consilium allow KIT`, start it")
     if not name or name != name.strip() or name == "server":
         raise ConfigError(f"{shown(name)!r}: no name of a site or a person; give it as in sites.yml")
-    made = load_crt(kit / "startup" / "server.crt").not_valid_before_utc.timestamp()
+    made = load_certificate(kit / "startup" / "server.crt").not_valid_before_utc.timestamp()
     now = max(time.time(), made, latest_heartbeat(kit / STATE / ATTENDANCE), *read(kit / "local").values())
     with locked(kit / "local"):
         note(kit / "local" / FILE, name, {"until": now})

@@ -16,10 +16,11 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
-from nvflare.lighter.utils import Identity, generate_cert, generate_keys, load_crt, serialize_cert, serialize_pri_key
+from nvflare.lighter.utils import Identity, generate_cert, generate_keys, serialize_cert, serialize_pri_key
 
 from consilium.core.errors import ConfigError
 from consilium.core.schema import read_fingerprint
+from consilium.flare.kit.kit_files import load_certificate
 
 ROOT, ROOT_KEY = "root_cert", "root_pri_key"
 """Keys in FLARE's cert.json."""
@@ -50,7 +51,7 @@ def root_fingerprint(kit: Path) -> str:
     path = kit / "startup" / "rootCA.pem"
     if not path.is_file():
         raise ConfigError(f"--kit: {kit}: no startup kit (no startup/rootCA.pem); give its folder")
-    return fingerprints(load_crt(path))[1]
+    return fingerprints(load_certificate(path))[1]
 
 
 def follow(state: dict[str, Any], days: int) -> dict[str, Any]:
