@@ -135,6 +135,8 @@ def test_a_site_shares_health_with_its_leave_only_and_nothing_of_its_data(tmp_pa
     found = report.look()
     assert found is not None
     assert found.keys() == {"disk_free", "memory_free", "memory", "gpus"}
+    free = [found["disk_free"], found["memory_free"], *(one for one, _ in found["gpus"])]
+    assert all(size % 2**27 == 0 for size in free)  # to the byte they would show the size of each new file
     assert checked_health(found) == found
     (local / "site.yaml").write_text("health: share\ndatalist: ../ward-7.json\n")
     found = report.look()

@@ -85,7 +85,8 @@ def compare(
             files, undrawn = draw(private_folder(pictures), groups, stage, metric or None, width, titles)
         notes += undrawn
         names = [file.name for file in files if file.suffix in (".png", ".tex")]
-        typer.echo(f"{pictures}: {', '.join(names)}; PDF, SVG and CSV beside them", err=True)
+        if names:
+            typer.echo(f"{pictures}: {', '.join(names)}; PDF, SVG and CSV beside them", err=True)
     _show(groups, tables, notes, _format(format, output), output)
 
 

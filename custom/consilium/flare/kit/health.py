@@ -24,6 +24,8 @@ PERIOD = 30.0
 """Seconds between two looks at the machine. An edit of site.yaml counts from the next one on."""
 DATA_PERIOD, MAX_AGE = 600.0, 300.0
 """Seconds between two readings of the data lists, and after which a look is too old to be sent."""
+STEP = 2**27
+"""Bytes in whose steps free disk and memory are sent: to the byte they would show the size of each new file of the data."""
 GPU_QUERY = ("nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits")
 PATIENCE, MAX_GPUS, MAX_RECORDS = 10.0, 64, 5
 """Seconds for the GPUs' answer; how many of them, and in how many of the newest records a refusal is looked for."""
@@ -36,6 +38,10 @@ def is_time(value: Any) -> bool:
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**60
+
+
+def _coarse(size: int) -> int:
+    return size // STEP * STEP
 
 
 def _are_gpus(value: Any) -> bool:
@@ -99,8 +105,8 @@ class HealthReport:
         if site.health is None:
             return None
         state, memory = site.state or self.kit / STATE, psutil.virtual_memory()
-        found: dict[str, Any] = {"disk_free": shutil.disk_usage(state if state.is_dir() else self.kit).free}
-        found |= {"memory_free": memory.available, "memory": memory.total, "gpus": gpus()}
+        found: dict[str, Any] = {"disk_free": _coarse(shutil.disk_usage(state if state.is_dir() else self.kit).free)}
+        found |= {"memory_free": _coarse(memory.available), "memory": memory.total, "gpus": gpus()}
         return found | self._data_facts(site) | last_refusal(state)
 
     def _data_facts(self, site: SiteConfig) -> dict[str, Any]:
@@ -123,7 +129,8 @@ def gpus() -> list[list[int]]:
     """Return the free and all bytes of each GPU that NVIDIA's driver lists; [] for none. It loads no torch."""
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         said = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
-        return [[int(number) * 2**20 for number in row.split(",")] for row in said.splitlines()[:MAX_GPUS]]
+        rows = [[int(number) * 2**20 for number in row.split(",")] for row in said.splitlines()[:MAX_GPUS]]
+        return [[_coarse(free), whole] for free, whole in rows]
     return []
 
 
