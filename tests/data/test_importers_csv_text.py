@@ -78,3 +78,14 @@ def test_a_table_that_cannot_be_read_is_one_line(
     assert isinstance(found.value, ConsiliumError)
     assert "\n" not in str(found.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_doubtful_labels_are_told_and_one_for_each_text_is_refused(tmp_path: Path) -> None:
+    labels = ("Normal", "normal", "n/a", "fracture")
+    rows = [f"report {i},{labels[i % 4]}" for i in range(12)]
+    found = import_set("csv-text", table(tmp_path / "a.csv", *rows, head="text,label"), tmp_path / "out")
+    assert any("'Normal' (3) and 'normal' (3)" in note for note in found["notes"])
+    assert any("'n/a' (3)" in note for note in found["notes"])
+    source = table(tmp_path / "b.csv", *(f"report {i},note {i}" for i in range(12)), head="text,label")
+    with pytest.raises(DataError, match=r"column 'label' has as many classes as samples"):
+        import_set("csv-text", source, tmp_path / "other")

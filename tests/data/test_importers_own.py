@@ -136,6 +136,98 @@ def test_equal_numbers_in_every_class_are_asked_for(patients: tuple[str, str], t
     assert list(told["sites"]) == ["BENIGN", "MALIGN"]
 
 
+@pytest.mark.parametrize(
+    "patients",
+    [
+        (("1", "2"), ("1", "2")),
+        (("10", "11"), ("11", "12")),
+        (("X001", "X002"),) * 2,
+        (("ab", "cd"),) * 2,
+        (("2020-01-02",),) * 2,
+    ],
+)
+def test_folders_called_after_classes_are_asked_for(patients: tuple[tuple[str, ...], ...], tmp_path: Path) -> None:
+    named = [
+        f"{kind}/{one}/{i}.png" for kind, own in zip(("normal", "tumour"), patients, strict=True) for one in own for i in "12"
+    ]
+    put_class(tmp_path / "raw", *named)
+    with pytest.raises(DataError, match="--patient-folders reads them so"):
+        import_set("own", tmp_path / "raw", tmp_path / "lists")
+    told = import_set("own", tmp_path / "raw", tmp_path / "lists", Options(patient_folders=True))
+    assert (list(told["sites"]), told["classes"]) == (["raw"], ["normal", "tumour"])
+
+
+def test_a_class_without_folders_of_patients_is_not_left_out(tmp_path: Path) -> None:
+    put_class(
+        tmp_path / "raw", *(f"BENIGN/{n}/{i}.png" for n in ("001", "002") for i in "12"), *(f"MALIGN/{i}.png" for i in "12")
+    )
+    with pytest.raises(DataError, match="write which: --patient-folders"):
+        import_set("own", tmp_path / "raw", tmp_path / "lists")
+    with pytest.raises(DataError, match="not every folder has a folder for each patient"):
+        import_set("own", tmp_path / "raw", tmp_path / "lists", Options(patient_folders=True))
+
+
+@pytest.mark.parametrize("names", [("001", "002", "003"), ("patient1", "patient2", "patient3")])
+def test_patients_with_folders_of_classes_are_one_site(names: tuple[str, ...], tmp_path: Path) -> None:
+    put_class(tmp_path / "raw", *(f"{n}/{kind}/{i}.png" for n in names for kind in ("cut", "whole") for i in "12"))
+    if names[0].isdecimal():
+        with pytest.raises(DataError, match="write which: --patient-folders makes one site"):
+            import_set("own", tmp_path / "raw", tmp_path / "lists")
+    told = import_set("own", tmp_path / "raw", tmp_path / "lists", Options(patient_folders=True))
+    assert (list(told["sites"]), told["classes"]) == (["raw"], ["cut", "whole"])
+    found = json.loads((tmp_path / "lists/raw/datalist.json").read_text())
+    assert {one["patient"] for split in ("training", "validation", "test") for one in found[split]} == set(names)
+
+
+@pytest.mark.parametrize("above", ["train/", "north/", "north/train/"])
+def test_numbered_patients_below_splits_and_sites_are_read_when_said(above: str, tmp_path: Path) -> None:
+    also = above.replace("train", "test").replace("north", "south" if "train" not in above else "north")
+    named = [f"{place}{kind}/{n}/{i}.png" for place in (above, also) for kind in "ab" for n in ("001", "002") for i in "12"]
+    put_class(tmp_path / "raw", *named)
+    if above != "north/train/":
+        with pytest.raises(DataError, match="--patient-folders reads them so"):
+            import_set("own", tmp_path / "raw", tmp_path / "lists")
+    told = import_set("own", tmp_path / "raw", tmp_path / "lists", Options(patient_folders=True))
+    assert told["classes"] == ["a", "b"]
+    lists = [json.loads(path.read_text()) for path in (tmp_path / "lists").rglob("datalist.json")]
+    assert {one["patient"] for found in lists for split in ("training", "test") for one in found[split]} == {"001", "002"}
+
+
+def test_classes_of_a_sites_patients_are_read(tmp_path: Path) -> None:
+    kinds = ("benign", "malignant")
+    put_class(
+        tmp_path / "raw", *(f"{s}/case{n}/{k}/{i}.png" for s in ("north", "south") for n in "12" for k in kinds for i in "12")
+    )
+    told = import_set("own", tmp_path / "raw", tmp_path / "lists")
+    assert (sorted(told["sites"]), told["classes"]) == (["north", "south"], list(kinds))
+    put_class(tmp_path / "eyes", *(f"{k}/P{n}/{side}/1.png" for k in kinds for n in "12" for side in ("left", "right")))
+    for said in (None, True):
+        told = import_set("own", tmp_path / "eyes", tmp_path / f"eyes-{said}", Options(patient_folders=said))
+        assert (list(told["sites"]), told["classes"]) == (["eyes"], list(kinds))
+
+
+def test_masks_below_folders_of_classes_are_asked_for(tmp_path: Path) -> None:
+    for kind in ("benign", "normal"):
+        for number in range(3):
+            put(tmp_path / "raw", kind, f"{number}")
+    with pytest.raises(DataError, match=r"benign, normal are called after classes, .* --sites 1 makes one site of all"):
+        import_set("own", tmp_path / "raw", tmp_path / "lists")
+    assert len(import_set("own", tmp_path / "raw", tmp_path / "lists", Options(sites=1))["sites"]) == 1
+    told = import_set("own", tmp_path / "raw", tmp_path / "apart", Options(patient_folders=False))
+    assert sorted(told["sites"]) == ["benign", "normal"]
+
+
+@pytest.mark.parametrize(
+    "labels", [({" Ignore ": 2, "a": 1},), ({"ignore": "2", "a": "1"},), ({"ignore": 2, "a": 1}, {"a": 1, "b": 2})]
+)
+def test_ignored_pixels_are_never_a_class(labels: tuple[dict[str, int | str], ...], tmp_path: Path) -> None:
+    for site, own in zip(("north", "south"), labels, strict=False):
+        put(tmp_path / "raw", site, "1", (0, 1, 2))
+        (tmp_path / "raw" / site / "dataset.json").write_text(json.dumps({"labels": own}))
+    with pytest.raises(DataError, match="2 'ignore'"):
+        import_set("own", tmp_path / "raw", tmp_path / "lists")
+
+
 def test_grades_are_classes(tmp_path: Path) -> None:
     put_class(tmp_path / "raw", *(f"{site}/{grade}/{i}.png" for site in ("north", "south") for grade in "01234" for i in "123"))
     assert import_set("own", tmp_path / "raw", tmp_path / "lists")["classes"] == ["0", "1", "2", "3", "4"]

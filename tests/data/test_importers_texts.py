@@ -414,3 +414,35 @@ def test_real_e2e_texts_go_through_the_publishers_files_unchanged(tmp_path: Path
     assert [(t.input, t.outputs[0]) for t in found["validation"]] == rows["validation"]
     tested = records(Path(REAL_TEXTS) / "e2e/test.jsonl")
     assert [(t.input, t.outputs) for t in found["test"]] == [(one["input"], tuple(one["outputs"])) for one in tested]
+
+
+def medmcqa(number: int, **keys: Any) -> dict[str, Any]:
+    return {"question": f"Q{number}?", "opa": "a", "opb": "b", "opc": "c", "opd": "d", "cop": 1} | keys
+
+
+@pytest.mark.parametrize("first", [{"question": "a", "opa": "b"}, medmcqa(1, exp="x" * 1_100_000)])
+def test_a_bad_first_line_is_named_in_lines_of_json(first: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, "train.json", first, medmcqa(2))
+    write(tmp_path, "dev.json", medmcqa(3))
+    with pytest.raises(DataError, match=r"train\.json:1: (expected question|over 1,048,576 characters)"):
+        import_set("medmcqa", tmp_path, tmp_path / "out")
+
+
+def test_options_and_abstracts_that_are_no_texts_are_refused(tmp_path: Path) -> None:
+    raw = {"question": "Q?", "options": {"A": None, "B": "b", "C": "c", "D": "d"}, "answer_idx": "B"}
+    for name in ("train", "test"):
+        write(tmp_path, f"phrases_no_exclude_{name}.jsonl", raw)
+    with pytest.raises(DataError, match="expected options that are texts; found None"):
+        import_set("medqa", tmp_path, tmp_path / "out")
+    (tmp_path / "ori_pqal.json").write_text(json.dumps({"1": {"QUESTION": "q", "CONTEXTS": [None], "final_decision": "no"}}))
+    with pytest.raises(DataError, match=r"ori_pqal\.json: 1: expected QUESTION, CONTEXTS"):
+        import_set("pubmedqa", tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("truth", [{"9": "yes"}, {"1": "yes"}])
+def test_answers_of_another_release_are_refused(truth: dict[str, str], tmp_path: Path) -> None:
+    raws = {str(n): {"QUESTION": f"q{n}", "CONTEXTS": ["c"], "final_decision": "no"} for n in range(5)}
+    (tmp_path / "ori_pqal.json").write_text(json.dumps(raws))
+    (tmp_path / "test_ground_truth.json").write_text(json.dumps(truth))
+    with pytest.raises(DataError, match=r"test_ground_truth\.json: expected the final_decision of .*; found 'yes'"):
+        import_set("pubmedqa", tmp_path, tmp_path / "out")

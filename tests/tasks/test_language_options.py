@@ -178,3 +178,11 @@ def test_lm_evaluation_harness_scores_exported_folders_as_we_do(tmp_path: Path) 
         (result,) = (tmp_path / f"{format}.out").rglob("results_*.json")
         said = json.loads(result.read_text())["results"]["made_up"]
         assert (said["acc,none"], said["acc_norm,none"]) == (found["accuracy"], found["accuracy_norm"])
+
+
+@pytest.mark.parametrize("labels", [("no",), ("no", "no", "yes")])
+def test_one_option_or_one_twice_is_refused(labels: tuple[str, ...]) -> None:
+    bad = Text("t:1", "q", "", ("no",), labels=labels)
+    with pytest.raises(UnfitError, match=r"t:1: labels: .* expected at least two options, each once"):
+        make_task((bad,))
+    assert make_task((bad,), quiet=True).evaluate(Unigrams(torch.zeros(len(TOKENIZER))), "test", 1)["accuracy"] == 0

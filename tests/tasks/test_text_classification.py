@@ -272,3 +272,27 @@ def test_settings_of_pictures_are_refused_and_the_check_names_classes(
     assert "1 x no class of the job" in said
     assert "test.jsonl:1: label 'fracture' is not a class of the task" in said
     assert "class effusion: 4 training, 1 validation" in said
+
+
+@pytest.mark.parametrize("features", ["pooled", "mean", "first"])
+def test_a_text_without_a_token_has_a_finite_loss(features: str, tmp_path: Path) -> None:
+    """Of a tokenizer that puts nothing around a text."""
+    base = save_encoder(tmp_path / "base")
+    raw = json.loads((base / "tokenizer.json").read_text())
+    (base / "tokenizer.json").write_text(json.dumps(raw | {"post_processor": None}))
+    folder = reports(tmp_path / "a")
+    (folder / "training.jsonl").write_text('{"text": "   ", "label": 0}\n{"text": "fluid left", "label": 1}\n')
+    config, own = job(base, features=features), SiteConfig()
+    task = build_task(config, TASKS["classification"].read(folder), own)
+    model = build_model(config, own)
+    torch.nn.init.normal_(model.get_submodule("head").weight)  # type: ignore[arg-type]
+    for rows in ([0], [0, 1]):
+        assert torch.isfinite(task.loss(model, task.batch(rows, 0)))
+
+
+def test_an_empty_text_is_named(tmp_path: Path) -> None:
+    folder = reports(tmp_path / "a")
+    for empty in ('""', "null"):
+        (folder / "training.jsonl").write_text(f'{{"text": {empty}, "label": 0}}\n')
+        with pytest.raises(DataError, match=r"training\.jsonl:1: text: an empty text; write its words"):
+            TASKS["classification"].read(folder)

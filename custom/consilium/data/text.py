@@ -163,6 +163,8 @@ def _record(where: str, file: str, number: int, line: str, answered: bool = True
     read = _parse(where, line)
     raw = {key: value for key, value in read.items() if value is not None} if isinstance(read, dict) else {}
     chat = chat_of(where, raw)
+    if isinstance(read, dict) and "text" in read and (chat is None or (chat.form == "text" and not chat.instruction)):
+        raise DataError(f"{where}: text: an empty text; write its words, or leave the record out")
     if chat is None or not (chat.instruction or chat.input):
         raise DataError(
             f'{where}: has neither "instruction" nor "input"; write {{"instruction": ..., "input": ..., "output": ...}}, '

@@ -37,6 +37,13 @@ _SITE = re.compile(
     r"(?i)site|hosp|h[oô]pital|osped|spital|kranken|cent[re]|zentrum|clinic|klinik|praxis|client|instit|uni|domain|node|vendor"
 )
 """Parts of names that a site's folder has, and a patient's has not."""
+_DIAGNOSIS = re.compile(
+    r"(?i)benign|malign|normal|health|tumou?r|cancer|karzin|carcin|lesion|positiv|negativ|disease|patholog|infect|covid|pneumon"
+    r"|melanom|fractur|control|\bamd\b|glaucom|cyst|gesund|krank"
+)
+"""Parts of names that a class has, and a site has not."""
+_NUMBER = re.compile(r"\d{3}")
+"""In names of patients, and in no grade or stage."""
 _UNREAD = (*chain.from_iterable(FOREIGN), ".webp", ".heic", ".avif", ".jp2", ".j2k", ".pgm", ".ppm")
 """Endings of pictures that are not read."""
 _SPLITS = {"tr": "training", "ts": "test"}
@@ -57,13 +64,16 @@ def read_own(source: Path, options: Options) -> ImportResult:
     asked = [] if one_site else _asked(source, below, options)
     sites = {one.name: site for one in asked if (site := _site(one, replace(options, only=())))}
     notes: list[str] = []
-    by_class = _of_classes_by_patient(source, True) if options.patient_folders and _classes_with_patients(sites) else None
-    if by_class is not None or not sites or all(map(_named_split, sites)):
-        whole = by_class or _site(source, options)
+    one = _of_patients_and_classes(source, sites) if options.patient_folders else None
+    if one is not None or not sites or all(map(_named_split, sites)):
+        whole = one or _site(source, options)
         if whole is None:
             for path in sorted(source.glob("[!.]*.[cC][sS][vV]")):
                 open_table(path, {})  # says what is wrong with it
             unread = _not_read(source)
+            if options.patient_folders is None and not unread and _holds_patients(source):
+                what = "holds folders of folders, which may be classes with a folder for each patient"
+                raise DataError(f"{source}: {what}; --patient-folders reads them so")
             raise DataError(f"{source}: {unread}; {UNREAD}") if unread else wrong_layout(source, LAYOUT)
         sites = {source.resolve().name: whole}
     else:
@@ -82,11 +92,11 @@ def read_own(source: Path, options: Options) -> ImportResult:
     told += [f"{place.name}: {lost}; {UNREAD}" for place in places if (lost := _not_read(place, taken))]
     told += [f"{place.name}: {lost}" for place in places if (lost := _left_pictures(place, samples))]
     named = [own for folder in (source, *(source / name for name in sites)) if (own := named_values(folder))]
-    if agreed := all(own == named[0] for own in named):
+    if all(own == named[0] for own in named):
         notes += ["the names of classes are those of dataset.json"] if named else []
     else:
         notes.append("the names of classes are not those of dataset.json, which differ by site")
-    return labelled(source, samples, [*told, *notes], options, PATIENTS, named[0] if agreed and named else None)
+    return labelled(source, samples, [*told, *notes], options, PATIENTS, named)
 
 
 def _is_picture(path: Path) -> bool:
@@ -119,7 +129,8 @@ def _check_sites(source: Path, counts: Mapping[str, int], options: Options) -> N
     """Raise DataError for many sites, or for some with hardly a picture, that may be patients."""
     half = sorted(counts.values())[len(counts) // 2]
     numbered = len({re.sub(r"\d+", "", name) for name in counts}) == 1
-    few = len(counts) >= _MANY and (half <= _FEW or numbered)
+    padded = len(counts) > 1 and numbered and all(map(str.isdecimal, counts)) and any(one.startswith("0") for one in counts)
+    few = padded or (len(counts) >= _MANY and (half <= _FEW or numbered))
     if options.patient_folders is None and (few or len(counts) >= _MOST) and not any(map(_SITE.search, counts)):
         names = sorted(counts)
         what = f"{len(counts)} folders, {names[0]} to {names[-1]}, half of them with at most {half} samples"
@@ -130,17 +141,23 @@ def _check_sites(source: Path, counts: Mapping[str, int], options: Options) -> N
 def _classes_with_patients(sites: Mapping[str, Site]) -> str:
     """Return why sites may be classes with folders of patients in them, "" where nothing tells so.
 
-    All have classes, which no two have in common, or which are numbers with zeros before them.
+    All have classes, which no two have in common, or which have numbers as patients have, or they are called after classes.
     """
     classes = {name: {one.label for one in found if isinstance(one.label, str)} for name, (found, _) in sites.items()}
-    if len(classes) < 2 or not all(classes.values()) or any(map(_SITE.search, classes)):
+    if not classes or not all(classes.values()) or any(map(_SITE.search, classes)) or _have_patients(sites):
         return ""
     told = "; ".join(f"{name}: {', '.join(sorted(own)[:3])}" for name, own in list(classes.items())[:2])
     every = set().union(*classes.values())
-    if sum(map(len, classes.values())) == len(every):
+    if len(classes) > 1 and sum(map(len, classes.values())) == len(every):
         return f"its folders have no class in common ({told})"
     padded = all(map(str.isdecimal, every)) and any(one.startswith("00") for one in every)
-    return f"its folders have numbers for classes ({told})" if padded else ""
+    if padded or any(map(_NUMBER.search, every)):
+        return f"its folders have numbers for classes ({told})"
+    return f"its folders are called after classes ({told})" if any(map(_DIAGNOSIS.search, classes)) else ""
+
+
+def _have_patients(sites: Mapping[str, Site]) -> bool:
+    return any(one.is_patient for found, _ in sites.values() for one in found)
 
 
 def _check_classes(source: Path, sites: Mapping[str, Site], options: Options) -> None:
@@ -154,10 +171,23 @@ def _check_classes(source: Path, sites: Mapping[str, Site], options: Options) ->
     if len(sites) > 1 and all(re.fullmatch(r"(?i)(cv[ _-]?)?fold[ _-]?\d+", name) for name in sites):
         remedy = "import each by itself and join the lists, or rename the folders if they are sites"
         raise DataError(f"{source}: {', '.join(list(sites)[:3])} are called after folds of one site's data; {remedy}")
+    if options.patient_folders and (why := _classes_with_patients(sites)):
+        what = f"{why}, and not every folder has a folder for each patient in it"
+        raise DataError(f"{source}: {what}; move every picture into the folder of a patient in the folder of its class")
+    masked = [name for name, (found, _) in sites.items() if any(isinstance(one.label, Path) for one in found)]
+    if options.patient_folders is None and not options.sites and (called := _called_after_classes(masked)):
+        what = f"{', '.join(called[:3])} are called after classes, and their pictures have masks"
+        remedy = "--sites 1 makes one site of all, --no-patient-folders a site of each"
+        raise DataError(f"{source}: {what}; write which: {remedy}")
     if options.patient_folders is None and (why := _classes_with_patients(sites)):
         what = f"{why}, so they may be classes with a folder for each patient"
         remedy = "--patient-folders reads them so, --no-patient-folders makes a site of each"
         raise DataError(f"{source}: {what}; write which: {remedy}")
+
+
+def _called_after_classes(names: Sequence[str]) -> list[str]:
+    """Return the names that classes have, [] where some folder is called as a site."""
+    return [] if any(map(_SITE.search, names)) else list(filter(_DIAGNOSIS.search, names))
 
 
 def _left_pictures(folder: Path, samples: Sequence[SourceSample]) -> str:
@@ -180,8 +210,8 @@ def _left_pictures(folder: Path, samples: Sequence[SourceSample]) -> str:
 
 def _has_below(folder: Path) -> bool:
     """Tell whether a folder has pictures in folders that are neither of images or masks nor splits."""
-    own = (one for one in folder.iterdir() if one.is_dir() and not (kind_of(one.name) or _named_split(one.name)))
-    return any(files(one, PICTURES) for one in own)
+    own = [one for one in folder.iterdir() if one.is_dir() and not kind_of(one.name)]
+    return any(_has_below(one) if _named_split(one.name) else bool(files(one, PICTURES)) for one in own)
 
 
 def _site(folder: Path, options: Options) -> Site | None:
@@ -202,19 +232,33 @@ def _site(folder: Path, options: Options) -> Site | None:
         return _of_table(table, folder, options)
     if what := lone_masks(folder):
         raise DataError(f"{folder}: holds {what}")
-    return _of_classes(folder) if classes else (_of_classes_by_patient(folder) or _of_splits(folder, options))
+    if classes:
+        return _of_classes(folder)
+    asked = options.patient_folders is True
+    by_class = None if options.patient_folders is False else _of_patients_by_class(folder, asked)
+    if by_class is not None and any(_DIAGNOSIS.search(str(one.label)) for one in by_class[0]):
+        return by_class
+    return _of_classes_by_patient(folder, asked) or _of_splits(folder, options)
 
 
 def _of_splits(folder: Path, options: Options) -> Site | None:
-    """Return what the folders of splits hold, each by names of its own, None of a folder without several. Raises DataError."""
+    """Return what the folders of splits hold, each by names of its own, None of a folder without any, or with one
+    beside other folders. Raises DataError."""
     parts = {one: split for one in sorted(folder.iterdir()) if one.is_dir() and (split := _named_split(one.name))}
-    found = [(one, _site(one, options)) for one in parts] if len(set(parts.values())) > 1 else []
+    several = len(set(parts.values())) > 1
+    whole = several or sum(one.is_dir() and not one.name.startswith(".") for one in folder.iterdir()) == len(parts)
+    found = [(one, _site(one, options)) for one in parts] if whole else []
     sites = [(one, own) for one, own in found if own is not None]
     if not found or len(sites) < len(found):
         return None
     name = folder.resolve().name
     samples = [
-        replace(one, site=name, group=one.group if one.is_patient else f"{place.name}/{one.group}", split=parts[place])
+        replace(
+            one,
+            site=name,
+            group=one.group if one.is_patient else f"{place.name}/{one.group}",
+            split=parts[place] if several else None,
+        )
         for place, (own, _) in sites
         for one in own
     ]
@@ -248,12 +292,64 @@ def _of_classes_by_patient(folder: Path, asked: bool = False) -> Site | None:
         return None
     if not patients or not all(inner and (asked or are_patients(two.name for two in inner)) for inner in patients.values()):
         return None
+    if any(
+        _DIAGNOSIS.search(three.name)
+        for inner in patients.values()
+        for two in inner
+        for three in two.iterdir()
+        if three.is_dir()
+    ):
+        return None  # a folder for each class in those of patients
     return [
         SourceSample(folder.resolve().name, check_identifier(str(two), "patient", two.name), path, one.name, is_patient=True)
         for one, inner in patients.items()
         for two in inner
         for path in files(two, PICTURES)
     ], []
+
+
+def _of_patients_by_class(folder: Path, asked: bool = False) -> Site | None:
+    """Return the pictures of folders of patients with a folder for each class in them, None of any other layout.
+
+    `asked`: the folders are patients if they have numbers and not all of those in them have.
+    """
+    patients = {one: [two for two in sorted(one.iterdir()) if two.is_dir()] for one in sorted(folder.iterdir()) if one.is_dir()}
+    patients = {one: inner for one, inner in patients.items() if not one.name.startswith(".")}
+    outer, below = [one.name for one in patients], {two.name for inner in patients.values() for two in inner}
+    numbered = all(re.search(r"\d", one) for one in outer) and not all(re.search(r"\d", one) for one in below)
+    if not (numbered and (asked or are_patients(outer))) or any(kind_of(one) or _named_split(one) for one in (*outer, *below)):
+        return None
+    found = [(one, two, path) for one, inner in patients.items() for two in inner for path in files(two, PICTURES)]
+    if not found or any(path.parent != two for _, two, path in found) or len({one for one, _, _ in found}) < len(patients):
+        return None
+    return [
+        SourceSample(folder.resolve().name, check_identifier(str(one), "patient", one.name), path, two.name, is_patient=True)
+        for one, two, path in found
+    ], []
+
+
+def _of_patients_and_classes(source: Path, sites: Mapping[str, Site]) -> Site | None:
+    """Return one site of what was read as sites and is, as the user says, of patients; None where it is of sites."""
+    if not all(isinstance(one.label, str) for found, _ in sites.values() for one in found):
+        return None
+    named = None if any(map(_SITE.search, sites)) else _of_classes_by_patient(source)
+    return (
+        named
+        or _of_patients_by_class(source, True)
+        or (_of_classes_by_patient(source, True) if _classes_with_patients(sites) else None)
+    )
+
+
+def _holds_patients(source: Path) -> bool:
+    """Tell whether --patient-folders would read a folder, or those in it, as classes with patients."""
+    below = [one for one in sorted(source.iterdir()) if one.is_dir() and not one.name.startswith(".")]
+    read = ((one, _of_classes_by_patient(one, True)) for one in (source, *below))
+    return any(
+        len({one.label for one in site[0]}) > 1
+        and all(isinstance(one.image, Path) and one.image.parent.parent.parent == place for one in site[0])
+        for place, site in read
+        if site is not None
+    )
 
 
 def _not_read(folder: Path, taken: Collection[object] = ()) -> str:

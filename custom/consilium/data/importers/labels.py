@@ -31,12 +31,12 @@ def labelled(
     notes: Sequence[str],
     options: Options,
     unknown: str = "",
-    named: Mapping[str, list[int]] | None = None,
+    named: Sequence[Mapping[str, list[int]]] = (),
 ) -> ImportResult:
     """Return samples under valid names of their sites, with the classes that their masks or names make.
 
-    Sites with classes are `beside` those with masks. `unknown`: how to name patients; `named`: classes of masks that the source
-    itself names. Raises DataError for unfit masks.
+    Sites with classes are `beside` those with masks. `unknown`: how to name patients; `named`: classes of masks that each
+    dataset.json of the source names. Raises DataError for unfit masks.
     """
     chosen = {} if options.sites else options.rename  # else a name of the sites that patients are dealt out to
     names = renamed_sites({one.site for one in samples}, source, chosen=chosen)
@@ -60,7 +60,7 @@ def labelled(
     apart = [f"a job has masks or classes: {where}"]
     beside = _result_by_class_name(classed, apart) if classed else None
     masks = [_united(one, number) for number, one in enumerate(masks)]
-    return ImportResult(masks, _classes(source, values, named or {}), [*notes, *(apart if beside else [])], beside)
+    return ImportResult(masks, _classes(source, values, named), [*notes, *(apart if beside else [])], beside)
 
 
 def _of_two_splits(samples: Sequence[SourceSample]) -> list[str]:
@@ -83,26 +83,27 @@ def named_values(folder: Path) -> dict[str, list[int]]:
     labels = raw.get("labels") if isinstance(raw, dict) else None
     found = dict[str, list[int]]()
     for key, value in labels.items() if isinstance(labels, dict) else ():
-        name, values = (value, key) if isinstance(value, str) else (key, value)
+        name, values = (value, key) if isinstance(value, str) and key.isdecimal() else (key, value)
         numbers = [str(one) for one in (values if isinstance(values, list) else [values])]
         if any(one != "0" for one in numbers) and all(map(str.isdecimal, numbers)):
             found[name] = [*found.get(name, []), *map(int, numbers)]
     return found
 
 
-def _classes(source: Path, values: Mapping[str, set[int]], named: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Return the classes of masks, by the names that their source has for them, and by numbers for others.
+def _classes(source: Path, values: Mapping[str, set[int]], by_file: Sequence[Mapping[str, list[int]]]) -> dict[str, list[int]]:
+    """Return the classes of masks, by the names that all files of their source agree on, and by numbers for others.
 
     Raises DataError where masks have nnU-Net's value for pixels that no loss counts: here every pixel counts.
     """
     every = set().union(*values.values()) - {0}
-    ignored = {value for name, own in named.items() if name.casefold() == "ignore" for value in own}
+    ignored = {value for one in by_file for name, own in one.items() if name.strip().casefold() == "ignore" for value in own}
     if there := sorted(ignored & every):
         what = f"dataset.json calls {there[0]} 'ignore', pixels that no loss counts, and masks have it; here every pixel counts"
         raise DataError(
             f"{source}: {what}; draw these pixels, set them to 0, or give the value another name in dataset.json to learn it"
         )
-    named = {name: own for name, own in named.items() if ignored.isdisjoint(own)}
+    agreed = by_file[0] if by_file and all(one == by_file[0] for one in by_file) else {}
+    named = {name: own for name, own in agreed.items() if ignored.isdisjoint(own)}
     lost = every - {value for own in named.values() for value in own}
     if not named or (lost and one_class(values.values())):
         found = classes_for(values.values())

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,7 +18,7 @@ from xml.etree import ElementTree
 from consilium.core.errors import DataError
 from consilium.data.importers.base import Importer, ImportResult, Options, TextRecord, files, wrong_layout
 from consilium.data.patients import linked
-from consilium.data.safe_open import check_file, check_line, parse_json, read_text, text_lines
+from consilium.data.safe_open import MOST_CHARACTERS, check_file, check_line, parse_json, read_text, text_lines
 from consilium.data.site_names import slug
 
 REMEDY = "give the publisher's file"
@@ -107,10 +108,12 @@ def _read_records(path: Path, fields: Mapping[str, type]) -> list[Record]:
 
 
 def _is_lines(path: Path, fields: Iterable[str]) -> bool:
-    """Tell whether a .json file has a record a line, as MedMCQA's have: its first line is one."""
-    first = next((line.strip() for line in text_lines(path, REMEDY) if line.strip()), "")
-    if not (first.startswith("{") and first.endswith("}")):
+    """Tell whether a .json file has a record a line, as MedMCQA's have: its first line is one, or one of several."""
+    first, *more = islice((line.strip() for line in text_lines(path, REMEDY) if line.strip()), 2) or [""]
+    if not (first.startswith("{") and (first.endswith("}") or len(first) > MOST_CHARACTERS)):
         return False
+    if more:
+        return True
     found = parse_json(f"{path}:1", first, REMEDY)
     return isinstance(found, dict) and set(fields) <= found.keys()
 
@@ -141,6 +144,8 @@ def _task(instruction: str, output: str, text: str = "") -> Record:
 
 def _choice(where: str, task: str, text: str, options: Sequence[Any], label: str, first: int | None) -> Record:
     """Return a record whose answer is a letter; `label` counts the options from `first`, or is a letter. Raises DataError."""
+    if odd := [option for option in options if not isinstance(option, str)]:
+        raise DataError(f"{where}: {text[:60]!r}: expected options that are texts; found {repr(odd[0])[:60]}; {REMEDY}")
     letters = [chr(ord("A") + index) for index in range(len(options))]
     known = letters if first is None else [str(first + index) for index in range(len(options))]
     if label not in known:
@@ -209,6 +214,8 @@ MMLU_SUBJECTS = (
 MMLU_SPLITS = {"dev": "training", "val": "validation", "test": "test"}
 FEW = "the publisher's five development questions of each subject are the training split"
 PUBMEDQA = ("yes", "no", "maybe")
+TRUTH = "test_ground_truth.json"
+"""Of PubMedQA: the answers of its test split by PubMed number."""
 
 
 def _medmcqa(where: str, raw: Record, label: str) -> tuple[str, Record]:
@@ -238,21 +245,31 @@ def read_pubmedqa(source: Path, options: Options) -> ImportResult:
     Those that test_ground_truth.json names are the test split, without this file it is cut as for other sets.
     """
     path, tests = find(source, ["ori_pqal.json"], PUBMEDQA_LAYOUT), dict[str, Any]()
-    for found in files(source, ["test_ground_truth.json"])[:1]:
-        tests = _map(found)
+    raws = _map(path)
+    if files(source, [TRUTH]):
+        tests = _map(truth := find(source, [TRUTH], PUBMEDQA_LAYOUT))
+        for number, answer in tests.items():
+            own = raws.get(number)
+            if not (isinstance(own, dict) and own.get("final_decision") == answer):
+                there = f"expected the final_decision of {number} in {path.name}"
+                raise DataError(f"{truth}: {there}; found {repr(answer)[:40]}; give both files of one release")
     lines = list[TextRecord]()
-    for number, raw in _map(path).items():
+    for number, raw in raws.items():
         where = f"{path}: {number}"
-        fits = isinstance(raw, dict) and isinstance(raw.get("QUESTION"), str) and isinstance(raw.get("CONTEXTS"), list)
+        fits = isinstance(raw, dict) and isinstance(raw.get("QUESTION"), str) and _are_texts(raw.get("CONTEXTS"))
         if not (fits and raw.get("final_decision") in PUBMEDQA):
             what = "expected QUESTION, CONTEXTS and a final_decision of yes, no or maybe"
             raise DataError(f"{where}: {what}; found {repr(raw)[:120]}; {REMEDY}")
         asked = "Read the abstract and answer the question about it with yes, no or maybe."
-        text = "\n".join([*map(str, raw["CONTEXTS"]), "", f"Question: {raw['QUESTION']}"])
+        text = "\n".join([*raw["CONTEXTS"], "", f"Question: {raw['QUESTION']}"])
         record = _task(asked, raw["final_decision"], text) | {"labels": list(PUBMEDQA)}
         lines.append(TextRecord("pubmedqa", number, record, "test" if number in tests else None))
     notes = [] if tests else ["there is no test_ground_truth.json: the test split is not the publisher's"]
     return ImportResult(one_split_per_prompt(lines), None, notes)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def _map(path: Path) -> Record:
@@ -267,7 +284,7 @@ def read_mmlu(source: Path, options: Options) -> ImportResult:
     lines = list[TextRecord]()
     for subject in MMLU_SUBJECTS:
         for part, split in MMLU_SPLITS.items():
-            path = find(source, [f"{subject}_{part}.csv"], MMLU_LAYOUT)
+            path = find(source, [name := f"{subject}_{part}.csv"], f"{name}, of {MMLU_LAYOUT}")
             reader = csv.reader(text_lines(path, REMEDY, newline=""))
             try:
                 rows = [(reader.line_num, row) for row in reader if row]

@@ -101,6 +101,7 @@ def read_texts(source: Path, options: Options) -> ImportResult:
         raise DataError(
             f"{source}: no line has a {wanted['text']} and a {wanted['label']}; give a line per text, with its label"
         )
+    _check_labels(source, wanted["label"], counts := Counter(row["label"] for row in kept))
     found, sites = list[TextRecord](), dict[str, str]()
     for row in kept:
         where = f"{source}: line {row['line']}"
@@ -117,7 +118,7 @@ def read_texts(source: Path, options: Options) -> ImportResult:
     lost = len(every) - len(kept)
     notes = [f"{lost} of {len(every)} lines without text or label are left out"] if lost else []
     alone = [] if wanted["site"] else [ONE.replace("datalist.json", "folder")]
-    return ImportResult(found, sorted({row["label"] for row in kept}), [*notes, *alone])
+    return ImportResult(found, sorted(counts), [*notes, *alone, *(f"{kind}: {line}" for kind, line in doubts(counts))])
 
 
 def find_table(folder: Path) -> Table | None:
@@ -157,7 +158,7 @@ def open_table(source: Path, columns: Mapping[str, str]) -> Table:
         what = f"column {named['label']!r} is empty" if rows else "has no line below its headings"
         raise DataError(f"{source}: {what}; give a line per picture, with its label")
     if not has_masks:
-        _check_classes(source, named["label"], kept)
+        _check_labels(source, named["label"], Counter(row.values["label"] for row in kept))
     return Table(source, kept, has_masks, notes)
 
 
@@ -281,9 +282,9 @@ def _is_path(source: Path, cell: str) -> bool:
     return cell.lower().endswith(PICTURES) or (bool(re.search(r"[/\\]", cell)) and _picture(source.parent, cell) is not None)
 
 
-def _check_classes(source: Path, column: str, rows: Sequence[Row]) -> None:
-    """Raise DataError where no class has two pictures."""
-    for kind, line in doubts(Counter(row.values["label"] for row in rows)):
+def _check_labels(source: Path, column: str, counts: Mapping[str, int]) -> None:
+    """Raise DataError where no class has two samples."""
+    for kind, line in doubts(counts):
         if kind == EACH_ITS_OWN:
             raise DataError(
                 f"{source}: column {column!r} has {kind}, {line}; name the column of classes by --column label=NAME"

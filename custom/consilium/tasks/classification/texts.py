@@ -48,7 +48,8 @@ class TextSamples:
         """
         try:
             with plain_failure():
-                return list(self._tokenizer(words_of(text), split_special_tokens=True, verbose=False).input_ids)
+                found = list(self._tokenizer(words_of(text), split_special_tokens=True, verbose=False).input_ids)
+                return found or [self._tokenizer.unk_token_id or 0]  # an encoder of no token gives no number
         except CheckpointError:
             if not quiet:
                 raise
