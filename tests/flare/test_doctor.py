@@ -29,22 +29,6 @@ from tests.deployment.relayed import RELAY, provision_relayed
 from tests.privacy.test_ledger import RECORD, old_ledger
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the kits of a server on this machine and one site."""
-    folder, port = tmp_path_factory.mktemp("kits"), free_port()
-    server = {"name": "localhost", "org": "hub", "port": port, "state": str(folder / "state")}
-    admins = [{"name": "a@hub.example", "org": "hub", "role": "lead"}]
-    raw = {"name": "test", "server": server, "sites": [{"name": "clinic", "org": "clinic"}], "admins": admins}
-    (folder / "sites.yml").write_text(yaml.safe_dump(raw))
-    return provision(folder / "sites.yml", folder)
-
-
-@pytest.fixture
-def kit(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made / "clinic", tmp_path / "clinic", symlinks=True))
-
-
 @pytest.fixture
 def server(made: Path) -> Iterator[None]:
     """Answer one TLS connection as the server of the kits would."""

@@ -7,7 +7,6 @@ import stat
 from pathlib import Path
 
 import pytest
-import yaml
 
 from consilium.core.errors import ConfigError
 from consilium.flare.kit import key_lock
@@ -15,26 +14,10 @@ from consilium.flare.kit.certificates import check_time
 from consilium.flare.kit.doctor import examine
 from consilium.flare.kit.kit_files import LOCKED
 from consilium.flare.kit.kit_hardening import is_as_signed
-from consilium.flare.kit.provision import provision
 from consilium.flare.kit.renewal import renew, update_kit
 from tests.conftest import run
 
 PASSPHRASE = "five words of a telephone call"
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kits")
-    server = {"name": "localhost", "org": "hub", "port": 9, "state": str(folder / "state")}
-    people = [{"name": "a@hub.example", "org": "hub", "role": "lead"}]
-    raw = {"name": "t", "server": server, "sites": [{"name": "clinic", "org": "clinic"}], "admins": people}
-    (folder / "sites.yml").write_text(yaml.safe_dump(raw))
-    return provision(folder / "sites.yml", folder)
-
-
-@pytest.fixture
-def kit(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made / "clinic", tmp_path / "clinic", symlinks=True))
 
 
 @pytest.fixture

@@ -280,6 +280,8 @@ def test_each_alert_fires_at_its_bound_and_not_before(
         check("SiteUnwell", server, *(['{site="a"}'] if full else []))
     attend(server, a={"health": HEALTH | {"data_readable": False}}, b={})
     check("SiteUnwell", server, '{site="a"}')
+    attend(server, a={"health": HEALTH | {"data_readable": False}, "here": False})
+    check("SiteUnwell", server)  # what it said last is no news once it is gone
     check("SiteRefused", server)
     attend(server, b={"cause": "revoked", "here": False})
     check("SiteRefused", server, '{site="b",cause="revoked"}')

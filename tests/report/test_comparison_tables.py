@@ -11,6 +11,7 @@ import pytest
 
 from consilium.core.messages import Stage
 from consilium.report.compare.comparability import grouped
+from consilium.report.compare.published import published_for, published_table, read_published
 from consilium.report.compare.scores import scores_of
 from consilium.report.compare.tables import (
     as_csv,
@@ -18,9 +19,6 @@ from consilium.report.compare.tables import (
     correlations_over_runs,
     cost_table,
     diagnostics_table,
-    published_for,
-    published_table,
-    read_published,
     records,
     scores_table,
     trained_set,

@@ -20,7 +20,8 @@ from consilium.report.best_worst_cases import CASES
 from consilium.report.compare import Test
 from consilium.report.compare.comparability import Group, MissingRun, grouped, mixed, renamed
 from consilium.report.compare.figures import COLUMN, PAGE, draw
-from consilium.report.compare.tables import Published, as_csv, as_json, comparison_tables, method_of, read_published
+from consilium.report.compare.published import Published, method_of, read_published
+from consilium.report.compare.tables import as_csv, as_json, comparison_tables
 from consilium.report.page.run_page import run_page, site_folder, site_page, study_page
 from consilium.report.plain_files import subfolders
 from consilium.report.run_record import CELLS, RunRecord, check_names, read_finished, read_run, study_cells

@@ -101,5 +101,5 @@ def _print_sites(summary: dict[str, Any], dest: Path) -> None:
         typer.echo(f"note: {shown(note, 1000)}")
     if summary["classes"] is not None:
         typer.echo(f"task.classes: {json.dumps(summary['classes'])}")
-    files = "JSONL files" if any(dest.glob("*/training.jsonl")) else "datalist.json"
+    files = "JSONL files" if any(dest.glob("*/*.jsonl")) else "datalist.json"
     typer.echo(f"{dest}: a folder with {files} per site, and import.json")

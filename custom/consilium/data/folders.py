@@ -103,13 +103,14 @@ def read_folders(folder: Path) -> Iterator[tuple[str, Path, str]]:
 
 def _class_folders(folder: Path) -> list[tuple[str, Path]]:
     """Return (split, class folder); beside split folders anything else is not a class."""
-    splits = [(split, one) for one in _subfolders(folder) if (split := split_of(one.name))]
+    splits = [(split, one) for one in subfolders(folder) if (split := split_of(one.name))]
     if splits:
-        return [(split, one) for split, parent in splits for one in _subfolders(parent)]
-    return [("training", one) for one in _subfolders(folder)]
+        return [(split, one) for split, parent in splits for one in subfolders(parent)]
+    return [("training", one) for one in subfolders(folder)]
 
 
-def _subfolders(folder: Path) -> list[Path]:
+def subfolders(folder: Path) -> list[Path]:
+    """Return the folders in a folder by name, without hidden ones."""
     return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 

@@ -94,6 +94,11 @@ class Cut(NamedTuple):
     axis: int
 
 
+def before_head(model: Any) -> Cut:
+    """Return the cut of a classifier before its `head`, after `pooled`, whose features are (N, F)."""
+    return Cut(model.pooled, model.head.in_features, -1)
+
+
 class Saved(Protocol):
     """Writes a model without an adapter in its publishers' layout; returns a page in Markdown that says how to load it.
 

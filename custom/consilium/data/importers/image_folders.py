@@ -10,7 +10,7 @@ from pathlib import Path
 
 from consilium.core.errors import DataError
 from consilium.data.file_kinds import PICTURES, is_dicom
-from consilium.data.folders import UNREAD, are_patients, has_folders, lone_masks, read_folders, split_of
+from consilium.data.folders import UNREAD, are_patients, has_folders, lone_masks, read_folders, split_of, subfolders
 from consilium.data.identifiers import check_identifier
 from consilium.data.importers.base import (
     Importer,
@@ -57,7 +57,7 @@ def read_own(source: Path, options: Options) -> ImportResult:
 
     Raises DataError for another layout, a picture without a mask, sizes that differ, and masks that are not label pictures.
     """
-    below = sorted(one for one in source.iterdir() if one.is_dir() and not one.name.startswith("."))
+    below = subfolders(source)
     roles = {kind_of(one.name) for one in below} | {"image" for one in source.iterdir() if _is_picture(one)}
     plain = [one for one in below if kind_of(one.name) is None and any(map(_is_picture, one.iterdir()))]
     one_site = roles >= {"image", "mask"} or ("mask" in roles and bool(plain)) or _of_patients(below, options)
@@ -210,7 +210,7 @@ def _left_pictures(folder: Path, samples: Sequence[SourceSample]) -> str:
 
 def _has_below(folder: Path) -> bool:
     """Tell whether a folder has pictures in folders that are neither of images or masks nor splits."""
-    own = [one for one in folder.iterdir() if one.is_dir() and not kind_of(one.name)]
+    own = [one for one in subfolders(folder) if not kind_of(one.name)]
     return any(_has_below(one) if _named_split(one.name) else bool(files(one, PICTURES)) for one in own)
 
 
@@ -244,9 +244,9 @@ def _site(folder: Path, options: Options) -> Site | None:
 def _of_splits(folder: Path, options: Options) -> Site | None:
     """Return what the folders of splits hold, each by names of its own, None of a folder without any, or with one
     beside other folders. Raises DataError."""
-    parts = {one: split for one in sorted(folder.iterdir()) if one.is_dir() and (split := _named_split(one.name))}
+    parts = {one: split for one in subfolders(folder) if (split := _named_split(one.name))}
     several = len(set(parts.values())) > 1
-    whole = several or sum(one.is_dir() and not one.name.startswith(".") for one in folder.iterdir()) == len(parts)
+    whole = several or len(subfolders(folder)) == len(parts)
     found = [(one, _site(one, options)) for one in parts] if whole else []
     sites = [(one, own) for one, own in found if own is not None]
     if not found or len(sites) < len(found):
@@ -286,24 +286,18 @@ def _of_classes_by_patient(folder: Path, asked: bool = False) -> Site | None:
 
     `asked`: the folders in them are patients whatever their names.
     """
-    patients = {one: [two for two in sorted(one.iterdir()) if two.is_dir()] for one in sorted(folder.iterdir()) if one.is_dir()}
-    patients = {one: inner for one, inner in patients.items() if not one.name.startswith(".")}
-    if asked and any(kind_of(one.name) or _named_split(one.name) for own in patients.items() for one in (own[0], *own[1])):
+    classes = {one: subfolders(one) for one in subfolders(folder)}
+    if asked and any(kind_of(one.name) or _named_split(one.name) for own in classes.items() for one in (own[0], *own[1])):
         return None
-    if not patients or not all(inner and (asked or are_patients(two.name for two in inner)) for inner in patients.values()):
+    if not classes or not all(own and (asked or are_patients(two.name for two in own)) for own in classes.values()):
         return None
-    if any(
-        _DIAGNOSIS.search(three.name)
-        for inner in patients.values()
-        for two in inner
-        for three in two.iterdir()
-        if three.is_dir()
-    ):
+    below = (three.name for own in classes.values() for two in own for three in subfolders(two))
+    if any(map(_DIAGNOSIS.search, below)):
         return None  # a folder for each class in those of patients
     return [
         SourceSample(folder.resolve().name, check_identifier(str(two), "patient", two.name), path, one.name, is_patient=True)
-        for one, inner in patients.items()
-        for two in inner
+        for one, own in classes.items()
+        for two in own
         for path in files(two, PICTURES)
     ], []
 
@@ -313,8 +307,7 @@ def _of_patients_by_class(folder: Path, asked: bool = False) -> Site | None:
 
     `asked`: the folders are patients if they have numbers and not all of those in them have.
     """
-    patients = {one: [two for two in sorted(one.iterdir()) if two.is_dir()] for one in sorted(folder.iterdir()) if one.is_dir()}
-    patients = {one: inner for one, inner in patients.items() if not one.name.startswith(".")}
+    patients = {one: subfolders(one) for one in subfolders(folder)}
     outer, below = [one.name for one in patients], {two.name for inner in patients.values() for two in inner}
     numbered = all(re.search(r"\d", one) for one in outer) and not all(re.search(r"\d", one) for one in below)
     if not (numbered and (asked or are_patients(outer))) or any(kind_of(one) or _named_split(one) for one in (*outer, *below)):
@@ -342,8 +335,7 @@ def _of_patients_and_classes(source: Path, sites: Mapping[str, Site]) -> Site | 
 
 def _holds_patients(source: Path) -> bool:
     """Tell whether --patient-folders would read a folder, or those in it, as classes with patients."""
-    below = [one for one in sorted(source.iterdir()) if one.is_dir() and not one.name.startswith(".")]
-    read = ((one, _of_classes_by_patient(one, True)) for one in (source, *below))
+    read = ((one, _of_classes_by_patient(one, True)) for one in (source, *subfolders(source)))
     return any(
         len({one.label for one in site[0]}) > 1
         and all(isinstance(one.image, Path) and one.image.parent.parent.parent == place for one in site[0])

@@ -103,8 +103,8 @@ def _server(kit: Path, state: Path) -> Iterator[Sample]:
 
 
 def _attendance(name: str, one: dict[str, Any]) -> Iterator[Sample]:
-    """Yield what a site's last heartbeat said; see health.py for what it says with its leave only."""
-    of, health = {"site": name}, one.get("health", {})
+    """Yield what a site's last heartbeat said, and its health (see health.py) while it is there."""
+    of, health = {"site": name}, one.get("health", {}) if one.get("here") else {}
     if one.get("cause"):
         yield Sample("refused", 1, of | {"cause": one["cause"]})
     yield Sample("site_last_heartbeat_timestamp_seconds", one["last_seen"], of)

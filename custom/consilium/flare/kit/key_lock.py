@@ -42,8 +42,8 @@ def in_clear(kit: Path) -> list[Path]:
 def lock(kit: Path, passphrase: str | None = None) -> None:
     """Put the keys of a kit that does not run under a passphrase; a locked kit is closed, and needs none.
 
-    A locked kit with keys in clear, such as after an interrupted lock, needs its passphrase: without it nobody can tell that
-    these keys are in the file too. Raises ConfigError for a kit that runs, for none, for one without a key or with keys
+    A locked kit with keys in clear, such as after an interrupted lock, needs its passphrase, which shows whether the file holds
+    these keys too. Raises ConfigError for a kit that runs, for none, for one without a key or with keys
     elsewhere, for a short passphrase, and for other keys than the locked ones.
     """
     certificate(kit)

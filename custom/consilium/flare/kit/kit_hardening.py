@@ -29,7 +29,7 @@ UNLOCK = f"""  if [ -f "$DIR/../{LOCKED}" ]; then
     python3 -P -c 'from consilium.cli.main import main; main()' unlock "$DIR/.." || exit 1
   fi
 """
-"""In start.sh, before it goes to the background, where nobody can be asked."""
+"""Asks for the passphrase in start.sh, before the script goes to the background and loses the terminal."""
 PYTHON, SAFE_PYTHON = "python3 -m", "python3 -P -m"
 
 

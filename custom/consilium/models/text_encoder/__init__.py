@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from consilium.core.registry import lazy
 from consilium.models.architecture import FolderConfig, named_sets
-from consilium.models.registry import Cut, ModelKind
+from consilium.models.registry import ModelKind, before_head
 
 PAD = -1
 """In the place of a token's number, where a text has ended."""
@@ -34,11 +34,6 @@ class TextEncoderConfig(FolderConfig):
         return value and {key: 0.0 if "drop" in key and one else one for key, one in value.items()}
 
 
-def _cut(model: Any) -> Cut:
-    """Return the point of the model before the classifier's head. Its features are (N, F)."""
-    return Cut(model.pooled, model.head.in_features, -1)
-
-
 _NETWORK = "consilium.models.text_encoder.network"
 TEXT_ENCODER = ModelKind(
     TextEncoderConfig,
@@ -46,7 +41,7 @@ TEXT_ENCODER = ModelKind(
     lazy(f"{_NETWORK}:build"),
     named_sets(),
     lazy(f"{_NETWORK}:tokenizer_of"),
-    _cut,
+    before_head,
     lazy(f"{_NETWORK}:save"),
     head_apart=True,
 )

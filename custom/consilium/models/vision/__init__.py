@@ -1,12 +1,12 @@
 """Vision encoders of `transformers` by local folder, with a trained head, for classification."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from consilium.core.registry import lazy
 from consilium.models.architecture import PictureFolderConfig, named_sets
-from consilium.models.registry import Cut, ModelKind
+from consilium.models.registry import ModelKind, before_head
 
 
 class VisionConfig(PictureFolderConfig):
@@ -38,18 +38,13 @@ class VisionConfig(PictureFolderConfig):
         return value
 
 
-def _cut(model: Any) -> Cut:
-    """Return the point of the model before the classifier's head. Its features are (N, F)."""
-    return Cut(model.pooled, model.head.in_features, -1)
-
-
 _NETWORK = "consilium.models.vision.network"
 VISION = ModelKind(
     VisionConfig,
     "classification",
     lazy(f"{_NETWORK}:build"),
     named_sets(),
-    cut=_cut,
+    cut=before_head,
     save=lazy(f"{_NETWORK}:save"),
     head_apart=True,
 )

@@ -6,12 +6,12 @@ line style go with each, so that a print without colours will do.
 
 import io
 import math
-import statistics
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -224,7 +224,7 @@ def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
     if not drawn:
         return "no run validated this model at all sites in two rounds"
     rounds = {method: list(next(iter(found[method].values()))) for method in drawn}
-    means = {method: [_mean(seeds[r] for seeds in found[method].values()) for r in rounds[method]] for method in drawn}
+    means = {method: [fmean(seeds[r] for seeds in found[method].values()) for r in rounds[method]] for method in drawn}
     panels = [drawn[i : i + CURVES] for i in range(0, len(drawn), CURVES)]
     columns = min(1 if width <= COLUMN else 3, len(panels))
     down = -(-len(panels) // columns)
@@ -262,10 +262,6 @@ def _curve(scores: GroupScores, method: str) -> dict[str, Curve]:
     whole = {seed: one for (name, seed), one in curves.items() if name == method and one and set(one) == sites}
     rounds = sorted(set.intersection(*(set(curve) for one in whole.values() for curve in one.values()))) if whole else []
     return {seed: {r: math.fsum(c[r] for c in one.values()) / len(sites) for r in rounds} for seed, one in whole.items()}
-
-
-def _mean(values: Iterable[float]) -> float:
-    return statistics.fmean(values)
 
 
 def _is_number(text: str) -> bool:
@@ -332,7 +328,7 @@ def draw_lines(plot: Any, found: Mapping[str, Mapping[str, Sequence[float]]]) ->
         look = style(index)
         if name in across:
             (values,) = line.values()
-            plot.axhline(_mean(values), color=look["color"], linestyle="--", linewidth=1.2, label=plain(name))
+            plot.axhline(fmean(values), color=look["color"], linestyle="--", linewidth=1.2, label=plain(name))
             continue
         points = {order.index(value): line[value] for value in order if value in line}
         _errorbar(plot, list(points), list(points.values()), label=plain(name), linewidth=1.2, **look)
@@ -341,7 +337,7 @@ def draw_lines(plot: Any, found: Mapping[str, Mapping[str, Sequence[float]]]) ->
 
 def _errorbar(plot: Any, places: Sequence[float], values: Sequence[Sequence[float]], **look: Any) -> None:
     """Draw means with bars from the lowest to the highest seed."""
-    means = list(map(_mean, values))
+    means = list(map(fmean, values))
     ends = [[mean - min(one), max(one) - mean] for mean, one in zip(means, values, strict=True)]
     plot.plot(places, means, **look)
     plot.errorbar(places, means, yerr=np.transpose(ends), capsize=2, fmt="none", ecolor=look["color"], elinewidth=0.8)
@@ -408,7 +404,7 @@ def _scatter(scores: GroupScores, width: float, measure: Callable[[RunRecord], f
         sizes = [measure(scores.group.runs[method, seed]) for seed in scores.whole_seeds(method)]
         there = [size for size in sizes if size is not None]
         if there and len(there) == len(sizes):
-            points[method] = _mean(there), scores.means(method)
+            points[method] = fmean(there), scores.means(method)
     if not any(x > 0 for x, _ in points.values()):
         return why
     figure = Figure(figsize=(width, 2.3 + _rows_of_legend(scores.methods, width)), layout="constrained")
@@ -419,7 +415,7 @@ def _scatter(scores: GroupScores, width: float, measure: Callable[[RunRecord], f
             _errorbar(axis, [x], [values], **look, markersize=4.5, linewidth=0.8, label=plain(method))
         else:
             text = plain(f"{method} (no place on this scale)")
-            axis.axhline(_mean(values), color=look["color"], linestyle="--", linewidth=1, label=text)
+            axis.axhline(fmean(values), color=look["color"], linestyle="--", linewidth=1, label=text)
     for method in (method for method in scores.methods if method not in points):
         reason = "not known" if scores.means(method) else "see what is missing"
         axis.plot([], [], linestyle="", label=plain(f"{method} (not drawn: {reason})"))

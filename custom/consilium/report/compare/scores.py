@@ -300,3 +300,9 @@ def holm(ps: Sequence[float]) -> list[float]:
         highest = max(highest, min(1.0, ps[index] * (len(ps) - place)))
         found[index] = highest
     return found
+
+
+def series(runs: Sequence[RunRecord], what: str) -> list[list[float]]:
+    """Return a diagnostic's values in the order of rounds, of each run that has any."""
+    found = [[values[what] for _, values in sorted(run.diagnostics.items()) if what in values] for run in runs]
+    return [one for one in found if one]

@@ -1,0 +1,84 @@
+"""Numbers that a paper printed, or a study holds its own against. They stand beside measured ones, in no mean or test."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from consilium.report.compare import DIAGNOSED, HELD_OUT
+from consilium.report.compare.comparability import Group
+from consilium.report.compare.scores import GroupScores, mean, scores_of, series
+from consilium.report.tables import Column, Table, difference, number
+
+SITE = "site"
+"""The label of a number that was printed for one site."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One printed number: of the cells that have these labels, and of one site where there is one; else the mean.
+
+    `floor`: how it is reached without learning what the study is about, in words; it is of no method then.
+    """
+
+    labels: Mapping[str, str]
+    metric: str
+    value: float
+    site: str = ""
+    floor: str = ""
+
+
+def read_published(
+    rows: Sequence[Mapping[str, str | float]], axes: Sequence[str], floor: Mapping[str, str | float] | None = None
+) -> list[Published]:
+    """Return the numbers of a study's rows of labels and metrics, and of its floor, if there is one."""
+    found = []
+    for row in rows:
+        labels = {axis: str(row[axis]) for axis in axes if axis in row}
+        numbers = {k: v for k, v in row.items() if k not in labels and isinstance(v, int | float)}
+        found += [Published(labels, metric, float(value), str(row.get(SITE, ""))) for metric, value in numbers.items()]
+    values = {name: float(value) for name, value in (floor or {}).items() if not isinstance(value, str)}
+    return found + [Published({}, metric, value, floor=str((floor or {})["about"])) for metric, value in values.items()]
+
+
+def method_of(number: Published, group: Group) -> str | None:
+    """Return the method of a group that a number is about: the only one whose cells have its labels; None where none is."""
+    wanted = number.labels.items()
+    methods = {method for (method, _), run in group.runs.items() if not number.floor and wanted <= dict(run.labels).items()}
+    return methods.pop() if len(methods) == 1 else None
+
+
+def published_for(numbers: Sequence[Published], group: Group, method: str, metric: str) -> float | None:
+    """Return the number printed as a method's mean over sites; None for none."""
+    fitting = [one for one in numbers if one.metric == metric and not one.site and method_of(one, group) == method]
+    return fitting[-1].value if fitting else None
+
+
+def published_table(scores: GroupScores, numbers: Sequence[Published]) -> list[Table]:
+    """Return a row per printed number that is not a method's mean by this table's metric; none where there is none."""
+    rows = []
+    for one in numbers:
+        method = method_of(one, scores.group)
+        if method is None or (one.metric == scores.metric and not one.site):
+            continue
+        runs = scores.group.of(method)
+        if one.metric in DIAGNOSED:
+            values = [] if one.site else [values[-1] for values in series(runs, DIAGNOSED[one.metric])]
+        elif one.metric.startswith(HELD_OUT):
+            held_out = (run.held_out(one.metric.removeprefix(HELD_OUT)) for run in runs)
+            values = [value for value in held_out if value is not None]
+        else:
+            other = scores_of(scores.group, scores.stage, one.metric)
+            values = other.at(method, one.site) if one.site else other.means(method)
+        ours = mean(values)
+        gap = "-" if ours is None else difference(ours - one.value)
+        rows.append([method, one.site or "mean", one.metric, number(ours), number(one.value), gap])
+    columns = [Column("method", right=False), Column("site", 1, False), Column("metric", 1, False)]
+    columns += [Column("measured here"), Column("published"), Column("difference")]
+    notes = ["published: the paper's own number, not measured here"]
+    told = [row[2] for row in rows]
+    notes += [f"{', '.join(last)}: ours is the last round's"] if (last := [n for n in DIAGNOSED if n in told]) else []
+    outside = any(one.startswith(HELD_OUT) for one in told)
+    notes += [f"{HELD_OUT}: sites not asked to train, before the last round"] if outside else []
+    grid = scores.group.first.scores.grid
+    notes += [f"measured here on the {grid}"] if grid else []
+    title = scores.group.titled(f"Other published numbers beside ours, {scores.stage} model")
+    return [Table(title, columns, rows, notes)] if rows else []
