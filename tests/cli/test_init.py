@@ -41,6 +41,11 @@ def test_studies_of_the_package_are_found_from_any_folder(
     assert run(monkeypatch, "study", *words) == 0
 
 
+def test_a_misspelt_job_is_told_its_neighbour(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "cost", ROOT / "jobs/quickstart_cell") == 2
+    assert "(did you mean 'quickstart_cells'?)" in capsys.readouterr().err
+
+
 def test_init_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").write_text("x")
     for folder in (tmp_path, tmp_path / "mine"):

@@ -33,7 +33,7 @@ from consilium.config.sections import (
 )
 from consilium.core.errors import ConfigError
 from consilium.core.registry import NO_PLUGINS, KindField, Plugins
-from consilium.core.schema import SMALLEST_NOISE, Name, Section, read_yaml, validate
+from consilium.core.schema import SMALLEST_NOISE, Name, Section, nearest, read_yaml, validate
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.models.architecture import refuse_adapter
 from consilium.models.registry import MODELS, ModelConfig
@@ -307,5 +307,6 @@ def job_file(path: Path) -> Path:
     found = next((c for c in candidates if c.is_file()), None)
     if found is None:
         remedy = "`consilium init FOLDER` writes those of the package into FOLDER/jobs"
-        raise ConfigError(f"{path}: no job.yaml there; give a job folder or a job.yaml; {remedy}")
+        near = nearest(path.name, [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else [])
+        raise ConfigError(f"{path}: no job.yaml there{near}; give a job folder or a job.yaml; {remedy}")
     return found
