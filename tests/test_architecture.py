@@ -11,7 +11,7 @@ from consilium.strategies.registry import STRATEGIES
 PACKAGE = Path(__file__).parents[1] / "custom" / "consilium"
 FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER = (
-    "core", "data", "models", "tasks", "adapters", "strategies", "config", "privacy", "training", "report", "federation",
+    "core", "data", "models", "adapters", "tasks", "strategies", "config", "privacy", "training", "report", "federation",
     "estimates", "client", "server", "runtime", "use", "study", "flare", "cli",
 )  # fmt: skip
 """Each room may import those before it."""

@@ -72,7 +72,6 @@ def test_every_form_says_the_same(
         ({"question": "a", "answer": "b", "choices": ["b", "c"]}, "choices: .* would change"),
         ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history: .* would change"),
         ({"instruction": "a", "output": "b", "completion": "c"}, "has 'prompt'|has 'completion' and 'instruction'"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "chosen: 'b' would change"),
         ({"prompt": "a"}, 'needs a "completion"'),
         ({"prompt": "a", "completion": " "}, "completion: an empty answer"),
         ({"prompt": "a", "completion": [TELL]}, "one is a text and one a list of messages"),
@@ -138,3 +137,46 @@ def test_text_and_label_are_a_form_and_nothing_in_records_of_another(tmp_path: P
     found = read_texts(tmp_path).splits
     assert [(text.prompt_words, text.label) for text in found["training"]] == [("Fluid.", "effusion"), ("Clear.", "1")]
     assert [(text.prompt_words, text.outputs) for text in found["test"]] == [("Fever?", ("Drink.",))]
+
+
+WORSE = said("assistant", "Wait.")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "Rash?", "chosen": "See a doctor.", "rejected": "Wait."},
+        {"prompt": MORE[:3], "chosen": MORE[3:], "rejected": [WORSE]},
+        {"chosen": MORE, "rejected": [*MORE[:3], WORSE], "source": "TRL", "score_chosen": 9},
+    ],
+)
+def test_a_preference_has_a_better_and_a_worse_answer_to_one_prompt(record: dict[str, Any], tmp_path: Path) -> None:
+    (text,) = read(tmp_path, record)
+    assert (text.instruction, text.outputs, text.rejected, text.learns_history) == ("Rash?", ("See a doctor.",), "Wait.", False)
+    assert text.history == ((("Fever?", "Drink."),) if isinstance(record["chosen"], list) else ())
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "Rash?", "chosen": "See a doctor."}, "rejected: is missing"),
+        (
+            {"prompt": "Rash?", "rejected": "Wait.", "chosen": " "},
+            "chosen: ' ' holds no answer; write the better answer as chosen",
+        ),
+        ({"prompt": "Rash?", "chosen": "Wait.", "rejected": "Wait."}, "chosen and rejected are the same answer"),
+        ({"prompt": "Rash?", "chosen": MORE[3:], "rejected": [WORSE]}, "prompt and chosen: one is a text and one a list"),
+        ({"prompt": MORE[:3], "chosen": MORE[3:], "rejected": "Wait."}, "prompt and rejected: one is a text and one a list"),
+        ({"prompt": MORE[:3], "chosen": MORE[2:], "rejected": [WORSE]}, r"chosen: has the roles \['user', 'assistant'\]"),
+        ({"chosen": MORE, "rejected": [*MORE[2:3], WORSE]}, "answer different prompts; write the same turns before both"),
+        ({"chosen": MORE[:3], "rejected": MORE[:3]}, "chosen: .* holds no answer"),
+        ({"chosen": "H: Rash? A: Yes.", "rejected": "H: Rash? A: No."}, 'has neither "instruction" nor "input"'),
+        ({"prompt": "Rash?", "completion": "a", "chosen": "b", "rejected": "c"}, "has 'completion' and 'chosen', keys of two"),
+        ({"prompt": "Rash?", "Chosen": "b", "completion": "c"}, "'Chosen' is not read; write 'chosen'"),
+        ({"prompt": "Rash?", "chosen": "b", "rejected": 5}, "rejected: 5 holds no answer"),
+        ({"prompt": "Rash?", "chosen": "b", "rejected": "\ud800"}, "half a character"),
+    ],
+)
+def test_what_is_not_a_preference_is_refused(record: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, record)

@@ -260,23 +260,33 @@ def _hand_on(hidden: Tensor, *args: object, **options: object) -> Tensor:
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """Run the frozen base alone inside the block; a head is zero there, so that every class is equally likely."""
+    """Run the frozen base alone inside the block; a head is zero there, so that every class is equally likely.
+
+    What trains afterwards, and what a block around this one has switched off, stays as it is.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     replaced = {n: torch.zeros_like(p) for n, p in _head(model).items()} | _adapted(model).base
     live = tensors(model)
     kept = {name: live[name].detach().clone() for name in replaced}
+    trains = {parameter: parameter.requires_grad for parameter in model.parameters()}
     with ExitStack() as stack:
+        stack.callback(_set_trains, trains)  # PEFT, when it switches a layer on again, trains all its factors
         for module in model.modules():
-            if isinstance(module, BaseTunerLayer):
+            if isinstance(module, BaseTunerLayer) and not module.disable_adapters:
                 module.enable_adapters(False)
                 stack.callback(module.enable_adapters, True)
-            elif isinstance(module, AdapterModule):
+            elif isinstance(module, AdapterModule) and module.enabled:
                 module.enabled = False
                 stack.callback(setattr, module, "enabled", True)
         _write(live, replaced)
         stack.callback(_write, live, kept)
         yield
+
+
+def _set_trains(trains: Mapping[nn.Parameter, bool]) -> None:
+    for parameter, value in trains.items():
+        parameter.requires_grad_(value)
 
 
 def _write(live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

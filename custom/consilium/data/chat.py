@@ -4,6 +4,7 @@ Alpaca:      {"instruction": ..., "input": ..., "output": ..., "system": ...}
 messages:    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}, or "conversations"
 completion:  {"prompt": ..., "completion": ...}, both texts or both lists of messages
 question:    {"question": ..., "answer": ...}
+chosen:      {"prompt": ..., "chosen": ..., "rejected": ...}, all texts or all lists of messages, which may hold the prompt
 text:        {"text": ..., "label": ...}, the label a name or a number; where a record is in another form these two are not read
 """
 
@@ -19,15 +20,15 @@ FORMS: dict[str, tuple[str, ...]] = {
     "prompt": ("prompt", "completion"),
     "question": ("question", "answer"),
     "instruction": ("instruction", "input", "output", "outputs"),
+    "chosen": ("chosen", "rejected"),
     "text": ("text", "label"),
 }
 """Keys of each form, by its first."""
 MEANINGS = frozenset(
     {
-        "answers", "audio", "audios", "chat_template", "chat_template_kwargs", "choices", "chosen", "context", "contexts",
+        "answers", "audio", "audios", "chat_template", "chat_template_kwargs", "choices", "context", "contexts",
         "conversation", "document", "documents", "function_call", "functions", "history", "images", "options", "query",
-        "reasoning",
-        "reasoning_content", "rejected", "response", "responses", "suffix", "system_prompt", "target", "targets", "thinking",
+        "reasoning", "reasoning_content", "response", "responses", "suffix", "system_prompt", "target", "targets", "thinking",
         "tool_calls", "tools", "video", "videos", "weight",
     }
 )  # fmt: skip
@@ -45,7 +46,7 @@ class Chat:
     """A record in the one form: a question and its context, earlier (question, answer) pairs, and the answer.
 
     `learns_history`: whether answers of earlier pairs are learned. `answer` is None where the record has none, and not read
-    of an Alpaca record, which may have several.
+    of an Alpaca record, which may have several. `rejected`: the worse answer of a preference, None of other records.
     """
 
     form: str
@@ -55,16 +56,18 @@ class Chat:
     system: Any = ""
     history: tuple[tuple[str, str], ...] = ()
     learns_history: bool = True
+    rejected: str | None = None
 
 
 def chat_of(where: str, raw: Mapping[str, Any]) -> Chat | None:
     """Return a record in the one form, None where it has no key of any. Raises DataError, naming `where` and the key."""
     present = {key for key, value in raw.items() if value not in ("", [], {}, None)}
-    forms = [name for name, keys in FORMS.items() if present.intersection(keys)]
+    own = present - {"prompt"} if present.intersection(FORMS["chosen"]) else present
+    forms = [name for name, keys in FORMS.items() if own.intersection(keys)]
     if len(forms) > 1 and "text" in forms:
         forms.remove("text")
     if len(forms) > 1:
-        pair = " and ".join(repr(next(key for key in FORMS[name] if key in present)) for name in forms[:2])
+        pair = " and ".join(repr(next(key for key in FORMS[name] if key in own)) for name in forms[:2])
         raise DataError(f"{where}: has {pair}, keys of two forms; leave one of them out")
     if forms and (bad := sorted(key for key in present - KEYS if key.strip().lower() in KEYS)):
         raise DataError(f"{where}: {bad[0][:80]!r} is not read; write {bad[0].strip().lower()!r}, or leave it out")
@@ -78,8 +81,10 @@ def chat_of(where: str, raw: Mapping[str, Any]) -> Chat | None:
         if "system" in present:
             raise DataError(f"{where}: system: beside {form!r}; write it there as the first message, of role system")
         return _of_messages(where, form, _messages(where, form, raw[form]))
+    if form == "chosen":
+        return _of_preference(where, raw, system)
     if form == "prompt":
-        return _of_completion(where, raw, system)
+        return _of_completion(where, raw, system, "completion")
     if form == "question":
         return Chat(form, raw.get("question", ""), answer=raw.get("answer"), system=system)
     if form == "text":
@@ -88,21 +93,42 @@ def chat_of(where: str, raw: Mapping[str, Any]) -> Chat | None:
     return Chat(form, raw.get("instruction", ""), raw.get("input", ""), system=system)
 
 
-def _of_completion(where: str, raw: Mapping[str, Any], system: Any) -> Chat:
-    prompt, completion = raw.get("prompt", ""), raw.get("completion")
+def _of_preference(where: str, raw: Mapping[str, Any], system: Any) -> Chat:
+    """Return a prompt with its better answer and its worse one. Raises DataError where these answer different prompts."""
+    both = list[Chat]()
+    for key in FORMS["chosen"]:
+        if "prompt" in raw or not isinstance(raw.get(key), list):
+            found = _of_completion(where, {"prompt": "", **raw}, system, key)
+        else:
+            found = replace(_of_messages(where, key, _messages(where, key, raw[key])), form="prompt")
+        if not isinstance(found.answer, str) or not found.answer.strip():
+            what = "is missing" if raw.get(key) is None else f"{repr(raw[key])[:80]} holds no answer"
+            raise DataError(f"{where}: {key}: {what}; write the better answer as chosen, the worse one as rejected")
+        both.append(found)
+    better, worse = both
+    if replace(better, answer=None) != replace(worse, answer=None):
+        raise DataError(f"{where}: chosen and rejected answer different prompts; write the same turns before both answers")
+    if better.answer == worse.answer:
+        raise DataError(f"{where}: chosen and rejected are the same answer; leave the record out")
+    return replace(better, form="chosen", learns_history=False, rejected=worse.answer)
+
+
+def _of_completion(where: str, raw: Mapping[str, Any], system: Any, key: str) -> Chat:
+    """Return a record of a prompt and, in `key`, its answer."""
+    prompt, completion = raw.get("prompt", ""), raw.get(key)
     if not isinstance(prompt, list) and not isinstance(completion, list):
         return Chat("prompt", prompt, answer=completion, system=system)
     if not isinstance(prompt, list) or not isinstance(completion, list | None):
-        raise DataError(f"{where}: prompt and completion: one is a text and one a list of messages; write both alike")
+        raise DataError(f"{where}: prompt and {key}: one is a text and one a list of messages; write both alike")
     if system:
         raise DataError(f"{where}: system: beside a list of messages; write it as the first message of prompt, of role system")
     asked = _messages(where, "prompt", prompt)
     if not asked or asked[-1][0] != "user":
         raise DataError(f"{where}: prompt: ends with a turn of {asked[-1][0] if asked else 'nobody'}; end it with the user's")
-    answer = [] if completion is None else _messages(where, "completion", completion)
+    answer = [] if completion is None else _messages(where, key, completion)
     if completion is not None and [role for role, _ in answer] != ["assistant"]:
         what = f"has the roles {[role for role, _ in answer]}"
-        raise DataError(f"{where}: completion: {what}; write one assistant message, and earlier ones into prompt")
+        raise DataError(f"{where}: {key}: {what}; write one assistant message, and earlier ones into prompt")
     return replace(_of_messages(where, "prompt", [*asked, *answer]), learns_history=False)
 
 

@@ -40,6 +40,7 @@ WITHOUT_INPUT = "Below is a task. Write an answer that does what it asks.\n\n###
 class Text:
     """One record; `name` is its file and line. `outputs` are its references, the first of which is trained on.
 
+    `rejected`: of a preference the answer that is worse than `outputs`.
     `image`: its picture, for a task with pictures. `patient`: a pseudonym, "" where unknown. Of a conversation `instruction` is
     the last question, `history` has the earlier (question, answer) pairs, and `learns_history` says whether these are learned.
     """
@@ -55,6 +56,7 @@ class Text:
     system: str = ""
     history: tuple[tuple[str, str], ...] = ()
     learns_history: bool = True
+    rejected: str = ""
 
     @property
     def label(self) -> str:
@@ -177,11 +179,15 @@ def _record(where: str, file: str, number: int, line: str, answered: bool = True
     outputs = ("",) if not answered else _outputs(where, raw) if chat.form == "instruction" else (_answer(where, chat),)
     labels, final = _texts(where, "labels", raw.get("labels", [])), _final(where, raw.get("final_answer"))
     earlier = (part for pair in chat.history for part in pair)
-    if not all(is_encodable(part) for part in (instruction, given, system, *earlier, *outputs, *labels, final or "")):
+    if not all(
+        is_encodable(part)
+        for part in (instruction, given, system, *earlier, *outputs, *labels, final or "", chat.rejected or "")
+    ):
         raise DataError(f"{where}: has half a character in it (a surrogate, as \\ud800); write the whole one")
     patient = pseudonym(identifier(where, raw, "patient"))
     text = Text(f"{file}:{number}", instruction, given, outputs, final, labels, patient=patient, system=system)
-    return replace(text, history=chat.history, learns_history=chat.learns_history), chat.form
+    history = replace(text, history=chat.history, learns_history=chat.learns_history)
+    return replace(history, rejected=chat.rejected or ""), chat.form
 
 
 def _outputs(where: str, raw: dict[str, Any]) -> tuple[str, ...]:

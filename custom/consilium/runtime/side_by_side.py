@@ -62,6 +62,7 @@ def one_by_one(job: Job) -> str:
     hindrances = {
         "privacy: takes a gradient of each record": config.dpsgd is not None,
         f"strategy {job.strategy.name!r} looks into each site's model": bool(parts),
+        "task.learn is preference, which also runs the base": getattr(config.task, "learn", "") == "preference",
         "training.compile is true": config.training.compile,
         "the model's positions depend on pictures": config.model.name == "vision_language",
         "training.gradient_checkpointing runs blocks again in the backward pass": config.training.gradient_checkpointing,

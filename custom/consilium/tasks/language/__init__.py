@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from consilium.core.registry import lazy
 from consilium.core.schema import MOST_CLASSES, each_once
@@ -21,13 +21,15 @@ WRITTEN: dict[str, tuple[str, ...]] = {
 
 PER_TOKEN = ("perplexity", "token_loss", "bits_per_token")
 """Of all learned tokens of a split, however they lie in records: what trainers of language models draw."""
+PREFERRED = ("preferred", "reward_margin")
+"""Of preferences: the share of records whose better answer has the higher reward, and the mean margin of rewards."""
 CUT = ("cut_prompts", "cut_answers")
 """Shares of a split's records whose prompt, or answer, was cut."""
 CUT_ASKED = "cut_asked"
 """The same of prompts that were answered: an answer needs positions of the model too."""
 ASKS = ("label", "exact", "generation")
 """Kinds of evaluation in which the model writes answers."""
-BY_RECORD = frozenset({"accuracy", "accuracy_norm", "exact", "rouge_l", "meteor"})
+BY_RECORD = frozenset({"accuracy", "accuracy_norm", "exact", "preferred", "reward_margin", "rouge_l", "meteor"})
 """Metrics that are means over records and so have an interval, as the loss has."""
 
 
@@ -52,7 +54,22 @@ class LanguageConfig(TaskConfig):
             "template with {instruction} and {input}; alpaca, alpaca-paper, chat, or a template",
         ),
     ] = "alpaca"
-    learn: Annotated[Literal["answer", "sequence"], Field(description="answers, or prompts with them")] = "answer"
+    learn: Annotated[
+        Literal["answer", "sequence", "preference"],
+        Field(
+            description="answers, prompts with them, or by `preference` (DPO) which of a record's two answers, `chosen` and "
+            "`rejected`, is better"
+        ),
+    ] = "answer"
+    beta: Annotated[
+        float,
+        Field(
+            gt=0.0,
+            le=100.0,
+            exclude_if=lambda value: value == 0.1,  # so no other job's digest tells of it
+            description="how strongly learning preferences keeps the model at its base (DPO's beta): more is closer",
+        ),
+    ] = 0.1
     labels: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
         Field(
@@ -79,6 +96,13 @@ class LanguageConfig(TaskConfig):
             raise ValueError("alpaca, alpaca-paper, chat, or a template with {instruction}, and {input} at most once")
         return value
 
+    @field_validator("packed")
+    @classmethod
+    def _packs(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("learn") == "preference":
+            raise ValueError("true puts several records into a row, where learn: preference compares two; use false")
+        return value
+
     def keep_apart(self) -> None:
         """See TaskConfig. Raises ValueError."""
         if self.packed:
@@ -93,10 +117,12 @@ class LanguageConfig(TaskConfig):
 
 def metric_names(config: LanguageConfig) -> frozenset[str]:
     """Return every metric a language task can report."""
-    written = WRITTEN[config.evaluate]
-    return frozenset(
-        {"loss", *PER_TOKEN, *_cuts(config), *written, *uncertainty_names({"loss", *BY_RECORD.intersection(written)})}
-    )
+    found = (*WRITTEN[config.evaluate], *_beside_loss(config))
+    return frozenset({"loss", *_cuts(config), *found, *uncertainty_names({"loss", *BY_RECORD.intersection(found)})})
+
+
+def _beside_loss(config: LanguageConfig) -> tuple[str, ...]:
+    return PREFERRED if config.learn == "preference" else PER_TOKEN
 
 
 HEADINGS = {
@@ -104,11 +130,13 @@ HEADINGS = {
     "bits_per_token": "Bits per token", "exact": "Exact", "loss": "Loss", "perplexity": "Perplexity", "rouge_l": "ROUGE-L",
     "bleu": "BLEU", "meteor": "METEOR (stems)", "nist": "NIST", "cider": "CIDEr-D", "token_accuracy": "Token accuracy",
     "cut_prompts": "Cut prompts", "cut_answers": "Cut answers", "cut_asked": "Cut when asked",
+    "preferred": "Chosen preferred", "reward_margin": "Reward margin",
 }  # fmt: skip
 
 
 NORM = "Accuracy by length: log-likelihoods are divided by the option's characters (lm-evaluation-harness' acc_norm)"
 TOKENS = "Loss counts records alike; loss, bits and perplexity per token count all learned tokens of the split alike"
+REWARD = "An answer's reward is beta times the log of how much likelier the model makes it than its base does (DPO)"
 RULES = {"gsm8k": "GSM8K's", "metamath": "MetaMath's"}
 
 
@@ -122,8 +150,8 @@ def scores(config: LanguageConfig) -> Scores:
     remark = ", teacher-forced: no answers were written" if config.evaluate == "teacher_forced" else ""
     if config.evaluate == "exact" and config.extraction != "any":
         remark = f", answers read by {RULES[config.extraction]} rule"
-    beside = (*written[1:], "loss") if written else PER_TOKEN
-    meanings = {"accuracy_norm": NORM, "bits_per_token": TOKENS}
+    beside = (*written[1:], "loss") if written else _beside_loss(config)
+    meanings = {"accuracy_norm": NORM, "bits_per_token": TOKENS, "preferred": REWARD}
     return Scores((*written[:1], "loss"), (*beside, *_cuts(config)), HEADINGS, remark, meanings=meanings)
 
 

@@ -22,6 +22,7 @@ from consilium.tasks.language.correctness import judged, truth
 from consilium.tasks.language.losses import learned_positions, losses_at, spread
 from consilium.tasks.language.options import Row, log_likelihoods
 from consilium.tasks.language.packing import grouped, packed_losses
+from consilium.tasks.language.preference import reward_margins
 from consilium.tasks.language.tokens import IGNORED, Encoded, Encoder
 from consilium.tasks.registry import COUNT
 
@@ -52,12 +53,13 @@ class LanguageTask:
         written = {split: [self._written(text) for text in data.splits[split]] for split in SPLITS}
         self.data = replace(data, splits={split: tuple(text for text, _ in rows) for split, rows in written.items()})
         self._pairs = {split: [pair for _, pair in rows] for split, rows in written.items()}
+        self._worse = {split: [self._rejected(text) for text in self.data.splits[split]] for split in written if self._compares}
         self._truth = {split: [self._true(text) for text in self.data.splits[split]] for split in SPLITS if split != "training"}
         self._told = set[str]()
         if config.labels and self.kind not in ("label", "options"):
             self._tell(f"task.labels is not read where task.evaluate is {self.kind}; use options or label to score by it")
         self._tell_default_system()
-        prompts, answers = _cut([pair for pairs in self._pairs.values() for pair in pairs])
+        prompts, answers = _cut([pair for pairs in (*self._pairs.values(), *self._worse.values()) for pair in pairs])
         if prompts or answers:
             what = f"{prompts} prompts lost their middle, {answers} answers their end"
             self._tell(f"{what}: records are longer than model.max_length {max_length} tokens; raise it to keep them whole")
@@ -83,20 +85,45 @@ class LanguageTask:
         Such a tokenizer would otherwise tell, by the site's silence, who has certain words.
         """
         try:
+            if bool(text.rejected) != self._compares:
+                asked = "task.learn is preference" if self._compares else f"task.learn is {self.config.learn}"
+                remedy = "give each record chosen and rejected" if self._compares else "use learn: preference"
+                what = f"a record {'without' if self._compares else 'with'} a rejected answer, where {asked}"
+                raise UnfitError(f"{text.name}: {what}; {remedy}")
+            if self._compares:
+                self._rejected(text)
             return text, self._encoder.pair(text)
         except (UnfitError, CheckpointError):
             if not self.quiet:
                 raise
-        empty = replace(text, instruction="", input="", outputs=("",), final_answer=None)
+        empty = replace(text, instruction="", input="", outputs=("",), final_answer=None, rejected="", history=(), system="")
         return empty, self._encoder.pair(empty)
+
+    @property
+    def _compares(self) -> bool:
+        """Whether two answers of each record are compared."""
+        return self.config.learn == "preference"
+
+    def _rejected(self, text: Text) -> Encoded:
+        return self._encoder.pair(replace(text, outputs=(text.rejected,)))
 
     def has(self, split: str) -> bool:
         """Tell whether the split has any sample."""
         return bool(self.data.splits[split])
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
-        """Return "input_ids", "attention_mask" and "labels" (N, T) of these training samples; `seed` changes nothing."""
-        return self._collate("training", indices)
+        """Return "input_ids", "attention_mask" and "labels" of these training samples; `seed` changes nothing.
+
+        Each is (N, T), of preferences (N, 2, T), the better answer first.
+        """
+        return self._learned("training", indices)
+
+    def _learned(self, split: str, indices: Sequence[int]) -> Batch:
+        """Return a batch of these records of a split, as the loss takes it."""
+        if not self._compares:
+            return self._collate(split, indices)
+        rows = [one[split][index][:2] for index in indices for one in (self._pairs, self._worse)]
+        return {name: values.unflatten(0, (-1, 2)) for name, values in self._collate(split, indices, rows).items()}
 
     def _collate(self, split: str, indices: Sequence[int], rows: Sequence[Row] | None = None) -> Batch:
         """Return a batch of these records of a split, or of other `rows` of token ids and labels about them."""
@@ -107,7 +134,9 @@ class LanguageTask:
         return self._encoder.collate_prompts(prompts)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """See mean_loss."""
+        """Return the mean over samples of mean cross-entropy per learned token, or of the loss of preferences; in float32."""
+        if self._compares:
+            return -F.logsigmoid(reward_margins(model, batch, self.config.beta, token_losses)).mean()
         return mean_loss(model, batch, self.config.packed)
 
     def grouped(self, order: list[int], size: int) -> list[int]:
@@ -123,9 +152,10 @@ class LanguageTask:
         if not self.has(split):
             return {}
         with evaluating(model):
-            losses, found = self._likelihood(model, split, batch_size)
+            losses, found, ranked = (self._preferences if self._compares else self._likelihood)(model, split, batch_size)
             self.scored = self._scored(split, losses) if distances else None
             whole, each = self._answers(model, split, batch_size, distances)
+            each |= ranked
         cut = dict(zip(CUT, _cut(self._pairs[split]), strict=True))
         found |= {name: number / len(self._pairs[split]) for name, number in cut.items()} | whole
         found |= {name: sum(values) / len(values) for name, values in each.items()}
@@ -264,11 +294,24 @@ class LanguageTask:
 
     def _scored(self, split: str, values: Sequence[float], score: str = "", lower: bool = True) -> Scored:
         names = tuple(text.name for text in self.data.splits[split])
-        learned = "token" if self.config.learn == "sequence" else "answer token"
-        return Scored(score or f"loss per {learned}", lower, names, tuple(values), tuple(range(len(names))))
+        learned = {"sequence": "loss per token", "answer": "loss per answer token", "preference": "loss"}[self.config.learn]
+        return Scored(score or learned, lower, names, tuple(values), tuple(range(len(names))))
 
-    def _likelihood(self, model: nn.Module, split: str, batch_size: int) -> tuple[list[float], dict[str, float]]:
-        """Return each record's mean loss per learned token, and the split's scores."""
+    def _preferences(
+        self, model: nn.Module, split: str, batch_size: int
+    ) -> tuple[list[float], dict[str, float], dict[str, list[float]]]:
+        """Return each record's loss, the mean loss, and by record whether the better answer has more reward, and how much."""
+        parts = _parts(range(len(self._pairs[split])), batch_size)
+        margins = [reward_margins(model, self._learned(split, part), self.config.beta, token_losses) for part in parts]
+        found = torch.cat(margins).double().cpu()
+        losses = (-F.logsigmoid(found)).tolist()
+        ranked = {"preferred": (found > 0).double().tolist(), "reward_margin": found.tolist()}
+        return losses, {"loss": sum(losses) / len(losses)}, ranked
+
+    def _likelihood(
+        self, model: nn.Module, split: str, batch_size: int
+    ) -> tuple[list[float], dict[str, float], dict[str, list[float]]]:
+        """Return each record's mean loss per learned token, the split's scores, and no more scores by record."""
         each, means, total, count = list[float](), 0.0, 0.0, 0
         for part in _parts(range(len(self._pairs[split])), batch_size):
             losses, learned = token_losses(model, self._collate(split, part), self.config.packed)
@@ -276,7 +319,7 @@ class LanguageTask:
             each, means = each + of_records.tolist(), means + float(of_records.sum())
             total, count = total + float(losses.sum()), count + int(learned.sum())
         per_token = {"token_loss": total / count, "bits_per_token": total / count / math.log(2)}
-        return each, {"loss": means / len(each), "perplexity": math.exp(min(total / count, 700.0)), **per_token}
+        return each, {"loss": means / len(each), "perplexity": math.exp(min(total / count, 700.0)), **per_token}, {}
 
     def _true(self, text: Text) -> frozenset[str]:
         """Return `truth` of a record; nothing for UnfitError if the list ignores unfit samples."""
@@ -352,7 +395,7 @@ def build(config: LanguageConfig, model: Any, data: DataList, tokenizer: Any) ->
 
 def rehearse(config: LanguageConfig, base: Any, model: nn.Module, count: int) -> Tensor:
     """See TaskKind."""
-    ids, mask = full_rows(base.max_length, count)
+    ids, mask = full_rows(base.max_length, 2 * count if config.learn == "preference" else count)
     return all_token_loss(model, inputs_of(model, {"input_ids": ids, "attention_mask": mask}))
 
 

@@ -1,0 +1,33 @@
+"""Direct preference optimization (DPO): the better of two answers becomes likelier than the worse one.
+
+Source: R. Rafailov et al., "Direct Preference Optimization: Your Language Model is Secretly a Reward Model", NeurIPS 2023,
+equation 7. The reference model is the base without its adapter: no second copy of the weights is kept.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from consilium.adapters.layers import disabled
+from consilium.tasks.base import Batch, evaluating
+
+Losses = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
+"""Each token's cross-entropy, 0 where it is not learned, and which are learned; see task.token_losses."""
+
+
+def rows_of(batch: Batch) -> Batch:
+    """Return a batch of pairs (N, 2, T), the better answer first, as rows (2N, T)."""
+    return {name: values.flatten(0, 1) for name, values in batch.items()}
+
+
+def reward_margins(model: nn.Module, batch: Batch, beta: float, losses_of: Losses) -> Tensor:
+    """Return by how much the better answer's implicit reward exceeds the worse one's (N,), in float32.
+
+    An answer's reward is `beta` times the log of how much likelier the model makes it than the base does.
+    """
+    rows = rows_of(batch)
+    with torch.no_grad(), evaluating(model), disabled(model):
+        reference = losses_of(model, rows)[0].sum(1)
+    better, worse = (reference - losses_of(model, rows)[0].sum(1)).view(-1, 2).unbind(1)
+    return beta * (better - worse)

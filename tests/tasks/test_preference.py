@@ -1,0 +1,141 @@
+"""Direct preference optimization, against Rafailov et al. (2023), equation 7, worked out record by record."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from consilium.adapters import layers, lora
+from consilium.core.errors import UnfitError
+from consilium.core.schema import validate
+from consilium.data.datalist import DataList
+from consilium.data.loading import Loading
+from consilium.data.text import Text
+from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
+from consilium.models.registry import TargetSet
+from consilium.tasks.language import LanguageConfig, metric_names
+from consilium.tasks.language.task import LanguageTask
+from tests.adapters.test_lora import randomize
+
+TOKENIZER = load_tokenizer("tiny", None)
+PAIRS = (
+    Text("training.jsonl:1", "Fever for days?", "", ("Call a doctor today.",), rejected="Wait."),
+    Text("training.jsonl:2", "A rash?", "", ("It may wait.",), rejected="Take all that you have, and then some more of it."),
+)
+
+
+def task_of(*texts: Text, quiet: bool = False, **options: Any) -> LanguageTask:
+    data = DataList(Path("site"), {"training": texts, "validation": (), "test": texts}, loading=Loading(ignore_unfit=quiet))
+    config = LanguageConfig(name="language", learn=options.pop("learn", "preference"), **options)
+    return LanguageTask(data, TOKENIZER, 128, config)
+
+
+def adapted(seed: int = 0) -> Any:
+    model = build_causal_lm("tiny", None)
+    lora.inject(model, 2, 4, TargetSet(r".*\.(q_proj|v_proj)"))
+    randomize(model)
+    return model
+
+
+def log_probability(model: Any, text: Text, answer: str) -> Tensor:
+    """Return the log-probability of an answer behind its prompt, token by token, without batch, padding or mask."""
+    prompt = TOKENIZER(text.prompt, add_special_tokens=False).input_ids
+    row = [*prompt, *TOKENIZER(answer, add_special_tokens=False).input_ids, TOKENIZER.eos_token_id]
+    logs = model(torch.tensor([row])).logits[0].log_softmax(-1)
+    return sum((logs[at - 1, row[at]] for at in range(len(prompt), len(row))), torch.zeros(()))
+
+
+def worked_margins(model: Any, beta: float) -> list[Tensor]:
+    base, found = build_causal_lm("tiny", None).eval(), list[Tensor]()
+    for text in PAIRS:
+        with torch.no_grad():
+            was = log_probability(base, text, text.outputs[0]) - log_probability(base, text, text.rejected)
+        found.append(beta * (log_probability(model, text, text.outputs[0]) - log_probability(model, text, text.rejected) - was))
+    return found
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5])
+def test_loss_and_gradients_are_the_papers(beta: float) -> None:
+    model, task = adapted().eval(), task_of(*PAIRS, beta=beta)
+    batch = task.batch([0, 1], seed=0)
+    assert batch["input_ids"].shape[:2] == (2, 2)
+    loss = task.loss(model, batch)
+    loss.backward()
+    found = gradients(model)
+    model.zero_grad()
+    margins = worked_margins(model, beta)
+    wanted = -sum(torch.log(torch.sigmoid(one)) for one in margins) / 2
+    wanted.backward()
+    assert loss.item() == pytest.approx(wanted.item(), abs=2e-5)
+    assert found.keys() == gradients(model).keys()
+    assert len(found) > 4
+    for name, value in gradients(model).items():
+        torch.testing.assert_close(found[name], value, atol=2e-4 * float(value.abs().max()), rtol=0)
+
+
+def test_the_scores_are_of_each_record() -> None:
+    model, task = adapted().eval(), task_of(*PAIRS)
+    found = task.evaluate(model, "test", 1, distances=True)
+    margins = [one.item() for one in worked_margins(model, 0.1)]
+    assert found["reward_margin"] == pytest.approx(sum(margins) / 2, abs=2e-5)
+    assert found["preferred"] == sum(one > 0 for one in margins) / 2
+    assert found["loss"] == pytest.approx(sum(math.log1p(math.exp(-one)) for one in margins) / 2, abs=2e-5)
+    assert found.keys() <= metric_names(task.config)
+    assert task.scored is not None
+    assert task.scored.values == pytest.approx([math.log1p(math.exp(-one)) for one in margins], abs=2e-5)
+
+
+def test_the_base_prefers_nothing() -> None:
+    """Its rewards are 0 whether its adapter is new or switched off, also within a block that has switched it off before."""
+    fresh = build_causal_lm("tiny", None)
+    lora.inject(fresh, 2, 4, TargetSet(r".*\.(q_proj|v_proj)"))
+    task = task_of(*PAIRS)
+    assert task.evaluate(fresh, "test", 2)["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    trained = adapted()
+    with layers.disabled(trained):
+        assert task.evaluate(trained, "test", 1)["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert abs(task.evaluate(trained, "test", 1)["loss"] - math.log(2)) > 1e-3
+
+
+def test_a_frozen_factor_stays_frozen() -> None:
+    """PEFT trains every factor of a layer that is switched on again; FFA-LoRA keeps A as it is."""
+    model, task = adapted(), task_of(*PAIRS)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    task.loss(model, task.batch([0, 1], seed=0)).backward()
+    assert {name.split(".")[-3] for name in gradients(model)} == {"lora_B"}
+
+
+def test_steps_make_the_better_answer_likelier() -> None:
+    model, task = adapted(), task_of(*PAIRS, beta=0.5)
+    before = task.evaluate(model, "test", 2)["reward_margin"]
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    for _ in range(5):
+        optimizer.zero_grad()
+        task.loss(model, task.batch([0, 1], seed=0)).backward()
+        optimizer.step()
+    assert task.evaluate(model, "test", 2)["reward_margin"] > before
+
+
+def test_records_are_of_the_kind_that_is_learned() -> None:
+    plain = Text("training.jsonl:3", "A cough?", "", ("Rest.",))
+    with pytest.raises(
+        UnfitError, match=r"training.jsonl:3: a record without a rejected answer, where task.learn is preference"
+    ):
+        task_of(*PAIRS, plain)
+    with pytest.raises(UnfitError, match=r"training.jsonl:1: a record with a rejected answer, where task.learn is answer; use"):
+        task_of(*PAIRS, learn="answer")
+    quiet = task_of(*PAIRS, plain, quiet=True)
+    assert math.isfinite(quiet.evaluate(adapted(), "test", 3)["loss"])
+
+
+def test_packed_rows_are_refused() -> None:
+    with pytest.raises(Exception, match=r"packed.*learn: preference compares two; use false"):
+        validate(LanguageConfig, {"name": "language", "learn": "preference", "packed": True}, "job.yaml")
