@@ -7,8 +7,9 @@ is the median over turns, with the interval of 95 % that their order gives it. O
 too, of which waiting for other programs is not part.
 
 `job`: the loop as in a round, with its data. `ready`: the same on batches that lie ready. `bare`: a plain PyTorch loop over
-these, on a model of its own with adapters by PEFT (our `inject` calls it), the task's loss and PyTorch's default optimizer; it
-encodes every picture. `original`: as `ready`, with the attention of the model's publishers, where ours differs.
+these, on a model of its own with adapters by PEFT (our `inject` calls it), PyTorch's default optimizer, and the task's loss, or
+of a language model `transformers`' own; it encodes every picture. `original`: as `ready`, with the attention of the model's
+publishers, where ours differs.
 """
 
 import argparse
@@ -228,13 +229,20 @@ def _bare(config: JobConfig, loaded: tuple[nn.Module, dict[str, Tensor]], task: 
     made: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[training.optimizer]
     device = own[0].device
 
+    def loss_of(batch: Batch) -> Tensor:
+        if config.task.name != "language":
+            return task.loss(model, batch)
+        moved = {name: values.to(device) for name, values in batch.items()}
+        found: Tensor = model(**moved, use_cache=False).loss
+        return found
+
     def run(steps: int) -> None:
         optimizer = made(own, **options)
         model.train()
         for _ in range(steps):
             for _ in range(training.accumulate):
                 with autocast(device, training.precision):
-                    loss = task.loss(model, task.batch((), 0)) / training.accumulate
+                    loss = loss_of(task.batch((), 0)) / training.accumulate
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -248,12 +256,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("job", type=Path)
     parser.add_argument("--data", type=Path, help="a site's folder; without it the job's generated data")
+    parser.add_argument("--checkpoints", type=Path, help="the folder of the job's model folder")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps of a turn")
     parser.add_argument("--turns", type=int, default=15, help="turns; ratios are their medians")
     given = parser.parse_args()
     site = (read_site_folder(given.data) if given.data else None) or SiteConfig()
-    one = {"device": given.device, "devices": (), "base": "replicated"}  # a bare loop has one device
+    one: dict[str, Any] = {"device": given.device, "devices": (), "base": "replicated"}  # a bare loop has one device
+    if given.checkpoints:
+        one["checkpoints"] = given.checkpoints
     with tempfile.TemporaryDirectory() as folder:
         found = bench(load_job(given.job), site.model_copy(update=one), Path(folder), given.steps, given.turns)
     print(json.dumps(found.to_dict(), indent=1))

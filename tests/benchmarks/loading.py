@@ -15,16 +15,35 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from monai.transforms import Resize
+from monai.data import CacheDataset, PersistentDataset
+from monai.transforms import (
+    CastToTyped,
+    Compose,
+    EnsureChannelFirstd,
+    Lambdad,
+    LoadImaged,
+    RandAdjustContrastd,
+    RandFlipd,
+    RandGaussianNoised,
+    RandRotate90d,
+    RandScaleIntensityd,
+    Resize,
+    Resized,
+    ScaleIntensityRanged,
+)  # fmt: skip
 from PIL import Image
+from pydicom.dataset import Dataset, FileMetaDataset
+from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage, generate_uid
 
 from consilium.config.job import TrainingConfig
 from consilium.data import images, sample_check
 from consilium.data.datalist import DataList, read_datalist
 from consilium.data.loading import Loading
+from consilium.data.settings import PictureSettings, WindowConfig
 from consilium.data.store import open_store
 from consilium.tasks.base import Batch
 from consilium.tasks.segmentation.task import SegmentationTask
@@ -145,6 +164,103 @@ def check(folder: Path) -> None:
     look(data, "again, nothing has changed", Loading(folder, 10**9, 0))
 
 
+def as_dicom(data: DataList) -> DataList:
+    """Write the pictures' first channel as DICOM files of 16 bits, 0 to 4,080, and return their list."""
+    for item in data.splits["training"]:
+        made = Dataset()
+        made.file_meta = FileMetaDataset()
+        made.file_meta.TransferSyntaxUID, made.file_meta.MediaStorageSOPClassUID = (
+            ExplicitVRLittleEndian,
+            SecondaryCaptureImageStorage,
+        )
+        made.SOPClassUID, made.SOPInstanceUID = SecondaryCaptureImageStorage, generate_uid()
+        made.Modality, made.PhotometricInterpretation, made.SamplesPerPixel = "DX", "MONOCHROME2", 1
+        pixels = np.asarray(Image.open(item.image))[..., 0].astype(np.uint16) * 16
+        made.Rows, made.Columns = pixels.shape
+        made.BitsAllocated, made.BitsStored, made.HighBit, made.PixelRepresentation = 16, 12, 11, 0
+        made.RescaleSlope, made.RescaleIntercept, made.PixelData = 1, 0, pixels.tobytes()
+        made.save_as(item.image.with_suffix(".dcm"), enforce_file_format=True)
+    listed = json.loads((Path(data.path).parent / "datalist.json").read_text())
+    entries = [entry | {"image": str(Path(entry["image"]).with_suffix(".dcm"))} for entry in listed["training"]]
+    (Path(data.path).parent / "dicom.json").write_text(json.dumps({"training": entries}))
+    return read_datalist(Path(data.path).parent / "dicom.json")
+
+
+def as_monai(dicom: bool, anti_aliasing: bool) -> Compose:
+    """Return MONAI's transforms that do what a sample of the task goes through; what is kept is kept as bytes, as ours is."""
+    both = ("image", "label")
+    shades = [ScaleIntensityRanged("image", 0, 4080, 0, 255, clip=True), Lambdad("image", lambda one: one.expand(3, -1, -1))]
+    return Compose([
+        LoadImaged(both, image_only=True),
+        EnsureChannelFirstd(both),
+        Lambdad("label", lambda one: torch.cat([one > 0, one == 2])),
+        *(shades if dicom else ()),
+        CastToTyped(both, np.float32),
+        Resized("image", (SIDE, SIDE), mode="bilinear", anti_aliasing=anti_aliasing),
+        Resized("label", (SIDE, SIDE), mode="nearest"),
+        CastToTyped(both, np.uint8),
+        RandFlipd(both, 0.5, 0),
+        RandFlipd(both, 0.5, 1),
+        RandRotate90d(both, 0.5),
+        CastToTyped(both, np.float32),
+        RandAdjustContrastd("image", 0.3, (0.8, 1.25)),
+        RandScaleIntensityd("image", 0.15, 0.3),
+        RandGaussianNoised("image", 0.2, std=4.0),
+    ])  # fmt: skip
+
+
+def monai(folder: Path) -> None:
+    """An epoch at 1024 from PNG and from DICOM: ours, and MONAI's PersistentDataset and CacheDataset, in turns."""
+    torch.set_num_threads(1)
+    pictures = draw(folder, COUNT, LARGE)
+    for kind, data in (("PNG", pictures), ("DICOM", as_dicom(pictures))):
+        found: dict[str, list[tuple[float, float]]] = {}
+        for turn in range(TURNS):
+            for name, make in ways(data, folder / f"{kind}-{turn}", kind == "DICOM").items():
+                again = list[Callable[[], None]]()
+
+                def first(make: Callable[[], Callable[[], None]] = make, again: list[Callable[[], None]] = again) -> None:
+                    again.append(make())
+                    again[0]()
+
+                found.setdefault(f"cold, {name}", []).append(timed(first))
+                found.setdefault(f"warm, {name}", []).append(timed(again[0]))
+        for name, times in found.items():
+            clock, spent = (statistics.median(one[i] for one in times) / COUNT * 1e3 for i in (0, 1))
+            print(f"{kind}, {name}: {spent:.0f} ms of processor time a sample, {clock:.0f} ms by the clock", flush=True)
+
+
+def ways(data: DataList, place: Path, dicom: bool) -> dict[str, Callable[[], Callable[[], None]]]:
+    """Return by name what makes a data set of this list, which keeps its samples below `place` or in memory, and an epoch."""
+    window = PictureSettings(window=WindowConfig(center=2040, width=4080)) if dicom else PictureSettings()
+    items = [{"image": str(item.image), "label": str(item.label)} for item in data.splits["training"]]
+
+    def ours(folder: Path | None) -> Callable[[], None]:
+        made = SegmentationTask(replace(data, loading=Loading(folder, 10**11 if folder else 0)), CLASSES, SIDE, settings=window)
+        made._samples._room = 0 if folder else made._samples._room
+        return lambda: epoch(made)
+
+    def theirs(kind: Any, smooth: bool, *where: Path, **how: Any) -> Callable[[], None]:
+        made = kind(items, as_monai(dicom, smooth), *where, **how)
+        return lambda: batches_of(made)
+
+    return {
+        "Consilium, disk": lambda: ours(place),
+        "MONAI PersistentDataset": lambda: theirs(PersistentDataset, True, place.with_suffix(".smooth")),
+        "MONAI PersistentDataset, not anti-aliased": lambda: theirs(PersistentDataset, False, place.with_suffix(".plain")),
+        "Consilium, memory": lambda: ours(None),
+        "MONAI CacheDataset": lambda: theirs(CacheDataset, True, progress=False),
+    }
+
+
+def batches_of(made: Any) -> None:
+    """Load each sample of a MONAI data set once, in batches."""
+    for start in range(0, len(made), BATCH):
+        rows = [made[index] for index in range(start, min(start + BATCH, len(made)))]
+        for key in ("image", "label"):
+            torch.stack([row[key].as_tensor() for row in rows])
+
+
 def look(data: DataList, name: str, loading: Loading) -> None:
     """Print how long the look before training takes."""
     store, listed = open_store(loading.folder, loading.most), replace(data, loading=loading)
@@ -154,7 +270,7 @@ def look(data: DataList, name: str, loading: Loading) -> None:
     print(f"the look before training, {name}: {clock:.1f} s, {spent:.1f} s of processor time")
 
 
-PARTS = {"resize": resize, "rates": rates, "waiting": waiting, "check": check}
+PARTS = {"resize": resize, "rates": rates, "waiting": waiting, "check": check, "monai": monai}
 
 
 def main() -> None:
