@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from consilium.adapters.bottleneck import PLACES
-from consilium.adapters.names import MEAN, SHIFT, factor, local_twin
-from consilium.adapters.parts import FEATURE_SHIFT, LOCAL_ADAPTER
+from consilium.adapters.names import FEATURE_SHIFT, LOCAL_ADAPTER, MEAN, SHIFT, factor, local_twin
 from consilium.core.errors import RefusedError
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.server.aggregation import ExactMean, RoundAggregate

@@ -10,14 +10,16 @@ job's adapter: "<layer>.local_A" and ".local_B" of a second, local LoRA; "featur
 and head.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable
 from typing import Any
 
 import re2
-from torch import nn
 
 from consilium.core.errors import ConfigError
+from consilium.core.lazy_torch import nn
 from consilium.models.custom_weight_access import architectures, user_of
 from consilium.models.registry import TargetSet
 
@@ -34,6 +36,8 @@ GATE = "gate"
 LOCAL = {"lora_A": "local_A", "lora_B": "local_B"}
 """A LoRA factor's name in a layer, and that of its local twin."""
 SHIFT, MEAN = "feature_shift.shift", "feature_shift.mean"
+LOCAL_ADAPTER, FEATURE_SHIFT = "local adapter", "feature shift"
+"""Parts that a strategy may ask for beside the job's adapter; see parts.py."""
 PLACES = ("adapter_attention", "adapter_mlp", "adapter_output")
 """The bottlenecks of a block, from its input."""
 _BLOCK = re.compile(r"(?!mask_decoder\.)((.+?)\.\d+)\..+")

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from consilium.adapters import layers
-from consilium.adapters.names import HEAD, MEAN, SHIFT, factor, local_twin
+from consilium.adapters.names import FEATURE_SHIFT, HEAD, LOCAL_ADAPTER, MEAN, SHIFT, factor, local_twin
 from consilium.adapters.registry import AdapterKind, Shapes
 from consilium.core.errors import ConfigError
 from consilium.models.registry import Cut, ModelKind
-
-LOCAL_ADAPTER, FEATURE_SHIFT = "local adapter", "feature shift"
 
 
 class FeatureShift(layers.AdapterModule):

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from consilium.adapters import layers
-from consilium.adapters.parts import LOCAL_ADAPTER
+from consilium.adapters.names import LOCAL_ADAPTER
 from consilium.client.ddp import Ranks
 from consilium.config.job import JobConfig
 from consilium.config.site import CapacityConfig

@@ -9,7 +9,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from consilium.adapters import layers
-from consilium.adapters.parts import FEATURE_SHIFT
+from consilium.adapters.names import FEATURE_SHIFT
 from consilium.client.context import ClientContext
 from consilium.client.machine_check import compare_peak
 from consilium.core.errors import CheckpointError, ConfigError

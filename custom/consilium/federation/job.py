@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from consilium.adapters import layers
-from consilium.adapters.parts import FEATURE_SHIFT, LOCAL_ADAPTER, add_parts, part_shapes
+from consilium.adapters.names import FEATURE_SHIFT, LOCAL_ADAPTER
+from consilium.adapters.parts import add_parts, part_shapes
 from consilium.adapters.registry import AdapterKind
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig

@@ -12,8 +12,7 @@ import yaml
 from torch import nn
 
 from consilium.adapters import layers
-from consilium.adapters.names import MEAN, SHIFT, is_base, skippable_block
-from consilium.adapters.parts import LOCAL_ADAPTER
+from consilium.adapters.names import LOCAL_ADAPTER, MEAN, SHIFT, is_base, skippable_block
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError
 from consilium.core.messages import Tensors

@@ -3,9 +3,11 @@
 By the code of `transformers`, which tests/models/test_custom_weight_access.py reads.
 """
 
+from __future__ import annotations
+
 from collections.abc import Set
 
-from torch import nn
+from consilium.core.lazy_torch import nn
 
 _USED = {
     "out_proj": (

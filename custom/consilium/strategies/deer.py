@@ -12,11 +12,11 @@ Low-rank Adaptation", IEEE Transactions on Medical Imaging, 2025: Eq. 3, Algorit
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
-import torch
 from pydantic import Field
 
 from consilium.adapters.names import factor, lora_factor
 from consilium.core.errors import ConfigError
+from consilium.core.lazy_torch import torch
 from consilium.core.messages import Tensors
 from consilium.strategies.strategy import Role, ServerState, Strategy
 from consilium.strategies.traits import Traits

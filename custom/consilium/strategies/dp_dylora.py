@@ -15,10 +15,10 @@ On-Device under Differentially Private Federated Learning using Dynamic Low-Rank
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
-import torch
 from pydantic import Field
 
 from consilium.adapters.names import factor, lora_factor
+from consilium.core.lazy_torch import Tensor, torch
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Rank, Seed
 from consilium.core.seeding import seed_for
@@ -101,11 +101,11 @@ def _full_rank(tensors: Tensors) -> int:
     return next(t.shape[0] for n, t in tensors.items() if factor(n) == "A")
 
 
-def _cut(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _cut(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor[tuple(slice(size) for size in shape)]
 
 
-def _at(tensor: torch.Tensor, name: str, rank: int) -> torch.Tensor:
+def _at(tensor: Tensor, name: str, rank: int) -> Tensor:
     if factor(name) == "A":
         return _pad(tensor[:rank], name, tensor.shape[0])
     if factor(name) == "B":
@@ -113,7 +113,7 @@ def _at(tensor: torch.Tensor, name: str, rank: int) -> torch.Tensor:
     return tensor
 
 
-def _pad(tensor: torch.Tensor, name: str, rank: int) -> torch.Tensor:
+def _pad(tensor: Tensor, name: str, rank: int) -> Tensor:
     if factor(name) == "A":
         return torch.cat([tensor, tensor.new_zeros(rank - tensor.shape[0], tensor.shape[1])])
     if factor(name) == "B":

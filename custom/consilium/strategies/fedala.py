@@ -23,11 +23,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from consilium.adapters.names import BASE
+from consilium.core.lazy_torch import Tensor, torch
 from consilium.core.messages import Payload, Tensors
 from consilium.core.schema import Factor, Positive
 from consilium.strategies.fedit import FedIT

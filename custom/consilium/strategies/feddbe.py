@@ -28,12 +28,10 @@ Representation Space", NeurIPS 2023, arXiv 2311.14975: Section 4 (PRBM and MR).
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
-from consilium.adapters.names import MEAN, SHIFT
-from consilium.adapters.parts import FEATURE_SHIFT
+from consilium.adapters.names import FEATURE_SHIFT, MEAN, SHIFT
+from consilium.core.lazy_torch import Tensor, torch
 from consilium.core.messages import Payload
 from consilium.core.schema import Factor
 from consilium.strategies.strategy import Role, Strategy

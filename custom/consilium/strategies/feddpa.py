@@ -40,8 +40,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from consilium.adapters.names import is_local
-from consilium.adapters.parts import LOCAL_ADAPTER
+from consilium.adapters.names import LOCAL_ADAPTER, is_local
 from consilium.core.messages import Payload
 from consilium.core.schema import Share
 from consilium.strategies.strategy import Role, Strategy

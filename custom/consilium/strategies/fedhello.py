@@ -26,10 +26,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
+from consilium.core.lazy_torch import Tensor, torch
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Rank
 from consilium.core.seeding import seed_for

@@ -18,12 +18,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from consilium.adapters.names import factor
 from consilium.core.errors import ConfigError
+from consilium.core.lazy_torch import Tensor, torch
 from consilium.core.messages import Payload
 from consilium.core.schema import Factor, Positive
 from consilium.strategies.strategy import Role, Strategy

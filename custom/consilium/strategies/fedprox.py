@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from pydantic import Field
-from torch import Tensor
 
+from consilium.core.lazy_torch import Tensor
 from consilium.core.linalg.lowrank import summed
 from consilium.core.messages import Payload
 from consilium.core.schema import Factor

@@ -24,10 +24,10 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar
 
 from pydantic import Field
-from torch import Tensor
 
 from consilium.adapters.names import WHOLE_BASE, skippable_block
 from consilium.core.errors import ConfigError
+from consilium.core.lazy_torch import Tensor
 from consilium.core.linalg.lowrank import summed
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Seed

@@ -21,12 +21,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from consilium.adapters.names import WHOLE_BASE, bottleneck_count, bottleneck_position, factor, is_head
 from consilium.core.errors import ConfigError
+from consilium.core.lazy_torch import Tensor, torch
 from consilium.core.linalg.lowrank import summed
 from consilium.core.linalg.simplex import mixture_weights
 from consilium.core.messages import Payload, SiteInfo, Tensors

@@ -10,9 +10,9 @@ Client Resources", NeurIPS 2024, arXiv 2402.11505.
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
-import torch
 from pydantic import Field
 
+from consilium.core.lazy_torch import torch
 from consilium.core.linalg import lowrank
 from consilium.core.linalg.lowrank import Change, Product, Spectrum, Update
 from consilium.core.messages import Payload, SiteInfo

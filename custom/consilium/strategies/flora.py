@@ -14,9 +14,8 @@ Heterogeneous Low-Rank Adaptations", NeurIPS 2024, arXiv 2409.05976.
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
-
 from consilium.adapters.names import WHOLE
+from consilium.core.lazy_torch import Tensor, torch
 from consilium.core.linalg import lowrank
 from consilium.core.linalg.lowrank import Change, Update
 from consilium.core.messages import Payload, SiteInfo, Tensors
@@ -67,7 +66,7 @@ class FLoRA(ExactServer):
         """Return what the server sent, its tails in pairs."""
         return expanded(payload.tensors)
 
-    def _fresh(self, round: int, layer: str, rank: int, into: int) -> torch.Tensor:
+    def _fresh(self, round: int, layer: str, rank: int, into: int) -> Tensor:
         """Return A (rank, in), Kaiming-uniform. The A of a smaller rank is the first rows of that of a larger rank."""
         generator = torch.Generator().manual_seed(seed_for(self.seed, "fresh", round, layer))
         return torch.empty(rank, into).uniform_(-(into**-0.5), into**-0.5, generator=generator)

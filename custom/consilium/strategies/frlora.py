@@ -27,10 +27,8 @@ Models", ICLR 2025, and the authors' code, github.com/IAMJackYan/FRLoRA.
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from consilium.adapters.names import GATE, WHOLE, is_frozen_part, lora_factor
+from consilium.core.lazy_torch import Tensor, torch
 from consilium.core.linalg.lowrank import Product
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.strategies.heterogeneous_ranks.layers import expanded, factors, pair, shapes, whole_numbers

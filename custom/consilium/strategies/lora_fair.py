@@ -14,11 +14,10 @@ Refinement", ICCV 2025, arXiv 2411.14961.
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from consilium.adapters.names import lora_factor
+from consilium.core.lazy_torch import Tensor, torch
 from consilium.core.linalg import lowrank
 from consilium.core.linalg.lowrank import Change, Product
 from consilium.core.schema import Positive

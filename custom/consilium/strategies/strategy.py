@@ -11,10 +11,10 @@ from enum import StrEnum
 from typing import Any, ClassVar, TypeAlias
 
 from pydantic import ConfigDict
-from torch import Tensor
 
 from consilium.adapters.names import is_base
 from consilium.core.errors import ConfigError
+from consilium.core.lazy_torch import Tensor
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import STRICT
 from consilium.strategies.trainer import Trainer

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from consilium.adapters.parts import FEATURE_SHIFT
+from consilium.adapters.names import FEATURE_SHIFT
 from consilium.client.build import build_site
 from consilium.client.client import Client
 from consilium.config.job import JobConfig

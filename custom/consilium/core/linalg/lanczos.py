@@ -10,9 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
+from consilium.core.lazy_torch import Tensor, torch
 
 BLOCK, PROBES, PROBE_STEPS = 64, 16, 14
 """Columns of a Lanczos block; columns and steps of the search for what was missed."""
@@ -85,7 +83,7 @@ def _lanczos(dense: Tensor, start: Tensor, locked: Tensor | None = None) -> Iter
     while True:
         known, image = torch.cat([known, block], 1), dense @ block
         lefts = torch.cat([lefts, left := _orthonormal(image, lefts)], 1)
-        core = torch.cat([pad(core, (0, 0, 0, left.shape[1])), lefts.T @ image], 1)
+        core = torch.cat([torch.nn.functional.pad(core, (0, 0, 0, left.shape[1])), lefts.T @ image], 1)
         back = dense.T @ left
         block = _orthonormal(back, known)
         yield lefts, known[:, skip:], core, block.T @ back

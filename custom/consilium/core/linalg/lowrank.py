@@ -12,10 +12,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
-
+from consilium.core.lazy_torch import Tensor, torch
 from consilium.core.linalg.lanczos import BLOCK, PROBE_STEPS, PROBES, Spectrum, certified, squared
 
 Held = TypeVar("Held", "Update", "Spectrum")
@@ -59,7 +56,7 @@ class Change:
 # composition ----------------------------------------------------------------------------------------------------------
 
 
-def zero(out: int, into: int, dtype: torch.dtype = torch.float32) -> Update:
+def zero(out: int, into: int, dtype: "torch.dtype | None" = None) -> Update:
     """Return W = 0."""
     return Update(torch.zeros(out, 0, dtype=dtype), torch.zeros(0, into, dtype=dtype))
 
@@ -140,7 +137,7 @@ def in_threads(call: Callable[[Update], Spectrum], items: Sequence[Update]) -> l
 
 
 def _to(value: Held, device: str) -> Held:
-    moved: dict[str, Any] = {name: part.to(device) for name, part in vars(value).items() if isinstance(part, Tensor)}
+    moved: dict[str, Any] = {name: part.to(device) for name, part in vars(value).items() if isinstance(part, torch.Tensor)}
     return replace(value, **moved)  # type: ignore[type-var]
 
 
@@ -177,7 +174,7 @@ def _full(dense: Tensor, top: int) -> Spectrum:
     return Spectrum(u[:, :top], values[:top].double(), vt[:top], squared(dense), error)
 
 
-def _canonical(found: Spectrum, top: int, dtype: torch.dtype) -> Spectrum:
+def _canonical(found: Spectrum, top: int, dtype: "torch.dtype") -> Spectrum:
     """Fix signs, set what is rounding only to 0, pad to `top` triplets."""
     left, values, right = found.left, found.values, found.right
     if values.numel():
@@ -186,7 +183,8 @@ def _canonical(found: Spectrum, top: int, dtype: torch.dtype) -> Spectrum:
         signs = torch.where(largest < 0, -1.0, 1.0).to(left.dtype) * real
         left, values, right = left * signs, values * real, right * signs[:, None]
     missing = top - len(values)
-    left, values, right = pad(left, (0, missing)), pad(values, (0, missing)), pad(right, (0, 0, 0, missing))
+    pads = ((left, (0, missing)), (values, (0, missing)), (right, (0, 0, 0, missing)))
+    left, values, right = (torch.nn.functional.pad(one, widths) for one, widths in pads)
     return replace(found, left=left.to(dtype), values=values, right=right.to(dtype))
 
 

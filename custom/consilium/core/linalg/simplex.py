@@ -4,8 +4,7 @@ Completing the square, that is the projection of m + (alpha / 2) d onto the simp
 1974): O(N log N) a row, all rows at once.
 """
 
-import torch
-from torch import Tensor
+from consilium.core.lazy_torch import Tensor, torch
 
 
 def project(rows: Tensor) -> Tensor:

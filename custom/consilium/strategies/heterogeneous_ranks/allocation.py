@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from consilium.core.errors import ConfigError
+from consilium.core.lazy_torch import Tensor, torch
 
 EPSILON = 1e-12
 """The least share of a budget that counts as left (Algorithm 2, line 4)."""
