@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from consilium.adapters import layers, lora
+from consilium.adapters.kinds import LORA
 from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.federation.job import assemble_job
@@ -171,12 +172,12 @@ def test_rslora_multiplies_by_alpha_over_the_root_of_the_rank(tmp_path: Path) ->
     config = job(rslora=True, alpha=6.0).adapter
     assert config.product_scaling == 6 / 2  # not 6 / 4
     model, images = build_sam("tiny", None, 64, 1), torch.rand(1, 3, 64, 64) * 255
-    lora.LORA.inject(model, config, SAM)
+    LORA.inject(model, config, SAM)
     randomize(model)
     own = peft.LoraConfig(r=4, lora_alpha=6.0, use_rslora=True, target_modules=r"image_encoder\.blocks\.\d+\.attn\.qkv")
     layer = peft.inject_adapter_in_model(own, build_sam("tiny", None, 64, 1)).image_encoder.blocks[0].attn.qkv
     assert layer.scaling["default"] == model.image_encoder.blocks[0].attn.qkv.scaling["default"] == 3.0
-    lora.LORA.export(tmp_path, layers.values(model), config, SAM, "sam")
+    LORA.export(tmp_path, layers.values(model), config, SAM, "sam")
     tuned = peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 1), tmp_path)
     torch.testing.assert_close(tuned(images), model(images))
 
@@ -184,9 +185,9 @@ def test_rslora_multiplies_by_alpha_over_the_root_of_the_rank(tmp_path: Path) ->
 def test_dora_starts_as_the_base_and_plain_peft_loads_its_lengths_of_rows(tmp_path: Path) -> None:
     config, images = job(dora=True).adapter, torch.rand(1, 3, 64, 64) * 255
     model = build_sam("tiny", None, 64, 1)
-    lora.LORA.inject(model, config, SAM)
+    LORA.inject(model, config, SAM)
     with torch.device("meta"):
-        shapes = lora.LORA.shapes(build_sam("tiny", None, 64, 1, weights=False), config, SAM)
+        shapes = LORA.shapes(build_sam("tiny", None, 64, 1, weights=False), config, SAM)
     assert {name: tuple(tensor.shape) for name, tensor in layers.tensors(model).items()} == dict(shapes)
     layers.load(model, initial(model, seed=1) | layers.unchanged(model))
     base = build_sam("tiny", None, 64, 1)
@@ -200,10 +201,10 @@ def test_dora_starts_as_the_base_and_plain_peft_loads_its_lengths_of_rows(tmp_pa
     merged = length[:, None] * direction / direction.norm(dim=1, keepdim=True)  # DoRA, Eq. 5
     with layers.disabled(model):
         torch.testing.assert_close(model(images), base(images), rtol=1e-4, atol=1e-4)
-    lora.LORA.export(tmp_path / "site", with_parameters(model, values), config, SAM, "sam")
+    LORA.export(tmp_path / "site", with_parameters(model, values), config, SAM, "sam")
     tuned = peft.PeftModel.from_pretrained(build_sam("tiny", None, 64, 1), tmp_path / "site")
     torch.testing.assert_close(tuned(images), wanted, rtol=1e-4, atol=1e-4)
-    lora.LORA.export(tmp_path / "server", as_changes(values), config, SAM, "sam")
+    LORA.export(tmp_path / "server", as_changes(values), config, SAM, "sam")
     assert not (tmp_path / "server" / "adapter_config.json").exists()  # a server has no lengths to add the changes to
     lora.merge(model)
     torch.testing.assert_close(model.image_encoder.blocks[0].attn.qkv.weight, merged, rtol=1e-4, atol=1e-5)

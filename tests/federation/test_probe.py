@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from consilium.adapters import dual_rank, layers
-from consilium.adapters.dual_rank import DualRankConfig
+from consilium.adapters.kinds import DualRankConfig
 from consilium.client import capacity_probe
 from consilium.client.build import build_site
 from consilium.config.job import ConfigError, JobConfig

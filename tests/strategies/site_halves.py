@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from consilium.adapters import layers, lora
-from consilium.adapters.lora import LORA, LoraConfig
+from consilium.adapters.kinds import LORA, LoraConfig
 from consilium.adapters.parts import add_parts, part_shapes
 from consilium.client.context import ClientContext
 from consilium.client.trainer import FitReport, Trainer

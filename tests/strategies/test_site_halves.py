@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from consilium.adapters import layers, lora
-from consilium.adapters.lora import LORA, LoraConfig, PerSample
+from consilium.adapters.kinds import LORA, LoraConfig
+from consilium.adapters.lora import PerSample
 from consilium.client.model_store import interpolation_of
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError

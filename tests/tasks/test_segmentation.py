@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from consilium.data.datalist import read_datalist
 from consilium.tasks.segmentation import SegmentationConfig, metric_names
-from consilium.tasks.segmentation.scores import boxes, points
+from consilium.tasks.segmentation.prompts import boxes, points
 from consilium.tasks.segmentation.task import SegmentationTask
 from consilium.tasks.segmentation.units import counts, overlaps
 from consilium.training.loop import batches

@@ -10,34 +10,20 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch.nn.functional as F
-from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from consilium.adapters import layers
 from consilium.adapters.base import decoder_names
+from consilium.adapters.kinds import BottleneckConfig
 from consilium.adapters.names import PLACES, bottleneck_count
-from consilium.adapters.registry import AdapterConfig, AdapterKind, Decoder, Shapes
+from consilium.adapters.registry import Decoder, Shapes
 from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
 from consilium.models.registry import ModelKind
-
-
-class BottleneckConfig(AdapterConfig):
-    """Three bottleneck adapters in every block of SAM's image encoder."""
-
-    kind: Literal["bottleneck"]
-    width: Annotated[
-        Annotated[int, Field(ge=1, le=4096)] | None, Field(description="hidden features, a quarter of the block's by default")
-    ] = None
-    decoder: Annotated[
-        Decoder,
-        Field(description="SAM's mask decoder: it trains and is shared, trains and stays at its site, or does not train"),
-    ] = "freeze"
-
 
 PARALLEL_SCALE = 0.5
 
@@ -128,6 +114,3 @@ def _export(folder: Path, values: Mapping[str, Tensor], config: BottleneckConfig
 
 def _trainable_base(model: nn.Module, config: BottleneckConfig) -> list[str]:
     return decoder_names(model, config.decoder)
-
-
-BOTTLENECK = AdapterKind(BottleneckConfig, _shapes, _inject, _export, _trainable_base)

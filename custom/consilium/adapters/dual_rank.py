@@ -9,35 +9,19 @@ with what is loaded; a layer without a tail is plain LoRA at a rank of its own. 
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
 from consilium.adapters import layers, lora
 from consilium.adapters.base import decoder_names, save_parameters
+from consilium.adapters.kinds import DualRankConfig, LoraConfig
 from consilium.adapters.names import GATE, TAIL, factor, is_frozen_part, is_head, linear_layers
-from consilium.adapters.registry import AdapterConfig, AdapterKind, Decoder, Shapes
+from consilium.adapters.registry import Decoder, Shapes
 from consilium.core.errors import CheckpointError
-from consilium.core.schema import Dropout, Positive, Rank
 from consilium.models.registry import ModelKind, TargetSet
-
-
-class DualRankConfig(AdapterConfig):
-    """Low-rank updates whose ranks differ by site and layer, for fedhera and its peers: trained ranks and a frozen tail."""
-
-    kind: Literal["dual_rank"]
-    rank: Annotated[Rank, Field(description="the most that any site holds of a layer")] = 64
-    scaling: Annotated[Positive, Field(description="what multiplies B A at every rank")] = 2.0
-    targets: Annotated[str, Field(description="`targets` as for lora")] = "paper"
-    dropout: Annotated[Dropout, Field(description="dropout of the adapter's input")] = 0.0
-
-    @property
-    def product_scaling(self) -> float:
-        """See AdapterConfig."""
-        return self.scaling
 
 
 class Products(torch.autograd.Function):
@@ -216,23 +200,11 @@ def _export(folder: Path, values: Mapping[str, Tensor], config: DualRankConfig, 
     save_peft(folder, values, config.scaling, name, base.targets.get(config.targets), base.head_apart)
 
 
-def _inject_tailed(model: nn.Module, config: lora.LoraConfig, base: ModelKind) -> None:
+def _inject_tailed(model: nn.Module, config: LoraConfig, base: ModelKind) -> None:
     inject(model, config.rank, config.product_scaling, base.target(config.targets), config.dropout, config.decoder)
 
 
-def _export_tailed(folder: Path, values: Mapping[str, Tensor], config: lora.LoraConfig, base: ModelKind, name: str) -> None:
+def _export_tailed(folder: Path, values: Mapping[str, Tensor], config: LoraConfig, base: ModelKind, name: str) -> None:
     own = {n: t for n, t in values.items() if factor(n) or is_head(n) or is_frozen_part(n)}
     save_peft(folder, own, config.product_scaling, name, base.targets.get(config.targets), base.head_apart)
     save_parameters(folder / "decoder.safetensors", {n: t for n, t in values.items() if n not in own})
-
-
-DUAL_RANK = AdapterKind(DualRankConfig, _shapes, _inject, _export, merge=merge, unequal_ranks=True)
-TAILED_LORA = AdapterKind(
-    lora.LoraConfig, lora.LORA.shapes, _inject_tailed, _export_tailed, lora.LORA.trainable_base, merge=merge
-)
-"""Plain LoRA at the job's one rank, with room for a frozen tail."""
-
-
-def tailed_lora() -> AdapterKind:
-    """Return LoRA with room for frozen tails."""
-    return TAILED_LORA

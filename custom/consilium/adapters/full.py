@@ -6,24 +6,18 @@ published weights to be frozen (unet).
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 from torch import Tensor, nn
 
 from consilium.adapters import layers
 from consilium.adapters.base import save_parameters
+from consilium.adapters.kinds import FullConfig
 from consilium.adapters.names import WHOLE_BASE, is_head
-from consilium.adapters.registry import AdapterConfig, AdapterKind, Shapes
+from consilium.adapters.registry import Shapes
 from consilium.models.registry import ModelKind
 
 
-class FullConfig(AdapterConfig):
-    """No adapter: every parameter of the model trains. A reference, for models of a few hundred million parameters at most."""
-
-    kind: Literal["full"]
-
-
-def _names(model: nn.Module, config: FullConfig) -> list[str]:
+def _trainable_base(model: nn.Module, config: FullConfig) -> list[str]:
     return [f"{WHOLE_BASE}.{name}" for name, _ in model.named_parameters() if not is_head(name)]
 
 
@@ -34,15 +28,12 @@ def _shapes(model: nn.Module, config: FullConfig, base: ModelKind) -> Shapes:
 
 
 def _inject(model: nn.Module, config: FullConfig, base: ModelKind) -> None:
-    layers.freeze_base(model, [], _names(model, config))
+    layers.freeze_base(model, [], _trainable_base(model, config))
 
 
 def _export(folder: Path, values: Mapping[str, Tensor], config: FullConfig, base: ModelKind, name: str) -> None:
     save_parameters(folder / "model.safetensors", values)
 
 
-def _merge(model: nn.Module) -> None:
+def merge(model: nn.Module) -> None:
     """Do nothing: what trains are the base's own layers."""
-
-
-FULL = AdapterKind(FullConfig, _shapes, _inject, _export, _names, merge=_merge)

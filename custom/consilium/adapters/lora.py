@@ -3,18 +3,17 @@
 A linear layer W x becomes W x + (alpha / rank) B A x, with A (rank, in) and B (out, rank). layers.py reads and writes them.
 """
 
-import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from consilium.adapters import layers
 from consilium.adapters.base import DECODER, decoder_names, save_parameters
+from consilium.adapters.kinds import LoraConfig
 from consilium.adapters.names import (
     BASE,
     CHANGE,
@@ -28,10 +27,8 @@ from consilium.adapters.names import (
     is_magnitude,
     linear_layers,
 )
-from consilium.adapters.registry import AdapterConfig, AdapterKind, Decoder, Shapes
+from consilium.adapters.registry import Decoder, Shapes
 from consilium.core.errors import ConfigError
-from consilium.core.registry import lazy
-from consilium.core.schema import Dropout, Positive, Rank
 from consilium.models.registry import ModelKind, TargetSet, pattern_of
 
 if TYPE_CHECKING:
@@ -39,64 +36,6 @@ if TYPE_CHECKING:
 
 
 HEAD_FILE = "head.safetensors"
-
-
-class LoraConfig(AdapterConfig):
-    """Low-rank updates of linear layers."""
-
-    kind: Literal["lora"] = "lora"
-    rank: Annotated[Rank, Field(description="rows of A, columns of B")] = 8
-    alpha: Annotated[
-        Positive,
-        Field(
-            default_factory=lambda section: float(section["rank"]),
-            description="B A is multiplied by alpha / rank; without it alpha is the rank, so by 1 at every rank",
-        ),
-    ]
-    targets: Annotated[
-        str, Field(description="a set of the model's (paper, qv, all-linear ...) or a regular expression (RE2) on module names")
-    ] = "paper"
-    dropout: Annotated[Dropout, Field(description="dropout of the adapter's input")] = 0.0
-    decoder: Annotated[
-        Decoder,
-        Field(description="SAM's mask decoder: it trains and is shared, trains and stays at its site, or does not train"),
-    ] = "freeze"
-    rslora: Annotated[
-        bool,
-        Field(
-            description='B A is multiplied by alpha / sqrt(rank) (Kalajdzievski 2023, "A Rank Stabilization Scaling Factor'
-            ' for Fine-Tuning with LoRA")'
-        ),
-    ] = False
-    dora: Annotated[
-        bool,
-        Field(
-            description="the lengths of the layers' rows train too (Liu et al., \"DoRA: Weight-Decomposed Low-Rank "
-            'Adaptation", ICML 2024); for strategies that average tensors one by one (fedit, fedprox, '
-            "scaffold, centralized, local_only)"
-        ),
-    ] = False
-
-    @property
-    def product_scaling(self) -> float:
-        """See AdapterConfig."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
-
-    @property
-    def plain_alpha(self) -> float:
-        """The alpha with which plain LoRA has the same scaling, alpha / rank: so others read it, whatever they know."""
-        return self.product_scaling * self.rank
-
-    def keep_apart(self) -> None:
-        """See AdapterConfig."""
-        refuse_dropout(self.dropout)
-
-
-def refuse_dropout(dropout: float) -> None:
-    """Raise ValueError for dropout, of which all masks of a batch are drawn at once."""
-    if dropout:
-        what = "draws all masks of a batch at once, which ties records together under privacy.unit record"
-        raise ValueError(f"adapter.dropout: {dropout} {what}; use 0")
 
 
 def shapes(model: nn.Module, rank: int, target: TargetSet) -> Shapes:
@@ -302,17 +241,3 @@ def _add_local(model: nn.Module, config: LoraConfig) -> None:
 
 def _mix(model: nn.Module, config: LoraConfig, share: float | Tensor, cut_global: bool) -> None:
     mix(model, config.product_scaling, share, cut_global)
-
-
-LORA = AdapterKind(
-    LoraConfig,
-    _shapes,
-    _inject,
-    _export,
-    _trainable_base,
-    scale=_scale,
-    add_local=_add_local,
-    mix=_mix,
-    merge=merge,
-    tailed=lazy("consilium.adapters.dual_rank:tailed_lora"),
-)

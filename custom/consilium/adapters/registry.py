@@ -76,16 +76,16 @@ class AdapterKind:
     mix: "Callable[[nn.Module, Any, float | Tensor, bool], None] | None" = None
     merge: "Callable[[nn.Module], None] | None" = None
     unequal_ranks: bool = False
-    tailed: "Callable[[], AdapterKind] | None" = None
+    tailed: "AdapterKind | None" = None
 
 
 ADAPTERS: Registry[AdapterKind] = Registry(
     "adapter",
     {
-        "lora": "consilium.adapters.lora:LORA",
-        "dual_rank": "consilium.adapters.dual_rank:DUAL_RANK",
-        "bottleneck": "consilium.adapters.bottleneck:BOTTLENECK",
-        "full": "consilium.adapters.full:FULL",
+        "lora": "consilium.adapters.kinds:LORA",
+        "dual_rank": "consilium.adapters.kinds:DUAL_RANK",
+        "bottleneck": "consilium.adapters.kinds:BOTTLENECK",
+        "full": "consilium.adapters.kinds:FULL",
     },
     "consilium.adapters",
     "consilium.adapters.registry:AdapterKind",

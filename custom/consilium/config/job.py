@@ -128,7 +128,7 @@ class JobConfig(Section):
     def adapter_kind(self) -> AdapterKind:
         """The adapter's kind; one with room for frozen tails where the strategy sends them."""
         kind = ADAPTERS[self.adapter.kind]
-        return kind.tailed() if self.strategy.traits.sends_frozen_ranks and kind.tailed else kind
+        return kind.tailed if self.strategy.traits.sends_frozen_ranks and kind.tailed else kind
 
     @property
     def weighting(self) -> str:

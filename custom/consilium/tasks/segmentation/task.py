@@ -25,7 +25,8 @@ from consilium.models.registry import ModelConfig
 from consilium.tasks.base import Batch, Scored, Segmented, evaluating
 from consilium.tasks.embeddings import Embeddings
 from consilium.tasks.segmentation import SegmentationConfig, prompts_of
-from consilium.tasks.segmentation.scores import GRIDS, TAKEN, TOO_SMALL, SegmentationScoresConfig
+from consilium.tasks.segmentation.prompts import TAKEN
+from consilium.tasks.segmentation.scores import GRIDS, TOO_SMALL, SegmentationScoresConfig
 from consilium.tasks.segmentation.units import Plane, Row, Units, counts, dice_loss, order, overlaps, summary
 
 MASK_BYTES = 2**27

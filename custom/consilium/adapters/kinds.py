@@ -1,0 +1,148 @@
+"""The adapters that come with the package: their sections of job.yaml, and where their code is.
+
+The code needs PyTorch, and is imported when it is called.
+"""
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from consilium.adapters.registry import AdapterConfig, AdapterKind, Decoder
+from consilium.core.registry import lazy
+from consilium.core.schema import Dropout, Positive, Rank
+
+PLACE = "consilium.adapters"
+
+
+class LoraConfig(AdapterConfig):
+    """Low-rank updates of linear layers."""
+
+    kind: Literal["lora"] = "lora"
+    rank: Annotated[Rank, Field(description="rows of A, columns of B")] = 8
+    alpha: Annotated[
+        Positive,
+        Field(
+            default_factory=lambda section: float(section["rank"]),
+            description="B A is multiplied by alpha / rank; without it alpha is the rank, so by 1 at every rank",
+        ),
+    ]
+    targets: Annotated[
+        str, Field(description="a set of the model's (paper, qv, all-linear ...) or a regular expression (RE2) on module names")
+    ] = "paper"
+    dropout: Annotated[Dropout, Field(description="dropout of the adapter's input")] = 0.0
+    decoder: Annotated[
+        Decoder,
+        Field(description="SAM's mask decoder: it trains and is shared, trains and stays at its site, or does not train"),
+    ] = "freeze"
+    rslora: Annotated[
+        bool,
+        Field(
+            description='B A is multiplied by alpha / sqrt(rank) (Kalajdzievski 2023, "A Rank Stabilization Scaling Factor'
+            ' for Fine-Tuning with LoRA")'
+        ),
+    ] = False
+    dora: Annotated[
+        bool,
+        Field(
+            description="the lengths of the layers' rows train too (Liu et al., \"DoRA: Weight-Decomposed Low-Rank "
+            'Adaptation", ICML 2024); for strategies that average tensors one by one (fedit, fedprox, '
+            "scaffold, centralized, local_only)"
+        ),
+    ] = False
+
+    @property
+    def product_scaling(self) -> float:
+        """See AdapterConfig."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @property
+    def plain_alpha(self) -> float:
+        """The alpha with which plain LoRA has the same scaling, alpha / rank: so others read it, whatever they know."""
+        return self.product_scaling * self.rank
+
+    def keep_apart(self) -> None:
+        """See AdapterConfig."""
+        if self.dropout:
+            what = "draws all masks of a batch at once, which ties records together under privacy.unit record"
+            raise ValueError(f"adapter.dropout: {self.dropout} {what}; use 0")
+
+
+class DualRankConfig(AdapterConfig):
+    """Low-rank updates whose ranks differ by site and layer, for fedhera and its peers: trained ranks and a frozen tail."""
+
+    kind: Literal["dual_rank"]
+    rank: Annotated[Rank, Field(description="the most that any site holds of a layer")] = 64
+    scaling: Annotated[Positive, Field(description="what multiplies B A at every rank")] = 2.0
+    targets: Annotated[str, Field(description="`targets` as for lora")] = "paper"
+    dropout: Annotated[Dropout, Field(description="dropout of the adapter's input")] = 0.0
+
+    @property
+    def product_scaling(self) -> float:
+        """See AdapterConfig."""
+        return self.scaling
+
+
+class BottleneckConfig(AdapterConfig):
+    """Three bottleneck adapters in every block of SAM's image encoder."""
+
+    kind: Literal["bottleneck"]
+    width: Annotated[
+        Annotated[int, Field(ge=1, le=4096)] | None, Field(description="hidden features, a quarter of the block's by default")
+    ] = None
+    decoder: Annotated[
+        Decoder,
+        Field(description="SAM's mask decoder: it trains and is shared, trains and stays at its site, or does not train"),
+    ] = "freeze"
+
+
+class FullConfig(AdapterConfig):
+    """No adapter: every parameter of the model trains. A reference, for models of a few hundred million parameters at most."""
+
+    kind: Literal["full"]
+
+
+TAILED_LORA = AdapterKind(
+    LoraConfig,
+    lazy(f"{PLACE}.lora:_shapes"),
+    lazy(f"{PLACE}.dual_rank:_inject_tailed"),
+    lazy(f"{PLACE}.dual_rank:_export_tailed"),
+    lazy(f"{PLACE}.lora:_trainable_base"),
+    merge=lazy(f"{PLACE}.dual_rank:merge"),
+)
+"""Plain LoRA at the job's one rank, with room for a frozen tail."""
+LORA = AdapterKind(
+    LoraConfig,
+    lazy(f"{PLACE}.lora:_shapes"),
+    lazy(f"{PLACE}.lora:_inject"),
+    lazy(f"{PLACE}.lora:_export"),
+    lazy(f"{PLACE}.lora:_trainable_base"),
+    scale=lazy(f"{PLACE}.lora:_scale"),
+    add_local=lazy(f"{PLACE}.lora:_add_local"),
+    mix=lazy(f"{PLACE}.lora:_mix"),
+    merge=lazy(f"{PLACE}.lora:merge"),
+    tailed=TAILED_LORA,
+)
+DUAL_RANK = AdapterKind(
+    DualRankConfig,
+    lazy(f"{PLACE}.dual_rank:_shapes"),
+    lazy(f"{PLACE}.dual_rank:_inject"),
+    lazy(f"{PLACE}.dual_rank:_export"),
+    merge=lazy(f"{PLACE}.dual_rank:merge"),
+    unequal_ranks=True,
+)
+BOTTLENECK = AdapterKind(
+    BottleneckConfig,
+    lazy(f"{PLACE}.bottleneck:_shapes"),
+    lazy(f"{PLACE}.bottleneck:_inject"),
+    lazy(f"{PLACE}.bottleneck:_export"),
+    lazy(f"{PLACE}.bottleneck:_trainable_base"),
+)
+FULL = AdapterKind(
+    FullConfig,
+    lazy(f"{PLACE}.full:_shapes"),
+    lazy(f"{PLACE}.full:_inject"),
+    lazy(f"{PLACE}.full:_export"),
+    lazy(f"{PLACE}.full:_trainable_base"),
+    merge=lazy(f"{PLACE}.full:merge"),
+)
