@@ -18,8 +18,9 @@ from consilium.core.messages import Kind
 from consilium.federation.job import assemble_job
 from consilium.privacy.accounting.accountant import SLACK, GaussianEvent, gaussian_delta
 from consilium.privacy.accounting.composition import Entry
+from consilium.privacy.dpsgd import dpsgd
 from consilium.privacy.ledger.ledger import Ledger
-from consilium.privacy.plan import Plan, dpsgd, make_plan, noise_to_signal
+from consilium.privacy.plan import Plan, make_plan, noise_to_signal
 from tests.conftest import small_config
 
 SITE = {"unit": "site", "epsilon": 3, "delta": 1 / 12, "clip": 0.3}

@@ -13,8 +13,9 @@ from consilium.config.site import Given
 from consilium.core.errors import ConfigError
 from consilium.core.storage import private_folder
 from consilium.data.synthetic.phantoms import make_phantoms
+from consilium.study.cell_record import CellRecord, lock, record_of
 from consilium.study.plan import Planned, Planner
-from consilium.study.run_cell import CellRecord, _lock, begun, fail, record_of, run_cell
+from consilium.study.run_cell import begun, fail, run_cell
 from consilium.study.runner import run_study
 from consilium.study.study import load
 from tests.study.conftest import MakeStudy
@@ -53,7 +54,7 @@ def test_a_cell_that_is_run_elsewhere_is_left_alone_and_one_that_broke_says_so(s
     (one,) = planned(study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w")
     CellRecord("running").save(one.cell.folder)
     assert record_of(one.cell.folder).state == "interrupted"
-    with _lock(one.cell.folder):
+    with lock(one.cell.folder):
         assert record_of(one.cell.folder).state == "locked"
         assert run_cell(one, quiet).state == "locked"
     assert not (one.cell.folder / "metrics.jsonl").exists()
@@ -103,7 +104,7 @@ def test_what_was_set_aside_comes_back_though_the_cell_s_folder_is_gone(study_fi
 def test_a_process_that_is_gone_fails_no_cell_that_another_one_has(study_file: MakeStudy, tmp_path: Path) -> None:
     (one,) = planned(study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w")
     CellRecord("running", data=one.data, code=one.code).save(one.cell.folder)
-    with _lock(one.cell.folder):
+    with lock(one.cell.folder):
         assert fail(one, "gone").state == "locked"
     assert fail(one, "gone").reason == "gone"
     CellRecord("done", data=one.data, code=one.code).save(one.cell.folder)

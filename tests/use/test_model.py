@@ -21,10 +21,11 @@ from consilium.core.storage import save_state
 from consilium.federation.job import assemble_job, build_task
 from consilium.federation.model_card import Card, page
 from consilium.federation.saved_model import CARD, SavedModel, note_best, read_best, read_kept, write_kept
+from consilium.report.run_record import cell_folder
 from consilium.runtime.engine import simulate
 from consilium.server.coordinator import Coordinator
 from consilium.server.initialization import keep_inside, server_start
-from consilium.use.model import TrainedModel, adapter_folder, cell_folder, open_model
+from consilium.use.model import TrainedModel, adapter_folder, open_model
 from tests.conftest import small_config
 from tests.use.conftest import SITES
 

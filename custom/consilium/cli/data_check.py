@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 
 from consilium.cli.options import (
-    LONGEST_LINE,
     CheckpointsOption,
     Format,
     FormatOption,
@@ -20,7 +19,8 @@ from consilium.cli.options import (
 from consilium.config.data import DatasetConfig
 from consilium.config.site import SiteConfig, is_site_folder, load_site, read_site_folder
 from consilium.core.errors import ConfigError, DataError
-from consilium.core.sanitize import line, shown
+from consilium.core.registry import call
+from consilium.core.sanitize import LONGEST_LINE, line, shown
 from consilium.data.check import shared_by_sites, suggested_settings
 from consilium.data.check_report import NAMED, Findings
 from consilium.data.datalist import DataList, arranged, with_affine
@@ -28,9 +28,10 @@ from consilium.data.folders import has_classes, importing, unlisted
 from consilium.data.label_map import relabelled
 from consilium.data.settings import PictureSettings
 from consilium.data.text import has_texts
-from consilium.federation.job import checkpoint_of, tokenizer_of
 from consilium.report.page.check_page import write_report
 from consilium.tasks.registry import TASKS, TaskKind
+
+JOB = "consilium.federation.job"
 
 
 def data_check(
@@ -145,8 +146,8 @@ def _check(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
         return kind.check(path, change=change) if change else kind.check(path)
     whose = site if site.checkpoints else SiteConfig(checkpoints=checkpoints)
     if whose.checkpoints:
-        checkpoint_of(config.model, whose)  # refuses an adapter
-    tokenizer = tokenizer_of(config, whose)
+        call(f"{JOB}:checkpoint_of", config.model, whose)  # refuses an adapter
+    tokenizer = call(f"{JOB}:tokenizer_of", config, whose)
     classes = getattr(config.task, "classes", None)
 
     def used(data: DataList) -> DataList:

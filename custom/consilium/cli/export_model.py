@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from consilium.cli.options import LONGEST_LINE, CheckpointsOption
+from consilium.cli.options import CheckpointsOption
 from consilium.cli.trained_model import BestOption, ModelArgument, SiteOption, StageOption, site_of
-from consilium.core.sanitize import shown
+from consilium.core.sanitize import LONGEST_LINE, shown
 from consilium.use.export import check_possible, export
 from consilium.use.model import adapter_folder, open_model
 from consilium.use.output_folder import check_destination

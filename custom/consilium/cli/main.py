@@ -15,11 +15,10 @@ from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
 from consilium import __version__
-from consilium.cli.options import LONGEST_LINE
 from consilium.cli.resume_hint import FULL, again, no_room, stoppable
 from consilium.core.errors import ConfigError, ConsiliumError, ExitCode
 from consilium.core.registry import resolve
-from consilium.core.sanitize import line
+from consilium.core.sanitize import LONGEST_LINE, line
 
 # lazy ------------------------------------------------------------------------------------------------------------------
 # Commands that are imported when they are called, so that `consilium --help` and light commands load none of the others.
@@ -87,11 +86,11 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
     RUN: {
         "init": f"{CLI}.init:init",
         "simulate": f"{CLI}.simulate:simulate",
-        **{name: f"{CLI}.compare:{name}" for name in ("compare", "report")},
+        **{name: f"{CLI}.{name}:{name}" for name in ("compare", "report")},
         **{name: f"{CLI}.cost:{name}" for name in ("cost", "fit")},
         "study": Group(
             "Run grids of jobs: methods, ranks, splits, seeds.",
-            {name: f"{CLI}.study:study_{name}" for name in ("list", "show", "run")},
+            {"list": f"{CLI}.study_list:study_list", **{name: f"{CLI}.study:study_{name}" for name in ("show", "run")}},
         ),
     },
     USE: {
@@ -129,7 +128,7 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
         **{name: f"{CLI}.kits:{name}" for name in ("allow", "revoke", "renew", "prepare")},
     },
     SITE: {
-        "approve": f"{CLI}.site_evidence:approve",
+        "approve": f"{CLI}.approve:approve",
         "doctor": f"{CLI}.doctor:doctor",
         "update-kit": f"{CLI}.kits:update_kit",
         **{name: f"{CLI}.kits:{name}" for name in ("lock", "unlock")},

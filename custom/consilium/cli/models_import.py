@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from consilium.cli.options import LONGEST_LINE
-from consilium.core.sanitize import shown
+from consilium.core.sanitize import LONGEST_LINE, shown
 from consilium.use.model_import import import_model
 
 

@@ -25,8 +25,6 @@ from consilium.core.registry import NO_PLUGINS, Plugins
 
 FILE_WIDTH = 140
 """Width of a table in characters where there is no terminal."""
-LONGEST_LINE = 4000
-"""The most characters of a printed line."""
 
 
 TFLOPS = 94.0

@@ -1,25 +1,18 @@
-"""The commands `consilium study`: list, show and run grids of runs."""
+"""The commands `consilium study show` and `run`: grids of runs."""
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
 from consilium.cli.options import (
-    ASSUMED,
-    TFLOPS,
     CheckpointsOption,
     Format,
     FormatOption,
-    TflopsOption,
     WorkspaceOption,
-    gpu_hours,
     page,
     pipeline_note,
     study_command,
@@ -31,50 +24,17 @@ from consilium.config.code_digest import code_of
 from consilium.config.site import Given
 from consilium.core.sanitize import line, number_of
 from consilium.report.run_record import earlier_cells, keep_cells
-from consilium.study.estimate import bytes_of, cached_flops, count_flops, fewer_steps, known_flops
+from consilium.study.cell_record import CellRecord, log_of, record_of
+from consilium.study.estimate import bytes_of, fewer_steps
 from consilium.study.plan import Planner
-from consilium.study.run_cell import CellRecord, log_of, record_of
 from consilium.study.runner import run_study
-from consilium.study.study import Cell, Study, load, named, pick, studies_folder
+from consilium.study.study import Cell, Study, load, named, pick
 from consilium.study.view import StudyView, cells_table, duration
 
 StudyArgument = Annotated[Path, typer.Argument(help="a file, or a name in jobs/studies")]
 SmokeOption = Annotated[bool, typer.Option("--smoke", help="seconds: a tiny model, generated data")]
 SmallOption = Annotated[bool, typer.Option("--small", help="minutes: tests the pipeline on your data, not the methods")]
 DataOption = Annotated[Path | None, typer.Option(help="folder with a folder per site, as for simulate")]
-
-
-def study_list(
-    count: Annotated[bool, typer.Option("--count", help="count anew what has changed; minutes")] = False,
-    tflops: TflopsOption = TFLOPS,
-    format: FormatOption = Format.TXT,
-) -> None:
-    """List the studies in jobs/studies: what each makes, its cells, how many are done, and GPU hours by estimate."""
-    found = [_summary(load(path), count, tflops) for path in sorted(studies_folder().glob("*.yaml"))]
-    if format is Format.JSON:
-        print(json.dumps(found, indent=1))
-        return
-    table = Table(box=SIMPLE, pad_edge=False)
-    for heading in ("study", "makes", "cells", "done", "GPU h", "needs"):
-        table.add_column(heading, justify="right" if heading in ("cells", "done", "GPU h") else "left", overflow="fold")
-    for one in found:
-        told = one | {"hours": "-" if one["gpu_hours"] is None else f"{one['gpu_hours']:,.2g}"}
-        keys = ("study", "table", "cells", "done", "hours", "needs")
-        table.add_row(*(line("-" if told[key] == "" else str(told[key])) for key in keys))
-    page().print(table)
-    _say(f"GPU h: an estimate, FLOPs at {tflops:g} TFLOP/s; {ASSUMED}. -: not counted, or changed since: --count")
-
-
-def _summary(study: Study, count: bool, tflops: float) -> dict[str, Any]:
-    cells = len(study.grid()) - len(study.excluded())
-    begun = study.cells() if study.workspace.exists() else []  # cells are made by their jobs, which takes a while for all
-    states = Counter(record_of(cell.folder).state for cell in begun)
-    told = {"study": study.name, "table": study.config.table or study.config.about, "needs": study.config.needs}
-    flops = known_flops(study, cached_flops())
-    if flops is None and count:
-        flops = count_flops(study)
-    hours = None if flops is None else gpu_hours(flops, tflops)
-    return told | {"cells": cells, "done": states["done"], "failed": states["failed"], "gpu_hours": hours}
 
 
 def study_show(

@@ -16,8 +16,8 @@ from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.messages import Payload, Tensors
 from consilium.core.seeding import seed_for
 from consilium.data.patients import by_patient
-from consilium.privacy.dpsgd import DpSgd, rehearse
-from consilium.privacy.plan import dpsgd, per_patient
+from consilium.privacy.dpsgd import DpSgd, dpsgd, rehearse
+from consilium.privacy.plan import per_patient
 from consilium.strategies.strategy import Role, scaling_of, trained_names
 from consilium.strategies.trainer import FeaturePenalty, GradientProbe, Penalty
 from consilium.tasks.base import Task

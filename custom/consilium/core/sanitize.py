@@ -11,6 +11,8 @@ from rich.text import Text
 
 LIMIT = 300
 """Characters of one text that are shown, unless the caller wants another number."""
+LONGEST_LINE = 4000
+"""The most characters of a printed line."""
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories without a shape of their own: controls, format (text direction), surrogates, private, line ends."""
 _MARKDOWN = {c: f"\\{c}" for c in "\\|`#[]*~!$"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"}

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image
-from torch import Tensor
 
 from consilium.core.errors import DataError, UnfitError
+from consilium.core.lazy_torch import Tensor, torch
 from consilium.data import pictures, slides, volumes
 from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, remedy, undeclared
 from consilium.data.datalist import Item

@@ -22,11 +22,10 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from consilium.core.errors import ConfigError, RefusedError
+from consilium.core.lazy_torch import Tensor, torch
 from consilium.core.messages import Tensors
 from consilium.privacy.randomness import secret_bytes
 from consilium.privacy.secagg.arithmetic import ROOM, UNIT, quantize

@@ -27,8 +27,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from consilium.config.privacy import SiteLevelDpConfig
 from consilium.core.errors import STOPS, ConfigError, ConsiliumError, Reason
 from consilium.privacy.distributed_noise import clipped_sum, discrete_gaussian, rounding, share_deviation
+from consilium.privacy.plan import Plan, per_patient
 from consilium.privacy.randomness import Randomness
 from consilium.privacy.secagg.arithmetic import UNIT
 
@@ -74,6 +76,17 @@ class DpSgd:
         for number in drawn:
             samples = list(self.patients[number]) if self.per_patient else [number]
             yield samples if len(samples) <= max(1, self.per_patient) else randomness.choice(samples, self.per_patient)
+
+
+def dpsgd(plan: Plan | None, seed: int | None, patients: tuple[tuple[int, ...], ...] = ()) -> DpSgd | None:
+    """Return how to train by DP-SGD, None under any other plan. Noise on a step over all sites is not training's to add.
+
+    `patients`: every patient's samples, where they are the unit.
+    """
+    if plan is None or isinstance(plan.config, SiteLevelDpConfig):
+        return None
+    noise = 0.0 if plan.by_step else plan.noise_multiplier
+    return DpSgd(noise, plan.config.clip, plan.event.sample_rate, seed, patients, per_patient(plan.config))
 
 
 class ClippedSum:

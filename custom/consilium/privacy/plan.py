@@ -24,7 +24,6 @@ from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.schema import SMALLEST_NOISE
 from consilium.privacy.accounting.accountant import SLACK, GaussianEvent, epsilon_of, noise_multiplier, paper_sigma, printed
 from consilium.privacy.distributed_noise import honest_shares, rounding, share_deviation, slack
-from consilium.privacy.dpsgd import DpSgd
 from consilium.privacy.secagg.terms import Terms, default_threshold
 from consilium.strategies.strategy import Role, Strategy
 
@@ -293,17 +292,6 @@ def check_policy(name: str, plan: Plan | None, policy: HospitalPrivacyPolicy) ->
     if plan.noise_multiplier < SMALLEST_NOISE:
         what = f"a noise multiplier of {plan.noise_multiplier:g} is none; nothing was sent; use {SMALLEST_NOISE:g}"
         raise RefusedError(f"{name}: {what}", Reason.POLICY)
-
-
-def dpsgd(plan: Plan | None, seed: int | None, patients: tuple[tuple[int, ...], ...] = ()) -> DpSgd | None:
-    """Return how to train by DP-SGD, None under any other plan. Noise on a step over all sites is not training's to add.
-
-    `patients`: every patient's samples, where they are the unit.
-    """
-    if plan is None or isinstance(plan.config, SiteLevelDpConfig):
-        return None
-    noise = 0.0 if plan.by_step else plan.noise_multiplier
-    return DpSgd(noise, plan.config.clip, plan.event.sample_rate, seed, patients, per_patient(plan.config))
 
 
 def per_patient(privacy: PrivacyConfig | None) -> int:

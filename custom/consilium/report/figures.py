@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
+from consilium.core.lazy_torch import Tensor
 from consilium.core.storage import write_figure
 
 ROUNDS = "rounds of training behind the model"

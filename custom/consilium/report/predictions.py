@@ -19,8 +19,8 @@ from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
-from torch import Tensor
 
+from consilium.core.lazy_torch import Tensor
 from consilium.core.messages import Stage
 from consilium.core.sanitize import shown
 from consilium.core.storage import write_atomic

@@ -11,12 +11,12 @@ from typing import Any, TextIO
 
 import yaml
 from filelock import FileLock, Timeout
-from torch import Tensor
 
 from consilium import __version__
 from consilium.config.code_digest import code_of
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
+from consilium.core.lazy_torch import torch
 from consilium.core.linalg.norms import norm
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, NOT_PRIVATE, Payload, Tensors
 from consilium.core.sanitize import shown
@@ -151,7 +151,7 @@ class RunLog:
         """Record that a phase ended, whose results are in its `mean`, and the epsilon of the plan so far."""
         told = {} if epsilon is None else {"privacy/epsilon": epsilon}
         self._line({"event": "concluded", "round": state.round, "phase": state.phase, "sites": sites} | told)
-        if isinstance(mean, dict) and all(isinstance(tensor, Tensor) for tensor in mean.values()):
+        if isinstance(mean, dict) and all(isinstance(tensor, torch.Tensor) for tensor in mean.values()):
             told["update/norm"] = norm(mean)
         self._scalars("server", told, state.round)
         self._scalars(MEANS, mean_metrics(self._phase), state.round)

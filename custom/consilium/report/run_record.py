@@ -399,6 +399,28 @@ def study_cells(workspace: Path) -> list[StudyCell]:
     return [StudyCell(f, of, {axis: value for axis, value in of.items() if axis != SEED}) for f, of in labels_of.items()]
 
 
+def cell_folder(path: Path) -> Path:
+    """Return the run of a study that STUDY/AXIS=VALUE,AXIS=VALUE names, or the path as it is.
+
+    Raises ConfigError, naming the runs there are, for a study alone, or values that no run of it has, or two have.
+    """
+    study = path if (path / CELLS).is_dir() and not (path / "job.yaml").exists() else path.parent
+    if (path.exists() and study != path) or not (study / CELLS).is_dir():
+        return path
+    done = [cell for cell in study_cells(study) if (cell.folder / "results.json").is_file()]
+    wanted = "" if study == path else ",".join(part.strip() for part in path.name.split(","))
+    if wanted and (meant := [cell for cell in done if cell.name == wanted]):
+        check_names(study, meant)
+        return meant[0].folder
+    known = sorted({cell.name for cell in done} - {""})
+    raise ConfigError(f"{shown(path)}: which run of the study? Give {shown(study)}/ and one of: {join_names(known)}")
+
+
+def join_names(names: list[str]) -> str:
+    """Return names separated by commas, twenty at most."""
+    return ", ".join(map(shown, names[:20])) + (f" and {len(names) - 20} more" if len(names) > 20 else "") or "none"
+
+
 def earlier_cells(workspace: Path, study: str, present: Iterable[str]) -> list[Path]:
     """Return the folders of cells that neither a study, which now has those `present`, nor another one here has any more."""
     known = {*present, *(name for key, one in _kept(workspace).items() if key != study for name in one["cells"])}

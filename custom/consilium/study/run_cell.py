@@ -1,108 +1,33 @@
-"""One cell of a study: its `cell.json`, and how it is run, or resumed."""
+"""How one cell of a study is run, or resumed."""
 
-import json
 import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from filelock import FileLock, Timeout
-from pydantic import Field, TypeAdapter
+from filelock import Timeout
 
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Observer
 from consilium.core.sanitize import shown
-from consilium.core.storage import file_lock, private_folder, write_atomic
+from consilium.core.storage import private_folder
 from consilium.federation.job import assemble_job
 from consilium.report.predictions import PREDICTIONS, join_predictions
 from consilium.runtime.engine import simulate
 from consilium.server import initialization
+from consilium.study.cell_record import CellRecord, lock, stored
 from consilium.study.plan import Planned
 
-RECORD = "cell.json"
 MOST_REASON = 600
 """Characters of why a cell failed."""
-State = Literal["waiting", "running", "locked", "interrupted", "failed", "done", "other data"]
-"""`locked`: another process runs it; `interrupted`: it resumes from its checkpoint, also where its scores are gone; `other
-data`: it will run anew, see `held`."""
-
-
-@dataclass(frozen=True)
-class CellRecord:
-    """How far a cell is.
-
-    `data`, `whole` and `code`: see Planned, "" in records of former versions; `folder`: of its data, in `--data`, None in
-    those; `place`: see Cell; `seconds`: what it took, without parts that were interrupted.
-    """
-
-    state: State = "waiting"
-    reason: str = ""
-    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    data: str = ""
-    labels: Mapping[str, str] | None = None
-    overrides: tuple[str, ...] = ()
-    place: int = 0
-    folder: str | None = None
-    code: str = ""
-    whole: str = ""
-
-    def save(self, folder: Path) -> None:
-        """Write it, whole or not at all."""
-        write_atomic(folder / RECORD, json.dumps(asdict(self), indent=1).encode())
-
-    def outdated(self, code: str) -> bool:
-        """Tell whether a cell ran by other code than this, to its end or not. One of a version that noted none did not."""
-        return self.state not in ("locked", "other data") and self.code not in ("", code)
-
-    def held(self, data: str) -> "CellRecord":
-        """Return the record as it stands to these data: a run on others will run anew."""
-        other = self.state in ("done", "failed", "interrupted") and self.data not in ("", data)
-        return replace(self, state="other data") if other else self
-
-
-_RECORD = TypeAdapter(CellRecord)
-
-
-def record_of(folder: Path) -> CellRecord:
-    """Return how far the cell in a folder is."""
-    found = _stored(folder)
-    if found.state != "running":
-        return found
-    try:
-        with _lock(folder):
-            return replace(found, state="interrupted")
-    except Timeout:
-        return replace(found, state="locked")
-
-
-def _stored(folder: Path) -> CellRecord:
-    try:
-        record = _RECORD.validate_json((folder / RECORD).read_bytes(), strict=True)
-    except (OSError, ValueError):  # none yet, or damaged: it runs again
-        return CellRecord()
-    try:  # a copy may have been interrupted
-        scored = record.state != "done" or isinstance(json.loads((folder / "results.json").read_bytes()), dict)
-    except (OSError, ValueError):
-        scored = False
-    return record if scored else replace(record, state="interrupted")
-
-
-def _lock(folder: Path) -> FileLock:
-    """Return the lock of a cell; it lies beside the folder, which may be set aside."""
-    return file_lock(private_folder(folder.parent) / f".{folder.name}.lock", wait=False)
-
-
-def log_of(folder: Path) -> Path:
-    """Return the file for the output of a cell's process; beside the folder, as it may be set aside."""
-    return private_folder(folder.parent) / f"{folder.name}.log"
 
 
 def finished(planned: Planned) -> bool:
     """Tell whether nothing is left to do: the cell is done, with these data, and by this code if that is asked for."""
-    record = _stored(planned.cell.folder)
+    record = stored(planned.cell.folder)
     return record.state == "done" and record.data == planned.data and not _unwanted(record, planned)
 
 
@@ -113,7 +38,7 @@ def _unwanted(record: CellRecord, planned: Planned) -> bool:
 
 def renewed(planned: Planned) -> CellRecord:
     """Return the record of a finished cell, with its present name in the study and the present digest of all its data."""
-    before = _stored(planned.cell.folder)
+    before = stored(planned.cell.folder)
     if (now := _described(before, planned)) != before:
         now.save(planned.cell.folder)
     return now
@@ -129,7 +54,7 @@ def _described(record: CellRecord, planned: Planned) -> CellRecord:
 def run_cell(planned: Planned, observer: Observer) -> CellRecord:
     """Run or resume a cell, unless it is done or locked by another process; return its record."""
     try:
-        with _lock(planned.cell.folder):
+        with lock(planned.cell.folder):
             if not finished(planned):
                 set_aside(planned)
             return renewed(planned) if finished(planned) else _run(planned, observer)  # a restored run may be done
@@ -140,10 +65,10 @@ def run_cell(planned: Planned, observer: Observer) -> CellRecord:
 def fail(planned: Planned, reason: str) -> CellRecord:
     """Record that a cell failed in a process that is gone, unless another one runs it by now, or has done it."""
     try:
-        with _lock(planned.cell.folder):
+        with lock(planned.cell.folder):
             if finished(planned):
                 return renewed(planned)
-            ended = replace(_stored(planned.cell.folder), state="failed", reason=shown(reason))
+            ended = replace(stored(planned.cell.folder), state="failed", reason=shown(reason))
             ended.save(planned.cell.folder)
             return ended
     except Timeout:
@@ -152,7 +77,7 @@ def fail(planned: Planned, reason: str) -> CellRecord:
 
 def begun(planned: Planned) -> CellRecord:
     """Return the record of a cell that begins or resumes."""
-    described = _described(_stored(planned.cell.folder), planned)
+    described = _described(stored(planned.cell.folder), planned)
     return replace(described, state="running", data=planned.data, code=planned.code)
 
 
@@ -182,7 +107,7 @@ def _run(planned: Planned, observer: Observer) -> CellRecord:
 
 def set_aside(planned: Planned) -> None:
     """Set a run aside that is on other data, or by other code, and restore an earlier one that ran with these."""
-    folder, before = planned.cell.folder, _stored(planned.cell.folder)
+    folder, before = planned.cell.folder, stored(planned.cell.folder)
     if not folder.exists():
         before = _restored(folder, planned.data, f"{planned.data}-{planned.code}")
     if before.data and before.data != planned.data:
@@ -206,7 +131,7 @@ def _restored(folder: Path, *names: str) -> CellRecord:
         with suppress(FileNotFoundError):
             (folder.parent.parent / "set-aside" / f"{folder.name}-{name}").rename(folder)
             break
-    return _stored(folder)
+    return stored(folder)
 
 
 def simulate_cell(planned: Planned, observer: Observer) -> None:

@@ -10,8 +10,9 @@ from typing import Any, TextIO
 
 from consilium.core.child_process import ChildProcess, exit_with_parent
 from consilium.core.storage import open_private
+from consilium.study.cell_record import CellRecord, log_of
 from consilium.study.plan import Planned
-from consilium.study.run_cell import CellRecord, fail, finished, log_of, renewed, run_cell
+from consilium.study.run_cell import fail, finished, renewed, run_cell
 
 # worker ----------------------------------------------------------------------------------------------------------------
 # A process of a study that runs functions one after another, and the end of it that its study holds.

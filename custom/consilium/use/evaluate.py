@@ -16,9 +16,10 @@ from consilium.core.sanitize import shown
 from consilium.federation.job import build_task
 from consilium.federation.sites import site_names
 from consilium.report.results_table import CrossSiteMatrix, cross_site_matrix
+from consilium.report.run_record import cell_folder
 from consilium.tasks.base import Task
 from consilium.tasks.registry import TASKS
-from consilium.use.model import TrainedModel, cell_folder, open_model, run_sites
+from consilium.use.model import TrainedModel, open_model, run_sites
 
 Split = Literal["training", "validation", "test"]
 

@@ -16,7 +16,7 @@ from consilium.federation.job import build_model, checkpoint_of
 from consilium.federation.model_card import BEST, Card
 from consilium.federation.saved_model import ADAPTERS, TENSORS, SavedModel, load_values, read_kept, run_as_kept
 from consilium.report.run_log import VERSIONS, other_version
-from consilium.report.run_record import CELLS, check_names, job_of, study_cells
+from consilium.report.run_record import cell_folder, job_of, join_names
 
 
 @dataclass(frozen=True)
@@ -60,23 +60,6 @@ def open_model(
     return TrainedModel(config, model.eval(), folder, card, kept, own)
 
 
-def cell_folder(path: Path) -> Path:
-    """Return the run of a study that STUDY/AXIS=VALUE,AXIS=VALUE names, or the path as it is.
-
-    Raises ConfigError, naming the runs there are, for a study alone, or values that no run of it has, or two have.
-    """
-    study = path if (path / CELLS).is_dir() and not (path / "job.yaml").exists() else path.parent
-    if (path.exists() and study != path) or not (study / CELLS).is_dir():
-        return path
-    done = [cell for cell in study_cells(study) if (cell.folder / "results.json").is_file()]
-    wanted = "" if study == path else ",".join(part.strip() for part in path.name.split(","))
-    if wanted and (meant := [cell for cell in done if cell.name == wanted]):
-        check_names(study, meant)
-        return meant[0].folder
-    known = sorted({cell.name for cell in done} - {""})
-    raise ConfigError(f"{shown(path)}: which run of the study? Give {shown(study)}/ and one of: {_join_names(known)}")
-
-
 def adapter_folder(path: Path, site: str | None = None, stage: Stage | None = None, best: bool = False) -> Path:
     """Return the adapter folder that is meant, of a run by default the global one's.
 
@@ -92,7 +75,7 @@ def adapter_folder(path: Path, site: str | None = None, stage: Stage | None = No
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder; give a run's folder, or an adapter folder such as RUN/adapters/global")
     if site is not None and Path(site).name != site:
-        raise ConfigError(f"--site {shown(site)}: not a site's name; give one of: {_join_names(run_sites(path))}")
+        raise ConfigError(f"--site {shown(site)}: not a site's name; give one of: {join_names(run_sites(path))}")
     folder = (path / "sites" / site if site is not None else path) / ADAPTERS / f"{stage or Stage.GLOBAL}{BEST if best else ''}"
     if (folder / TENSORS).is_file():
         return folder
@@ -111,12 +94,12 @@ def _nothing_there(path: Path, site: str | None, folder: Path) -> str:
     """Return the line that says why a run has no such adapter, and what it has."""
     sites = run_sites(path)
     if site is not None and site not in sites:
-        return f"--site {shown(site)}: {path} keeps no model of it; it has: {_join_names(sites)}"
+        return f"--site {shown(site)}: {path} keeps no model of it; it has: {join_names(sites)}"
     there = sorted(p.parent.name for p in folder.parent.glob(f"*/{TENSORS}") if not p.parent.name.startswith("."))
     if there:
-        return f"{folder}: no such model; there is: {_join_names(there)}"
+        return f"{folder}: no such model; there is: {join_names(there)}"
     if sites:
-        return f"{path}: its sites share no whole adapter; give --site, one of: {_join_names(sites)}"
+        return f"{path}: its sites share no whole adapter; give --site, one of: {join_names(sites)}"
     run = path if (path / VERSIONS).is_file() else path.parent
     if other := other_version(run):
         what = f"{path}: the run is of consilium {other}, whose models {__version__} does not read"
@@ -127,10 +110,6 @@ def _nothing_there(path: Path, site: str | None, folder: Path) -> str:
 def run_sites(path: Path) -> list[str]:
     """Return the sites of a run whose models are in its folder."""
     return sorted({p.parents[2].name for p in (path / "sites").glob(f"*/{ADAPTERS}/*/{TENSORS}")})
-
-
-def _join_names(names: list[str]) -> str:
-    return ", ".join(map(shown, names[:20])) + (f" and {len(names) - 20} more" if len(names) > 20 else "") or "none"
 
 
 def _check_base(config: JobConfig, card: Card, own: SiteConfig, folder: Path) -> None:

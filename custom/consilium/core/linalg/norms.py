@@ -3,8 +3,7 @@
 import math
 from collections.abc import Mapping
 
-import torch
-from torch import Tensor, linalg
+from consilium.core.lazy_torch import Tensor, torch
 
 SMALL = 2**14
 """Tensors of at least so many numbers are not concatenated, so that no large one is copied."""
@@ -12,7 +11,7 @@ SMALL = 2**14
 
 def concat_small(tensors: Mapping[str, Tensor]) -> list[tuple[list[str], Tensor]]:
     """Return names and their values (n,): small tensors of one type concatenated, each larger one alone and not copied."""
-    groups: dict[tuple[torch.dtype, str], list[str]] = {}
+    groups: dict[tuple[object, str], list[str]] = {}
     for name, tensor in tensors.items():
         groups.setdefault((tensor.dtype, name if tensor.numel() >= SMALL else ""), []).append(name)
     rows = [(names, [tensors[n].detach().reshape(-1) for n in names]) for names in groups.values()]
@@ -32,7 +31,7 @@ def norm(tensors: Mapping[str, Tensor]) -> float:
     """Return the Euclidean norm of all tensors as one vector, computed in float64; 0 of none."""
     rows = (numbers for _, numbers in concat_small(tensors))
     found = (row if row.is_floating_point() else row.double() for row in rows)  # masked updates are integers
-    return math.hypot(*(float(linalg.vector_norm(numbers, dtype=torch.float64)) for numbers in found))
+    return math.hypot(*(float(torch.linalg.vector_norm(numbers, dtype=torch.float64)) for numbers in found))
 
 
 def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:

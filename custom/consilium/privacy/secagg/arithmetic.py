@@ -9,11 +9,10 @@ import logging
 from collections.abc import Mapping
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from consilium.core.errors import RefusedError
+from consilium.core.lazy_torch import Tensor, torch
 from consilium.core.messages import Tensors
 
 UNIT = 2.0**-36

@@ -20,3 +20,5 @@ DIAGNOSED = {
 """Printed numbers that no score is, and what a run calls them that measures them of itself (metrics.jsonl)."""
 HELD_OUT = "held_out_"
 """Stands before a score that was printed of validation data at sites not asked to train, before the last round's training."""
+COLUMN, PAGE = 3.5, 7.16
+"""Inches: widths of a column and of a page of two."""

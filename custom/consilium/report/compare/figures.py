@@ -25,6 +25,7 @@ from rich.cells import cell_len
 from consilium.core.messages import Stage
 from consilium.core.sanitize import shown
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
+from consilium.report.compare import COLUMN, PAGE
 from consilium.report.compare.comparability import Group
 from consilium.report.compare.scores import GroupScores, mean, scores_of
 from consilium.report.compare.tables import MARK
@@ -143,8 +144,6 @@ FEWEST = 2
 """Numbers that make an axis."""
 WRAP = 34
 """Characters of a line of a legend."""
-COLUMN, PAGE = 3.5, 7.16
-"""Inches: widths of a column and of a page of two."""
 DPI = 300
 FORMATS = {"png": {"Software": None}, "pdf": {"CreationDate": None, "Creator": None, "Producer": None}, "svg": {"Date": None}}
 """Endings of a picture's files, and the metadata without which two runs of one command write equal files."""

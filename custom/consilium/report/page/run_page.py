@@ -16,8 +16,9 @@ from consilium.privacy.ledger.audit import FILE, read
 from consilium.privacy.ledger.ledger import Ledger, summary
 from consilium.report.audit_tables import audit_tables
 from consilium.report.best_worst_cases import CASES
+from consilium.report.compare import PAGE
 from consilium.report.compare.comparability import Group
-from consilium.report.compare.figures import COLOURS, PAGE, PLOTS
+from consilium.report.compare.figures import COLOURS, PLOTS
 from consilium.report.compare.scores import mean, scores_of
 from consilium.report.compare.tables import MEANT
 from consilium.report.figures import ROUNDS
