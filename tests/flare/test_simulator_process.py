@@ -171,10 +171,11 @@ def test_site_process_acts_as_popen(forked: Any) -> None:
 def test_sites_fork_without_a_gpu(gpu: bool, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gpu").touch()
     monkeypatch.setattr(simulator_process, "GPUS", (tmp_path / ("gpu" if gpu else "none"),))
-    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", lambda: None)
+    monkeypatch.setattr(simulator_process, "_fork_server", lambda pipe: None)
     monkeypatch.setattr(simulator_process.SiteProcess, "context", multiprocessing.get_context("spawn"))
     monkeypatch.setattr(simulator_runner, "subprocess", subprocess)
-    simulator_process.sites_by_fork()
+    monkeypatch.setattr(simulator_runner, "time", time)
+    simulator_process.sites_by_fork(multiprocessing.Pipe()[0])
     assert simulator_process.SiteProcess.context.get_start_method() == method
     assert simulator_runner.subprocess.Popen is simulator_process.SiteProcess
 

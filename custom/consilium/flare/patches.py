@@ -12,7 +12,7 @@ import sched
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce, wraps
 from importlib import import_module
 from types import ModuleType
@@ -145,6 +145,10 @@ SITE_PROCESSES = Patch(
 """The module by which FLARE's simulator starts a Python for each site. Each loads PyTorch, PEFT and transformers for itself:
 five seconds of a core and 400 MB."""
 
+SITE_WAITS = replace(SITE_PROCESSES, name="time")
+"""The module by which FLARE's simulator waits for its server, before it starts a site, and for a site's connection: a second
+each time."""
+
 TIMERS = Patch(
     "nvflare.fuel.f3.streaming.byte_receiver",
     "threading",
@@ -156,7 +160,7 @@ tasks twice a second: two hundred threads a site in the server's process."""
 PATCHES = {
     "server": (SERVER_HEARTBEAT, STATUS, CERTIFICATE, NEW_SESSION, SESSION, OLD_SESSION, TIMERS),
     "site": (CLIENT_HEARTBEAT, CLIENT_REGISTRATION, TIMERS),
-    "simulation": (SITE_PROCESSES, TIMERS),
+    "simulation": (SITE_PROCESSES, SITE_WAITS, TIMERS),
 }
 """By who applies them."""
 

@@ -250,7 +250,7 @@ class RunRecord:
         """Sizes of the adapter tensors in the server's checkpoint, and the digest of the frozen weights."""
         path = self.folder / "server" / "state.safetensors"
         try:
-            with safe_open("" if path.is_symlink() else path, framework="pt") as file:
+            with safe_open("" if path.is_symlink() else path, framework="np") as file:
                 sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dict
                 meta = json.loads((file.metadata() or {}).get("meta", "{}"))
         except (OSError, SafetensorError, ValueError, RecursionError):

@@ -1,16 +1,19 @@
 """The process of FLARE's simulator, which `simulator.Simulator` starts, and the processes of sites, which FLARE starts.
 
-A site's process is a fork of Python's fork server, which has loaded PyTorch, PEFT and transformers (patches.SITE_PROCESSES says
-why), and so is the process that checks the job. The same modules of FLARE run as in its own processes, with the same arguments,
-environment and connections.
+The simulator process loads PyTorch, PEFT and transformers, and its fork is the fork server. Processes of sites are forks of that,
+and so is the process that checks the job (patches.SITE_PROCESSES says why). The same modules of FLARE run as in its own
+processes, with the same arguments, environment and connections.
 """
 
+import gc
 import multiprocessing
 import os
 import select
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from importlib import import_module
 from multiprocessing import connection, forkserver
@@ -26,10 +29,12 @@ from consilium.flare import patches
 from consilium.flare.job.simulation import LOG, OUTPUT
 
 WORKER = "nvflare.private.fed.app.simulator.simulator_worker"
-LOADED = [WORKER, "consilium.flare.job.executor", "peft"]
-"""Modules that a site's process loads first: FLARE's worker, our executor, and PEFT, the slowest to import."""
 SERVER = ["consilium.flare.job.aggregator", "consilium.flare.job.controller"]
-"""The modules of a server's job, loaded while the job is checked."""
+"""The modules of a server's job."""
+SITES = [WORKER, "consilium.flare.job.executor", "peft"]
+"""The modules of a site's process: FLARE's worker, our executor, and PEFT, the slowest to import."""
+SHORT = 0.1
+"""The most seconds that FLARE's simulator waits before it looks again."""
 GPUS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 
@@ -85,31 +90,53 @@ def _work(command: list[str], env: dict[str, str]) -> None:
     MainProcessMonitor.run(main_func=simulator_worker.main, run_dir=given.workspace, args=given)
 
 
-def sites_by_fork() -> None:
-    """Start the fork server, and let FLARE start sites as forks of it; with a GPU, and not on Linux, as new processes."""
+def sites_by_fork(pipe: connection.Connection) -> None:
+    """Let FLARE start sites as forks of this process as it is now; with a GPU, and not on Linux, as new processes.
+
+    This process must have no other threads yet. `pipe`: what the forks need not hold open.
+    """
     if sys.platform == "linux" and not any(path.exists() for path in GPUS):  # CUDA does not survive a fork
+        for name in SITES:
+            import_module(name)
+        _fork_server(pipe)
         SiteProcess.context = multiprocessing.get_context("forkserver")
-        SiteProcess.context.set_forkserver_preload(LOADED)
-        forkserver.ensure_running()
     patches.SITE_PROCESSES.replace(SimpleNamespace(Popen=SiteProcess, TimeoutExpired=subprocess.TimeoutExpired))
+    patches.SITE_WAITS.replace(SimpleNamespace(time=time.time, sleep=lambda seconds: time.sleep(min(seconds, SHORT))))
+
+
+def _fork_server(pipe: connection.Connection) -> None:
+    """Make a fork of this process Python's fork server, which then has all modules. One that Python starts loads them anew."""
+    server, address = forkserver._forkserver, connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+    alive, held = os.pipe()
+    gc.freeze()  # else each collection copies the pages that server and sites share
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        if not (number := os.fork()):
+            pipe.close()
+            os.close(held)
+            forkserver.main(listener.detach(), alive, [])  # returns when no process holds the pipe's other end
+            os._exit(0)
+    os.close(alive)
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, held, number
 
 
 def main() -> int:
     """Load the modules, answer `Simulator.ask`, then run the simulation; return its exit code."""
     pipe = connection.Connection(int(sys.argv[1]))
-    threading.Thread(target=_follow, args=(pipe,), daemon=True).start()
     try:
         patches.check("simulation")
-        sites_by_fork()
+        for name in SERVER:
+            import_module(name)
+        sites_by_fork(pipe)
     except ConfigError as error:
         print(error)  # `Simulator` repeats it
         return 2
+    threading.Thread(target=_follow, args=(pipe,), daemon=True).start()
     from nvflare.fuel.f3.mpm import MainProcessMonitor
     from nvflare.fuel.utils.log_utils import FL_LOG_LEVEL, LogMode
     from nvflare.private.fed.app.simulator.simulator_runner import SimulatorRunner
 
-    for name in SERVER:
-        import_module(name)
     try:
         while isinstance(request := receive(pipe), tuple):
             send(pipe, _answer(*request))
