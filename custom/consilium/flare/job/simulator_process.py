@@ -1,7 +1,7 @@
 """The process of FLARE's simulator, which `simulator.Simulator` starts, and the processes of sites, which FLARE starts.
 
-The simulator process loads PyTorch, PEFT and transformers, and its fork is the fork server. Processes of sites are forks of that,
-and so is the process that checks the job (patches.SITE_PROCESSES says why). The same modules of FLARE run as in its own
+The simulator process loads PyTorch, PEFT and transformers, and its fork is the fork server. Processes of sites are forks of
+that, and so is the process that checks the job (patches.SITE_PROCESSES says why). The same modules of FLARE run as in its own
 processes, with the same arguments, environment and connections.
 """
 
