@@ -26,7 +26,6 @@ from pydantic import Field
 from consilium.adapters.names import WHOLE_BASE, bottleneck_count, bottleneck_position, factor, is_head
 from consilium.core.errors import ConfigError
 from consilium.core.lazy_torch import Tensor, torch
-from consilium.core.linalg.lowrank import summed
 from consilium.core.linalg.simplex import mixture_weights
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Factor
@@ -199,7 +198,8 @@ _EXACT = "donot_use_mm_for_euclid_dist"  # the quick way loses all digits betwee
 
 def _mix(weights: Iterable[float] | Tensor, values: list[Tensors]) -> Tensors:
     """Return sum_j w_j values_j, summed in float64 in the order given."""
-    return {
-        name: summed([float(w) * v[name].double() for w, v in zip(weights, values, strict=True)]).to(tensor.dtype)
-        for name, tensor in values[0].items()
-    }
+    totals = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in values[0].items()}
+    for weight, value in zip(map(float, weights), values, strict=True):
+        for name, total in totals.items():
+            total.add_(value[name], alpha=weight)
+    return {name: total.to(values[0][name].dtype) for name, total in totals.items()}
