@@ -23,7 +23,35 @@ HEAVY = (
     "nibabel",
     "torch._dynamo",
 )
-READ = "from typer.testing import CliRunner; from consilium.cli.main import app; CliRunner().invoke(app, {words!r})"
+READ = """
+import sys
+from typer.testing import CliRunner
+from consilium.adapters.registry import ADAPTERS
+from consilium.cli.main import app
+from consilium.models.registry import MODELS
+from consilium.strategies.registry import STRATEGIES
+from consilium.tasks.registry import TASKS
+for registry in (ADAPTERS, MODELS, STRATEGIES, TASKS):
+    assert [registry[name] for name in registry] and "torch" not in sys.modules, registry.what
+for words, module in {commands!r}:
+    CliRunner().invoke(app, words)
+    assert "consilium.cli." + module in sys.modules, words
+    assert not {heavy!r} & set(sys.modules), (words, {heavy!r} & set(sys.modules))
+"""
+LIGHT = [
+    (["--help"], "main"),
+    (["simulate", "--help"], "simulate"),
+    (["study", "list"], "study_list"),
+    (["compare", "none"], "compare"),
+    (["privacy", "plan", "--epsilon=8", "--rounds=2", "--accountant=exact"], "privacy_plan"),
+    (["privacy", "ledger", "none"], "privacy"),
+    (["audit", "none"], "audit"),
+    (["evidence", "none", "--kit=none"], "site_evidence"),
+    (["sites", "--kit", "none"], "sites"),
+    (["status", "--kit", "none"], "jobs"),
+    (["metrics", "none"], "kits"),
+]
+DRAWS = [(["report", "none"], "report"), (["data", "check", "none"], "data_check"), (["data", "stats", "none"], "data_stats")]
 SERVER = """
 import consilium.flare.job.aggregator, consilium.flare.job.controller, consilium.flare.job.filters
 from pathlib import Path
@@ -70,23 +98,12 @@ def test_a_command_line_that_reads_a_job_loads_no_torch() -> None:
     assert found & {"torch", "numpy", "nvflare", *HEAVY} == set()
 
 
-@pytest.mark.parametrize(
-    ("words", "module"),
-    [
-        (["--help"], "main"),
-        (["simulate", "--help"], "simulate"),
-        (["revoke", "--help"], "kits"),
-        (["privacy", "ledger", "none"], "privacy"),
-        (["audit", "none"], "audit"),
-        (["sites", "--kit", "none"], "sites"),
-        (["status", "--kit", "none"], "jobs"),
-        (["metrics", "none"], "kits"),
-    ],
-)
-def test_light_commands_load_no_torch(words: list[str], module: str) -> None:
-    found = loaded(READ.format(words=words))
-    assert f"consilium.cli.{module}" in found
-    assert found & {"torch", *HEAVY} == set()
+def test_light_commands_load_no_torch() -> None:
+    loaded(READ.format(commands=LIGHT, heavy={"torch", *HEAVY}))
+
+
+def test_commands_that_draw_load_no_torch() -> None:
+    loaded(READ.format(commands=DRAWS, heavy={"torch", *HEAVY} - {"matplotlib"}))
 
 
 def test_lazy_functions_are_imported_when_they_are_called() -> None:

@@ -3,16 +3,14 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from consilium.core.lazy_torch import Tensor, nn
 from consilium.core.registry import Registry
 from consilium.core.schema import Section
 from consilium.models.registry import ModelKind
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 Shapes = dict[str, tuple[int, ...]]
 Decoder = Literal["share", "keep", "freeze"]

@@ -5,17 +5,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-if TYPE_CHECKING:  # a kit's own process reads this file, and has no use for torch
-    from torch import Tensor
+from consilium.core.lazy_torch import Tensor
 
 PROTOCOL = 3
 """Raised by one whenever a message changes, so that server and sites of two numbers do not talk. 1 is version 0.2.0, which
 did not say it."""
 LIBRARIES = ("monai", "nvflare", "opacus", "peft", "torch", "transformers")
 """Other packages whose version a site tells, because they decide what it computes."""
-Tensors = dict[str, "Tensor"]
+Tensors = dict[str, Tensor]
 Observer = Callable[[Mapping[str, Any]], None]
 """Receives progress events; see Site and Coordinator for their keys."""
 

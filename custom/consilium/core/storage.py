@@ -17,10 +17,10 @@ from filelock import FileLock
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize
 
 from consilium.core.errors import CheckpointError, Reason, RefusedError
+from consilium.core.lazy_torch import Tensor, torch
 
-if TYPE_CHECKING:  # every command reads this file, and most have no use for torch
+if TYPE_CHECKING:  # every command reads this file, and most draw nothing
     from matplotlib.figure import Figure
-    from torch import Tensor
 
 PATIENCE = 600.0
 """Seconds to wait for another process' lock: longer than anything that is done under one."""
@@ -31,20 +31,20 @@ MOST_NOTES = 2**26
 _TEMPORARY = re.compile(r"\..+\.(\d{1,9})")
 
 
-def save_state(path: Path, tensors: Mapping[str, "Tensor"], meta: Mapping[str, Any]) -> None:
+def save_state(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
     """Write `tensors` and the JSON-able `meta` so that a crash leaves either the old file or the new one."""
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header = {"meta": json.dumps(dict(meta)), "sha256": digest(ready)}
     write_atomic(path, serialize({name: _described(tensor) for name, tensor in ready.items()}, metadata=header))
 
 
-def _described(tensor: "Tensor") -> TensorSpec:
+def _described(tensor: Tensor) -> TensorSpec:
     """Return where a tensor's bytes are: safetensors' own `save` takes 20 times as long to find it out for small ones."""
     kind = str(tensor.dtype).removeprefix("torch.")
     return TensorSpec(dtype=kind, shape=tensor.shape, data_ptr=tensor.data_ptr(), data_len=tensor.nbytes)
 
 
-def load_state(path: Path) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
+def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return (tensors, meta) of a file that `save_state` wrote. Raises CheckpointError if it is missing or damaged."""
     try:
         tensors, header = _read(path)
@@ -56,10 +56,8 @@ def load_state(path: Path) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
     return tensors, meta
 
 
-def _read(path: Path) -> tuple[dict[str, "Tensor"], dict[str, str]]:
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return tensors and header of a file: by way of numpy, which takes a third of torch's time for small tensors."""
-    import torch
-
     try:
         with safe_open(path, framework="np") as file:
             return {name: torch.from_numpy(file.get_tensor(name)) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
@@ -257,7 +255,7 @@ def checkpoint_hash(path: Path) -> str:
     return file_hash(path)
 
 
-def digest(tensors: Mapping[str, "Tensor"]) -> str:
+def digest(tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of tensors: names, types, shapes, bytes."""
     found = hashlib.sha256()
     for name in sorted(tensors):
@@ -267,11 +265,9 @@ def digest(tensors: Mapping[str, "Tensor"]) -> str:
     return found.hexdigest()
 
 
-def _bytes(tensor: "Tensor") -> memoryview:
+def _bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor, where they are."""
     try:
         return tensor.numpy().reshape(-1).data
     except TypeError:  # numpy has no bfloat16
-        import torch
-
         return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -126,7 +126,7 @@ class FedSCA(Strategy):
             if takers.any():
                 known = {n: weights[n] for n, there in zip(names, givers.tolist(), strict=True) if there}
                 prior = torch.tensor(list(normalized(known).values()), dtype=torch.float64)
-                found = self._weights(flat[givers], prior)
+                found = self._weights(flat if givers.all() else flat[givers], prior)
                 rows[takers.nonzero(), givers.nonzero().T] = found[takers[givers]]
         return rows
 
@@ -187,13 +187,13 @@ def similarities(flat: Tensor, kind: str, normalize: bool) -> Tensor:
     if kind == "cosine":
         unit = flat / flat.norm(dim=1, keepdim=True).clamp(min=1e-300)
         return unit @ unit.T
-    found = flat @ flat.T if kind == "inner" else -torch.cdist(flat, flat, p=2.0 if kind == "l2" else 1.0, compute_mode=_EXACT)
     count = len(flat)
+    found = flat @ flat.T if kind == "inner" else flat.new_zeros(count, count)
+    if kind != "inner":  # pair by pair: the quick way, by products, loses all digits between sites that are nearly equal
+        first, second = torch.triu_indices(count, count, 1)
+        found[first, second] = found[second, first] = -torch.pdist(flat, p=2.0 if kind == "l2" else 1.0)
     scale = float(found.abs().sum() - found.diagonal().abs().sum()) / max(count * (count - 1), 1)
     return found / scale if normalize and scale > 0 else found
-
-
-_EXACT = "donot_use_mm_for_euclid_dist"  # the quick way loses all digits between sites that are nearly equal
 
 
 def _mix(weights: Iterable[float] | Tensor, values: list[Tensors]) -> Tensors:
