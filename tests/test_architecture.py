@@ -85,8 +85,6 @@ def name_of(path: Path) -> str:
 
 KNOWN = {name_of(path): path for path in FILES}
 LATE = {
-    "config.job": "a job without an algorithm's settings loads no PyTorch",
-    "strategies.registry": "for its type alone",
     "use.inputs": "needs the extra dicom",
     "use.outputs": "needs the extra dicom",
 }

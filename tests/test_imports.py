@@ -51,7 +51,7 @@ LIGHT = [
     (["status", "--kit", "none"], "jobs"),
     (["metrics", "none"], "kits"),
 ]
-DRAWS = [(["report", "none"], "report"), (["data", "check", "none"], "data_check"), (["data", "stats", "none"], "data_stats")]
+DRAWS = [(["report", "none"], "compare"), (["data", "check", "none"], "data_check"), (["data", "stats", "none"], "data_stats")]
 SERVER = """
 import consilium.flare.job.aggregator, consilium.flare.job.controller, consilium.flare.job.filters
 from pathlib import Path

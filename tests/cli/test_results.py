@@ -8,7 +8,7 @@ import typer
 import yaml
 
 from consilium.cli.options import Format
-from consilium.cli.simulate_results import print_results
+from consilium.cli.simulate_prepare import print_results
 from consilium.report.page.run_page import run_page
 from consilium.report.run_record import read_run
 from tests.conftest import small_config

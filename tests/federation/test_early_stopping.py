@@ -16,7 +16,7 @@ from rich.console import Console
 
 from consilium import __version__
 from consilium.cli.options import Format
-from consilium.cli.simulate_results import print_results
+from consilium.cli.simulate_prepare import print_results
 from consilium.cli.watch import place
 from consilium.config.job import JobConfig, load_job
 from consilium.config.site import SiteConfig

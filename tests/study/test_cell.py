@@ -13,8 +13,8 @@ from consilium.config.site import Given
 from consilium.core.errors import ConfigError
 from consilium.core.storage import private_folder
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.study.cell_record import CellRecord, lock, record_of
 from consilium.study.plan import Planned, Planner
+from consilium.study.records import CellRecord, lock, record_of
 from consilium.study.run_cell import begun, fail, run_cell
 from consilium.study.runner import run_study
 from consilium.study.study import load

@@ -19,9 +19,9 @@ from consilium.config.site import Given
 from consilium.core.errors import ConfigError
 from consilium.data.synthetic.phantoms import make_phantoms
 from consilium.report.run_record import KEPT, cell_folder, earlier_cells, keep_cells, study_cells
-from consilium.study.cell_record import CellRecord, record_of
 from consilium.study.estimate import bytes_of
 from consilium.study.plan import Planned, Planner
+from consilium.study.records import CellRecord, record_of
 from consilium.study.run_cell import begun as begun_record
 from consilium.study.run_cell import finished, run_cell, set_aside
 from consilium.study.study import Cell, Study, load

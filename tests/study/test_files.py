@@ -8,8 +8,8 @@ import pytest
 
 from consilium.cli.options import TFLOPS, gpu_hours
 from consilium.config.site import Given
-from consilium.study.flops_cache import cached_flops
 from consilium.study.plan import Planner
+from consilium.study.records import cached_flops
 from consilium.study.run_cell import run_cell
 from consilium.study.study import Size, load
 from tests.conftest import JOBS

@@ -8,7 +8,7 @@ import pytest
 
 from consilium.config.job import load_job
 from consilium.config.overrides import parse_override
-from consilium.study.cell_record import CellRecord
+from consilium.study.records import CellRecord
 from consilium.study.study import Cell, identity, load
 from tests.benchmarks import results, utility
 from tests.benchmarks.claims import Claim

@@ -9,8 +9,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from consilium.config.site import Given
-from consilium.study.cell_record import CellRecord
 from consilium.study.plan import Planned
+from consilium.study.records import CellRecord
 from consilium.study.study import load
 from consilium.study.view import SIGNS, StudyView, cells_table, duration
 from tests.study.conftest import MakeStudy

@@ -86,7 +86,7 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
     RUN: {
         "init": f"{CLI}.init:init",
         "simulate": f"{CLI}.simulate:simulate",
-        **{name: f"{CLI}.{name}:{name}" for name in ("compare", "report")},
+        **{name: f"{CLI}.compare:{name}" for name in ("compare", "report")},
         **{name: f"{CLI}.cost:{name}" for name in ("cost", "fit")},
         "study": Group(
             "Run grids of jobs: methods, ranks, splits, seeds.",
@@ -128,7 +128,7 @@ COMMANDS: dict[str | None, dict[str, str | Group]] = {
         **{name: f"{CLI}.kits:{name}" for name in ("allow", "revoke", "renew", "prepare")},
     },
     SITE: {
-        "approve": f"{CLI}.approve:approve",
+        "approve": f"{CLI}.site_evidence:approve",
         "doctor": f"{CLI}.doctor:doctor",
         "update-kit": f"{CLI}.kits:update_kit",
         **{name: f"{CLI}.kits:{name}" for name in ("lock", "unlock")},

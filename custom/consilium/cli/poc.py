@@ -95,7 +95,7 @@ def poc(
     if "folder" not in status:
         reason = status.get("reason", f"see the logs in {folder}")
         raise JobError(f"{name}: {status['status']}: {reason}", exit_code(status["status"]))
-    call("consilium.cli.simulate_results:finish", status["folder"], {}, [], format)
+    call("consilium.cli.simulate_prepare:finish", status["folder"], {}, [], format)
     raise typer.Exit(exit_code(status["status"]))
 
 

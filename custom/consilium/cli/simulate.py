@@ -103,7 +103,7 @@ def simulate(
     with stoppable(), print_resume_hint(workspace or Path("runs"), engine is Engine.INPROCESS):
         _tell_unused_state(request)
         folder, losses = _over_flare(request) if engine is Engine.FLARE else _in_process(request)
-    call("consilium.cli.simulate_results:finish", folder, losses, names, format)
+    call("consilium.cli.simulate_prepare:finish", folder, losses, names, format)
 
 
 def _again(folder: Path, names: list[str], given: Given, chosen: bool) -> list[str]:

@@ -24,9 +24,9 @@ from consilium.config.code_digest import code_of
 from consilium.config.site import Given
 from consilium.core.sanitize import line, number_of
 from consilium.report.run_record import earlier_cells, keep_cells
-from consilium.study.cell_record import CellRecord, log_of, record_of
 from consilium.study.estimate import bytes_of, fewer_steps
 from consilium.study.plan import Planner
+from consilium.study.records import CellRecord, log_of, record_of
 from consilium.study.runner import run_study
 from consilium.study.study import Cell, Study, load, named, pick
 from consilium.study.view import StudyView, cells_table, duration

@@ -12,8 +12,7 @@ from rich.table import Table
 from consilium.cli.options import ASSUMED, TFLOPS, Format, FormatOption, TflopsOption, gpu_hours, page
 from consilium.core.registry import call
 from consilium.core.sanitize import LONGEST_LINE, line
-from consilium.study.cell_record import record_of
-from consilium.study.flops_cache import cached_flops, known_flops
+from consilium.study.records import cached_flops, known_flops, record_of
 from consilium.study.study import Study, load, studies_folder
 
 

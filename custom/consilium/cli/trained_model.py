@@ -13,12 +13,12 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-from consilium.cli.options import LONGEST_LINE, CheckpointsOption, Format, FormatOption, page, progress_bar, table
+from consilium.cli.options import CheckpointsOption, Format, FormatOption, page, progress_bar, table
 from consilium.client.model_store import UNCOVERED
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.messages import Stage
-from consilium.core.sanitize import line, shown
+from consilium.core.sanitize import LONGEST_LINE, line, shown
 from consilium.federation.job import reads_texts
 from consilium.report.results_table import PICTURE, VALUES
 from consilium.report.tables import terminal

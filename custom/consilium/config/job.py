@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -38,12 +38,8 @@ from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.models.architecture import refuse_adapter
 from consilium.models.registry import MODELS, ModelConfig
 from consilium.strategies.registry import STRATEGIES
+from consilium.strategies.strategy import Strategy
 from consilium.tasks.registry import TASKS, TaskConfig
-
-if TYPE_CHECKING:
-    from consilium.strategies.strategy import Strategy
-else:
-    Strategy = Any  # its module needs torch, which reading a job.yaml does only for the strategy that it names
 
 
 class JobConfig(Section):

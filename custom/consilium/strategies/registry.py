@@ -1,13 +1,9 @@
 """The algorithms. A new one: a file with a frozen dataclass, and its line in STRATEGIES."""
 
-from typing import TYPE_CHECKING
-
 from consilium.core.registry import Registry
+from consilium.strategies.strategy import Strategy
 
-if TYPE_CHECKING:
-    from consilium.strategies.strategy import Strategy
-
-STRATEGIES: "Registry[type[Strategy]]" = Registry(
+STRATEGIES: Registry[type[Strategy]] = Registry(
     "strategy",
     {
         "fedit": "consilium.strategies.fedit:FedIT",

@@ -18,8 +18,8 @@ from consilium.federation.job import assemble_job
 from consilium.report.predictions import PREDICTIONS, join_predictions
 from consilium.runtime.engine import simulate
 from consilium.server import initialization
-from consilium.study.cell_record import CellRecord, lock, stored
 from consilium.study.plan import Planned
+from consilium.study.records import CellRecord, lock, stored
 
 MOST_REASON = 600
 """Characters of why a cell failed."""

@@ -10,8 +10,8 @@ from typing import Any, TextIO
 
 from consilium.core.child_process import ChildProcess, exit_with_parent
 from consilium.core.storage import open_private
-from consilium.study.cell_record import CellRecord, log_of
 from consilium.study.plan import Planned
+from consilium.study.records import CellRecord, log_of
 from consilium.study.run_cell import fail, finished, renewed, run_cell
 
 # worker ----------------------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from consilium.report.live_view import LiveScreen
 from consilium.report.tables import Column as Heading
 from consilium.report.tables import Table as TextTable
 from consilium.report.tables import fit, terminal
-from consilium.study.cell_record import CellRecord, record_of
 from consilium.study.plan import Planned
+from consilium.study.records import CellRecord, record_of
 from consilium.study.run_cell import finished
 from consilium.study.runner import Progress as Part
 from consilium.study.study import Cell
