@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from consilium.core.registry import lazy
+from consilium.core.lazy import lazy
 
 ROOT = Path(__file__).parents[1]
 HEAVY = (

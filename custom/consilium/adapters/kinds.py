@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from consilium.adapters.registry import AdapterConfig, AdapterKind, Decoder
-from consilium.core.registry import lazy
+from consilium.core.lazy import lazy
 from consilium.core.schema import Dropout, Positive, Rank
 
 PLACE = "consilium.adapters"

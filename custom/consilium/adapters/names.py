@@ -19,7 +19,7 @@ from typing import Any
 import re2
 
 from consilium.core.errors import ConfigError
-from consilium.core.lazy_torch import nn
+from consilium.core.lazy import nn
 from consilium.models.custom_weight_access import architectures, user_of
 from consilium.models.registry import TargetSet
 

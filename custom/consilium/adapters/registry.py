@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from consilium.core.lazy_torch import Tensor, nn
+from consilium.core.lazy import Tensor, nn
 from consilium.core.registry import Registry
 from consilium.core.schema import Section
 from consilium.models.registry import ModelKind

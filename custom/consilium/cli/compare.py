@@ -13,8 +13,8 @@ from rich.console import Console
 from consilium.cli.options import FILE_WIDTH, WorkspaceOption, page, pipeline_note, study_command, study_size
 from consilium.config.job import load_job
 from consilium.core.errors import ConfigError
+from consilium.core.lazy import call
 from consilium.core.messages import Stage
-from consilium.core.registry import call
 from consilium.core.sanitize import line, shown
 from consilium.core.storage import PUBLIC, named, private_folder, write_atomic
 from consilium.report.best_worst_cases import CASES

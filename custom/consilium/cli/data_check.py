@@ -19,7 +19,7 @@ from consilium.cli.options import (
 from consilium.config.data import DatasetConfig
 from consilium.config.site import SiteConfig, is_site_folder, load_site, read_site_folder
 from consilium.core.errors import ConfigError, DataError
-from consilium.core.registry import call
+from consilium.core.lazy import call
 from consilium.core.sanitize import LONGEST_LINE, line, shown
 from consilium.data.check import shared_by_sites, suggested_settings
 from consilium.data.check_report import NAMED, Findings

@@ -9,7 +9,7 @@ import typer
 
 from consilium.cli.options import Format, FormatOption, check_finite
 from consilium.core.errors import ConfigError
-from consilium.core.registry import call
+from consilium.core.lazy import call
 from consilium.core.sanitize import shown
 from consilium.core.storage import undone
 from consilium.data.partition import partition, partition_texts

@@ -17,7 +17,7 @@ from typer.exceptions import TyperException
 from consilium import __version__
 from consilium.cli.resume_hint import FULL, again, no_room, stoppable
 from consilium.core.errors import ConfigError, ConsiliumError, ExitCode
-from consilium.core.registry import resolve
+from consilium.core.lazy import resolve
 from consilium.core.sanitize import LONGEST_LINE, line
 
 # lazy ------------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from consilium.config.job import load_job
 from consilium.config.overrides import parse_override
 from consilium.config.site import Given, find_site
 from consilium.core.errors import ConfigError, ConsiliumError, JobError, UnreachableError
-from consilium.core.registry import call
+from consilium.core.lazy import call
 from consilium.core.sanitize import line, shown
 from consilium.federation.sites import site_names
 from consilium.flare.admin.session import connect

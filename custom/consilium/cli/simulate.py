@@ -14,7 +14,7 @@ from consilium.cli.options import CheckpointsOption, Format, FormatOption, JobAr
 from consilium.cli.resume_hint import print_resume_hint, stoppable
 from consilium.config.site import Given, TrackingConfig, find_site
 from consilium.core.errors import ConfigError, ConsiliumError
-from consilium.core.registry import call
+from consilium.core.lazy import call
 from consilium.core.sanitize import line, shown
 from consilium.core.schema import validate
 from consilium.data.site_names import folder_of, renamed_notes

@@ -15,7 +15,7 @@ from consilium.cli.privacy import claim_of
 from consilium.cli.simulate import Engine, PreparedRun, RunRequest, removed_if_empty
 from consilium.config.job import JobConfig, job_file, load_run_job
 from consilium.core.errors import ConfigError
-from consilium.core.registry import call
+from consilium.core.lazy import call
 from consilium.core.sanitize import line, shown
 from consilium.flare.kit.processes import is_word
 from consilium.report.live_view import ENDING, ending

@@ -20,7 +20,8 @@ from consilium.config.code_digest import plugins_of
 from consilium.config.job import load_job
 from consilium.config.site import kit_plugins
 from consilium.core.errors import ConfigError
-from consilium.core.registry import Plugins, call
+from consilium.core.lazy import call
+from consilium.core.registry import Plugins
 from consilium.core.sanitize import shown
 from consilium.federation import delete_run
 from consilium.federation.run_folders import RUNS, STATE, check_name

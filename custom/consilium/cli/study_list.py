@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from consilium.cli.options import ASSUMED, TFLOPS, Format, FormatOption, TflopsOption, gpu_hours, page
-from consilium.core.registry import call
+from consilium.core.lazy import call
 from consilium.core.sanitize import LONGEST_LINE, line
 from consilium.study.records import cached_flops, known_flops, record_of
 from consilium.study.study import Study, load, studies_folder

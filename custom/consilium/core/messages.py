@@ -7,7 +7,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Any, Self
 
-from consilium.core.lazy_torch import Tensor
+from consilium.core.lazy import Tensor
 
 PROTOCOL = 3
 """Raised by one whenever a message changes, so that server and sites of two numbers do not talk. 1 is version 0.2.0, which

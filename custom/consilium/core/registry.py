@@ -5,10 +5,9 @@ runs no code that its administrator has not listed in site.yaml (`plugins:`). A 
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache, partial
-from importlib import import_module
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar, get_args
@@ -25,31 +24,8 @@ from pydantic import (
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from consilium.core.errors import ConfigError
+from consilium.core.lazy import resolve
 from consilium.core.schema import nearest
-
-# lazy ------------------------------------------------------------------------------------------------------------------
-# Functions by name, imported when they are first called.
-#
-# Kinds of models and tasks name code so whose torch no job.yaml needs, and the command line names its commands so.
-
-
-def resolve(place: str) -> Any:
-    """Return what `place`, "module:name", names; its module is imported now."""
-    module, _, name = place.partition(":")
-    return getattr(import_module(module), name)
-
-
-def call(place: str, /, *arguments: Any, **options: Any) -> Any:
-    """Call the function that `place` names; another process can be asked for it."""
-    return resolve(place)(*arguments, **options)
-
-
-def lazy(place: str, *bound: Any) -> Callable[..., Any]:
-    """Return a function that resolves `place` when it is called, with `bound` before its own arguments."""
-    return partial(call, place, *bound)
-
-
-# registry --------------------------------------------------------------------------------------------------------------
 
 K = TypeVar("K")
 Plugins = frozenset[str] | None

@@ -17,7 +17,7 @@ from filelock import FileLock
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize
 
 from consilium.core.errors import CheckpointError, Reason, RefusedError
-from consilium.core.lazy_torch import Tensor, torch
+from consilium.core.lazy import Tensor, torch
 
 if TYPE_CHECKING:  # every command reads this file, and most draw nothing
     from matplotlib.figure import Figure

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from consilium.core.errors import DataError, UnfitError
-from consilium.core.lazy_torch import Tensor, torch
+from consilium.core.lazy import Tensor, torch
 from consilium.data import pictures, slides, volumes
 from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, remedy, undeclared
 from consilium.data.datalist import Item

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, ValidationInfo, field_validator
 
 from consilium.core.errors import CheckpointError
-from consilium.core.registry import lazy
+from consilium.core.lazy import lazy
 from consilium.core.schema import LONGEST_TEXT
 from consilium.models.registry import ModelConfig, TargetSet
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from consilium.core.lazy_torch import nn
+from consilium.core.lazy import nn
 
 _USED = {
     "out_proj": (

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from consilium.core.errors import ConfigError, RefusedError
-from consilium.core.lazy_torch import Tensor, torch
+from consilium.core.lazy import Tensor, torch
 from consilium.core.messages import Tensors
 from consilium.privacy.randomness import secret_bytes
 from consilium.privacy.secagg.arithmetic import ROOM, UNIT, quantize

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from consilium.core.lazy_torch import Tensor
+from consilium.core.lazy import Tensor
 from consilium.core.storage import write_figure
 
 ROUNDS = "rounds of training behind the model"

@@ -20,7 +20,7 @@ from PIL.PngImagePlugin import PngInfo
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from consilium.core.lazy_torch import Tensor
+from consilium.core.lazy import Tensor
 from consilium.core.messages import Stage
 from consilium.core.sanitize import shown
 from consilium.core.storage import write_atomic

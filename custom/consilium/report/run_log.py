@@ -16,7 +16,7 @@ from consilium import __version__
 from consilium.config.code_digest import code_of
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
-from consilium.core.lazy_torch import torch
+from consilium.core.lazy import torch
 from consilium.core.linalg.norms import norm
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, NOT_PRIVATE, Payload, Tensors
 from consilium.core.sanitize import shown

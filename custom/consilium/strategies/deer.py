@@ -16,7 +16,7 @@ from pydantic import Field
 
 from consilium.adapters.names import factor, lora_factor
 from consilium.core.errors import ConfigError
-from consilium.core.lazy_torch import torch
+from consilium.core.lazy import torch
 from consilium.core.messages import Tensors
 from consilium.strategies.strategy import Role, ServerState, Strategy
 from consilium.strategies.traits import Traits

@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from consilium.adapters.names import factor, lora_factor
-from consilium.core.lazy_torch import Tensor, torch
+from consilium.core.lazy import Tensor, torch
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Rank, Seed
 from consilium.core.seeding import seed_for

@@ -26,7 +26,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from consilium.adapters.names import BASE
-from consilium.core.lazy_torch import Tensor, torch
+from consilium.core.lazy import Tensor, torch
 from consilium.core.messages import Payload, Tensors
 from consilium.core.schema import Factor, Positive
 from consilium.strategies.fedit import FedIT

@@ -31,7 +31,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from consilium.adapters.names import FEATURE_SHIFT, MEAN, SHIFT
-from consilium.core.lazy_torch import Tensor, torch
+from consilium.core.lazy import Tensor, torch
 from consilium.core.messages import Payload
 from consilium.core.schema import Factor
 from consilium.strategies.strategy import Role, Strategy

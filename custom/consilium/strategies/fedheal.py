@@ -23,7 +23,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from consilium.core.lazy_torch import Tensor, torch
+from consilium.core.lazy import Tensor, torch
 from consilium.core.linalg.lowrank import summed
 from consilium.core.messages import Tensors
 from consilium.core.schema import Share

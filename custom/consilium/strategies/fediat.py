@@ -22,7 +22,7 @@ from pydantic import Field
 
 from consilium.adapters.names import factor
 from consilium.core.errors import ConfigError
-from consilium.core.lazy_torch import Tensor, torch
+from consilium.core.lazy import Tensor, torch
 from consilium.core.messages import Payload
 from consilium.core.schema import Factor, Positive
 from consilium.strategies.strategy import Role, Strategy

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from consilium.core.lazy_torch import Tensor
+from consilium.core.lazy import Tensor
 from consilium.core.linalg.lowrank import summed
 from consilium.core.messages import Payload
 from consilium.core.schema import Factor

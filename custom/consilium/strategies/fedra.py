@@ -27,7 +27,7 @@ from pydantic import Field
 
 from consilium.adapters.names import WHOLE_BASE, skippable_block
 from consilium.core.errors import ConfigError
-from consilium.core.lazy_torch import Tensor
+from consilium.core.lazy import Tensor
 from consilium.core.linalg.lowrank import summed
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Seed

@@ -25,7 +25,7 @@ from pydantic import Field
 
 from consilium.adapters.names import WHOLE_BASE, bottleneck_count, bottleneck_position, factor, is_head
 from consilium.core.errors import ConfigError
-from consilium.core.lazy_torch import Tensor, torch
+from consilium.core.lazy import Tensor, torch
 from consilium.core.linalg.simplex import mixture_weights
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import Factor

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from consilium.adapters.names import GATE, WHOLE, is_frozen_part, lora_factor
-from consilium.core.lazy_torch import Tensor, torch
+from consilium.core.lazy import Tensor, torch
 from consilium.core.linalg.lowrank import Product
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.strategies.heterogeneous_ranks.layers import expanded, factors, pair, shapes, whole_numbers

@@ -19,7 +19,7 @@ Appendix A.2, Assumption 3.3. What G_k is over several steps is the paper's rema
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from consilium.core.lazy_torch import Tensor, torch
+from consilium.core.lazy import Tensor, torch
 from consilium.core.messages import Tensors
 from consilium.strategies.strategy import normalized
 

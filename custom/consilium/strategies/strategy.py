@@ -14,7 +14,7 @@ from pydantic import ConfigDict
 
 from consilium.adapters.names import is_base
 from consilium.core.errors import ConfigError
-from consilium.core.lazy_torch import Tensor
+from consilium.core.lazy import Tensor
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.schema import STRICT
 from consilium.strategies.trainer import Trainer

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from consilium.core.lazy_torch import Tensor
+from consilium.core.lazy import Tensor
 from consilium.core.messages import Payload, Tensors
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from consilium.core.registry import lazy
+from consilium.core.lazy import lazy
 from consilium.data.check_report import Findings
 from consilium.data.datalist import DataList, Lost, read_datalist
 from consilium.tasks.registry import Change

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from consilium.core.lazy_torch import Tensor, torch
+from consilium.core.lazy import Tensor, torch
 
 BLOCK, PROBES, PROBE_STEPS = 64, 16, 14
 """Columns of a Lanczos block; columns and steps of the search for what was missed."""

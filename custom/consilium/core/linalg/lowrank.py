@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, TypeVar
 
-from consilium.core.lazy_torch import Tensor, torch
+from consilium.core.lazy import Tensor, torch
 from consilium.core.linalg.lanczos import BLOCK, PROBE_STEPS, PROBES, Spectrum, certified, squared
 
 Held = TypeVar("Held", "Update", "Spectrum")

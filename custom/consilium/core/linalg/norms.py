@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from consilium.core.lazy_torch import Tensor, torch
+from consilium.core.lazy import Tensor, torch
 
 SMALL = 2**14
 """Tensors of at least so many numbers are not concatenated, so that no large one is copied."""

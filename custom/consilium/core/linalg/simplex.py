@@ -4,7 +4,7 @@ Completing the square, that is the projection of m + (alpha / 2) d onto the simp
 1974): O(N log N) a row, all rows at once.
 """
 
-from consilium.core.lazy_torch import Tensor, torch
+from consilium.core.lazy import Tensor, torch
 
 
 def project(rows: Tensor) -> Tensor:

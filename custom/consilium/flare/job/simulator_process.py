@@ -107,7 +107,7 @@ def sites_by_fork(pipe: connection.Connection) -> None:
 def _fork_server(pipe: connection.Connection) -> None:
     """Make a fork of this process Python's fork server, which then has all modules. One that Python starts loads them anew."""
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-    address = connection.arbitrary_address("AF_UNIX")
+    address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
     alive, held = os.pipe()
     gc.freeze()  # else each collection copies the pages that server and sites share
     with socket.socket(socket.AF_UNIX) as listener:

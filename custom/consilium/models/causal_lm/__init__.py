@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from consilium.core.registry import lazy
+from consilium.core.lazy import lazy
 from consilium.models.architecture import FolderConfig, named_sets
 from consilium.models.registry import Cut, ModelKind
 

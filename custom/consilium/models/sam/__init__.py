@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from consilium.core.registry import lazy
+from consilium.core.lazy import lazy
 from consilium.models.architecture import PictureFolderConfig
 from consilium.models.registry import Cut, ModelKind, TargetSet
 

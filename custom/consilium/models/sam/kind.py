@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from consilium.core.registry import lazy
+from consilium.core.lazy import lazy
 from consilium.models.registry import Graph
 from consilium.models.sam import SamConfig, export
 from consilium.models.sam.network import build_sam

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from consilium.core.registry import lazy
+from consilium.core.lazy import lazy
 from consilium.core.schema import Seed
 from consilium.models.registry import ModelConfig, ModelKind
 

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from consilium.core.registry import lazy
+from consilium.core.lazy import lazy
 from consilium.models.architecture import PictureFolderConfig, named_sets
 from consilium.models.registry import ModelKind, before_head
 

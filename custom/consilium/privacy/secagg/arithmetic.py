@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from consilium.core.errors import RefusedError
-from consilium.core.lazy_torch import Tensor, torch
+from consilium.core.lazy import Tensor, torch
 from consilium.core.messages import Tensors
 
 UNIT = 2.0**-36

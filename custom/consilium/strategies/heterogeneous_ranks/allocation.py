@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heapreplace
 from typing import Literal
 
 from consilium.core.errors import ConfigError
-from consilium.core.lazy_torch import Tensor, torch
+from consilium.core.lazy import Tensor, torch
 
 EPSILON = 1e-12
 """The least share of a budget that counts as left (Algorithm 2, line 4)."""

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from consilium.adapters.names import GATE, TAIL, WHOLE, is_frozen_part, lora_factor
 from consilium.core.errors import ConfigError
-from consilium.core.lazy_torch import torch
+from consilium.core.lazy import torch
 from consilium.core.linalg import lowrank
 from consilium.core.linalg.lowrank import Product
 from consilium.core.messages import Payload, SiteInfo, Tensors

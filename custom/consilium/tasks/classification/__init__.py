@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from consilium.core.registry import lazy
+from consilium.core.lazy import lazy
 from consilium.core.schema import MOST_CLASSES, ClassName, Section, each_once
 from consilium.data.check_report import Findings
 from consilium.data.datalist import DataList, Lost

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from consilium.core.registry import lazy
+from consilium.core.lazy import lazy
 from consilium.core.schema import MOST_CLASSES, each_once
 from consilium.data.check_report import Findings
 from consilium.data.text import read_texts

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from consilium.core.registry import lazy
+from consilium.core.lazy import lazy
 from consilium.data.settings import PictureSettings, WindowConfig
 from consilium.data.text import read_texts
 from consilium.tasks.language import LanguageConfig, metric_names, scores

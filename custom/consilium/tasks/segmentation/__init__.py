@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
-from consilium.core.registry import lazy
+from consilium.core.lazy import lazy
 from consilium.core.schema import MOST_CLASSES, ClassName, each_once
 from consilium.data.settings import PictureSettings
 from consilium.tasks import pictures
