@@ -10,8 +10,6 @@ from typing import Any, cast
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 
 from consilium import __version__
 from consilium.config.privacy import PrivacyConfig
@@ -64,10 +62,12 @@ def render(template: str, title: str, lead: str, source: str, sections: Sequence
 
 def drawing(grid: bool = True) -> AbstractContextManager[None]:
     """Return the block in which figures are made and written; `grid`: every figure has one."""
+    from matplotlib import rc_context
+
     return rc_context(cast(Any, {**STYLE, "axes.grid": grid}))
 
 
-def inline(figure: Figure, name: str, alt: str, more: Mapping[str, str] | None = None) -> Markup:
+def inline(figure: Any, name: str, alt: str, more: Mapping[str, str] | None = None) -> Markup:
     """Return a figure as an element of the page. `name` tells its ids from other figures'; `alt` says what it shows.
 
     `more`: page variables for other colours that are in it.
