@@ -130,7 +130,7 @@ def test_cropped_samples_have_names_of_their_own_in_the_store(tmp_path: Path) ->
     store = open_store(tmp_path / "kept", 10**6)
     assert store is not None
     crops = (None, Crop(16, 0, 0), Crop(16, 0.5, 0), Crop(17, 0, 0))
-    assert len({store.fingerprints.name(replace(item, crop=crop), "s") for crop in crops}) == 4
+    assert len({store.name(replace(item, crop=crop), "s") for crop in crops}) == 4
 
 
 def scored(folder: Path, entries: list[dict], crop: Crop, side: int = 8, **settings: object) -> SegmentationTask:

@@ -237,7 +237,7 @@ def test_what_passed_is_not_looked_at_again_until_it_changes(tmp_path: Path, mon
     monkeypatch.setattr(fingerprint, "RECENT", -1.0)
     data, looked = made(tmp_path / "site"), []
     for _ in range(2):
-        store = Store(tmp_path / cache_folder.FOLDER, 100)
+        store = Store(tmp_path / cache_folder.FOLDER, 10**4)
         without_faults(data, lambda item: looked.append(item.name) or look(item), "", store)
     assert len(looked) == 7
     data.splits["training"][2].label.write_bytes(b"no mask")

@@ -145,16 +145,14 @@ class SampleCache:
     def _look_up(self, split: str, index: int) -> CachedSample | None:
         if (found := self._kept.get((split, index))) is not None:
             return found
-        return self.store.get(self._name(self.store, split, index)) if self.store else None
-
-    def _name(self, store: Store, split: str, index: int) -> str:
-        return store.fingerprints.name(self._data.splits[split][index], self._settings)
+        return self.store.get(self.store.name(self._data.splits[split][index], self._settings)) if self.store else None
 
     def _make(self, split: str, index: int) -> tuple[CachedSample, bool]:
         """Return a sample read from its files, and whether there was room to keep it, on disk or in memory."""
-        name = self._name(self.store, split, index) if self.store else ""
-        raw = {key: _bytes(tensor) for key, tensor in self._read(self._data.splits[split][index]).items()}
-        if self.store and name == self._name(self.store, split, index) and self.store.put(name, raw):  # no file has changed
+        item = self._data.splits[split][index]
+        name = self.store.name(item, self._settings) if self.store else ""
+        raw = {key: _bytes(tensor) for key, tensor in self._read(item).items()}
+        if self.store and name == self.store.name(item, self._settings) and self.store.put(name, raw):  # no file has changed
             return raw, True
         size = sum(array.nbytes for array in raw.values())
         with self._lock:

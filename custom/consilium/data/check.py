@@ -13,9 +13,8 @@ from consilium.data.class_names import doubts
 from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, classes_for, remedy, shown, undeclared
 from consilium.data.datalist import SPLITS, DataList, Item, arranged, read_datalist
 from consilium.data.identifiers import ALIKE, alike
-from consilium.data.loading import by_file
 from consilium.data.pairs import MOST_VALUES
-from consilium.data.sample_check import Classes, SampleReport, check_samples
+from consilium.data.sample_check import Classes, SampleReport, by_file, check_samples
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.text import Text, read_texts
 

@@ -18,7 +18,7 @@ from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.data import volumes
-from consilium.data.datalist import SPLITS, Item, arranged, read_datalist, read_list
+from consilium.data.datalist import SPLITS, Item, arranged, files_of, read_datalist, read_list
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import read_mask
 from consilium.data.patients import linked
@@ -153,11 +153,10 @@ def _read(source: Path) -> tuple[list[Sample], dict[str, Any]]:
         entries = raw.get(split) or [{}] * len(data.splits[split])
         for item, entry in zip(data.splits[split], entries, strict=True):
             own = {key: value for key, value in entry.items() if key != "fold"} if isinstance(entry, dict) else {}
-            label = {} if item.label is None else {"label": item.label}
-            if isinstance(item.label, Path):
-                label = {"label": str(item.label.resolve())}
-            whole = own | {"image": str(item.image.resolve())} | label
-            found.append(Sample(split, whole, _keys(item), frozenset(_labels(item))))
+            own |= {"image": str(item.image.resolve())}
+            if item.label is not None:
+                own["label"] = str(item.label.resolve()) if isinstance(item.label, Path) else item.label
+            found.append(Sample(split, own, _keys(item), frozenset(_labels(item))))
     volumes.forget()
     if not found:
         raise DataError(f"{source}: holds no samples; give a list with some")
@@ -166,16 +165,9 @@ def _read(source: Path) -> tuple[list[Sample], dict[str, Any]]:
 
 def _keys(item: Item) -> tuple[Hashable, ...]:
     header = volumes.header(item.image, "sform") if volumes.is_volume(item.image) else None
-    found: list[Hashable] = [("file", str(item.image.resolve()))]
-    if isinstance(item.label, Path):
-        found.append(("file", str(item.label.resolve())))
-    for kind, own, read in (
-        ("patient", item.patient, header.patient if header else ""),
-        ("study", item.study, header.study if header else ""),
-    ):
-        if key := own or pseudonym(read):
-            found.append((kind, key))
-    return tuple(found)
+    patient, study = (header.patient, header.study) if header else ("", "")
+    own = (("patient", item.patient or pseudonym(patient)), ("study", item.study or pseudonym(study)))
+    return (*(("file", str(file.resolve())) for file in files_of(item)), *(pair for pair in own if pair[1]))
 
 
 def _labels(item: Item) -> set[str]:
