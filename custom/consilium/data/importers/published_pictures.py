@@ -1,6 +1,5 @@
 """Published pictures with masks or classes: polyps, fundus, OCT and others. Each set is a declaration, below its reader."""
 
-import csv
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from consilium.data.importers.base import (
     by_stem,
     check_sizes,
     child,
+    csv_rows,
     files,
     folders,
     grey,
@@ -73,6 +73,11 @@ class PictureSet:
     has_frames: bool = False
     is_scattered: bool = False
 
+    def fits(self, folder: Path) -> bool:
+        """Tell whether a folder is called after the set."""
+        plain = re.sub(r"[^a-z0-9]", "", folder.name.lower())
+        return not folder.name.startswith(".") and plain.startswith(self.folder)
+
 
 def samples(site: str, drawn: Iterable[Drawn], label: Callable[..., Path | DerivedFile]) -> Iterator[SourceSample]:
     """Yield a site's pictures with their labels. Raises DataError where a drawing has another size than its picture."""
@@ -88,7 +93,12 @@ def read_sets(sets: dict[str, PictureSet], classes: dict[str, list[int]], source
     found: list[SourceSample] = []
     asked = asked_sites(sets, options.only, {})
     for site, one in ((site, one) for site, one in sets.items() if site in asked):
-        for folder in _set_folders(source, one):
+        below = [p for p in sorted(source.iterdir()) if p.is_dir() and one.fits(p)]
+        whole = one.fits(source.resolve()) or (len(below) > 1 and one.is_scattered)
+        if len(below) > 1 and not whole:
+            names = ", ".join(p.name for p in below)
+            raise DataError(f"{source}: expected one folder for {one.folder}; found {names}; put them into one folder")
+        for folder in [source] if whole else below:
             own = list(samples(site, one.read(folder), one.label))
             if not own:
                 raise wrong_layout(folder, one.layout)
@@ -105,21 +115,6 @@ def read_sets(sets: dict[str, PictureSet], classes: dict[str, list[int]], source
 def sets_layout(sets: dict[str, PictureSet]) -> str:
     """Return the line that says which folders are expected."""
     return f"folders {', '.join(one.layout for one in sets.values())}, or some of them"
-
-
-def _set_folders(source: Path, one: PictureSet) -> list[Path]:
-    """Return the folders of a picture set below `source`; [source] where the set spans several. Raises DataError for two."""
-
-    def fits(folder: Path) -> bool:
-        return not folder.name.startswith(".") and re.sub(r"[^a-z0-9]", "", folder.name.lower()).startswith(one.folder)
-
-    found = [p for p in sorted(source.iterdir()) if p.is_dir() and fits(p)]
-    if fits(source.resolve()) or (len(found) > 1 and one.is_scattered):
-        return [source]
-    if len(found) > 1:
-        names = ", ".join(p.name for p in found)
-        raise DataError(f"{source}: expected one folder for {one.folder}; found {names}; put them into one folder")
-    return found
 
 
 def folder_pair(folder: Path, pairs: Pairs) -> tuple[Path, Path]:
@@ -155,9 +150,7 @@ def grouped_by_video(drawn: Iterable[Drawn], folder: Path | None) -> list[Drawn]
     """
     videos: dict[str, str] = {}
     for path in files(folder, ["metadata.csv"]) if folder else []:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.DictReader(file))
-        if rows and {"frame_id", "sequence_id"} <= rows[0].keys():
+        if rows := csv_rows(path, "frame_id", "sequence_id"):
             videos = {row["frame_id"].strip(): f"sequence-{row['sequence_id'].strip()}" for row in rows}
             break
     ordered = sorted(drawn, key=lambda one: numeric(one.image))
@@ -217,16 +210,16 @@ def _refuge(folder: Path) -> Iterator[Drawn]:
         yield Drawn(image, (mask,), {"V": "validation", "T": "test"}.get(mask.stem[0]), mask.stem, mask.stem)
 
 
-def _refuge_mask(mask: Path) -> np.ndarray:
+def cup_from_dark(only: bool, mask: Path) -> np.ndarray:
+    """Return labels (H, W) of a mask that is dark in the cup and bright in the background, cut at 50 and 200.
+
+    Edges may be smoothed unless there are `only` 0, 128 and 255; then corners must be background. Raises DataError.
+    """
     values = grey(mask)
-    unknown = (values != 0) & (values != 128) & (values != 255)
-    if unknown.any():
-        raise DataError(f"{mask}: expected 0 (cup), 128 (rim) and 255 (background); found {values[unknown].min()}")
-    return cup_from_dark(values)
-
-
-def cup_from_dark(values: np.ndarray) -> np.ndarray:
-    """Return labels (H, W) of grey values where the cup is dark and the background bright, cut at 50 and 200."""
+    if only and (unknown := values[~np.isin(values, (0, 128, 255))]).size:
+        raise DataError(f"{mask}: expected 0 (cup), 128 (rim) and 255 (background); found {unknown.min()}")
+    if not only and values[[0, 0, -1, -1], [0, -1, 0, -1]].min() <= 200:
+        raise DataError(f"{mask}: expected 255 (background) in the corners, 128 (rim) and 0 (cup); found a dark corner")
     return (values <= 50).astype(np.uint8) + (values <= 200)
 
 
@@ -297,19 +290,12 @@ def read_feddg(source: Path, options: Options) -> ImportResult:
                 raise wrong_layout(part or domain or source, "ROIs/image and ROIs/mask" if part else "train/ROIs and test/ROIs")
             drawn = match(*folder_pair(rois, [("image", "mask")]), "test" if split == "test" else None)
             named = (d._replace(name=f"{split}-{d.image.stem}", group=re.sub(r"-[LR]$", "", d.image.stem)) for d in drawn)
-            found += samples(site, named, partial(mask_from, _feddg_mask))
+            found += samples(site, named, partial(mask_from, partial(cup_from_dark, False)))
     if not found:
         raise wrong_layout(source, FEDDG_LAYOUT)
     there = sorted({one.site for one in found})
     notes = [", ".join(f"{name}: {DOMAINS[name]}" for name in there), f"{', '.join(there)}: {NO_PATIENTS}"]
     return ImportResult(found, DISC_AND_CUP, notes)
-
-
-def _feddg_mask(mask: Path) -> np.ndarray:
-    values = grey(mask)
-    if values[[0, 0, -1, -1], [0, -1, 0, -1]].min() <= 200:
-        raise DataError(f"{mask}: expected 255 (background) in the corners, 128 (rim) and 0 (cup); found a dark corner")
-    return cup_from_dark(values)
 
 
 def read_tnbc(source: Path, options: Options) -> ImportResult:
@@ -360,7 +346,8 @@ POLYPS = {
 FUNDUS = {
     # Orlando et al., REFUGE (2020)
     "refuge": PictureSet(
-        "refuge", "REFUGE (*.jpg, Disc_Cup_Masks/*.bmp)", _refuge, partial(mask_from, _refuge_mask), has_split=True
+        "refuge", "REFUGE (*.jpg, Disc_Cup_Masks/*.bmp)", _refuge, partial(mask_from, partial(cup_from_dark, True)),
+        has_split=True,
     ),
     # Zhang et al., ORIGA-light (2010)
     "origa": PictureSet("origa", "ORIGA (Images/, Masks/)", _labelled, _rim_and_cup_values),

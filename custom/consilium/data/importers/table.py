@@ -71,8 +71,13 @@ class Table:
         asked = asked_sites(set(sites), options.only, options.rename)
         rows = [row for row, own in zip(self.rows, sites, strict=True) if own in asked]
         files = _files(self, rows)
-        found = [_sample(self, row, site, files) for row in rows]
-        _check_once(self.path, rows, found)
+        found, known = list[SourceSample](), dict[str, int]()
+        for row in rows:
+            one = _sample(self, row, site, files)
+            if (before := known.setdefault(str(one.image), row.number)) != row.number:  # it could be in two splits
+                what = f"image {row.values['image']!r} is that of line {before}; keep one of the two"
+                raise DataError(f"{self.path}: line {row.number}: {what}")
+            found.append(one)
         return found
 
 
@@ -144,8 +149,15 @@ def open_table(source: Path, columns: Mapping[str, str]) -> Table:
     every = [*head, *lines]
     flags = _parts(named["label"], there) if named["label"] not in there else []
     if flags:
-        filled = [row for row in every if any(row.values[name] for name in (named["image"], *flags))]
-        every, named["label"] = _with_class(source, flags, filled), "label"
+        every = [row for row in every if any(row.values[name] for name in (named["image"], *flags))]
+        ones = [[name for name in flags if _FLAGS.get(row.values[name].casefold())] for row in every]
+        if wrong := [(row.number, own) for row, own in zip(every, ones, strict=True) if len(own) != 1]:
+            line, own = wrong[0]
+            what = f"{len(wrong)} of {len(every)} lines have not exactly one 1 in {', '.join(flags)}, the first is line {line}"
+            remedy = "name one class's columns alone by --column label=A,B, or give a column with one class a line"
+            raise DataError(f"{source}: {what} with {' and '.join(own) or 'none'}; a picture has one class: {remedy}")
+        every = [replace(row, values={**row.values, "label": own[0]}) for row, own in zip(every, ones, strict=True)]
+        named["label"] = "label"
     every = [Row(row.number, {one: row.values[name] for one, name in named.items()}) for row in every]
     rows = [row for row in every if any(row.values.values())]
     if len(rows) < len(every):
@@ -211,7 +223,11 @@ def _columns(
         wrong.append(f"{source}: no column {what}; there are {', '.join(there)}; write {remedy}")
     if wrong:
         raise ConfigError(f"--column: {'; '.join(wrong)}")
-    paths = [name for name in there if name not in named.values() and _of_paths(source, name, rows)]
+    paths = list[str]()
+    for name in there:
+        cells = [row.values[name] for row in rows[:_LOOKED_AT] if row.values[name] and name not in named.values()]
+        if cells and all(_picture(source.parent, cell) for cell in cells):
+            paths.append(name)
     paths.sort(key=lambda name: kind_of(name) == "mask")
     notes, lacking = list[str](), dict[str, str]()
     for one in NEEDED:
@@ -219,13 +235,18 @@ def _columns(
         if one not in named and paths:
             named[one] = paths.pop(0)
             notes.append(f"--column {one}={named[one]}: its cells are paths of {'pictures' if one == 'image' else 'masks'}")
-        elif one == "label" and one not in named and len(flags := [name for name in left if _is_flag(name, rows)]) > 1:
-            _check_flags(source, flags, [name for name in left if name not in flags], rows)
-            named[one] = ",".join(flags)
+        elif one == "label" and one not in named and len(flags := _flags(left, rows)) > 1:
+            # another column may be the classes, or these be called after splits
+            others = [name for name in left if name not in flags and len({row.values[name] for row in rows} - {""}) > 1]
+            own, every = _proposed("label", others, rows), ",".join(flags)
+            if own != "NAME" or any(split_of(word) for name in flags for word in re.split(r"[\W_]+", name)):
+                choice = " or ".join(f"--column {shlex.quote(f'label={name}')}" for name in (own, every))
+                what = f"no column 'label', and the classes may be in {own!r} or in the columns of 0 and 1"
+                raise ConfigError(f"--column: {source}: {what}; write {choice}")
+            named[one] = every
             notes.append(f"--column {shlex.quote(f'label={named[one]}')}: these columns of 0 and 1 are the classes")
         elif one not in named:
-            proposed = _proposed(one, [name for name in left if name not in lacking.values()], rows)
-            lacking[one] = proposed
+            lacking[one] = _proposed(one, [name for name in left if name not in lacking.values()], rows)
     if lacking:
         remedy = " ".join(f"--column {shlex.quote(f'{one}={name}')}" for one, name in lacking.items())
         what = f"{source}: no column {' and no column '.join(map(repr, lacking))}; there are {', '.join(there)}"
@@ -238,31 +259,9 @@ def _parts(name: str, there: Sequence[str]) -> list[str]:
     return [name] if name in there else [part.strip() for part in name.split(",")]
 
 
-def _is_flag(column: str, rows: Sequence[Row]) -> bool:
-    """Tell whether a column says yes or no of each picture."""
-    return bool(rows) and all(row.values[column].casefold() in _FLAGS for row in rows)
-
-
-def _check_flags(source: Path, flags: Sequence[str], others: Sequence[str], rows: Sequence[Row]) -> None:
-    """Raise ConfigError where columns of 0 and 1 may be no classes: another column may be, or they are called after splits."""
-    several = [name for name in others if len({row.values[name] for row in rows} - {""}) > 1]
-    own = _proposed("label", several, rows)
-    split = next((name for name in flags for word in re.split(r"[\W_]+", name) if split_of(word)), None)
-    if own != "NAME" or split:
-        choice = " or ".join(f"--column {shlex.quote(f'label={name}')}" for name in (own, ",".join(flags)))
-        what = f"no column 'label', and the classes may be in {own!r} or in the columns of 0 and 1"
-        raise ConfigError(f"--column: {source}: {what}; write {choice}")
-
-
-def _with_class(source: Path, flags: Sequence[str], rows: Sequence[Row]) -> list[Row]:
-    """Return lines with a class for each by the column that is 1. Raises DataError where none or several are."""
-    ones = [[name for name in flags if _FLAGS.get(row.values[name].casefold())] for row in rows]
-    if wrong := [(row, own) for row, own in zip(rows, ones, strict=True) if len(own) != 1]:
-        row, own = wrong[0]
-        what = f"{len(wrong)} of {len(rows)} lines have not exactly one 1 in {', '.join(flags)}, the first is line {row.number}"
-        remedy = "a picture has one class: name its columns alone by --column label=A,B, or give a column with one class a line"
-        raise DataError(f"{source}: {what} with {' and '.join(own) or 'none'}; {remedy}")
-    return [replace(row, values={**row.values, "label": own[0]}) for row, own in zip(rows, ones, strict=True)]
+def _flags(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Return the columns that say yes or no of each picture."""
+    return [name for name in columns if rows and all(row.values[name].casefold() in _FLAGS for row in rows)]
 
 
 def _proposed(what: str, there: Sequence[str], rows: Sequence[Row]) -> str:
@@ -271,11 +270,6 @@ def _proposed(what: str, there: Sequence[str], rows: Sequence[Row]) -> str:
     files = [name for name in there if any(row.values[name].lower().endswith(PICTURES) for row in rows[:_LOOKED_AT])]
     classes = sorted((name for name, count in kinds.items() if 1 < count <= len(rows) // 2), key=kinds.__getitem__)
     return next(iter([*files, *(classes if what == "label" else [])]), "NAME")
-
-
-def _of_paths(source: Path, column: str, rows: Sequence[Row]) -> bool:
-    cells = [row.values[column] for row in rows[:_LOOKED_AT] if row.values[column]]
-    return bool(cells) and all(_picture(source.parent, cell) for cell in cells)
 
 
 def _is_path(source: Path, cell: str) -> bool:
@@ -346,15 +340,6 @@ def _picture(folder: Path, cell: str) -> Path | None:
         return path if cell and (path.is_file() or (path.is_dir() and is_volume(path))) else None
     except (OSError, ValueError):  # no name of a file
         return None
-
-
-def _check_once(source: Path, rows: Sequence[Row], found: Sequence[SourceSample]) -> None:
-    """Raise DataError for a picture of two lines: it could be in two splits, or of two classes."""
-    known: dict[str, int] = {}
-    for row, sample in zip(rows, found, strict=True):
-        if (before := known.setdefault(str(sample.image), row.number)) != row.number:
-            what = f"image {row.values['image']!r} is that of line {before}; keep one of the two"
-            raise DataError(f"{source}: line {row.number}: {what}")
 
 
 SETS = {

@@ -53,25 +53,20 @@ def write_sites(
         "sites": {site: {split: len(items) for split, items in splits.items()} for site, splits in sites.items()},
         "notes": [*reading.notes, *left],
     }
-    _write_all(dest, sites, classes, {"imports": [*earlier, summary]})
-    return summary
-
-
-def _write_all(dest: Path, sites: Sites, classes: Any, record: dict[str, Any]) -> None:
-    """Write all sites into a hidden folder, and move them to their places when all is well."""
     hidden, is_new, moved = dest / f".import-{os.getpid()}", not dest.exists(), []
     try:
         for site, splits in sites.items():
             _write_site(hidden / site, site, splits, classes)
-        for site in sites:
+        for site in sites:  # all is well
             os.rename(hidden / site, dest / site)
             moved.append(dest / site)
-        write_atomic(dest / "import.json", json.dumps(record, indent=1).encode(), PUBLIC)
+        write_atomic(dest / "import.json", json.dumps({"imports": [*earlier, summary]}, indent=1).encode(), PUBLIC)
     except BaseException:
         for folder in [dest] if is_new else [hidden, *moved]:
             shutil.rmtree(folder, ignore_errors=True)
         raise
     hidden.rmdir()
+    return summary
 
 
 def earlier_imports(dest: Path, add: bool) -> list[dict[str, Any]]:
@@ -121,9 +116,7 @@ def arrange(samples: Sequence[Sample], name: str, options: Options) -> tuple[Sit
     A site whose publisher has test pictures only stays: it tests.
     Raises DataError for a site to take that is not there, or more sites than patients.
     """
-    samples = [
-        replace(one, group=canonical(one.group)) if isinstance(one, SourceSample) and one.is_patient else one for one in samples
-    ]
+    samples = [replace(one, group=canonical(one.group)) if getattr(one, "is_patient", False) else one for one in samples]
     samples = [replace(one, split=None) for one in samples] if options.resplit else samples
     if options.only:
         asked = asked_sites({sample.site for sample in samples}, options.only, {})
