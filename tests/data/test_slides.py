@@ -111,11 +111,11 @@ def test_a_slide_without_the_extra_is_one_clear_line(tmp_path: Path, monkeypatch
     svs(tmp_path / "a.svs", smooth())
     tifffile.imwrite(tmp_path / "a.tif", array(), tile=(64, 64))
     monkeypatch.setitem(sys.modules, "openslide", None)
-    slides._layout.cache_clear()
+    slides.layout.cache_clear()
     with pytest.raises(DataError, match=r"a\.svs: is a whole slide; install consilium-flare\[slides\] to read it$"):
         slides.layout(tmp_path / "a.svs")
     assert np.array_equal(slides.read(tmp_path / "a.tif", TILES[0]), cut(array(), TILES[0]))
-    slides._layout.cache_clear()
+    slides.layout.cache_clear()
 
 
 def test_tiles_cover_every_pixel_and_lie_within() -> None:

@@ -15,9 +15,7 @@ import numpy as np
 
 from consilium.core.errors import DataError
 from consilium.data.grid import Grid, check_spacing
-from consilium.data.labels import Labels
-from consilium.data.pixel_values import whole_numbers
-from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, most_unpacked, reading
+from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, check_unpacked, reading, volume_shape
 from consilium.data.volumes import Header
 
 MOST_HEADER = 2**16
@@ -75,11 +73,6 @@ _ANY_HEADER = 47
 """zlib's bits of a window of any size, of a stream of zlib or gzip."""
 
 
-def labels(path: Path, image: Header) -> Labels:
-    """Return the label values on the file's own grid (i, j, k). Raises DataError for values that are not whole numbers."""
-    return Labels(values=whole_numbers(path, voxels(path)))
-
-
 def _layout(path: Path) -> _Layout:
     with path.open("rb") as file:
         head = file.read(MOST_HEADER)
@@ -87,10 +80,7 @@ def _layout(path: Path) -> _Layout:
         found = (_nrrd if head[:4] == b"NRRD" else _metaimage)(path, head)
     except KeyError as error:
         raise DataError(f"{path}: {_UNREADABLE} (its header has no {error.args[0]}); {TAKE_OFF}") from None
-    needed, most = prod(found.grid.shape) * found.dtype.itemsize, most_unpacked(path.stat().st_size)
-    if not 0 < needed <= most:
-        what = f"{'x'.join(map(str, found.grid.shape))} voxels, {needed:,} bytes; at most {most:,} are of a file of its size"
-        raise DataError(f"{path}: {_UNREADABLE} ({what}); cut it into smaller ones", "too large")
+    check_unpacked(path, found.grid.shape, found.dtype.itemsize, _UNREADABLE)
     return found
 
 
@@ -98,18 +88,10 @@ def _refused(path: Path, what: str) -> DataError:
     return DataError(f"{path}: {what}, which is not read; convert it to NIfTI, or save it in one file as .mha or .nrrd")
 
 
-def _shape(path: Path, sizes: list[int]) -> tuple[int, int, int]:
-    if len(sizes) not in (2, 3):
-        what = f"has {len(sizes)} dimensions, {'x'.join(map(str, sizes))}"
-        raise DataError(f"{path}: {what}; save its sequences or times as volumes of three", "not three dimensions")
-    i, j, k = (*sizes, 1)[:3]
-    return i, j, k
-
-
 def _affine(steps: np.ndarray, origin: np.ndarray, signs: Any = (-1, -1, 1)) -> np.ndarray:
     """Return the affine (4, 4) of steps (D, D), a row for each axis, and an origin (D,), in millimetres of a space."""
-    found, count = np.eye(4), len(steps)
-    found[:count, :count], found[:count, 3] = steps.T, origin
+    found, count = np.eye(4), min(3, len(steps))  # a fourth axis is of length 1
+    found[:count, :count], found[:count, 3] = steps[:count, :count].T, origin[:count]
     return np.diag([*signs, 1.0]) @ found
 
 
@@ -136,7 +118,7 @@ def _metaimage(path: Path, head: bytes) -> _Layout:
     if kind is None or not (says("BinaryData") or "BinaryData" not in fields):
         raise _refused(path, "holds numbers as text, or of an unknown type")
     sizes = [int(n) for n in fields["DimSize"].split()]
-    shape, count = _shape(path, sizes), len(sizes)
+    shape, count = volume_shape(path, sizes), len(sizes)
     order = ">" if says("BinaryDataByteOrderMSB", "ElementByteOrderMSB") else "<"
 
     def numbers(names: tuple[str, ...], otherwise: np.ndarray) -> np.ndarray:
@@ -166,7 +148,7 @@ def _nrrd(path: Path, head: bytes) -> _Layout:
     if kind is None or encoding not in ("raw", "gzip", "gz") or skips != {"0"}:
         raise _refused(path, f"holds {fields['type']} in encoding {encoding}")
     sizes = [int(n) for n in fields["sizes"].split()]
-    shape, order = _shape(path, sizes), ">" if fields.get("endian", "little").lower() == "big" else "<"
+    shape, order = volume_shape(path, sizes), ">" if fields.get("endian", "little").lower() == "big" else "<"
     grid = Grid(shape, _nrrd_affine(path, fields, len(sizes)))
     return _Layout(np.dtype(order + kind), grid, end.end(), encoding != "raw")
 

@@ -12,10 +12,12 @@ import stat
 import struct
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Generic, TypeVar
 
 from PIL import Image, UnidentifiedImageError
 
@@ -45,6 +47,7 @@ MOST_PAGES = 4096
 """Of a TIFF."""
 MOST_VOLUME_FILE = MOST_VOLUME + 2**20
 """Bytes of a volume's file that is not compressed, with its header."""
+T = TypeVar("T")
 Stamp = tuple[tuple[int, ...], ...]
 """Of every file: inode, size, and when content and inode changed last."""
 TRACTS, PACKED = "tracts, which are not images", "a packed file"
@@ -83,16 +86,36 @@ def check_file(path: Path, remedy: str = TAKE_OFF, most: int = MOST_BYTES) -> No
         raise DataError(f"{path}: cannot be read ({found.st_size:,} bytes, at most {most:,} are); {remedy}")
 
 
+@contextmanager
+def opening(path: Path, remedy: str = TAKE_OFF) -> Iterator[None]:
+    """Turn the operating system's errors in the block, and bytes that are not UTF-8, into a DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: cannot be read (not UTF-8 at byte {error.start}); {remedy}") from None
+
+
 def check_opens(path: Path) -> None:
     """Raise DataError unless a file, or every plain file of a folder, can be opened and read from."""
-    try:
-        files = [one for one in path.iterdir() if one.is_file()] if path.is_dir() else [path]
-        for file in files:
+    with opening(path):
+        for file in [one for one in path.iterdir() if one.is_file()] if path.is_dir() else [path]:
             check_file(file, most=MOST_SLIDE)
             with file.open("rb") as opened:
                 opened.read(1)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); {TAKE_OFF}") from None
+
+
+class Kept(Generic[T]):
+    """A function of a path, and of other values, whose last `most` results are kept while the path's files do not change."""
+
+    def __init__(self, read: Callable[..., T], most: int) -> None:
+        self._read = lru_cache(most)(lambda state, *args: read(*args))
+        self.cache_clear = self._read.cache_clear
+
+    def __call__(self, path: Path, *args: Any) -> T:
+        """Return the function's result, which may be a kept one."""
+        return self._read(stamp(path), path, *args)
 
 
 def stamp(path: Path) -> Stamp:
@@ -102,20 +125,35 @@ def stamp(path: Path) -> Stamp:
     """
     try:
         if not path.is_dir():
-            return (_file_state(path.stat()),)
-        with os.scandir(path) as entries:
-            return tuple(sorted(_file_state(entry.stat()) for entry in entries))
+            found = [path.stat()]
+        else:
+            with os.scandir(path) as entries:
+                found = [entry.stat() for entry in entries]
     except (OSError, ValueError):
         return ()
-
-
-def _file_state(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return tuple(sorted((one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found))
 
 
 def most_unpacked(packed: int) -> int:
     """Return how many bytes files of `packed` bytes may take once they are unpacked."""
     return min(MOST_VOLUME, max(MOST_UNPACKED, LARGEST_RATIO * packed))
+
+
+def check_unpacked(path: Path, shape: Sequence[int], each: int, what: str) -> None:
+    """Raise DataError for a volume of no voxels, or of more bytes (`each` a voxel) than a file of its size may take."""
+    needed, most = prod(shape) * each, most_unpacked(path.stat().st_size)
+    if not 0 < needed <= most:
+        found = f"{'x'.join(map(str, shape))} voxels, {needed:,} bytes; at most {most:,} are of a file of its size"
+        raise DataError(f"{path}: {what} ({found}); cut it into smaller ones", "too large")
+
+
+def volume_shape(path: Path, sizes: Sequence[int]) -> tuple[int, int, int]:
+    """Return three dimensions of two or three, of which further ones are 1. Raises DataError."""
+    if len(sizes) < 2 or any(n != 1 for n in sizes[3:]):
+        what = f"has {len(sizes)} dimensions, {'x'.join(map(str, sizes))}"
+        raise DataError(f"{path}: {what}; save its sequences or times as volumes of three", "not three dimensions")
+    i, j, k = (*sizes, 1)[:3]
+    return int(i), int(j), int(k)
 
 
 def text_lines(path: Path, remedy: str, newline: str | None = None) -> Iterator[str]:
@@ -126,17 +164,16 @@ def text_lines(path: Path, remedy: str, newline: str | None = None) -> Iterator[
     """
     check_file(path, remedy)
     number = 0
-    try:
-        with path.open(encoding="utf-8-sig", newline=newline) as file:
-            while line := file.readline(MOST_CHARACTERS + 2):
-                number, rest = number + 1, line
-                while len(rest) == MOST_CHARACTERS + 2 and not rest.endswith(("\r", "\n")):
-                    rest = file.readline(MOST_CHARACTERS + 2)
-                yield line
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
-    except UnicodeDecodeError:
-        raise DataError(f"{path}: cannot be read (not UTF-8 in or behind line {number + 1}); {remedy}") from None
+    with opening(path, remedy):
+        try:
+            with path.open(encoding="utf-8-sig", newline=newline) as file:
+                while line := file.readline(MOST_CHARACTERS + 2):
+                    number, rest = number + 1, line
+                    while len(rest) == MOST_CHARACTERS + 2 and not rest.endswith(("\r", "\n")):
+                        rest = file.readline(MOST_CHARACTERS + 2)
+                    yield line
+        except UnicodeDecodeError:
+            raise DataError(f"{path}: cannot be read (not UTF-8 in or behind line {number + 1}); {remedy}") from None
 
 
 def check_line(where: str, line: str) -> None:
@@ -160,12 +197,8 @@ def parse_json(where: str, text: str, remedy: str) -> Any:
 def read_text(path: Path, remedy: str, most: int = MOST_BYTES) -> str:
     """Return a file's text in UTF-8, without a byte order mark. Raises DataError."""
     check_file(path, remedy, most)
-    try:
+    with opening(path, remedy):
         return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: cannot be read (not UTF-8 at byte {error.start}); {remedy}") from None
 
 
 @contextmanager

@@ -28,7 +28,7 @@ import PIL
 from consilium.core.errors import DataError
 from consilium.core.storage import PRIVATE, private_folder
 from consilium.data.datalist import Item
-from consilium.data.safe_open import MOST_SLIDE, TAKE_OFF, check_file
+from consilium.data.safe_open import MOST_SLIDE, check_file, opening, stamp
 
 CachedSample = dict[str, np.ndarray]
 """A sample's arrays of 8 bits."""
@@ -80,15 +80,12 @@ class Store:
         if path.is_dir():
             return salted(self.salt, "folder", *(self._source(one) for one in sorted(path.rglob("*")) if one.is_file()))
         check_file(path, most=MOST_SLIDE)
-        try:
+        with opening(path):
             found = path.stat()
             if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > RECENT * 1e9:  # its ctime cannot be set back
-                state = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
-                return salted(self.salt, "file", path.absolute(), *state)
+                return salted(self.salt, "file", path.absolute(), *stamp(path))
             with path.open("rb") as file:
                 return salted(self.salt, "content", hashlib.file_digest(file, hashlib.blake2b).hexdigest())
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror}); {TAKE_OFF}") from None
 
     def passed(self, name: str) -> bool:
         """Tell whether the check of this name was passed before."""

@@ -50,7 +50,9 @@ with suppress(ImportError):
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turn any exception of the block into a DataError that quotes nothing of the file."""
-    _silence()
+    # pydicom's warnings are ignored before all other rules: other code may have added or restored some
+    if getattr(warnings.filters[0][3] if warnings.filters else None, "pattern", "") != "pydicom":
+        warnings.filterwarnings("ignore", module="pydicom")
     try:
         yield
     except DataError:
@@ -69,13 +71,6 @@ def _why(error: Exception) -> str:
     if isinstance(error, EOFError | struct.error | zlib.error):
         return "it is damaged, or ends early"
     return "an element that is needed is missing, or has a value that the standard does not allow"
-
-
-def _silence() -> None:
-    """Put the rule that ignores pydicom's warnings before all others: other code may have added or restored some."""
-    first = warnings.filters[0][3] if warnings.filters else None
-    if getattr(first, "pattern", "") != "pydicom":
-        warnings.filterwarnings("ignore", module="pydicom")
 
 
 def open_file(path: Path, pixels: bool = False, budget: Budget | None = None) -> Dataset:

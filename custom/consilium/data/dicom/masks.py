@@ -222,13 +222,23 @@ def _segments(path: Path, elements: Dataset, image: Grid) -> Labels:
         if grid.affine is None or image.affine is None:
             raise DataError(f"{path}: does not say where its segments lie on the image; save it with positions")
         places = [_onto(frame, grid) for frame in found.frames]
-    masks = _empty(path, elements, grid)
+    segments = [
+        (int(one.SegmentNumber), str(one.get("SegmentLabel") or "").strip()) for one in elements.get("SegmentSequence") or []
+    ]
+    if (needed := len(segments) * prod(grid.shape)) > MOST_VOLUME:
+        found_there = f"{len(segments)} segments, {needed:,} bytes; at most {MOST_VOLUME:,} are"
+        raise DataError(f"{path}: cannot be read as masks ({found_there}); leave segments out")
+    masks = {number: np.zeros(grid.shape[::-1], bool).T for number, _ in segments if number}
     by_number = {frame.number: (frame, place) for frame, place in zip(found.frames, places, strict=True)}
     for number, picture in enumerate(pictures(path)):
         frame, place = by_number[number]
         for segment, mask in _split(picture, frame, elements):
             _mark(path, masks[segment], mask, place)
-    return Labels(regions=_by_number_and_label(elements, masks), grid=None if grid is image else grid)
+    regions: dict[Value, np.ndarray] = {**masks}
+    for number, name in segments:
+        if name and number in masks:  # segments of one label are one region
+            regions[name] = regions[name] | masks[number] if name in regions else masks[number]
+    return Labels(regions=regions, grid=None if grid is image else grid)
 
 
 def _onto(frame: Frame, grid: Grid) -> np.ndarray | None:
@@ -236,8 +246,11 @@ def _onto(frame: Frame, grid: Grid) -> np.ndarray | None:
 
     None where its pixels do not match voxels of the grid. A frame beside a single-plane image gets a place outside.
     """
-    if frame.place is None or grid.affine is None:
-        return _onto_source(frame, grid)
+    if frame.place is None or grid.affine is None:  # by the frame of the source image
+        sources = frame.own.get("SourceImageSequence")
+        number = int((sources[0].get("ReferencedFrameNumber") if sources else None) or 1) - 1
+        fits = frame.shape[::-1] == grid.shape[:2] and (sources or grid.shape[2] == 1) and grid.affine is None
+        return np.array([[0, 1, 0], [0, 0, 1], [number, 0, 0]]) if fits else None
     steps = np.stack([frame.place.origin, frame.place.i, frame.place.j], axis=1) * _TO_RAS[:, None]
     found = np.linalg.solve(grid.affine[:3, :3], steps - np.outer(grid.affine[:3, 3], [1, 0, 0]))
     if grid.shape[2] == 1 and abs(found[2, 0]) > TOLERANCE:
@@ -247,24 +260,6 @@ def _onto(frame: Frame, grid: Grid) -> np.ndarray | None:
     off = np.abs((found - whole) @ [[1, 1, 1, 1], [0, columns - 1, 0, columns - 1], [0, 0, rows - 1, rows - 1]]).max()
     straight = (np.abs(whole[:, 1:]).sum(0) == 1).all()
     return whole.astype(np.int64) if off <= TOLERANCE and straight else None
-
-
-def _onto_source(frame: Frame, grid: Grid) -> np.ndarray | None:
-    """Return the same by the referenced frame of the source image, where positions are missing."""
-    sources = frame.own.get("SourceImageSequence")
-    number = int((sources[0].get("ReferencedFrameNumber") if sources else None) or 1) - 1
-    fits = frame.shape[::-1] == grid.shape[:2] and (sources or grid.shape[2] == 1) and grid.affine is None
-    return np.array([[0, 1, 0], [0, 0, 1], [number, 0, 0]]) if fits else None
-
-
-def _empty(path: Path, elements: Dataset, grid: Grid) -> dict[int, np.ndarray]:
-    """Return an empty mask for every segment. Raises DataError for masks of over MOST_VOLUME bytes."""
-    numbers = [int(segment.SegmentNumber) for segment in elements.get("SegmentSequence") or []]
-    needed = len(numbers) * prod(grid.shape)
-    if needed > MOST_VOLUME:
-        found = f"{len(numbers)} segments, {needed:,} bytes; at most {MOST_VOLUME:,} are"
-        raise DataError(f"{path}: cannot be read as masks ({found}); leave segments out")
-    return {number: np.zeros(grid.shape[::-1], bool).T for number in numbers if number}
 
 
 def _split(picture: np.ndarray, frame: Frame, elements: Dataset) -> Iterator[tuple[int, np.ndarray]]:
@@ -289,13 +284,3 @@ def _mark(path: Path, region: np.ndarray, mask: np.ndarray, place: np.ndarray | 
     if region.shape[2] > 1 and not inside.all():
         raise DataError(f"{path}: marks voxels outside its image; give the image it was drawn on")
     region[tuple(voxel[:, inside])] = True
-
-
-def _by_number_and_label(elements: Dataset, masks: dict[int, np.ndarray]) -> dict[Value, np.ndarray]:
-    """Return masks by number and by label; segments of one label are one region."""
-    found: dict[Value, np.ndarray] = {number: mask for number, mask in masks.items()}
-    for segment in elements.get("SegmentSequence") or []:
-        name, number = str(segment.get("SegmentLabel") or "").strip(), int(segment.SegmentNumber)
-        if name and number in masks:
-            found[name] = found[name] | masks[number] if name in found else masks[number]
-    return found
