@@ -12,7 +12,7 @@ import highdicom  # isort: skip
 from pydicom import Dataset, dcmread  # isort: skip
 
 from consilium.core.errors import DataError
-from consilium.data import dicom, volumes
+from consilium.data import volumes
 from consilium.data.datalist import read_datalist
 from consilium.data.file_kinds import is_dicom
 from consilium.data.slices import expand
@@ -257,7 +257,7 @@ def test_without_the_extra_one_line_says_what_to_install(tmp_path: Path, monkeyp
     def missing(name: str) -> None:
         raise ModuleNotFoundError("No module named 'pydicom'", name="pydicom")
 
-    monkeypatch.setattr(dicom, "import_module", missing)
+    monkeypatch.setattr(volumes, "import_module", missing)
     for read in (volumes.header, volumes.voxels):
         with pytest.raises(DataError, match=r"a.dcm: is DICOM; install consilium-flare\[dicom\] to read it$"):
             read(path)

@@ -84,8 +84,10 @@ def _layout(path: Path) -> _Layout:
     return found
 
 
-def _refused(path: Path, what: str) -> DataError:
-    return DataError(f"{path}: {what}, which is not read; convert it to NIfTI, or save it in one file as .mha or .nrrd")
+def _refuse(path: Path, *faults: tuple[bool, str]) -> None:
+    """Raise DataError for the first fault that a file has."""
+    if what := next((what for there, what in faults if there), ""):
+        raise DataError(f"{path}: {what}, which is not read; convert it to NIfTI, or save it in one file as .mha or .nrrd")
 
 
 def _affine(steps: np.ndarray, origin: np.ndarray, signs: Any = (-1, -1, 1)) -> np.ndarray:
@@ -110,13 +112,13 @@ def _metaimage(path: Path, head: bytes) -> _Layout:
     def says(*names: str) -> bool:
         return any(fields.get(name, "").lower() in ("true", "1") for name in names)
 
-    if fields["ElementDataFile"] != "LOCAL":
-        raise _refused(path, "has its voxels in another file")
-    if int(fields.get("ElementNumberOfChannels", 1)) != 1:
-        raise _refused(path, "holds several values a voxel")
-    kind = _META_TYPES.get(fields["ElementType"].removeprefix("MET_"))
-    if kind is None or not (says("BinaryData") or "BinaryData" not in fields):
-        raise _refused(path, "holds numbers as text, or of an unknown type")
+    kind = _META_TYPES.get(fields["ElementType"].removeprefix("MET_"), "")
+    _refuse(
+        path,
+        (fields["ElementDataFile"] != "LOCAL", "has its voxels in another file"),
+        (int(fields.get("ElementNumberOfChannels", 1)) != 1, "holds several values a voxel"),
+        (not kind or not (says("BinaryData") or "BinaryData" not in fields), "holds numbers as text, or of an unknown type"),
+    )
     sizes = [int(n) for n in fields["DimSize"].split()]
     shape, count = volume_shape(path, sizes), len(sizes)
     order = ">" if says("BinaryDataByteOrderMSB", "ElementByteOrderMSB") else "<"
@@ -138,15 +140,14 @@ def _nrrd(path: Path, head: bytes) -> _Layout:
     lines = head[: end.start() if end else None].decode("latin-1").splitlines()[1:]
     pairs = (line.partition(":") for line in lines if not line.startswith("#"))
     fields = {name.strip().lower(): value.strip() for name, _, value in pairs if not value.startswith("=")}
-    if {"data file", "datafile"} & fields.keys():
-        raise _refused(path, "has its voxels in another file")
+    _refuse(path, (bool({"data file", "datafile"} & fields.keys()), "has its voxels in another file"))
     if end is None:
         raise DataError(f"{path}: {_UNREADABLE} (its header has no end); {TAKE_OFF}")
-    kind = next((kind for kind, names in _NRRD_TYPES.items() if fields["type"].lower() in names), None)
+    kind = next((kind for kind, names in _NRRD_TYPES.items() if fields["type"].lower() in names), "")
     encoding = fields["encoding"].lower()
     skips = {fields.get(name, "0") for name in ("line skip", "lineskip", "byte skip", "byteskip")}
-    if kind is None or encoding not in ("raw", "gzip", "gz") or skips != {"0"}:
-        raise _refused(path, f"holds {fields['type']} in encoding {encoding}")
+    unknown = not kind or encoding not in ("raw", "gzip", "gz") or skips != {"0"}
+    _refuse(path, (unknown, f"holds {fields['type']} in encoding {encoding}"))
     sizes = [int(n) for n in fields["sizes"].split()]
     shape, order = volume_shape(path, sizes), ">" if fields.get("endian", "little").lower() == "big" else "<"
     grid = Grid(shape, _nrrd_affine(path, fields, len(sizes)))
@@ -156,20 +157,19 @@ def _nrrd(path: Path, head: bytes) -> _Layout:
 def _nrrd_affine(path: Path, fields: dict[str, str], count: int) -> np.ndarray | None:
     """Return the affine (4, 4) of a NRRD's axes, None where it does not say it."""
     if "space directions" not in fields:
-        spacing = np.array(fields["spacings"].split(), np.float64) if "spacings" in fields else None
-        if spacing is None:
+        if "spacings" not in fields:
             return None
+        spacing = np.array(fields["spacings"].split(), np.float64)
         check_spacing(path, "spacings", spacing.tolist(), _SPACED)
         return _affine(np.diag(spacing), np.zeros(count))
     space = fields.get("space", "lps" if "space dimension" in fields else "").lower()  # as ITK reads it
-    if (signs := _SPACES.get(space)) is None:
-        raise _refused(path, "lies in a space that is not the patient's")
+    _refuse(path, (space not in _SPACES, "lies in a space that is not the patient's"))
     steps = np.array([_vector(one) for one in re.findall(r"\([^)]*\)", fields["space directions"])])
     check_spacing(path, "the length of its space directions", np.linalg.norm(steps, axis=1).tolist(), _SPACED)
     origin = _vector(fields["space origin"]) if "space origin" in fields else np.zeros(steps.shape[1])
     if steps.shape == (2, 3):  # a plane in space: its third step is across, of 1 mm
         steps = np.vstack([steps, np.cross(*steps) / np.linalg.norm(np.cross(*steps))])
-    return _affine(steps, origin, signs)
+    return _affine(steps, origin, _SPACES[space])
 
 
 def _vector(text: str) -> np.ndarray:

@@ -210,17 +210,13 @@ def reading(path: Path, what: str, remedy: str = TAKE_OFF, most: int = MOST_BYTE
     except DataError:
         raise
     except Exception as error:
-        why = _damage(error) or " ".join(str(error).split())[:200]
+        why = " ".join(str(error).split())[:200]
+        if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile):
+            unpacked = isinstance(error, gzip.BadGzipFile) and "CRC" not in why and "length" not in why
+            cause = "its packed content is cut off or damaged; copy or download it again"
+            why = "its name ends in .gz, and its content is not packed by gzip" if unpacked else cause
         why = "it is damaged, or of another kind than it says" if not why or _PROGRAMMERS.search(why) else why
         raise DataError(f"{path}: {what} ({why}); {remedy}") from None
-
-
-def _damage(error: Exception) -> str:
-    """Return what is wrong with a packed file, "" for any other error."""
-    if isinstance(error, gzip.BadGzipFile) and "CRC" not in str(error) and "length" not in str(error):
-        return "its name ends in .gz, and its content is not packed by gzip"
-    damaged = "its packed content is cut off or damaged; copy or download it again"
-    return damaged if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile) else ""
 
 
 def open_picture(path: Path) -> Image.Image:
@@ -234,9 +230,20 @@ def open_picture(path: Path) -> Image.Image:
         except Image.DecompressionBombError:
             raise _too_large(path, f"over {MOST_PIXELS:,} pixels") from None
         except UnidentifiedImageError:
-            raise _unknown(path) from None
-    if found.format in ("JPEG", "MPO"):
-        _check_scans(path)
+            kind = next((kind for endings, kind in FOREIGN.items() if path.name.lower().endswith(endings)), "")
+            if not kind:  # `reading` makes a line of it
+                raise OSError(f"cannot identify image file: its content is none of {', '.join(FORMATS)}") from None
+            remedy = {TRACTS: "take it off the list", PACKED: "unpack it, and name the file that is in it"}.get(kind, CONVERT)
+            what = f"image cannot be read (its ending is that of {kind})"
+            raise DataError(f"{path}: {what}; {remedy}", "format that is not read") from None
+    if found.format in ("JPEG", "MPO"):  # each scan may be 20 bytes, and goes over the whole picture
+        scans, last = 0, b""
+        with path.open("rb") as file:
+            while block := file.read(2**20):
+                scans += (last + block).count(b"\xff\xda")
+                last = block[-1:]
+        if scans > MOST_SCANS:
+            raise DataError(f"{path}: is a JPEG of {scans:,} scans, at most {MOST_SCANS} are read; save it anew")
     return found
 
 
@@ -264,26 +271,6 @@ def _array_picture(path: Path) -> Image.Image:
             raise DataError(f"{path}: holds numbers beyond 32 bits; save it with smaller ones")
         found = found.astype(np.int32)
     return Image.fromarray(np.ascontiguousarray(found))
-
-
-def _unknown(path: Path) -> Exception:
-    """Return the error for a file that is not a picture; `reading` makes a line of one whose ending names no format."""
-    kind = next((kind for endings, kind in FOREIGN.items() if path.name.lower().endswith(endings)), "")
-    if not kind:
-        return OSError(f"cannot identify image file: its content is none of {', '.join(FORMATS)}")
-    remedy = {TRACTS: "take it off the list", PACKED: "unpack it, and name the file that is in it"}.get(kind, CONVERT)
-    return DataError(f"{path}: image cannot be read (its ending is that of {kind}); {remedy}", "format that is not read")
-
-
-def _check_scans(path: Path) -> None:
-    """Raise DataError for a JPEG of more than MOST_SCANS: each may be 20 bytes, and goes over the whole picture."""
-    scans, last = 0, b""
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            scans += (last + block).count(b"\xff\xda")
-            last = block[-1:]
-    if scans > MOST_SCANS:
-        raise DataError(f"{path}: is a JPEG of {scans:,} scans, at most {MOST_SCANS} are read; save it anew")
 
 
 def pages(path: Path) -> int:

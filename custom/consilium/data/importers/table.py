@@ -20,7 +20,7 @@ from consilium.data.importers.base import Importer, ImportResult, Options, Sourc
 from consilium.data.importers.labels import labelled
 from consilium.data.pairs import composed, kind_of, without_ending
 from consilium.data.safe_open import text_lines
-from consilium.data.site_names import asked_sites, slug
+from consilium.data.site_names import asked_sites, renamed_notes, renamed_sites
 
 LAYOUT = (
     "a CSV file with a picture a line: columns image (a path from the file's folder) and label (its class, or the path of its "
@@ -93,37 +93,24 @@ def read_texts(source: Path, options: Options) -> ImportResult:
     """Read texts by their lines: text, label and, where known, site, patient and split. Raises DataError, ConfigError."""
     there, lines = _lines(source)
     _check_headings(source, there)
-    exact = {name.casefold(): name for name in reversed(there)}
-    wanted = {one: options.columns.get(one) or exact.get(one, "") for one in TEXT_FIELDS}
-    if wrong := [one for one in options.columns if one not in TEXT_FIELDS]:
-        raise ConfigError(f"--column: {wrong[0]!r}: expected one of {', '.join(TEXT_FIELDS)}{nearest(wrong[0], TEXT_FIELDS)}")
-    if absent := [one for one in TEXT_FIELDS if wanted[one] not in there and (wanted[one] or one in TEXT_FIELDS[:2])]:
-        what = f"{source}: no column {wanted[absent[0]] or absent[0]!r}; there are {', '.join(there)}"
-        raise ConfigError(f"--column: {what}; write --column {absent[0]}=NAME")
-    every = [{one: row.values[name] for one, name in wanted.items() if name} | {"line": str(row.number)} for row in lines]
-    kept = [row for row in every if row["text"] and row["label"]]
+    named, notes = _columns(source, options.columns, there, (), TEXT_FIELDS)
+    rows = [Row(row.number, {one: row.values[name] for one, name in named.items()}) for row in lines]
+    kept = [row for row in rows if row.values["text"] and row.values["label"]]
     if not kept:
-        raise DataError(
-            f"{source}: no line has a {wanted['text']} and a {wanted['label']}; give a line per text, with its label"
-        )
-    _check_labels(source, wanted["label"], counts := Counter(row["label"] for row in kept))
-    found, sites = list[TextRecord](), dict[str, str]()
+        raise DataError(f"{source}: no line has a {named['text']} and a {named['label']}; give a line per text, with its label")
+    counts = Counter(row.values["label"] for row in kept)
+    _check_labels(source, named["label"], counts)
+    sites = renamed_sites({row.values.get("site") or source.stem for row in kept}, source)
+    found = list[TextRecord]()
     for row in kept:
-        where = f"{source}: line {row['line']}"
-        patient = check_identifier(where, "patient", row.get("patient", ""))
-        if (given := row.get("split", "")) and split_of(given) is None:
-            raise DataError(f"{where}: split {given[:80]!r} is none of training, validation, test; write one of them")
-        record = {"text": row["text"], "label": row["label"]} | ({"patient": patient} if patient else {})
-        group, split = patient or f"line {row['line']}", split_of(given) if given else None
-        named = row.get("site") or source.stem
-        if sites.setdefault(site := slug(named), named) != named or not site:
-            what = f"site {named[:80]!r} has no name of its own in letters a to z and digits"
-            raise DataError(f"{where}: {what}; rename it in the table")
-        found.append(TextRecord(site, group, record, split))
-    lost = len(every) - len(kept)
-    notes = [f"{lost} of {len(every)} lines without text or label are left out"] if lost else []
-    alone = [] if wanted["site"] else [ONE.replace("datalist.json", "folder")]
-    return ImportResult(found, sorted(counts), [*notes, *alone, *(f"{kind}: {line}" for kind, line in doubts(counts))])
+        patient, split = _whose(source, row)
+        record = {one: row.values[one] for one in TEXT_FIELDS[:2]} | ({"patient": patient} if patient else {})
+        site = sites[row.values.get("site") or source.stem]
+        found.append(TextRecord(site, patient or f"line {row.number}", record, split))
+    if lost := len(rows) - len(kept):
+        notes.append(f"{lost} of {len(rows)} lines without text or label are left out")
+    notes += [*renamed_notes(sites), *([] if "site" in named else [ONE.replace("datalist.json", "folder")])]
+    return ImportResult(found, sorted(counts), [*notes, *(f"{kind}: {line}" for kind, line in doubts(counts))])
 
 
 def find_table(folder: Path) -> Table | None:
@@ -210,12 +197,12 @@ def _check_headings(source: Path, there: Sequence[str]) -> None:
 
 
 def _columns(
-    source: Path, columns: Mapping[str, str], there: Sequence[str], rows: Sequence[Row]
+    source: Path, columns: Mapping[str, str], there: Sequence[str], rows: Sequence[Row], fields: Sequence[str] = FIELDS
 ) -> tuple[dict[str, str], list[str]]:
     """Return the heading of each field that the table has, by name or by its cells, and notes. Raises ConfigError."""
-    wrong = [f"{name!r}: expected one of {', '.join(FIELDS)}{nearest(name, FIELDS)}" for name in columns if name not in FIELDS]
+    wrong = [f"{name!r}: expected one of {', '.join(fields)}{nearest(name, fields)}" for name in columns if name not in fields]
     exact = {name.casefold(): name for name in reversed(there)}
-    named = {one: columns.get(one) or exact[one] for one in FIELDS if one in columns or one in exact}
+    named = {one: columns.get(one) or exact[one] for one in fields if one in columns or one in exact}
     absent = {one: [part for part in _parts(name, there) if part not in there] for one, name in named.items()}
     if absent := {one: parts for one, parts in absent.items() if parts}:
         what = ", ".join(f"{part!r}{nearest(part, there)}" for parts in absent.values() for part in parts)
@@ -230,7 +217,7 @@ def _columns(
             paths.append(name)
     paths.sort(key=lambda name: kind_of(name) == "mask")
     notes, lacking = list[str](), dict[str, str]()
-    for one in NEEDED:
+    for one in fields[:2]:
         left = [name for name in there if name not in named.values()]
         if one not in named and paths:
             named[one] = paths.pop(0)
@@ -322,15 +309,20 @@ def _files(table: Table, rows: Sequence[Row]) -> dict[tuple[str, str], Path]:
 
 def _sample(table: Table, row: Row, site: str, files: Mapping[tuple[str, str], Path]) -> SourceSample:
     """Return one line's picture. Raises DataError, which names the line."""
-    values, where = row.values, f"{table.path}: line {row.number}"
-    said = values.get("split", "")
-    if said and split_of(said) is None:
-        raise DataError(f"{where}: split {said!r}: expected training, validation or test, or nothing")
+    values = row.values
     image = files["image", values["image"]]
     label = files["label", values["label"]] if table.has_masks else values["label"]
-    who = check_identifier(where, "patient", values.get("patient", ""))
+    who, split = _whose(table.path, row)
     own = values.get("site", "") or site
-    return SourceSample(own, who or values["image"], image, label, split=split_of(said), is_patient=bool(who))
+    return SourceSample(own, who or values["image"], image, label, split=split, is_patient=bool(who))
+
+
+def _whose(source: Path, row: Row) -> tuple[str, str | None]:
+    """Return a line's patient, "" for none, and its split. Raises DataError, which names the line."""
+    where, said = f"{source}: line {row.number}", row.values.get("split", "")
+    if said and split_of(said) is None:
+        raise DataError(f"{where}: split {said[:80]!r} is none of training, validation, test; write one of them, or nothing")
+    return check_identifier(where, "patient", row.values.get("patient", "")), split_of(said)
 
 
 def _picture(folder: Path, cell: str) -> Path | None:
