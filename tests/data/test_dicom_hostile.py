@@ -18,7 +18,6 @@ from consilium.core.errors import DataError
 from consilium.data import volumes
 from consilium.data.codestreams import codestream_shape
 from consilium.data.dicom import files as dicom_files
-from consilium.data.dicom import frames as dicom_frames
 from consilium.data.dicom import parsing
 from consilium.data.dicom.masks import contours
 from consilium.data.file_kinds import is_dicom
@@ -254,16 +253,6 @@ def test_a_folder_of_too_many_files_is_refused_before_they_are_opened(tmp_path: 
     monkeypatch.setattr(dicom_files, "open_file", None)
     with pytest.raises(DataError, match="holds more than 20 files; give each series a folder of its own"):
         volumes.header(tmp_path)
-
-
-def test_a_series_too_large_for_memory_is_refused_by_its_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dicoms.stack(tmp_path, np.stack([GREY] * 3))
-    monkeypatch.setattr(dicom_frames, "most_unpacked", lambda packed: 3 * 24 * 4 - 1)
-    with pytest.raises(DataError, match="3 frames, 288 bytes"):
-        volumes.header(tmp_path)
-    monkeypatch.setattr(dicom_frames, "most_unpacked", lambda packed: 3 * 24 * 4)
-    volumes.forget()
-    assert volumes.header(tmp_path).grid.shape == (6, 4, 3)
 
 
 def test_masks_of_many_regions_are_refused_before_they_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,6 @@ import pytest
 from PIL import Image
 
 from consilium.data.check import Findings, check_datalist
-from consilium.data.datalist import Item
-from consilium.data.images import read_image, read_labels
 
 CLASSES = {"disc": [1, 2], "cup": [2]}
 SIDE = 24
@@ -403,27 +401,6 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     path = tmp_path / "datalist.json"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"training": [pair(tmp_path)]}).encode())
     assert check_datalist(path, CLASSES).problems == {}
-
-
-@pytest.mark.parametrize("flips", [(1, 1, 1), (1, 1, -1), (-1, -1, -1)])
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)], ids=["axial", "sagittal", "coronal"])
-def test_slice_is_the_file_s_own_index_however_it_is_stored(
-    flips: tuple[int, int, int], order: tuple[int, int, int], tmp_path: Path
-) -> None:
-    """The label's plane k of the file shows exactly the voxels [:, :, k] that nibabel reads, and so does the image's."""
-    stored = np.zeros((20, 22, 6), np.uint8)
-    stored[3:7, 5:9, 4] = 2
-    affine = np.eye(4)
-    affine[:3, :3] = np.diag(flips)[:, list(order)]
-    entry = volumes(tmp_path, stored * 100, stored, (affine, affine))
-    item = Item(tmp_path / entry["image"], tmp_path / entry["label"], 4)
-    raw = np.asarray(nibabel.load(tmp_path / entry["label"]).dataobj)[:, :, 4]
-    labels = read_labels(item)
-    assert labels.values is not None
-    assert sorted(labels.shape) == sorted(raw.shape)
-    assert int((labels.values == 2).sum()) == int((raw == 2).sum()) == 16
-    assert np.array_equal(read_image(item)[..., 0] > 0, labels.values == 2)
-    assert read_labels(Item(item.image, item.label, 1)).present() == {0}
 
 
 def test_all_bad_ones_are_named_and_counted(tmp_path: Path) -> None:

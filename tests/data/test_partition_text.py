@@ -12,9 +12,8 @@ from PIL import Image
 from consilium.core.errors import DataError
 from consilium.data.check import check_texts
 from consilium.data.partition import partition_texts
-from consilium.data.text import read_texts
 from tests.conftest import run
-from tests.data.writing import NO_TEXTS, REAL_TEXTS, write
+from tests.data.writing import write
 
 KINDS = ["causes", "symptoms", "treatment"]
 
@@ -57,10 +56,6 @@ def test_a_hundred_even_sites_share_all_records_and_test_alike(source: Path, tmp
         assert picture.size[1] > 3000
 
 
-def test_an_even_share_differs_by_one_record_at_most(source: Path, tmp_path: Path) -> None:
-    assert set(sizes(partition_texts(source, tmp_path / "out", 7, None, 0, 8))) == {171, 172}
-
-
 def test_without_a_key_beta_is_the_unevenness_of_sizes(source: Path, tmp_path: Path) -> None:
     uneven = sizes(partition_texts(source, tmp_path / "a", 10, 0.3, 0, 4))
     nearly = sizes(partition_texts(source, tmp_path / "b", 10, 1000.0, 0, 4))
@@ -81,15 +76,6 @@ def test_by_a_key_sites_differ_in_its_values(source: Path, tmp_path: Path) -> No
     left = partition_texts(source, tmp_path / "left", 10, 0.1, 0, 8, "type", ["causes"])
     assert left["classes"] == ["symptoms", "treatment"]
     assert sum(sizes(left)) == 800
-
-
-def test_the_seed_decides(source: Path, tmp_path: Path) -> None:
-    found = {}
-    for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
-        partition_texts(source, tmp_path / folder, 5, 0.5, seed, 8, "type")
-        found[folder] = {p.relative_to(tmp_path / folder): p.read_bytes() for p in (tmp_path / folder).rglob("*.jsonl")}
-    assert found["a"] == found["b"]
-    assert found["a"] != found["c"]
 
 
 def test_errors_are_one_clear_line(source: Path, tmp_path: Path) -> None:
@@ -122,17 +108,6 @@ def test_the_command_takes_a_folder_or_its_file(
     Image.new("L", (8, 8)).save(tmp_path / "pictures/a/1.png")
     assert run(monkeypatch, "data", "partition", tmp_path / "pictures", tmp_path / "d", "--by", "type") == 2
     assert "--by type: is for texts" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not REAL_TEXTS, reason=NO_TEXTS)
-def test_real_questions_are_shared_out_by_their_type(tmp_path: Path) -> None:
-    source = Path(REAL_TEXTS) / "medquad/gard"
-    summary = partition_texts(source, tmp_path / "out", 20, 0.3, 0, 8, "type")
-    real = [json.loads(line) for line in lines(source / "train.jsonl")]
-    assert sum(sizes(summary)) == len(real)
-    assert summary["classes"] == sorted({one["type"] for one in real})
-    found = [text.instruction for i in range(1, 21) for text in read_texts(tmp_path / f"out/site-{i}").splits["training"]]
-    assert Counter(found) == Counter(one["instruction"] for one in real)
 
 
 def test_local_splits_are_tenths_of_each_share_and_the_common_test_lies_beside(source: Path, tmp_path: Path) -> None:

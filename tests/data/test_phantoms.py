@@ -7,9 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
-from consilium.config.data import PhantomConfig
 from consilium.data.datalist import read_datalist
 from consilium.data.images import read_sample
 from consilium.data.synthetic.phantoms import draw_phantom, habits, make_phantoms
@@ -54,24 +52,12 @@ def test_each_shift_changes_only_its_side(kind: str) -> None:
     assert (other != mask).mean() > 0.005
 
 
-def test_numbered_sites_are_spread() -> None:
-    looks = np.array([habits(f"site-{i}", 0, 1, 1).look for i in range(1, 6)])
-    distance = np.linalg.norm(looks[:, None] - looks[None], axis=-1)
-    assert distance[~np.eye(5, dtype=bool)].min() > 0.8
-    assert not np.array_equal(habits("charite", 0, 1, 1).look, habits("mayo", 0, 1, 1).look)
-
-
 def test_sites_of_a_group_look_alike_and_draw_alike() -> None:
     first, second, third, fourth = (habits(f"site-{i}", 0, 1, 1, groups=2) for i in (1, 2, 3, 4))
     for one, other in ((first, third), (second, fourth)):
         assert np.array_equal(one.look, other.look)
         assert np.array_equal(one.hand, other.hand)
     assert np.linalg.norm(first.look - second.look) > 0.8
-
-
-def test_only_what_is_drawn_has_groups() -> None:
-    with pytest.raises(ValidationError, match="groups: sites that write texts have none"):
-        PhantomConfig(kind="sentences", groups=2)
 
 
 def test_codes_mean_the_same_everywhere_and_are_seen_unevenly(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from consilium.data.datalist import Item, read_datalist
 from consilium.data.images import read_image, read_labels, read_sample
 from consilium.data.settings import PictureSettings, TilesConfig
 from consilium.data.slices import expand
-from consilium.data.stats import site_stats
 
 ROWS, COLUMNS = 250, 330
 TILES = [(0, 0, 64, 64), (266, 186, 64, 64), (60, 50, 100, 90), (0, 0, COLUMNS, ROWS), (329, 249, 1, 1), (16, 16, 16, 16)]
@@ -253,22 +252,6 @@ def test_the_check_looks_at_a_large_picture_by_parts(tmp_path: Path) -> None:
     assert list(check_datalist(path, {"a": [1]}, settings).problems) == ["undeclared label value", "duplicate between splits"]
     tifffile.imwrite(tmp_path / "m.tif", labelled()[:, :-1], tile=(64, 64))
     assert "mask of another size" in check_datalist(path, {"a": [1], "b": [2]}, settings).problems
-
-
-def test_the_statistics_of_a_large_picture_count_every_pixel_of_its_mask_once(tmp_path: Path) -> None:
-    data = read_datalist(listed(tmp_path, labelled()))
-    found = site_stats(data, {"a": [1], "b": [2]}, PictureSettings(tiles=TilesConfig(size=128)))
-    assert found["size"] == {"rows": [250] * 3, "columns": [330] * 3}
-    assert found["classes"]["a"] == {"samples": 2, "share": round(100 / (250 * 330), 6)}
-    assert found["unreadable"] == 0
-
-
-def test_two_tiles_of_one_picture_in_two_splits_leak(tmp_path: Path) -> None:
-    path = listed(tmp_path, labelled())
-    one = {"image": "a.tif", "label": "m.tif"}
-    path.write_text(json.dumps({"training": [one | {"tile": [0, 0, 64, 64]}], "test": [one | {"tile": [64, 64, 64, 64]}]}))
-    report = check_datalist(path)
-    assert report.problems == {"volume in two splits": ["test: a.tif[64,64] = training: a.tif[0,0]"]}
 
 
 @pytest.mark.parametrize("inside", [True, False])
