@@ -15,7 +15,7 @@ import numpy as np
 
 from consilium.core.errors import DataError
 from consilium.data.grid import Grid, check_spacing
-from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, check_unpacked, reading, volume_shape
+from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, check_unpacked, reading, refuse, volume_shape
 from consilium.data.volumes import Header
 
 MOST_HEADER = 2**16
@@ -86,8 +86,8 @@ def _layout(path: Path) -> _Layout:
 
 def _refuse(path: Path, *faults: tuple[bool, str]) -> None:
     """Raise DataError for the first fault that a file has."""
-    if what := next((what for there, what in faults if there), ""):
-        raise DataError(f"{path}: {what}, which is not read; convert it to NIfTI, or save it in one file as .mha or .nrrd")
+    remedy = "which is not read; convert it to NIfTI, or save it in one file as .mha or .nrrd"
+    refuse(path, *((there, f"{what}, {remedy}") for there, what in faults))
 
 
 def _affine(steps: np.ndarray, origin: np.ndarray, signs: Any = (-1, -1, 1)) -> np.ndarray:

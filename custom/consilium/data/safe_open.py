@@ -72,6 +72,12 @@ _PROGRAMMERS = re.compile(
 TAKE_OFF = "replace it or take it off the list"
 
 
+def refuse(where: object, *faults: tuple[object, str]) -> None:
+    """Raise DataError for the first of some faults that is there: (whether it is, what to say of it) each."""
+    if what := next((what for there, what in faults if there), ""):
+        raise DataError(f"{where}: {what}")
+
+
 def check_file(path: Path, remedy: str = TAKE_OFF, most: int = MOST_BYTES) -> None:
     """Raise DataError unless `path` is a plain file of at most `most` bytes: a pipe or a device would never end."""
     try:

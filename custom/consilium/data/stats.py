@@ -6,6 +6,7 @@ These are plain numbers of a site's own data, without any noise: they are for th
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,43 +75,34 @@ def site_stats(data: DataList, classes: Classes = None, settings: PictureSetting
 
 
 def _measure(item: Item, classes: Classes, settings: PictureSettings) -> Measure | None:
+    """Return what is measured of an entry, None where it cannot be read."""
     try:
-        found = _volume(item, settings) if volumes.is_volume(item.image) else _picture(item, settings)
+        level, window = level_of(settings), None
+        found = Measure(patient=item.patient, study=item.study)
+        if volumes.is_volume(item.image):
+            header, values = volumes.header(item.image, item.affine), volumes.voxels(item.image)
+            found.size = values.shape[:3]
+            if item.slice is not None or header.grid.planes(settings.slices.axis) == 1:
+                values = header.grid.cut(values, item.axis, item.slice or 0)
+                found.size = values.shape[:2]
+            found.voxel, window = header.grid.voxel, header.window
+            found.patient, found.study = item.patient or pseudonym(header.patient), item.study or pseudonym(header.study)
+            spread = partial(volumes.spread, item.image)
+        elif item.tile is None and slides.by_tiles(item.image, settings):  # some tiles of a large picture
+            found.size, values = slides.shape(item.image, level), np.concatenate(slides.probes(item.image, level))
+            spread = partial(slides.spread, item.image, level)
+        else:
+            values = slides.whole(item.image) if item.tile is None else slides.read(item.image, item.tile, level)
+            found.size, spread = values.shape[:2], partial(volumes.percentiles, values)
+        colours = values.dtype == np.uint8 and values.shape[-1] == 3 and values.ndim > 2
+        flat = values.reshape(-1, 1, 3) if colours else values.reshape(-1)
+        some = flat[:: max(1, len(flat) // MOST_VALUES)]
+        found.percentiles = tuple(float(v) for v in np.percentile(some, PERCENTILES))
+        grey = windowed(some, settings, window, spread)
+        found.histogram = np.bincount(grey.reshape(-1) // (256 // BINS), minlength=BINS)
         _count(found, item, classes, settings)
     except DataError:
         return None
-    return found
-
-
-def _picture(item: Item, settings: PictureSettings) -> Measure:
-    level = level_of(settings)
-    if item.tile is None and slides.by_tiles(item.image, settings):  # some tiles of a large picture
-        large = Measure(slides.shape(item.image, level), patient=item.patient, study=item.study)
-        some = np.concatenate(slides.probes(item.image, level))
-        return _intensities(large, some, settings, None, lambda: slides.spread(item.image, level))
-    values = slides.whole(item.image) if item.tile is None else slides.read(item.image, item.tile, level)
-    found = Measure(values.shape[:2], patient=item.patient, study=item.study)
-    return _intensities(found, values, settings, None, lambda: volumes.percentiles(values))
-
-
-def _volume(item: Item, settings: PictureSettings) -> Measure:
-    header, values = volumes.header(item.image, item.affine), volumes.voxels(item.image)
-    size: tuple[int, ...] = values.shape[:3]
-    if item.slice is not None or header.grid.planes(settings.slices.axis) == 1:
-        values = header.grid.cut(values, item.axis, item.slice or 0)
-        size = values.shape[:2]
-    patient, study = item.patient or pseudonym(header.patient), item.study or pseudonym(header.study)
-    found = Measure(size, header.grid.voxel, patient=patient, study=study)
-    return _intensities(found, values, settings, header.window, lambda: volumes.spread(item.image))
-
-
-def _intensities(found: Measure, values: np.ndarray, settings: PictureSettings, window: Any, spread: Any) -> Measure:
-    colours = values.dtype == np.uint8 and values.shape[-1] == 3 and values.ndim > 2
-    flat = values.reshape(-1, 1, 3) if colours else values.reshape(-1)
-    some = flat[:: max(1, len(flat) // MOST_VALUES)]
-    found.percentiles = tuple(float(v) for v in np.percentile(some, PERCENTILES))
-    grey = windowed(some, settings, window, spread)
-    found.histogram = np.bincount(grey.reshape(-1) // (256 // BINS), minlength=BINS)
     return found
 
 

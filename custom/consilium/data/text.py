@@ -123,7 +123,8 @@ def read_records(path: Path, bad: list[DataError] | None, pictures: bool = False
     for number, line in _lines(path):
         where = f"{path}:{number}"
         try:
-            raw = _parse(where, line)
+            check_line(where, line)
+            raw = parse_json(where, line, "write one record a line")
             record, form = _record(where, f"{path.name}:{number}", raw, answered=bad is None)
             first = first or (form, number)
             if form != first[0]:
@@ -193,11 +194,6 @@ def _answer(where: str, chat: Chat) -> str:
     if not answer.strip():
         raise DataError(f"{where}: {key}: an empty answer; write its words, or leave the record out")
     return answer
-
-
-def _parse(where: str, line: str) -> Any:
-    check_line(where, line)
-    return parse_json(where, line, "write one record a line")
 
 
 def _text(where: str, key: str, value: Any) -> str:

@@ -22,7 +22,7 @@ from consilium.core.errors import DataError
 from consilium.data.dicom.parsing import MOST_OF_FOLDER, Budget, parse
 from consilium.data.file_kinds import MOST_FILES, is_dicom
 from consilium.data.identifiers import canonical
-from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, check_file
+from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, check_file, refuse
 
 OTHERS = frozenset(
     {
@@ -95,12 +95,16 @@ def series(path: Path) -> list[tuple[Path, Dataset]]:
     budget = Budget(path, MOST_OF_FOLDER)
     found = [(file, elements) for file in _files(path) if is_image(elements := open_file(file, budget=budget))]
     found = [(f, e) for f, e in found if "LOCALIZER" not in _words(e, "ImageType")] or found
-    if not found:
-        raise DataError(f"{path}: holds no DICOM image; {TAKE_OFF}")
-    if (count := len({e.get("SeriesInstanceUID") for _, e in found})) > 1:
-        raise DataError(f"{path}: holds {count} series; give each a folder of its own")
-    if len({(whose(e), e.get("StudyInstanceUID")) for _, e in found}) > 1:
-        raise DataError(f"{path}: holds images of several patients or studies; give each a folder of its own")
+    count, people = (
+        len({e.get("SeriesInstanceUID") for _, e in found}),
+        {(whose(e), e.get("StudyInstanceUID")) for _, e in found},
+    )
+    refuse(
+        path,
+        (not found, f"holds no DICOM image; {TAKE_OFF}"),
+        (count > 1, f"holds {count} series; give each a folder of its own"),
+        (len(people) > 1, "holds images of several patients or studies; give each a folder of its own"),
+    )
     return found
 
 

@@ -56,11 +56,11 @@ def contours(path: Path, elements: Dataset, image: Header) -> Labels:
     structures = {str(roi.get("ROINumber")): roi for roi in elements.get("StructureSetROISequence") or []}
     every = [(structures.get(str(roi.get("ReferencedROINumber"))), roi) for roi in elements.get("ROIContourSequence") or []]
     drawn = [(about, roi) for about, roi in every if about is not None and roi.get("ContourSequence")]
-    if (needed := len(drawn) * prod(image.grid.shape)) > MOST_VOLUME:
+    needed, count = len(drawn) * prod(image.grid.shape), sum(len(roi.ContourSequence) for _, roi in drawn)
+    if needed > MOST_VOLUME or count > MOST_CONTOURS:
         found = f"{len(drawn)} structures, {needed:,} bytes; at most {MOST_VOLUME:,} are"
+        found = found if needed > MOST_VOLUME else f"{count:,} contours, at most {MOST_CONTOURS:,} are"
         raise DataError(f"{path}: cannot be read as masks ({found}); leave structures out")
-    if (count := sum(len(roi.ContourSequence) for _, roi in drawn)) > MOST_CONTOURS:
-        raise _too_much(path, f"{count:,} contours, at most {MOST_CONTOURS:,} are")
     planes: list[tuple[str, Planes]] = []
     faults: dict[Value, DataError] = {}
     for about, roi in drawn:
@@ -76,7 +76,8 @@ def contours(path: Path, elements: Dataset, image: Header) -> Labels:
             faults[name] = DataError(f"{path}: structure {name!r} {why}", error.kind)
     polygons = (polygon for _, one in planes for some in one.values() for polygon in some)
     if (lines := sum(int(_span(polygon, image.grid.shape[:2]).sum()) for polygon in polygons)) > MOST_CROSSINGS:
-        raise _too_much(path, f"edges that cross {lines:,} lines of voxels, at most {MOST_CROSSINGS:,} are")
+        found = f"edges that cross {lines:,} lines of voxels, at most {MOST_CROSSINGS:,} are"
+        raise DataError(f"{path}: cannot be read as masks ({found}); leave structures out")
     nothing = np.zeros(image.grid.shape[::-1], bool).T  # slices in one piece
     regions: dict[Value, np.ndarray] = {name: nothing for name in map(_name, structures.values())}
     for name, one in planes:
@@ -90,10 +91,6 @@ def contours(path: Path, elements: Dataset, image: Header) -> Labels:
 
 def _name(structure: Dataset) -> str:
     return str(structure.get("ROIName") or "").strip()
-
-
-def _too_much(path: Path, found: str) -> DataError:
-    return DataError(f"{path}: cannot be read as masks ({found}); leave structures out")
 
 
 def _planes(path: Path, sequence: Iterable[Dataset], grid: Grid) -> Planes:
@@ -233,7 +230,14 @@ def _segments(path: Path, elements: Dataset, image: Grid) -> Labels:
     for number, picture in enumerate(pictures(path)):
         frame, place = by_number[number]
         for segment, mask in _split(picture, frame, elements):
-            _mark(path, masks[segment], mask, place)
+            if place is None:
+                raise DataError(f"{path}: its segments lie on no even grid; save them on their image's planes")
+            region, (rows, columns) = masks[segment], np.nonzero(mask)
+            voxel = place[:, :1] + place[:, 1:] @ np.stack([columns, rows])
+            inside = ((voxel >= 0) & (voxel < np.array(region.shape)[:, None])).all(0)
+            if region.shape[2] > 1 and not inside.all():
+                raise DataError(f"{path}: marks voxels outside its image; give the image it was drawn on")
+            region[tuple(voxel[:, inside])] = True
     regions: dict[Value, np.ndarray] = {**masks}
     for number, name in segments:
         if name and number in masks:  # segments of one label are one region
@@ -272,15 +276,3 @@ def _split(picture: np.ndarray, frame: Frame, elements: Dataset) -> Iterator[tup
         yield int(frame.own.ReferencedSegmentNumber), picture >= HALF * float(elements.MaximumFractionalValue)
     else:
         yield int(frame.own.ReferencedSegmentNumber), picture > 0
-
-
-def _mark(path: Path, region: np.ndarray, mask: np.ndarray, place: np.ndarray | None) -> None:
-    """Add a frame's mask (H, W) to a region (i, j, k). Raises DataError for pixels outside of a volume."""
-    if place is None:
-        raise DataError(f"{path}: its segments lie on no even grid; save them on their image's planes")
-    rows, columns = np.nonzero(mask)
-    voxel = place[:, :1] + place[:, 1:] @ np.stack([columns, rows])
-    inside = ((voxel >= 0) & (voxel < np.array(region.shape)[:, None])).all(0)
-    if region.shape[2] > 1 and not inside.all():
-        raise DataError(f"{path}: marks voxels outside its image; give the image it was drawn on")
-    region[tuple(voxel[:, inside])] = True

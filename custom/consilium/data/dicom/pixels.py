@@ -16,7 +16,7 @@ from consilium.data.codestreams import check_decoding_cost, codestream_shape
 from consilium.data.dicom.files import SEGMENTATIONS, has_pixels, open_file, reading
 from consilium.data.dicom.frames import Stack, count_of, in_unit, stack
 from consilium.data.dicom.palette import Palette
-from consilium.data.safe_open import TAKE_OFF
+from consilium.data.safe_open import TAKE_OFF, refuse
 
 _SPARE = 2**20
 _LARGEST = 4
@@ -31,11 +31,13 @@ def check_codes(file: Path, elements: Dataset, count: int) -> None:
     pixels = shape[0] * shape[1] * int(elements.SamplesPerPixel) * int(elements.BitsAllocated) // 8
     most, runs = _LARGEST * pixels + _SPARE, elements.file_meta.TransferSyntaxUID == RLELossless
     for number, code in enumerate(generate_frames(elements.PixelData, number_of_frames=count)):
-        if len(code) > most:
-            raise DataError(f"{file}: frame {number} takes {len(code):,} bytes, at most {most:,} are read; replace it")
-        if (found := codestream_shape(code)) and found != shape:
-            what = f"{found[0]}x{found[1]} pixels in its code, {shape[0]}x{shape[1]} in its header"
-            raise DataError(f"{file}: frame {number} has {what}; replace it or take it off the list")
+        found = codestream_shape(code) or shape
+        named = f"{found[0]}x{found[1]} pixels in its code, {shape[0]}x{shape[1]} in its header"
+        refuse(
+            f"{file}: frame {number}",
+            (len(code) > most, f"takes {len(code):,} bytes, at most {most:,} are read; replace it"),
+            (found != shape, f"has {named}; {TAKE_OFF}"),
+        )
         check_decoding_cost(f"{file}: frame {number}", code)
         if runs and _LONGEST_RUN * len(code) > 64 * _SPARE and (length := sum(_lengths(code))) > 2 * pixels:
             raise DataError(f"{file}: frame {number} becomes {length:,} bytes of {pixels:,}; replace it")
@@ -163,18 +165,19 @@ def _syntax(file: Path, elements: Dataset) -> UID:
     syntax = UID(meta.TransferSyntaxUID)
     if not has_pixels(elements):
         raise DataError(f"{file}: has no pixels, or ends within them; {TAKE_OFF}")
-    if int(elements.get("HighBit", elements.BitsStored - 1)) != elements.BitsStored - 1:
-        raise DataError(f"{file}: its stored bits are not the lowest ones; {TAKE_OFF}")
     known = False
     with suppress(NotImplementedError):
         known = get_decoder(syntax).is_available
-    if not known:
-        what = "in a way unknown here" if syntax.is_private or syntax.name == syntax else f"as {syntax.name}"
-        raise DataError(f"{file}: is compressed {what}, which is not read; {_SAVE_AS}")
-    if syntax == JPEGExtended12Bit and elements.BitsStored != 8:
-        raise DataError(f"{file}: is a JPEG of {elements.BitsStored} bits, which is not read; {_SAVE_AS}")
+    how = "in a way unknown here" if syntax.is_private or syntax.name == syntax else f"as {syntax.name}"
+    bits = int(elements.BitsStored)
+    plain = "PixelData" in elements and not syntax.is_encapsulated
+    refuse(
+        file,
+        (int(elements.get("HighBit", bits - 1)) != bits - 1, f"its stored bits are not the lowest ones; {TAKE_OFF}"),
+        (not known, f"is compressed {how}, which is not read; {_SAVE_AS}"),
+        (syntax == JPEGExtended12Bit and bits != 8, f"is a JPEG of {bits} bits, which is not read; {_SAVE_AS}"),
+        (plain and len(elements.PixelData) < get_expected_length(elements), f"its pixels end early; {TAKE_OFF}"),
+    )
     if syntax.is_encapsulated:
         check_codes(file, elements, count_of(elements))
-    elif "PixelData" in elements and len(elements.PixelData) < get_expected_length(elements):
-        raise DataError(f"{file}: its pixels end early; {TAKE_OFF}")
     return syntax

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,11 @@ def write_sites(
     if not found or not (earlier or any(splits["training"] for splits in found.values())):
         few = f"no site is left with {options.minimum} samples and one for training"
         raise DataError(f"{source}: {few}; lower --minimum, or --resplit where a site has test samples only")
-    sites = renamed(found, options.rename)
+    if unknown := sorted(options.rename.keys() - found.keys()):
+        raise DataError(f"--rename: no site {unknown[0]!r}; there are {', '.join(found)}")
+    sites = {options.rename.get(site, site): splits for site, splits in found.items()}
+    if len(sites) < len(found):
+        raise DataError(f"--rename: two sites would have one name; the sites are {', '.join(found)}")
     classes = _fitting(dest, sites, reading.classes, earlier)
     left = [f"left out, too few samples or none to train on: {', '.join(dropped)}"] if dropped else []
     alone = [site for site, splits in sites.items() if not splits["training"]]
@@ -81,16 +85,6 @@ def earlier_imports(dest: Path, add: bool) -> list[dict[str, Any]]:
         return list(json.loads((dest / "import.json").read_text())["imports"])
     except (OSError, ValueError, KeyError, TypeError):
         raise DataError(f"{dest}: --add: expected an import.json with its imports; found none; give another folder") from None
-
-
-def renamed(sites: Sites, names: Mapping[str, str]) -> Sites:
-    """Return the sites under their new names. Raises DataError for an unknown site, or two sites of one new name."""
-    if unknown := sorted(names.keys() - sites.keys()):
-        raise DataError(f"--rename: no site {unknown[0]!r}; there are {', '.join(sites)}")
-    found = {names.get(site, site): splits for site, splits in sites.items()}
-    if len(found) < len(sites):
-        raise DataError(f"--rename: two sites would have one name; the sites are {', '.join(sites)}")
-    return found
 
 
 def _fitting(dest: Path, sites: Sites, classes: Any, earlier: list[dict[str, Any]]) -> Any:
