@@ -18,6 +18,13 @@ from tests.data.writing import write
 KINDS = ["causes", "symptoms", "treatment"]
 
 
+@pytest.fixture(autouse=True)
+def _no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the picture in one test alone: it takes longer than all else."""
+    if "hundred" not in request.node.name:
+        monkeypatch.setattr("consilium.data.partition.write_figure", lambda *parts, **more: None)
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """1,200 records of three kinds for training, 300 for validation, 7 of one kind for test."""

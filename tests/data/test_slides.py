@@ -22,7 +22,7 @@ from consilium.data.slices import expand
 
 ROWS, COLUMNS = 250, 330
 TILES = [(0, 0, 64, 64), (266, 186, 64, 64), (60, 50, 100, 90), (0, 0, COLUMNS, ROWS), (329, 249, 1, 1), (16, 16, 16, 16)]
-COMPRESSIONS = [None, "zlib", "lzw", "packbits", "zstd"]
+COMPRESSIONS = [None, "zlib", "zstd"]
 
 
 def array(shape: tuple[int, ...] = (ROWS, COLUMNS, 3), dtype: Any = np.uint8) -> np.ndarray:
@@ -38,11 +38,11 @@ def cut(values: np.ndarray, tile: tuple[int, int, int, int]) -> np.ndarray:
 @pytest.mark.parametrize(
     "layout", [{"tile": (32, 48)}, {"rowsperstrip": 7}, {"tile": (512, 512)}], ids=["tiles", "strips", "one tile"]
 )
-@pytest.mark.parametrize("tile", TILES)
-def test_a_tile_is_what_was_written(tile: Any, layout: dict[str, Any], compression: str | None, tmp_path: Path) -> None:
+def test_a_tile_is_what_was_written(layout: dict[str, Any], compression: str | None, tmp_path: Path) -> None:
     values = array()
     tifffile.imwrite(tmp_path / "a.tif", values, compression=compression, photometric="rgb", **layout)
-    assert np.array_equal(slides.read(tmp_path / "a.tif", tile), cut(values, tile))
+    for tile in TILES:
+        assert np.array_equal(slides.read(tmp_path / "a.tif", tile), cut(values, tile))
 
 
 @pytest.mark.parametrize("predictor", [False, True])

@@ -20,7 +20,7 @@ from consilium.core.errors import DataError
 from consilium.data.dicom.files import CONTOURS, PARAMETRIC, SEGMENTATIONS, reading, series, whose
 from consilium.data.file_kinds import MOST_FILES
 from consilium.data.grid import Grid, check_spacing
-from consilium.data.safe_open import most_unpacked
+from consilium.data.safe_open import most_unpacked, refuse
 from consilium.data.volumes import Header
 
 Window = tuple[float, float]
@@ -314,21 +314,21 @@ def _check_even(path: Path, heights: np.ndarray, origins: np.ndarray, step: np.n
     gaps = np.diff(heights)
     if not len(gaps):
         return
-    if taken := int((gaps < _SAME).sum()):
-        remedy = "save each echo, phase or time as a series of its own"
-        raise DataError(f"{path}: holds {len(heights)} images at {len(heights) - taken} places; {remedy}")
-    usual = float(np.median(gaps))
+    taken, usual = int((gaps < _SAME).sum()), float(np.median(gaps))
     wide = np.flatnonzero(gaps > (1 + SLICE_TOLERANCE) * usual)
-    if len(wide):
-        missing, at = int((np.rint(gaps[wide] / usual) - 1).clip(1).sum()), int(wide[0])
-        where = f"between slices {at} and {at + 1} lie {gaps[at]:.2f} mm, elsewhere {usual:.2f}"
-        raise DataError(f"{path}: {missing} slices are missing or uneven ({where}); complete the series")
+    at = int(wide[0]) if len(wide) else 0
+    missing = int((np.rint(gaps[wide] / max(usual, _SAME)) - 1).clip(1).sum())
+    where = f"between slices {at} and {at + 1} lie {gaps[at]:.2f} mm, elsewhere {usual:.2f}"
     even = origins[0] + np.arange(len(origins))[:, None] * step
-    if (
-        float(np.linalg.norm(origins - even, axis=1).max()) > SLICE_TOLERANCE * usual
-        or gaps.min() < (1 - SLICE_TOLERANCE) * usual
-    ):
-        raise DataError(f"{path}: its slices lie unevenly, {gaps.min():.2f} to {gaps.max():.2f} mm apart; resample the series")
+    off = float(np.linalg.norm(origins - even, axis=1).max()) > SLICE_TOLERANCE * usual
+    uneven = off or gaps.min() < (1 - SLICE_TOLERANCE) * usual
+    count, remedy = len(heights), "save each echo, phase or time as a series of its own"
+    refuse(
+        path,
+        (taken, f"holds {count} images at {count - taken} places; {remedy}"),
+        (len(wide), f"{missing} slices are missing or uneven ({where}); complete the series"),
+        (uneven, f"its slices lie unevenly, {gaps.min():.2f} to {gaps.max():.2f} mm apart; resample the series"),
+    )
 
 
 def _check_size(path: Path, files: Mapping[Path, Dataset]) -> None:

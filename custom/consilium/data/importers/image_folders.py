@@ -80,17 +80,7 @@ def read_own(source: Path, options: Options) -> ImportResult:
             for path in sorted(source.glob("[!.]*.[cC][sS][vV]")):
                 open_table(path, {})  # says what is wrong with it
             unread = _not_read(source)
-            nested = ((one, _of_classes_by_patient(one, True)) for one in (source, *below))
-            if (
-                options.patient_folders is None
-                and not unread
-                and any(
-                    len({one.label for one in site[0]}) > 1
-                    and all(isinstance(one.image, Path) and one.image.parent.parent.parent == place for one in site[0])
-                    for place, site in nested
-                    if site is not None
-                )
-            ):
+            if options.patient_folders is None and not unread and _holds_patients(source):
                 what = "holds folders of folders, which may be classes with a folder for each patient"
                 raise DataError(f"{source}: {what}; --patient-folders reads them so")
             raise DataError(f"{source}: {unread}; {UNREAD}") if unread else wrong_layout(source, LAYOUT)
@@ -324,6 +314,17 @@ def _of_patients(folder: Path, found: Sequence[tuple[Path, Path, Path]]) -> Site
         SourceSample(site, check_identifier(str(patient), "patient", patient.name), path, label.name, is_patient=True)
         for patient, label, path in found
     ], []
+
+
+def _holds_patients(source: Path) -> bool:
+    """Tell whether --patient-folders would read a folder, or those in it, as classes with patients."""
+    read = ((one, _of_classes_by_patient(one, True)) for one in (source, *subfolders(source)))
+    return any(
+        len({one.label for one in site[0]}) > 1
+        and all(isinstance(one.image, Path) and one.image.parent.parent.parent == place for one in site[0])
+        for place, site in read
+        if site is not None
+    )
 
 
 def _not_read(folder: Path, taken: Collection[object] = ()) -> str:

@@ -54,7 +54,31 @@ def read_pannuke(source: Path, options: Options) -> ImportResult:
     if not arrays:
         raise wrong_layout(source, PANNUKE_LAYOUT)
     published = numbers == set(FOLDS) and len(arrays) == len(FOLDS) and not options.resplit
-    found = [one for path in arrays for one in _read_fold(source, path, published, options.types)]
+    numbered = np.arange(1, len(PANNUKE_TYPES) + 1) if options.types else 1
+
+    def picture(images: np.ndarray, index: int) -> bytes:
+        return png(np.clip(images[index], 0, 255))
+
+    def labels(masks: np.ndarray, index: int) -> np.ndarray:
+        return ((np.asarray(masks[index, :, :, : len(PANNUKE_TYPES)]) > 0) * numbered).max(axis=2)
+
+    found = []
+    for path in arrays:
+        parts = ["masks" if part.lower() == "images" else part for part in path.parent.relative_to(source).parts]
+        beside = next((p for p in (path.with_name("masks.npy"), source.joinpath(*parts, "masks.npy")) if p.is_file()), None)
+        if beside is None:
+            raise wrong_layout(path.parent, f"masks.npy there, or in {source.joinpath(*parts)}")
+        images, masks, tissues = _load(path), _load(beside), _load(path.with_name("types.npy"))
+        if not len(images) == len(masks) == len(tissues) or masks.ndim != 4 or masks.shape[3] < len(PANNUKE_TYPES):
+            shapes = ", ".join(str(array.shape) for array in (images, masks, tissues))
+            raise DataError(f"{path}: expected N images (N, H, W, 3), masks (N, H, W, 6) and N types; found {shapes}")
+        fold = _fold_number(source, path)
+        start = f"fold{fold}" if fold else slug(str(path.parent.relative_to(source))) or "pannuke"
+        for index, tissue in enumerate(tissues):
+            name = f"{start}-{index:05d}"
+            image = DerivedFile("images", f"{name}.png", partial(picture, images, index))
+            label, split = mask_png(name, labels, masks, index), FOLDS[fold] if published else None
+            found.append(SourceSample(slug(str(tissue)), name, image, label, split=split))
     rotation = "folds 1, 2 and 3 are training, validation and test; --validation and --test are not used"
     note = rotation if published else f"pannuke: {NO_PATIENTS}"
     return ImportResult(found, _classes(PANNUKE_TYPES) if options.types else NUCLEUS, [note])
@@ -64,34 +88,6 @@ def _fold_number(source: Path, path: Path) -> str:
     """Return the fold's number from the folders' names below the source, "" without one."""
     found = re.findall(r"fold[ _-]*(\d+)", str(path.parent.relative_to(source)).lower() or source.name.lower())
     return found[-1] if found else ""
-
-
-def _read_fold(source: Path, path: Path, published: bool, types: bool) -> list[SourceSample]:
-    parts = ["masks" if part.lower() == "images" else part for part in path.parent.relative_to(source).parts]
-    beside = next((p for p in (path.with_name("masks.npy"), source.joinpath(*parts, "masks.npy")) if p.is_file()), None)
-    if beside is None:
-        raise wrong_layout(path.parent, f"masks.npy there, or in {source.joinpath(*parts)}")
-    images, masks, tissues = _load(path), _load(beside), _load(path.with_name("types.npy"))
-    if not len(images) == len(masks) == len(tissues) or masks.ndim != 4 or masks.shape[3] < len(PANNUKE_TYPES):
-        shapes = ", ".join(str(array.shape) for array in (images, masks, tissues))
-        raise DataError(f"{path}: expected N images (N, H, W, 3), masks (N, H, W, 6) and N types; found {shapes}")
-    fold = _fold_number(source, path)
-    start = f"fold{fold}" if fold else slug(str(path.parent.relative_to(source))) or "pannuke"
-    numbers = np.arange(1, len(PANNUKE_TYPES) + 1) if types else 1
-
-    def picture(index: int) -> bytes:
-        return png(np.clip(images[index], 0, 255))
-
-    def labels(index: int) -> np.ndarray:
-        return ((np.asarray(masks[index, :, :, : len(PANNUKE_TYPES)]) > 0) * numbers).max(axis=2)
-
-    found = []
-    for index, tissue in enumerate(tissues):
-        name = f"{start}-{index:05d}"
-        image = DerivedFile("images", f"{name}.png", partial(picture, index))
-        label = mask_png(name, labels, index)
-        found.append(SourceSample(slug(str(tissue)), name, image, label, split=FOLDS[fold] if published else None))
-    return found
 
 
 def _load(path: Path) -> np.ndarray:
