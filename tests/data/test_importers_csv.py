@@ -167,23 +167,6 @@ def test_an_error_names_the_line_that_an_editor_shows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("labels", "note"),
-    [
-        (("Benign", "benign"), "'Benign' (1) and 'benign' (1) differ in case, blanks or hyphens alone"),
-        (("in  situ", "in situ"), "'in  situ' (1) and 'in situ' (1) differ in case, blanks or hyphens alone"),
-        (("NaN", "y"), "class that looks like a missing value: 'NaN' (1)"),
-        (("x", "n/a"), "class that looks like a missing value: 'n/a' (1)"),
-    ],
-)
-def test_doubtful_classes_are_told(labels: tuple[str, str], note: str, tmp_path: Path) -> None:
-    told = imported(tmp_path, f"image,label\na.png,{labels[0]}\nb.png,{labels[1]}\n")
-    assert told["classes"] == sorted(labels)
-    assert [one for one in told["notes"] if note in one]
-    clean = imported(tmp_path / "clean", "\n".join(HEAD))
-    assert not [one for one in clean["notes"] if "class" in one]
-
-
-@pytest.mark.parametrize(
     ("text", "why"),
     [
         ("0.png,a\n1.png,b\n", "line 1 names a picture, '0.png', and no columns; put a line of headings before it"),

@@ -11,7 +11,6 @@ from consilium.data.datalist import SPLITS
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import import_set
 from consilium.data.text import read_texts
-from tests.conftest import run
 
 
 def table(path: Path, *rows: str, head: str = "text;label;site;patient;split") -> Path:
@@ -46,16 +45,6 @@ def test_published_splits_stay_and_columns_may_have_other_names(tmp_path: Path) 
     assert found["sites"] == {"b": {"training": 4, "validation": 4, "test": 4}}
     assert found["classes"] == ["0", "1"]
     assert "consilium data partition" in found["notes"][0]
-
-
-def test_the_command_says_which_files_and_classes_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = table(tmp_path / "d.csv", "a,x", "b,y", head="text,label")
-    assert run(monkeypatch, "data", "import", "csv-text", source, tmp_path / "out") == 0
-    said = capsys.readouterr().out
-    assert "a folder with JSONL files per site" in said
-    assert 'task.classes: ["x", "y"]' in said
 
 
 @pytest.mark.parametrize(

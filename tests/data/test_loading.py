@@ -20,7 +20,6 @@ from consilium.data import store as fingerprint
 from consilium.data.datalist import DataList, read_datalist
 from consilium.data.loading import Loading, ahead
 from consilium.data.sample_check import check_sample, without_faults
-from consilium.data.settings import PictureSettings
 from consilium.data.slices import expand
 from consilium.data.store import Store
 from consilium.tasks.classification.task import ClassificationTask
@@ -242,15 +241,3 @@ def test_bad_pixels_refuse_in_one_line_or_leave_the_sample_out(workers: int, tmp
         assert all(torch.equal(found[key], whole[key]) for key in whole)
     assert skipping.batch([4, 1], 5) == {}
     assert skipping.skipped == 2
-
-
-def test_a_volume_that_cannot_be_opened_is_left_out_too(planes: DataList) -> None:
-    folder = planes.path.parent
-    (folder / "bi.nii.gz").write_bytes(b"no volume")
-    volumes.forget()
-    listed = read_datalist(folder / "d.json")
-    with pytest.raises(DataError, match=r"bi\.nii\.gz"):
-        expand(listed)
-    found = expand(replace(listed, loading=Loading(skip=True)), PictureSettings())
-    assert len(found.splits["training"]) == 12
-    assert found.skipped == 1

@@ -141,18 +141,6 @@ def test_a_patients_records_are_at_one_site_and_in_one_of_its_splits(tmp_path: P
     assert sorted(one for who in whose.values() for one in who) == sorted(f"p{i}" for i in range(40))
 
 
-def test_kinds_that_somebody_else_names_make_sites_uneven(source: Path, tmp_path: Path) -> None:
-    """Kinds by the last digit of "training 17" and so on; every site's counts by kind are those of its records."""
-    summary = partition_texts(
-        source, tmp_path / "out", 5, 0.1, 0, 8, kinds=lambda texts: ["even" if int(t[-1]) % 2 == 0 else "odd" for t in texts]
-    )
-    assert summary["classes"] == ["even", "odd"]
-    assert summary["by"] == "clusters"
-    for name, counts in summary["training"].items():
-        digits = [int(json.loads(line)["instruction"][-1]) for line in lines(tmp_path / "out" / name / "training.jsonl")]
-        assert counts == {"even": sum(d % 2 == 0 for d in digits), "odd": sum(d % 2 for d in digits)}
-
-
 def test_clusters_by_the_command_put_like_with_like(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,7 +95,7 @@ def partition(
         what = f"{of} name no patient, so one patient's pictures may be at several sites"
         notes.append(f"{what}; name them as `patient` in the list, if you know them")
     asked = {"sites": sites, "beta": beta, "seed": seed, "minimum": minimum, "excluded": list(exclude), "notes": notes}
-    return _write_summary(source, folder, asked, classes, found)
+    return write_summary(source, folder, asked, classes, found)
 
 
 def _sites(
@@ -116,7 +116,7 @@ def _sites(
     return share_out(splits, classes, [f"site-{i}" for i in range(1, sites + 1)], beta, seed, minimum)
 
 
-def _write_summary(source: Path, folder: Path, asked: dict[str, Any], classes: list[str], found: Sites[S]) -> dict[str, Any]:
+def write_summary(source: Path, folder: Path, asked: dict[str, Any], classes: list[str], found: Sites[S]) -> dict[str, Any]:
     """Write partition.json and partition.png; returns the content of the first: counts by split, site and class."""
     summary = {"source": str(source.resolve()), **asked, "classes": classes}
     for split in SPLITS:
@@ -277,7 +277,7 @@ def partition_texts(
             except OSError:  # a file system without links
                 shutil.copyfile(first, path)
     asked = {"sites": sites, "beta": beta, "seed": seed, "minimum": minimum, "by": by or ("clusters" if kinds else "")}
-    return _write_summary(source, folder, asked | {"excluded": list(exclude), "local": local}, values, found)
+    return write_summary(source, folder, asked | {"excluded": list(exclude), "local": local}, values, found)
 
 
 def _text(records: Sequence[Record]) -> bytes:

@@ -15,7 +15,7 @@ from consilium.core.errors import DataError
 from consilium.data.codestreams import check_decoding_cost, codestream_shape
 from consilium.data.dicom.files import SEGMENTATIONS, has_pixels, open_file, reading
 from consilium.data.dicom.frames import Stack, count_of, in_unit, stack
-from consilium.data.dicom.palette import Palette
+from consilium.data.dicom.palette import palette
 from consilium.data.safe_open import TAKE_OFF, refuse
 
 _SPARE = 2**20
@@ -109,11 +109,11 @@ def pictures(file: Path) -> Iterator[np.ndarray]:
             bits = np.unpackbits(packed, bitorder="little")[first % 8 : first % 8 + pixels]
             yield bits.reshape(elements.Rows, elements.Columns)
         return
-    palette = Palette(file, elements) if elements.get("PhotometricInterpretation") == "PALETTE COLOR" else None
+    colours = palette(file, elements) if elements.get("PhotometricInterpretation") == "PALETTE COLOR" else None
     stored = _decoded(file, elements, syntax) if syntax.is_encapsulated else iter_pixels(elements, allow_excess_frames=False)
     for picture in stored:
-        if palette is not None:
-            yield palette.colours(picture)
+        if colours is not None:
+            yield colours(picture)
         elif picture.ndim == 2:
             yield picture
         else:
