@@ -138,8 +138,8 @@ def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = No
     Raises DataError, naming file, entry and remedy.
     """
     if path.is_dir():
-        found = list(read_folders(path))
-        return DataList(path, {s: tuple(Item(picture, name) for split, picture, name in found if split == s) for s in SPLITS})
+        pictures = list(read_folders(path))
+        return DataList(path, {s: tuple(Item(one, name) for split, one, name in pictures if split == s) for s in SPLITS})
     raw = read_list(path)
     if meant := sorted(raw.keys() & MISTAKEN.keys()):
         raise DataError(f"{path}: key {meant[0]!r} is not read; call it {MISTAKEN[meant[0]]!r}")

@@ -238,7 +238,7 @@ def _segments(path: Path, elements: Dataset, image: Grid) -> Labels:
             if region.shape[2] > 1 and not inside.all():
                 raise DataError(f"{path}: marks voxels outside its image; give the image it was drawn on")
             region[tuple(voxel[:, inside])] = True
-    regions: dict[Value, np.ndarray] = {**masks}
+    regions: dict[Value, np.ndarray] = dict(masks.items())
     for number, name in segments:
         if name and number in masks:  # segments of one label are one region
             regions[name] = regions[name] | masks[number] if name in regions else masks[number]

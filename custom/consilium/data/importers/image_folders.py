@@ -68,14 +68,14 @@ def read_own(source: Path, options: Options) -> ImportResult:
     asked = [] if one_site else _asked(source, below, options)
     sites = {one.name: site for one in asked if (site := _site(one, replace(options, only=())))}
     notes: list[str] = []
-    one = None
+    whole = None
     if options.patient_folders and all(isinstance(own.label, str) for found, _ in sites.values() for own in found):
-        named = None if any(map(_SITE.search, sites)) else _of_classes_by_patient(source)
-        one = named or _of_patients_by_class(source, True)
-        if one is None and _classes_with_patients(sites):
-            one = _of_classes_by_patient(source, True)
-    if one is not None or not sites or all(map(_named_split, sites)):
-        whole = one or _site(source, options)
+        called = any(map(_SITE.search, sites))
+        whole = (None if called else _of_classes_by_patient(source)) or _of_patients_by_class(source, True)
+        if whole is None and _classes_with_patients(sites):
+            whole = _of_classes_by_patient(source, True)
+    if whole is not None or not sites or all(map(_named_split, sites)):
+        whole = whole or _site(source, options)
         if whole is None:
             for path in sorted(source.glob("[!.]*.[cC][sS][vV]")):
                 open_table(path, {})  # says what is wrong with it

@@ -104,10 +104,11 @@ def read_monuseg(source: Path, options: Options) -> ImportResult:
     Raises DataError for another layout.
     """
     kept = next((one for one in folders(source) if one.name.lower().replace(" ", "").startswith("monusegtestdata")), None)
-    both = [(child(one, "Tissue Images"), child(one, "Annotations"), None) for one in folders(source)]
-    parts = [part for part in both if part[0] and part[1]]
+    both = ((child(one, "Tissue Images"), child(one, "Annotations")) for one in folders(source))
+    parts: list[tuple[Path, Path, str | None]] = [(one, two, None) for one, two in both if one and two]
+    parts += [(kept, kept, "test")] if parts and kept else []
     found = []
-    for images, annotations, split in [*parts, *([(kept, kept, "test")] if parts and kept else [])]:
+    for images, annotations, split in parts:
         xmls = by_stem(files(annotations, [".xml"]))
         for image in files(images, [".tif"]):
             xml = partner(image.stem, xmls, image, "annotation (*.xml)")

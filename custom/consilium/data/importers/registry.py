@@ -70,14 +70,15 @@ def _check(name: str, options: Options) -> None:
         asked = f"--validation {options.validation:g} --test {options.test:g}"
         raise ConfigError(f"{asked}: expected shares of at least 0 that sum to less than 1")
     own = IMPORTERS[name]
-    for option, asked, fits, why in (
+    faults: tuple[tuple[str, object, bool, str], ...] = (
         ("--types", options.types, own.has_types, f"{name} has no classes of cells"),
         ("--column", options.columns, own.is_file, f"{name} is not a table"),
         ("--mask-pattern", options.mask_patterns, own.has_patterns, f"the names of {name}'s masks are known"),
         ("--exact-values", options.exact_values, own.is_own, f"the values of {name}'s masks are known"),
         ("--patient-folders", options.patient_folders is not None, own.has_patterns, f"the patients of {name} are known"),
-    ):
-        if asked and not fits:
+    )
+    for option, given, fits, why in faults:
+        if given and not fits:
             raise ConfigError(f"{option}: {why}; leave it out")
     if options.size and options.size not in own.sizes:
         what = f"expected one of {', '.join(own.sizes)}" if own.sizes else f"{name} has one; leave it out"
