@@ -73,7 +73,15 @@ def _planes(item: Item, header: volumes.Header, settings: PictureSettings, thin:
         what = f"is one picture, and {item.image.name} has several planes"
         raise UnfitError(f"{item.label}: {what}; give a mask of equal grid", "mask of another size")
     slices, count = settings.slices, header.grid.planes(item.axis)
-    labelled = _labelled(item, header, settings) if thin and slices.empty != "keep" else set(range(count))
+    labelled = set(range(count))
+    if thin and slices.empty != "keep":  # planes that show any label
+        if not isinstance(item.label, Path):
+            what = "has no volume as its mask, so task.slices.empty cannot tell its planes"
+            raise UnfitError(f"{item.image}: {what}; write keep")
+        found = volumes.labels(item.label, header, settings.resample_masks)
+        background = {0, *(value for value, classes in item.label_map or () if not classes)}
+        marked = found.where(found.present() - background)
+        labelled = {n for n in range(count) if header.grid.cut(marked, item.axis, n).any()}
     for number in range(0, count, slices.every if thin else 1):
         if number in labelled or _kept(slices, seed, number):
             yield replace(item, slice=number)
@@ -82,14 +90,3 @@ def _planes(item: Item, header: volumes.Header, settings: PictureSettings, thin:
 def _kept(parts: SlicesConfig | TilesConfig, seed: int, number: int) -> bool:
     share = parts.empty if isinstance(parts.empty, float) else 0.0
     return seed_for(seed, "plane", number) % _UNIT < share * _UNIT
-
-
-def _labelled(item: Item, header: volumes.Header, settings: PictureSettings) -> set[int]:
-    """Return the planes that show any label."""
-    if not isinstance(item.label, Path) or not volumes.is_volume(item.label):
-        raise UnfitError(f"{item.image}: has no volume as its mask, so task.slices.empty cannot tell its planes; write keep")
-    found = volumes.labels(item.label, header, settings.resample_masks)
-    axis = item.axis
-    background = {0, *(value for value, classes in item.label_map or () if not classes)}
-    marked = found.where(found.present() - background)
-    return {n for n in range(header.grid.planes(axis)) if header.grid.cut(marked, axis, n).any()}

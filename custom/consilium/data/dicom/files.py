@@ -37,7 +37,7 @@ OTHERS = frozenset(
 SEGMENTATIONS = frozenset({"1.2.840.10008.5.1.4.1.1.66.4", "1.2.840.10008.5.1.4.1.1.66.7"})
 CONTOURS = "1.2.840.10008.5.1.4.1.1.481.3"
 PARAMETRIC = "1.2.840.10008.5.1.4.1.1.30"
-_PIXELS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
+PIXELS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
 
 logging.getLogger("pydicom").setLevel(logging.CRITICAL + 1)
 pydicom.config.settings.reading_validation_mode = pydicom.config.IGNORE
@@ -133,11 +133,6 @@ def is_beside(elements: Dataset) -> bool:
     """Tell whether elements are those of an object beside images: a segmentation, a report, a presentation state."""
     kind = elements.get("SOPClassUID")
     return kind in OTHERS or bool(kind and "Rows" not in elements and "Image Storage" not in pydicom.uid.UID(kind).name)
-
-
-def has_pixels(elements: Dataset) -> bool:
-    """Tell whether a file opened with its pixels has any."""
-    return any(name in elements for name in _PIXELS)
 
 
 def whose(elements: Dataset) -> str:

@@ -99,7 +99,10 @@ def _planes(path: Path, sequence: Iterable[Dataset], grid: Grid) -> Planes:
     for contour in sequence:
         if contour.get("ContourGeometricType") not in CLOSED or not len(points := _points(path, contour)):
             continue
-        voxel = _voxels(points, grid)
+        if grid.affine is None or not np.isfinite(points).all():
+            raise ValueError("a contour's points lie nowhere")
+        own = points * [-1, -1, 1] - grid.affine[:3, 3]  # DICOM's points (N, 3) in mm
+        voxel = np.linalg.solve(grid.affine[:3, :3], own.T).T
         plane = round(float(np.median(voxel[:, 2])))
         if np.abs(voxel[:, 2] - plane).max() > SLICE_TOLERANCE or not 0 <= plane < grid.shape[2]:
             if grid.shape[2] == 1:
@@ -122,14 +125,6 @@ def _points(path: Path, contour: Dataset) -> np.ndarray:
         what = f"has a contour with a number of over {_LONGEST_NUMBER} characters"
         raise DataError(f"{path}: {what}; replace it or take it off the list", TOO_LARGE)
     return np.array(values).astype(np.float64).reshape(-1, 3)
-
-
-def _voxels(points: np.ndarray, grid: Grid) -> np.ndarray:
-    """Return DICOM's points (N, 3) in mm as voxels (i, j, k)."""
-    if grid.affine is None or not np.isfinite(points).all():
-        raise ValueError("a contour's points lie nowhere")
-    own = points * [-1, -1, 1] - grid.affine[:3, 3]
-    return np.linalg.solve(grid.affine[:3, :3], own.T).T
 
 
 def inside(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:

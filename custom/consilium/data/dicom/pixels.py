@@ -13,7 +13,7 @@ from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian, JPE
 
 from consilium.core.errors import DataError
 from consilium.data.codestreams import check_decoding_cost, codestream_shape
-from consilium.data.dicom.files import SEGMENTATIONS, has_pixels, open_file, reading
+from consilium.data.dicom.files import PIXELS, SEGMENTATIONS, open_file, reading
 from consilium.data.dicom.frames import Stack, count_of, in_unit, stack
 from consilium.data.dicom.palette import palette
 from consilium.data.safe_open import TAKE_OFF, refuse
@@ -34,9 +34,9 @@ def check_codes(file: Path, elements: Dataset, count: int) -> None:
         found = codestream_shape(code) or shape
         named = f"{found[0]}x{found[1]} pixels in its code, {shape[0]}x{shape[1]} in its header"
         refuse(
-            f"{file}: frame {number}",
-            (len(code) > most, f"takes {len(code):,} bytes, at most {most:,} are read; replace it"),
-            (found != shape, f"has {named}; {TAKE_OFF}"),
+            file,
+            (len(code) > most, f"frame {number} takes {len(code):,} bytes, at most {most:,} are read; replace it"),
+            (found != shape, f"frame {number} has {named}; {TAKE_OFF}"),
         )
         check_decoding_cost(f"{file}: frame {number}", code)
         if runs and _LONGEST_RUN * len(code) > 64 * _SPARE and (length := sum(_lengths(code))) > 2 * pixels:
@@ -163,7 +163,7 @@ def _syntax(file: Path, elements: Dataset) -> UID:
             raise ValueError("big endian without a transfer syntax")
         meta.TransferSyntaxUID = ImplicitVRLittleEndian if implicit else ExplicitVRLittleEndian
     syntax = UID(meta.TransferSyntaxUID)
-    if not has_pixels(elements):
+    if not any(name in elements for name in PIXELS):
         raise DataError(f"{file}: has no pixels, or ends within them; {TAKE_OFF}")
     known = False
     with suppress(NotImplementedError):
