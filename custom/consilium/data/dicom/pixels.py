@@ -168,13 +168,14 @@ def _syntax(file: Path, elements: Dataset) -> UID:
     known = False
     with suppress(NotImplementedError):
         known = get_decoder(syntax).is_available
-    how = "in a way unknown here" if syntax.is_private or syntax.name == syntax else f"as {syntax.name}"
+    if not known:
+        what = "in a way unknown here" if syntax.is_private or syntax.name == syntax else f"as {syntax.name}"
+        raise DataError(f"{file}: is compressed {what}, which is not read; {_SAVE_AS}")
     bits = int(elements.BitsStored)
     plain = "PixelData" in elements and not syntax.is_encapsulated
     refuse(
         file,
         (int(elements.get("HighBit", bits - 1)) != bits - 1, f"its stored bits are not the lowest ones; {TAKE_OFF}"),
-        (not known, f"is compressed {how}, which is not read; {_SAVE_AS}"),
         (syntax == JPEGExtended12Bit and bits != 8, f"is a JPEG of {bits} bits, which is not read; {_SAVE_AS}"),
         (plain and len(elements.PixelData) < get_expected_length(elements), f"its pixels end early; {TAKE_OFF}"),
     )
