@@ -40,8 +40,7 @@ def bits(made: SegmentationTask | ClassificationTask) -> list[bytes]:
     return [batch[key].numpy().tobytes() for batch in batches for key in sorted(batch)]
 
 
-@pytest.mark.parametrize("workers", [0, 1, 4])
-@pytest.mark.parametrize("disk", [True, False])
+@pytest.mark.parametrize(("workers", "disk"), [(0, True), (4, True), (4, False)])
 def test_batches_are_the_same_bit_for_bit(workers: int, disk: bool, tmp_path: Path) -> None:
     data = made(tmp_path / "site")
     expected = bits(task(data))
@@ -58,12 +57,7 @@ def corrupt(folder: Path) -> None:
         path.write_bytes(path.read_bytes()[:-9] + b"corrupted")
 
 
-def truncate(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.write_bytes(path.read_bytes()[:17])
-
-
-@pytest.mark.parametrize("harm", [corrupt, truncate, shutil.rmtree, cache_folder.clear_cache, lambda f: (f / "salt").unlink()])
+@pytest.mark.parametrize("harm", [corrupt, shutil.rmtree, lambda f: (f / "salt").unlink()])
 def test_a_cache_harmed_in_the_middle_changes_nothing(harm: Callable[[Path], object], tmp_path: Path) -> None:
     data = made(tmp_path / "site")
     expected, place = bits(task(data)), {"folder": tmp_path / "state", "most": 10**9, "workers": 2}

@@ -73,7 +73,10 @@ class Table:
         files = _files(self, rows)
         found, known = list[SourceSample](), dict[str, int]()
         for row in rows:
-            one = _sample(self, row, site, files)
+            values, (who, split) = row.values, _whose(self.path, row)
+            label = files["label", values["label"]] if self.has_masks else values["label"]
+            own, image = values.get("site", "") or site, files["image", values["image"]]
+            one = SourceSample(own, who or values["image"], image, label, split=split, is_patient=bool(who))
             if (before := known.setdefault(str(one.image), row.number)) != row.number:  # it could be in two splits
                 what = f"image {row.values['image']!r} is that of line {before}; keep one of the two"
                 raise DataError(f"{self.path}: line {row.number}: {what}")
@@ -305,16 +308,6 @@ def _files(table: Table, rows: Sequence[Row]) -> dict[tuple[str, str], Path]:
     moved = next(key for key in lines if not _picture(table.path.parent, key[1]))
     table.notes.append(f"files are found by name below {table.path.parent}, such as {moved[1]} in {found[moved].parent}")
     return found
-
-
-def _sample(table: Table, row: Row, site: str, files: Mapping[tuple[str, str], Path]) -> SourceSample:
-    """Return one line's picture. Raises DataError, which names the line."""
-    values = row.values
-    image = files["image", values["image"]]
-    label = files["label", values["label"]] if table.has_masks else values["label"]
-    who, split = _whose(table.path, row)
-    own = values.get("site", "") or site
-    return SourceSample(own, who or values["image"], image, label, split=split, is_patient=bool(who))
 
 
 def _whose(source: Path, row: Row) -> tuple[str, str | None]:
