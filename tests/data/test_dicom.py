@@ -53,6 +53,21 @@ def test_a_series_lies_where_its_files_say(case: str, tmp_path: Path) -> None:
     assert np.array_equal(volumes.voxels(tmp_path), PLANES.transpose(2, 1, 0))
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_every_voxel_lies_where_dicoms_own_formula_puts_it(case: str, tmp_path: Path) -> None:
+    """PS3.3, equation C.7.6.2.1-1, of each file as it is."""
+    written(tmp_path, case)
+    affine, values = volumes.header(tmp_path).grid.affine, volumes.voxels(tmp_path)
+    for file in tmp_path.iterdir():
+        one = dcmread(file)
+        x, y = np.array(one.ImageOrientationPatient, float).reshape(2, 3)
+        for row, column in ((0, 0), (3, 1), (2, 5)):
+            left = np.array(one.ImagePositionPatient, float) + x * one.PixelSpacing[1] * column + y * one.PixelSpacing[0] * row
+            voxel = np.linalg.solve(affine, [-left[0], -left[1], left[2], 1])
+            assert np.allclose(voxel, np.rint(voxel), atol=1e-6)
+            assert values[tuple(np.rint(voxel[:3]).astype(int))] == one.pixel_array[row, column]
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case != "gantry"])
 def test_highdicom_and_nibabel_agree(case: str, tmp_path: Path) -> None:
     files = written(tmp_path, case)
