@@ -9,6 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from consilium.config.site import Given
+from consilium.report.tables import terminal
 from consilium.study.plan import Planned
 from consilium.study.run_cell import CellRecord
 from consilium.study.study import load
@@ -76,7 +77,7 @@ def test_durations(seconds: float, text: str) -> None:
 def test_the_table_of_cells_fits_and_tells_each(study_file: MakeStudy, tmp_path: Path) -> None:
     cells = [one.cell for one in planned(study_file, tmp_path, seeds=2)]
     records = {cell.id: CellRecord("done", seconds=3600.0) for cell in cells}
-    text = printed(80, False, cells_table("t", cells, records, {cell.id: 2_500_000 for cell in cells}, 80))
+    text = printed(80, False, terminal(cells_table("t", cells, records, {cell.id: 2_500_000 for cell in cells}), 80))
     assert max(map(cell_len, text.splitlines())) <= 80
     assert text.count("2.5") == len(cells)
     assert all(cell.id in text for cell in cells)

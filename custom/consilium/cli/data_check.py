@@ -1,12 +1,12 @@
 """The command `consilium data check`: one list, a site's folder, or a folder of all sites."""
 
-import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
+from rich.text import Text
 
 from consilium.cli.options import (
     LONGEST_LINE,
@@ -15,6 +15,7 @@ from consilium.cli.options import (
     FormatOption,
     KitPluginsOption,
     SetOption,
+    emit,
     load_for_data,
 )
 from consilium.config.data import DatasetConfig
@@ -61,10 +62,11 @@ def data_check(
     told = suggested_settings(unmapped, getattr(task, "classes", () if task else None), longest)
     if report is not None:
         write_report(report, found, shared, config.task if config else None)
-    if format is Format.JSON:
-        print(json.dumps(_json(found, shared) | {"proposals": told}, indent=1))
-    else:
-        _print(found, shared, told, report)
+    between = {kind: {"count": len(lines), "first": lines[:NAMED]} for kind, lines in shared.items()}
+    told_of = {"sites": {name: one.to_dict() for name, one in found.items()}, "between_sites": between}
+    if len(found) == 1:
+        told_of = next(iter(found.values())).to_dict()
+    emit(told_of | {"proposals": told}, _lines(found, shared, told, report), format)
     raise typer.Exit(1 if any(one.problems for one in found.values()) else 0)
 
 
@@ -165,48 +167,37 @@ def _read_only(path: Path, kind: TaskKind) -> Findings:
     return found
 
 
-def _json(found: dict[str, Findings], shared: dict[str, list[str]]) -> dict[str, Any]:
-    """Return one list's findings, or several by site."""
-    if len(found) == 1:
-        return next(iter(found.values())).to_dict()
-    between = {kind: {"count": len(lines), "first": lines[:NAMED]} for kind, lines in shared.items()}
-    return {"sites": {name: one.to_dict() for name, one in found.items()}, "between_sites": between}
-
-
-def _print(found: dict[str, Findings], shared: dict[str, list[str]], told: list[str], report: Path | None) -> None:
-    console = Console(soft_wrap=True)
+def _lines(found: dict[str, Findings], shared: dict[str, list[str]], told: list[str], report: Path | None) -> Iterator[Text]:
+    """Yield the findings for people."""
     for name, one in found.items():
         if len(found) > 1:
-            console.print(line(name, "bold"))
-        _print_one(console, one.to_dict())
+            yield line(name, "bold")
+        yield from _lines_of_one(one.to_dict())
     for kind, lines in shared.items():
-        _print_kind(console, kind, {"count": len(lines), "first": lines[:10]}, "yellow")
-    for sentence in told:
-        console.print(line(sentence, limit=LONGEST_LINE))
+        yield from _lines_of_kind(kind, {"count": len(lines), "first": lines[:10]}, "yellow")
+    yield from (line(sentence, limit=LONGEST_LINE) for sentence in told)
     if report is not None:
-        console.print(line(f"{report}: check.html and check.json; they name files and show patients, keep them at the site"))
+        yield line(f"{report}: check.html and check.json; they name files and show patients, keep them at the site")
 
 
-def _print_one(console: Console, report: dict[str, Any]) -> None:
+def _lines_of_one(report: dict[str, Any]) -> Iterator[Text]:
     counts = ", ".join(f"{n} {split}" for split, n in report["samples"].items())
-    console.print(line(f"{report['path']}: {counts}", limit=LONGEST_LINE))
+    yield line(f"{report['path']}: {counts}", limit=LONGEST_LINE)
     if sum(report["planes"].values()) > sum(report["samples"].values()):
-        console.print(line("planes: " + ", ".join(f"{n} {split}" for split, n in report["planes"].items())))
+        yield line("planes: " + ", ".join(f"{n} {split}" for split, n in report["planes"].items()))
     for heading, key in (("sizes", "sizes"), ("images with label value", "images_with_label_value")):
         if found := report[key]:
-            console.print(line(f"{heading}: " + ", ".join(f"{v} ({n})" for v, n in found.items()), limit=LONGEST_LINE))
+            yield line(f"{heading}: " + ", ".join(f"{v} ({n})" for v, n in found.items()), limit=LONGEST_LINE)
     for name, by_split in report["images_of_class"].items():
-        console.print(line(f"class {shown(name)}: " + ", ".join(f"{n} {split}" for split, n in by_split.items())))
+        yield line(f"class {shown(name)}: " + ", ".join(f"{n} {split}" for split, n in by_split.items()))
     for key, style in (("problems", "red"), ("warnings", "yellow")):
         for what, found in report[key].items():
-            _print_kind(console, what, found, style)
-    for sentence in report["verdict"]:
-        console.print(line(sentence, limit=LONGEST_LINE))
+            yield from _lines_of_kind(what, found, style)
+    yield from (line(sentence, limit=LONGEST_LINE) for sentence in report["verdict"])
 
 
-def _print_kind(console: Console, what: str, found: dict[str, Any], style: str) -> None:
-    console.print(line(f"{found['count']} x {what}", style))
-    for name in found["first"]:
-        console.print(line(f"    {name}", limit=LONGEST_LINE))
+def _lines_of_kind(what: str, found: dict[str, Any], style: str) -> Iterator[Text]:
+    yield line(f"{found['count']} x {what}", style)
+    yield from (line(f"    {name}", limit=LONGEST_LINE) for name in found["first"])
     if (more := found["count"] - len(found["first"])) > 0:
-        console.print(line(f"    and {more} more; --report FOLDER names all"))
+        yield line(f"    and {more} more; --report FOLDER names all")

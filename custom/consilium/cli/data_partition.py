@@ -1,13 +1,12 @@
 """The command `consilium data partition`."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from consilium.cli.options import Format, FormatOption, check_finite
+from consilium.cli.options import Format, FormatOption, check_finite, emit
 from consilium.core.errors import ConfigError
 from consilium.core.registry import call
 from consilium.core.sanitize import shown
@@ -60,12 +59,9 @@ def data_partition(
             raise ConfigError("--local: is for texts; cut a site's pictures by patient with consilium data split")
         else:
             found = partition(source, folder, sites, shares, seed, minimum, left_out, not no_test)
-    if format is Format.JSON:
-        print(json.dumps(found, indent=1))
-        return
+    lines = []
     for site, counts in found["training"].items():
         parts = ", ".join(f"{n} {shown(name)}" for name, n in counts.items() if n)
-        typer.echo(f"{site}: {sum(counts.values())} training samples: {parts}")
-    for note in found.get("notes", []):
-        typer.echo(f"note: {note}")
-    typer.echo(f"{folder}: a data list or JSONL files per site, partition.json and partition.png")
+        lines.append(f"{site}: {sum(counts.values())} training samples: {parts}")
+    lines += [f"note: {note}" for note in found.get("notes", [])]
+    emit(found, [*lines, f"{folder}: a data list or JSONL files per site, partition.json and partition.png"], format)

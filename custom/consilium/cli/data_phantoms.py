@@ -1,12 +1,11 @@
 """The command `consilium data phantoms`."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from consilium.cli.options import Format, FormatOption, check_finite
+from consilium.cli.options import Format, FormatOption, check_finite, emit
 from consilium.core.errors import ConfigError
 from consilium.data.synthetic.phantoms import KINDS, check_own, make_phantoms
 from consilium.federation.sites import MOST_SITES
@@ -43,7 +42,6 @@ def data_phantoms(
     for name in names:
         check_own(folder / name)
     shifts = (appearance, annotation)
-    lists = [
-        make_phantoms(folder / n, kind, n, seed, training, validation, test, size, *shifts, files or "nifti") for n in names
-    ]
-    print(json.dumps([str(p) for p in lists]) if format is Format.JSON else "\n".join(map(str, lists)))
+    how = (seed, training, validation, test, size, *shifts, files or "nifti")
+    lists = [str(make_phantoms(folder / name, kind, name, *how)) for name in names]
+    emit(lists, lists, format)

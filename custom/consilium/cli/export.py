@@ -21,4 +21,4 @@ def export(
     folder = write(job, output, bundle)
     size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     what = "with the package, so sites need BYOC allowed" if bundle else "configuration only, no code"
-    emit({"job": str(folder), "bytes": size, "bundle": bundle}, f"{folder}: {size / 1024:,.0f} KiB, {what}", format)
+    emit({"job": str(folder), "bytes": size, "bundle": bundle}, [f"{folder}: {size / 1024:,.0f} KiB, {what}"], format)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from consilium.cli.options import LONGEST_LINE, CheckpointsOption
+from consilium.cli.options import LONGEST_LINE, CheckpointsOption, show
 from consilium.cli.trained_model import BestOption, ModelArgument, SiteOption, StageOption, site_of
 from consilium.core.sanitize import shown
 from consilium.use.export import check_possible, export
@@ -47,9 +47,9 @@ def export_model(
     size = sum(path.stat().st_size for path in made.folder.rglob("*") if path.is_file())
     equal = "" if made.difference is None else f", logits within {made.difference:.1g} of the model's"
     typer.echo(f"{shown(output, LONGEST_LINE)}: {format} of {shown(found.card.name)}, {size / 2**20:,.1f} MiB{equal}")
-    for note in found.card.notes:
-        typer.echo(f"note: {shown(note, LONGEST_LINE)}", err=True)
+    notes = list(found.card.notes)
     if found.config.model.name == "causal_lm" and not base:
-        typer.echo("note: README.md names the base by its folder on this machine; --base NAME names it for others", err=True)
+        notes.append("README.md names the base by its folder on this machine; --base NAME names it for others")
     page = "docs/README.md" if format is ModelFormat.BUNDLE else "README.md"
-    typer.echo(f"note: the licence stands in the first lines of {page}; check it before you hand the model on", err=True)
+    notes.append(f"the licence stands in the first lines of {page}; check it before you hand the model on")
+    show((f"note: {shown(note, LONGEST_LINE)}" for note in notes), errors=True)

@@ -193,7 +193,7 @@ def prepare(
 ) -> None:
     """Prepare a kit for Docker, Kubernetes or Slurm by `nvflare deploy prepare`, and keep the kit's policies in it."""
     prepared = deploy_prepare.prepare(kit, runtime, output)
-    emit({"kit": str(output)}, f"{prepared}: prepared, with the policies of {kit}", format)
+    emit({"kit": str(output)}, [f"{prepared}: prepared, with the policies of {kit}"], format)
 
 
 # metrics ---------------------------------------------------------------------------------------------------------------

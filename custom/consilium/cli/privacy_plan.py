@@ -1,20 +1,20 @@
 """The command `consilium privacy plan`."""
 
-import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
-from consilium.cli.options import Format, FormatOption, check_finite, table
+from consilium.cli.options import Format, FormatOption, check_finite, emit
 from consilium.config.privacy import RecordLevelDpConfig, SiteLevelDpConfig
 from consilium.core.errors import ConfigError
 from consilium.core.schema import validate
 from consilium.privacy.plan import Plan, noise_to_signal, printed_plan, site_plan, step_plan
 from consilium.privacy.secagg.terms import Terms, default_threshold
+from consilium.report.tables import Table, columns
 
 PAPER_TENSORS = 36
 PAPER_PARAMETERS = PAPER_TENSORS * 768 * 8  # q, k, v of a ViT-B's 12 blocks at rank 8: the noised coordinates of one release
@@ -70,11 +70,8 @@ def plan(
         )
     request = PlanRequest(epsilon, delta, rounds, phases, sites, clip, parameters, paper, shares, sample_rate or None)
     found = {one: request.answer(one) for one in wanted}
-    if format is Format.JSON:
-        meaning = {"unit": "record or patient" if sample_rate else "site", "adjacency": "zero-out"}
-        print(json.dumps({"asked": asdict(request) | meaning, "plans": found}, indent=1))
-    else:
-        _print_plans(request, found)
+    meaning = {"unit": "record or patient" if sample_rate else "site", "adjacency": "zero-out"}
+    emit({"asked": asdict(request) | meaning, "plans": found}, _lines(request, found), format)
 
 
 @dataclass(frozen=True)
@@ -163,24 +160,23 @@ def _shares(sites: int, threshold: int, colluders: int) -> int | None:
     raise ConfigError(f"--threshold: {threshold}: {among} {can}")
 
 
-def _print_plans(request: PlanRequest, found: dict[str, Any]) -> None:
-    console, first = Console(soft_wrap=True, highlight=False), next(iter(found.values()))
+def _lines(request: PlanRequest, found: dict[str, Any]) -> Iterator[Table | str]:
+    """Yield the plans for people."""
+    first = next(iter(found.values()))
     releases = request.rounds * request.phases
     level = f"record or patient level at rate {request.sample_rate:g}" if request.sample_rate else "site level"
     paper = f"; calibration paper: the noise of a printed epsilon {request.epsilon:g}, trust local" if request.paper else ""
     title = f"{releases} releases, {request.sites} sites, {level}, zero-out{paper}"
-    rows = table("accountant", "noise multiplier", *(f"epsilon at {d}" for d in first["epsilon"]), title=title)
-    for name, one in found.items():
-        rows.add_row(name, f"{one['noise_multiplier']:.4g}", *(f"{e:.4g}" for e in one["epsilon"].values()))
-    console.print(rows)
+    rows = [
+        [name, f"{one['noise_multiplier']:.4g}", *(f"{e:.4g}" for e in one["epsilon"].values())] for name, one in found.items()
+    ]
+    yield Table(title, columns("accountant", "noise multiplier", *(f"epsilon at {d}" for d in first["epsilon"])), rows)
     if request.sample_rate and request.shares:
         least = first["noise_multiplier"] * request.clip
         whole = least * math.sqrt(request.sites / request.shares)
-        console.print(f"noise on each number of a step's sum, where all sites answer: {whole:.4g}")
-        console.print(f"    (at least {least:.4g}, what the {request.shares} that are honest for certain add)")
+        yield f"noise on each number of a step's sum, where all sites answer: {whole:.4g}"
+        yield f"    (at least {least:.4g}, what the {request.shares} that are honest for certain add)"
         return
     ratios = "  ".join(f"{trust} {value:.3g}" for trust, value in first["noise_to_signal"].items())
-    console.print(f"noise / signal of one release's mean update, at best: {ratios}")
-    console.print(
-        f"    (all sites at the clip {request.clip:g} with equal updates; {request.parameters:,} numbers in a release)"
-    )
+    yield f"noise / signal of one release's mean update, at best: {ratios}"
+    yield f"    (all sites at the clip {request.clip:g} with equal updates; {request.parameters:,} numbers in a release)"

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from consilium.cli.audit import markdown
-from consilium.cli.options import Format, FormatOption
+from consilium.cli.options import Format, FormatOption, emit
 from consilium.cli.site_records import site_records
 from consilium.client import approval
 from consilium.client.approval import JOB, other_files
@@ -55,16 +55,15 @@ def approve(
     """Approve a job for a site with `approve: digest` in its site.yaml. Prints the job's settings and what leaves the site."""
     if sum((job is not None, listed, bool(revoke))) != 1:
         raise ConfigError("JOB, --list, --revoke: give exactly one")
-    found = _done(job, revoke, kit / "local")
-    print(json.dumps(found, indent=1) if format is Format.JSON else _text(found))
-
-
-def _done(job: Path | None, revoke: str, local: Path) -> dict[str, Any]:
+    local = kit / "local"
     if job is not None:
         plugins = kit_plugins(local)
         with app_of(job, plugins) as app:
-            return summary(app, plugins) | {"approved": approval.approve(app, local, plugins)}
-    return {"revoked": approval.revoke(revoke, local)} if revoke else approval.approvals(local)
+            found = summary(app, plugins) | {"approved": approval.approve(app, local, plugins)}
+    else:
+        found = {"revoked": approval.revoke(revoke, local)} if revoke else approval.approvals(local)
+    lines = [f"{key}: {json.dumps(value)}" for key, value in found.items()]  # as ASCII JSON: the values are not trusted
+    emit(found, lines or "nothing is approved", format)
 
 
 @contextmanager
@@ -112,11 +111,6 @@ def _leaves(job: Any) -> dict[str, Any]:
     return found | ({"counts, once, of so many patients or more": section.minimum} if section else {})
 
 
-def _text(found: dict[str, Any]) -> str:
-    """Return a line per value, as ASCII JSON because the values are not trusted."""
-    return "\n".join(f"{key}: {json.dumps(value)}" for key, value in found.items()) or "nothing is approved"
-
-
 # evidence --------------------------------------------------------------------------------------------------------------
 # The commands `consilium audit`, `evidence` and `forget`: records of what left, signed archives of runs, deletion of runs.
 
@@ -157,14 +151,10 @@ def evidence(
         raise ConfigError("--attack: not with --verify, which adds nothing to an archive; leave it out")
     found = _check(Path(experiment), kit, fingerprint) if verify else _make(experiment, kit, output, attack or [])
     whole = not found["record"] and not found["ledger"]
-    if format is Format.JSON:
-        print(json.dumps(found | {"intact": whole}, indent=1))
-    else:
-        broken = "; ".join(f"{what} ALTERED: {found[what]}" for what in ("record", "ledger") if found[what])
-        chain = broken or f"record ({found['messages']} messages) and ledger ({found['rows']} rows) are as they were written"
-        typer.echo(
-            f"{shown(found['archive'])}: {shown(found['site'])}, run {shown(found['experiment'])}, {found['made']}: {chain}"
-        )
+    broken = "; ".join(f"{what} ALTERED: {found[what]}" for what in ("record", "ledger") if found[what])
+    chain = broken or f"record ({found['messages']} messages) and ledger ({found['rows']} rows) are as they were written"
+    text = f"{shown(found['archive'])}: {shown(found['site'])}, run {shown(found['experiment'])}, {found['made']}: {chain}"
+    emit(found | {"intact": whole}, text, format)
     raise typer.Exit(0 if whole else 1)
 
 
@@ -285,15 +275,11 @@ def forget(
         raise ConfigError("--reason: empty; say why, for the record")
     names = delete_run.expired_runs(*_state(kit)) if expired else [experiment]
     found = [_forget(name, kit, reason) for name in names]
-    if format is Format.JSON:
-        print(json.dumps(found, indent=1))
-        return
+    lines = []
     for one in found:
-        typer.echo(f"{one['run']}: {one['files']} files ({one['bytes']:,} bytes) deleted, on record in {one['record']}")
-        typer.echo(f"  stays: {one['stays']}")
-        typer.echo(f"  cannot be taken back: {one['left']}")
-    if not found:
-        typer.echo("nothing is past its time")
+        lines.append(f"{one['run']}: {one['files']} files ({one['bytes']:,} bytes) deleted, on record in {one['record']}")
+        lines += [f"  stays: {one['stays']}", f"  cannot be taken back: {one['left']}"]
+    emit(found, lines or "nothing is past its time", format)
 
 
 def _forget(experiment: str, kit: Path, reason: str) -> dict[str, Any]:

@@ -1,15 +1,13 @@
 """The commands `consilium study`: list, show and run grids of runs."""
 
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from consilium.cli.options import (
     ASSUMED,
@@ -19,9 +17,10 @@ from consilium.cli.options import (
     FormatOption,
     TflopsOption,
     WorkspaceOption,
+    emit,
     gpu_hours,
-    page,
     pipeline_note,
+    show,
     study_command,
     study_size,
 )
@@ -31,6 +30,7 @@ from consilium.config.code_digest import code_of
 from consilium.config.site import Given
 from consilium.core.sanitize import line, number_of
 from consilium.report.run_record import earlier_cells, keep_cells
+from consilium.report.tables import Column, Table, few, folding
 from consilium.study.estimate import bytes_of, cached_flops, count_flops, fewer_steps, known_flops
 from consilium.study.plan import Planner
 from consilium.study.run_cell import CellRecord, log_of, record_of
@@ -51,18 +51,15 @@ def study_list(
 ) -> None:
     """List the studies in jobs/studies: what each makes, its cells, how many are done, and GPU hours by estimate."""
     found = [_summary(load(path), count, tflops) for path in sorted(studies_folder().glob("*.yaml"))]
-    if format is Format.JSON:
-        print(json.dumps(found, indent=1))
-        return
-    table = Table(box=SIMPLE, pad_edge=False)
-    for heading in ("study", "makes", "cells", "done", "GPU h", "needs"):
-        table.add_column(heading, justify="right" if heading in ("cells", "done", "GPU h") else "left", overflow="fold")
+    heads = [
+        Column(one, right=one in ("cells", "done", "GPU h")) for one in ("study", "makes", "cells", "done", "GPU h", "needs")
+    ]
+    rows = []
     for one in found:
-        told = one | {"hours": "-" if one["gpu_hours"] is None else f"{one['gpu_hours']:,.2g}"}
-        keys = ("study", "table", "cells", "done", "hours", "needs")
-        table.add_row(*(line("-" if told[key] == "" else str(told[key])) for key in keys))
-    page().print(table)
-    _say(f"GPU h: an estimate, FLOPs at {tflops:g} TFLOP/s; {ASSUMED}. -: not counted, or changed since: --count")
+        hours = "-" if one["gpu_hours"] is None else f"{one['gpu_hours']:,.2g}"
+        rows.append([one["study"], one["table"] or "-", str(one["cells"]), str(one["done"]), hours, one["needs"] or "-"])
+    note = f"GPU h: an estimate, FLOPs at {tflops:g} TFLOP/s; {ASSUMED}. -: not counted, or changed since: --count"
+    emit(found, [folding(Table("", heads, rows)), note], format)
 
 
 def _summary(study: Study, count: bool, tflops: float) -> dict[str, Any]:
@@ -93,15 +90,13 @@ def study_show(
     chosen = load(study, study_size(smoke, small), workspace)
     cells = chosen.cells()
     records, sizes = _standing(chosen, _given(data, checkpoints))
-    if format is Format.JSON:
-        more = {
-            c.id: {"outdated": records[c.id].outdated(code_of(c.load())), "labels": c.labels, "folder": str(c.folder)}
-            for c in cells
-        }
-        rows = [vars(records[c.id]) | more[c.id] | {"bytes": sizes[c.id]} for c in cells]
-        print(json.dumps({"study": chosen.name, "cells": rows, "excluded": chosen.excluded()}, indent=1, default=str))
-        return
-    _print_study(chosen, records, sizes)
+    rows = []
+    for cell in cells:
+        one = records[cell.id]
+        more = {"outdated": one.outdated(code_of(cell.load())), "labels": cell.labels, "folder": str(cell.folder)}
+        rows.append(vars(one) | more | {"bytes": sizes[cell.id]})
+    told = {"study": chosen.name, "cells": rows, "excluded": chosen.excluded()}
+    emit(told, _lines(chosen, records, sizes), format)
 
 
 def _given(data: Path | None, checkpoints: Path | None) -> Given:
@@ -118,25 +113,25 @@ def _standing(study: Study, given: Given) -> tuple[dict[str, CellRecord], dict[s
     return {one.cell.id: records[one.cell.id].held(one.data) for one in planned}, sizes
 
 
-def _print_study(study: Study, records: dict[str, CellRecord], sizes: dict[str, int | None]) -> None:
-    cells, console = study.cells(), page()
-    console.print(cells_table(f"{study.heading}: {study.config.about}", cells, records, sizes, console.width))
+def _lines(study: Study, records: dict[str, CellRecord], sizes: dict[str, int | None]) -> Iterator[Table | Text]:
+    """Yield a study's cells, and what is to be said of them, for people."""
+    cells = study.cells()
+    yield cells_table(f"{study.heading}: {study.config.about}", cells, records, sizes)
     for cell in (one for one in cells if records[one.id].state == "failed"):
-        _say(f"{cell.name}: failed: {records[cell.id].reason}")
-    for labels, reason in study.excluded():
-        _say(f"{named(labels)}: left out: {reason}")
-    _tell_fewer_steps(cells)
+        yield _said(f"{cell.name}: failed: {records[cell.id].reason}")
+    yield from (_said(f"{named(labels)}: left out: {reason}") for labels, reason in study.excluded())
+    yield from _fewer_steps(cells)
     if None in sizes.values():
-        _say("MB: --data FOLDER tells how many sites there are")
+        yield _said("MB: --data FOLDER tells how many sites there are")
     if older := earlier_cells(study.workspace, study.title, (cell.id for cell in cells)):
-        _say(f"{number_of(len(older), 'cell')} of an earlier form of this study: {', '.join(map(str, older))}")
-    _tell_outdated({cell.name: (records[cell.id], code_of(cell.load())) for cell in cells})
+        yield _said(f"{number_of(len(older), 'cell')} of an earlier form of this study: {', '.join(map(str, older))}")
+    yield from _outdated({cell.name: (records[cell.id], code_of(cell.load())) for cell in cells})
     took = [record.seconds for record in records.values() if record.state == "done"]
     left = (len(cells) - len(took)) * sum(took) / max(len(took), 1)
     more = f", about {duration(left)} of one worker left" if left else ""
     failed, other = (sum(record.state == state for record in records.values()) for state in ("failed", "other data"))
     failed_or = f"{failed} failed" + (f", {other} of other data, which `study run` runs anew" if other else "")
-    _say(f"{len(took)} of {len(cells)} cells done, {failed_or}{more}; the runs are in {study.workspace / 'cells'}")
+    yield _said(f"{len(took)} of {len(cells)} cells done, {failed_or}{more}; the runs are in {study.workspace / 'cells'}")
 
 
 def study_run(
@@ -158,9 +153,9 @@ def study_run(
     except KeyboardInterrupt:
         exit_interrupted(same_command())
     if chosen.size:
-        _say(pipeline_note(chosen.size))
+        show([pipeline_note(chosen.size)])
     if done:
-        _say(f"their table: {study_command('compare', study, chosen.size, workspace)}")
+        show([_said(f"their table: {study_command('compare', study, chosen.size, workspace)}")])
     if failed:
         raise typer.Exit(1)
 
@@ -168,46 +163,38 @@ def study_run(
 def _run(study: Study, only: list[str], given: Given, workers: int, again: bool) -> tuple[int, int]:
     """Run the cells that `only` leaves; return how many are done and how many failed."""
     cells = Planner(given, study.workspace, again).plan(pick(study, only))
-    keep_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()}, study.config.named_axes)
+    keep_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()})
     there = {one.cell.name: (record_of(one.cell.folder).held(one.data), one.code) for one in cells}
-    _tell_outdated({name: stands for name, stands in there.items() if stands[0].state != "done"})
-    _tell_fewer_steps([one.cell for one in cells])
+    show(_outdated({name: stands for name, stands in there.items() if stands[0].state != "done"}))
+    show(_fewer_steps([one.cell for one in cells]))
     with StudyView(Console(), study.heading, cells, workers) as view:
         ended = run_study(cells, workers, view)
     failed = [one.cell.name for one in cells if ended[one.cell.id].state == "failed"]
     done = sum(ended[one.cell.id].state == "done" for one in cells)
-    _say(f"{done} of {len(cells)} cells done; the runs are in {study.workspace / 'cells'}")
-    _tell_outdated({one.cell.name: (ended[one.cell.id], one.code) for one in cells})
+    show([_said(f"{done} of {len(cells)} cells done; the runs are in {study.workspace / 'cells'}")])
+    show(_outdated({one.cell.name: (ended[one.cell.id], one.code) for one in cells}))
     for one in cells:
         if (ended_so := ended[one.cell.id]).state == "failed":
-            _say(f"{one.cell.name}: failed: {ended_so.reason}; its text is in {log_of(one.cell.folder)}", "red")
+            show([_said(f"{one.cell.name}: failed: {ended_so.reason}; its text is in {log_of(one.cell.folder)}", "red")])
     return done, len(failed)
 
 
-def _tell_fewer_steps(cells: Sequence[Cell]) -> None:
-    """Say which cells on pooled data are not an upper bound, because they train less than all sites together."""
+def _fewer_steps(cells: Sequence[Cell]) -> Iterator[Text]:
+    """Yield which cells on pooled data are not an upper bound, because they train less than all sites together."""
     if names := [cell.name for cell in fewer_steps(cells)]:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         what = "pooled data see fewer samples a round than all sites together, so they are not an upper bound"
-        _say(f"{'; '.join(names[:3])}{more}: {what}; raise its training.local_steps, or set training.local_epochs", "yellow")
+        yield _said(f"{few(names, 3)}: {what}; raise its training.local_steps, or set training.local_epochs", "yellow")
 
 
-def _tell_outdated(standing: Mapping[str, tuple[CellRecord, str]]) -> None:
-    """Say which cells, by name, ran by other code than theirs is now."""
+def _outdated(standing: Mapping[str, tuple[CellRecord, str]]) -> Iterator[Text]:
+    """Yield which cells, by name, ran by other code than theirs is now."""
     older = {name: record.state == "done" for name, (record, code) in standing.items() if record.outdated(code)}
-    begun, done = ([name for name, whole in older.items() if whole is wanted] for wanted in (False, True))
-    _tell_older("begun", begun, "`consilium study run` sets that aside and begins anew")
-    _tell_older("done", done, "`consilium study run --again` runs them anew")
+    remedies = {"begun": "`consilium study run` sets that aside and begins anew"}
+    for how, remedy in (remedies | {"done": "`consilium study run --again` runs them anew"}).items():
+        if names := [name for name, done in older.items() if done is (how == "done")]:
+            what = f"{number_of(len(names), 'cell')} {how} by code that has changed since"
+            yield _said(f"{what}: {few(names, 3)}; {remedy}", "yellow")
 
 
-def _tell_older(how: str, names: list[str], remedy: str) -> None:
-    if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        _say(
-            f"{number_of(len(names), 'cell')} {how} by code that has changed since: {'; '.join(names[:3])}{more}; {remedy}",
-            "yellow",
-        )
-
-
-def _say(text: str, style: str = "") -> None:
-    Console(soft_wrap=True).print(line(text, style, limit=4000))
+def _said(text: str, style: str = "") -> Text:
+    return line(text, style, limit=4000)

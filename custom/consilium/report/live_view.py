@@ -5,23 +5,18 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from rich.box import SIMPLE
-from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
-from rich.text import Text
 
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, SPLITS, TRAIN_LOSS, MetricKey, Stage
 from consilium.core.sanitize import LIMIT, line, number_of, shown
 from consilium.report.plain_files import Line, finite, place_of, read_events, round_times
-from consilium.report.tables import fit
+from consilium.report.tables import Column, Table, terminal
 from consilium.tasks.registry import TASKS, Scores
 
 # progress --------------------------------------------------------------------------------------------------------------
@@ -286,29 +281,23 @@ class LiveView(LiveScreen):
         """Return the bar and a row per site."""
         now = self.loading or f"round {min(self.round + 1, self.rounds)}/{self.rounds}"
         bar = self.bar(self._fraction() * self.rounds, now, self._eta())
-        layouts = [partial(self._table, count=n, joint=j) for n, j in ((3, " "), (3, "\n"), (2, "\n"), (1, "\n"), (0, ""))]
-        return Group(bar, *([fit(layouts, self.sites, self.console.width)] if self.sites else []))
+        return Group(bar, *([terminal(self._table(), self.console.width, "a wider terminal has them")] if self.sites else []))
 
-    def _table(self, names: Mapping[str, str], count: int, joint: str) -> Table:
-        """Return a row per site with the first `count` numbers; names keep their width whichever sites are shown."""
+    def _table(self) -> Table:
+        """Return a row per site, as many as the terminal has lines for: those at work first."""
         heading = self.scores.heading(self.score)
-        headings = {"loss": "loss"} | {k: f"{heading}{joint}{k}" for k in (Stage.GLOBAL, Stage.PERSONALIZED)}
-        site = Column("site", no_wrap=True, min_width=max(map(cell_len, names.values())))
-        table = Table(site, Column("now", min_width=16, no_wrap=True), box=SIMPLE, pad_edge=False, caption_justify="left")
-        numbers = list(headings)[:count]
-        for key in numbers:
-            table.add_column(headings[key], justify="right", no_wrap=True)
-        first = sorted(names, key=lambda name: (self.sites[name]["state"] in IDLE, name))  # sites at work where room is short
+        headings = {"loss": "loss"} | {k: f"{heading} {k}" for k in (Stage.GLOBAL, Stage.PERSONALIZED)}
+        first = sorted(self.sites, key=lambda name: (self.sites[name]["state"] in IDLE, name))
         room = max(self.console.height - AROUND, 1)
         left = Counter(IDLE.get(self.sites[name]["state"], "at work") for name in first[room:])
         others = ", ".join(f"{count} {state}" for state, count in left.items())
         said = [self.scores.label(self.score)] if self.scores.grid_of(self.score) else []
         said += [f"and {left.total()} more: {others}"] if left else []
-        table.caption = "; ".join(said) or None
-        for name in sorted(first[:room]):
-            row = self.sites[name]
-            table.add_row(Text(names[name]), Text(row["state"]), *(f"{row[k]:.3f}" if k in row else "" for k in numbers))
-        return table
+        rows = []
+        for name, row in ((name, self.sites[name]) for name in sorted(first[:room])):
+            rows.append([name, row["state"].ljust(16), *(f"{row[key]:.3f}" if key in row else "" for key in headings)])
+        heads = [Column("site", right=False), Column("now", right=False)]
+        return Table("", [*heads, *(Column(text, rank) for rank, text in enumerate(headings.values(), 1))], rows, said)
 
 
 def reported(metrics: Iterable[str]) -> set[str]:

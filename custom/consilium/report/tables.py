@@ -5,7 +5,7 @@ import io
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,9 @@ from rich.text import Text
 
 from consilium.core.sanitize import cell, harmless, line, shown
 
-SHORT, NARROW = 16, 14
-"""In characters: names are not shortened below SHORT while another layout is left; shortened headings have NARROW at most."""
-ROOMS = (48, 36, 28, 22)
+NARROW = 14
+"""Characters of a shortened heading at most."""
+ROOMS = (48, 36, 28, 22, 16)
 """Widths to which names are shortened in a table that is too wide, in characters, tried in turn."""
 TEX_COLUMN, TEX_PAGE = 229.0, 469.0
 """Points of a column and of a page of LaTeX's article in two columns; those of journals are not narrower."""
@@ -28,8 +28,8 @@ TEX_LETTER, TEX_GAP, TEX_TEXT = 4.5, 6.0, 60.0
 """Points of most letters in \\footnotesize and between two columns, and the least that a column of text is wrapped to."""
 MOST_ROWS = 50
 """Rows of a table on a printed page."""
-Layout = Callable[[Mapping[str, str]], Grid]
-"""Makes a table; the argument says how each name is written."""
+_WIDEST = Console(width=100_000)
+"""No table is wider, so that it measures what one takes with every column at its full width."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Table:
     """A table of text, whose first column names a row. `best`: cells (row, column) to stand out; `sums`: rows of means.
 
     `caption`, `detail_caption`: whole sentences for a paper, of the table and of its columns of details, in place of title and
-    notes.
+    notes. `whole`: no name in it is shortened.
     """
 
     title: str
@@ -61,6 +61,7 @@ class Table:
     sums: Set[int] = frozenset()
     caption: str = ""
     detail_caption: str = ""
+    whole: bool = False
 
 
 def columns(*headings: str) -> list[Column]:
@@ -87,12 +88,12 @@ def few(names: Sequence[str], most: int = 4) -> str:
 def terminal(table: Table, width: int, elsewhere: str = "--format md has them") -> Group:
     """Return a table for a terminal of `width` cells, with its notes.
 
-    A table that is too wide gets headings in two lines, then short ones and shortened names, then loses columns by rank, which
-    it names with where they are (`elsewhere`). If nothing is left to drop, each cell gets a line.
+    A table that is too wide gets headings in two lines, then short ones and, unless they stay whole, shortened names, then
+    loses columns by rank, which it names with where they are (`elsewhere`). If nothing is left to drop, each cell gets a line.
     """
     names = [shown(row[i]) for row in table.rows for i, one in enumerate(table.columns) if not one.right]
     longest = max(map(cell_len, [*names, ""]))
-    rooms = [longest, *(room for room in ROOMS if room < longest)]
+    rooms = [longest, *(room for room in ROOMS if room < longest and not table.whole)]
     headings = [shown(one.heading) for one in table.columns]
     short = shortened(headings, NARROW)
     heads = [headings, list(map(_two_lines, headings)), [short[one] for one in headings]]
@@ -101,13 +102,16 @@ def terminal(table: Table, width: int, elsewhere: str = "--format md has them") 
     for keep, head, room in tries:
         places = [i for i, one in enumerate(table.columns) if one.rank <= keep]
         grid = _grid(table, places, head, shortened(names, room))
-        if needed(grid) <= width:
+        if Measurement.get(_WIDEST, _WIDEST.options, grid).maximum <= width:
             break
     else:
-        keep, grid = most, fit([lambda written: _tall(table, headings, written)] * 2, names, width)
+        cells = [(heading, text) for row in table.rows for heading, text in zip(headings, row, strict=True) if text]
+        starts = {place for place, (heading, _) in enumerate(cells) if heading == headings[0]}
+        keep, grid = most, folding(Table("", columns("", ""), cells, sums=starts))
     gone = [one for one, column in zip(headings, table.columns, strict=True) if column.rank > keep]
     notes = [*table.notes, *([f"no room here for: {', '.join(gone)}; {elsewhere}"] if gone else [])]
-    return Group(line(table.title, "italic", 1000), grid, *(line(note, "dim", limit=2000) for note in notes), Text(""))
+    title = [line(table.title, "italic", 1000)] if table.title else []
+    return Group(*title, grid, *(line(note, "dim", limit=2000) for note in notes), Text(""))
 
 
 def _two_lines(heading: str) -> str:
@@ -132,33 +136,19 @@ def _grid(table: Table, places: Sequence[int], heads: Sequence[str], names: Mapp
     return grid
 
 
-def _tall(table: Table, headings: Sequence[str], names: Mapping[str, str]) -> Grid:
-    """Return a line per cell: the row's name once, the column's heading, the cell."""
-    grid = Grid(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in (headings[0], "", ""):
-        grid.add_column(Text(heading), justify="left", no_wrap=True)
-    for row in table.rows:
-        grid.add_section()
-        for place, (heading, text) in enumerate(pair for pair in zip(headings[1:], row[1:], strict=True) if pair[1]):
-            written = (shown(one) for one in ("" if place else row[0], heading, text))
-            grid.add_row(*(Text(names.get(one, one)) for one in written))
+def folding(table: Table) -> Grid:
+    """Return a table whose cells are all whole, in as many lines as they need; a row of `sums` begins a section."""
+    headed = any(one.heading for one in table.columns)
+    grid = Grid(box=SIMPLE, pad_edge=False, show_header=headed, title=line(table.title) if table.title else None)
+    grid.title_justify = "left"
+    for place, one in enumerate(table.columns):
+        fixed = place == 0 and not headed
+        grid.add_column(one.heading, justify="right" if one.right and headed else "left", overflow="fold", no_wrap=fixed)
+    for place, row in enumerate(table.rows):
+        if place in table.sums:
+            grid.add_section()
+        grid.add_row(*(line(text, limit=2000) for text in row))
     return grid
-
-
-def fit(layouts: Sequence[Layout], names: Iterable[str], width: int, whole_names: bool = False) -> Grid:
-    """Return the first layout that fits into `width` cells; from the second one on, names may be shortened for it.
-
-    With `whole_names` they are shortened in the last layout only.
-    """
-    names = list(names)
-    whole = {name: name for name in names}
-    longest = max(map(cell_len, [*names, ""]))
-    room = longest
-    for index, layout in enumerate(layouts):
-        room = longest - max(needed(layout(whole)) - width, 0)
-        if room == longest or (index and room >= SHORT and not whole_names):
-            return layout(shortened(names, room))
-    return layouts[-1](shortened(names, max(room, 1)))
 
 
 def shortened(names: Sequence[str], width: int) -> dict[str, str]:
@@ -185,12 +175,6 @@ def _ends(name: str, width: int, mark: str) -> str:
         return name
     cuts = (name[: (kept + 1) // 2] + mark + name[len(name) - kept // 2 :] for kept in range(len(name), -1, -1))
     return next((cut for cut in cuts if cell_len(cut) <= width), mark)
-
-
-def needed(grid: Grid) -> int:
-    """Return the cells a table takes with every column at its full width."""
-    console = Console(width=100_000)
-    return Measurement.get(console, console.options, grid).maximum
 
 
 def markdown(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:

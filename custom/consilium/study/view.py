@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Self
 
 from rich.box import SIMPLE
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -14,7 +14,7 @@ from consilium.core.sanitize import shown
 from consilium.report.live_view import LiveScreen
 from consilium.report.tables import Column as Heading
 from consilium.report.tables import Table as TextTable
-from consilium.report.tables import fit, terminal
+from consilium.report.tables import shortened
 from consilium.study.plan import Planned
 from consilium.study.run_cell import CellRecord, finished, record_of
 from consilium.study.runner import Progress as Part
@@ -87,7 +87,7 @@ class StudyView(LiveScreen):
         bar = self.bar(done, f"{shown(self.title, 40)} {self._place()}", self.eta())
         running = [f"{c.name}: {self.parts[c.id][1]}" for c in self.cells if c.id in self.parts]
         lines = [Text(shown(text), no_wrap=True, overflow="ellipsis") for text in running]
-        return Group(bar, fit([self._grid] * 2, self._rows(), self.console.width), *lines)
+        return Group(bar, self._grid(), *lines)
 
     def _rows(self) -> dict[str, list[Cell]]:
         """Return the cells by their value on the first axis."""
@@ -96,14 +96,16 @@ class StudyView(LiveScreen):
             found.setdefault(shown(next(iter(cell.labels.values()))), []).append(cell)
         return found
 
-    def _grid(self, names: Mapping[str, str]) -> Table:
+    def _grid(self) -> Table:
         first, *others = self.cells[0].labels
         there = {self._state(cell) for cell in self.cells}
         legend = "  ".join(f"{sign} {state}" for state, sign in SIGNS.items() if state in there)
         signs = Column(" x ".join(others) or "cell", overflow="fold", max_width=40)
         table = Table(Column(first, no_wrap=True), signs, box=SIMPLE, pad_edge=False)
         table.caption, table.caption_justify = Text(legend), "left"
-        for name, cells in self._rows().items():
+        rows = self._rows()
+        names = shortened(list(rows), max(self.console.width - 46, 16))  # beside the signs
+        for name, cells in rows.items():
             table.add_row(Text(names[name]), Text("".join(SIGNS[self._state(cell)] for cell in cells)))
         return table
 
@@ -120,10 +122,8 @@ def _before(planned: Planned) -> CellRecord:
     return replace(record, state="interrupted" if goes_on else "waiting")
 
 
-def cells_table(
-    title: str, cells: Sequence[Cell], records: Records, sizes: Mapping[str, int | None], width: int
-) -> RenderableType:
-    """Return a row per cell: its values, how far it is, what it took and will send; as narrow as `width` asks."""
+def cells_table(title: str, cells: Sequence[Cell], records: Records, sizes: Mapping[str, int | None]) -> TextTable:
+    """Return a row per cell: its values, how far it is, what it took and will send."""
     heads = [*(Heading(axis, right=False) for axis in cells[0].labels), Heading("state", right=False)]
     heads += [Heading("took"), Heading("MB"), Heading("folder", right=False)]
     rows = []
@@ -132,4 +132,4 @@ def cells_table(
         took = duration(record.seconds) if record.seconds else ""
         sent = "" if size is None else f"{size / 1e6:,.1f}"
         rows.append([*cell.labels.values(), record.state, took, sent, cell.id])
-    return terminal(TextTable(title, heads, rows), width)
+    return TextTable(title, heads, rows)

@@ -16,7 +16,7 @@ from consilium.federation.job import build_model, checkpoint_of
 from consilium.federation.model_card import BEST, Card
 from consilium.federation.saved_model import ADAPTERS, TENSORS, SavedModel, load_values, read_kept, run_as_kept
 from consilium.report.run_log import VERSIONS, other_version
-from consilium.report.run_record import CELLS, check_names, job_of, study_cells
+from consilium.report.run_record import CELLS, job_of, study_cells
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,12 @@ def cell_folder(path: Path) -> Path:
         return path
     done = [cell for cell in study_cells(study) if (cell.folder / "results.json").is_file()]
     wanted = "" if study == path else ",".join(part.strip() for part in path.name.split(","))
-    if wanted and (meant := [cell for cell in done if cell.name == wanted]):
-        check_names(study, meant)
-        return meant[0].folder
+    if wanted and (meant := [cell.folder for cell in done if cell.name == wanted]):
+        if len(meant) > 1:
+            two = f"{CELLS}/{meant[0].name} and {CELLS}/{meant[1].name}, of two forms of a study or of two studies"
+            remedy = "run `consilium study run` again, which keeps what is the study's now, or move the older folder away"
+            raise ConfigError(f"{shown(study, 200)}: {wanted} is two runs, {two}; {remedy}")
+        return meant[0]
     known = sorted({cell.name for cell in done} - {""})
     raise ConfigError(f"{shown(path)}: which run of the study? Give {shown(study)}/ and one of: {_join_names(known)}")
 

@@ -193,7 +193,9 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
     title = group.titled(f"{group.heading(scores.metric)}, {scores.stage} model, {group.first.split} split")
     valued = {column.heading for i, column in enumerate(columns) if any(row[i] not in ("-", "") for row in rows)}
     captions = [_caption(scores, blocks, valued, of_sites) for of_sites in (False, True)]
-    return Table(title, columns, rows, _score_notes(scores, blocks, printed), best, frozenset(), *captions)
+    return Table(
+        title, columns, rows, _score_notes(scores, blocks, printed), best, caption=captions[0], detail_caption=captions[1]
+    )
 
 
 def _caption(scores: GroupScores, blocks: int, there: Set[str], of_sites: bool) -> str:

@@ -381,7 +381,7 @@ SHOWS = {
 def study_page(
     name: str, source: str, groups: Sequence[Group], tables: Sequence[Table], notes: Sequence[str], stage: Stage
 ) -> str:
-    """Return the page of a study. `notes`: what is missing from it and why."""
+    """Return the page of a comparison. `notes`: what is missing from it and why."""
     figures, undrawn = [], list(notes)
     for place, group in enumerate(groups):
         scores = scores_of(group, stage, group.first.metric)
