@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 
 from consilium import __version__
-from consilium.cli.options import Format
 from consilium.cli.simulate_prepare import print_results
 from consilium.cli.watch import place
 from consilium.config.job import JobConfig, load_job
@@ -260,9 +259,9 @@ def test_whoever_shows_the_run_says_that_it_ended_early(ended: tuple[Path, str],
     assert live.count(f"{SAID}\n") == 1
     assert place(progress(folder)) == f"{SAID}; the closing evaluation is done"
     results, config = json.loads((folder / "results.json").read_text()), load_job(folder / "job.yaml")
-    print_results(results, {}, config, folder, Format.TXT)
+    print_results(results, {}, config, folder, "txt")
     assert f"E{SAID[1:]}\n" in capsys.readouterr().out
-    print_results(results, {}, config, folder, Format.JSON)
+    print_results(results, {}, config, folder, "json")
     told = json.loads(capsys.readouterr().out)["ended"]
     assert told == {"round": 2, "rounds": 6, "validations": 1, "best_round": 0}
     assert f"finished: {SAID}" in run_page(read_run(folder))

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from consilium.estimates.communication import own_cost
+from consilium.federation.job import assemble_job
 from consilium.study.estimate import fewer_steps
 from consilium.study.study import load
 from tests.conftest import JOBS, run
@@ -56,14 +58,11 @@ def test_bytes_are_rounds_times_sites_times_what_cost_says(
     path = study_file(axes={"method": METHODS}, set={"sites": 5, "training.rounds": 7})
     assert run(monkeypatch, "study", "show", path, "--format", "json") == 0
     counted = [cell["bytes"] for cell in json.loads(capsys.readouterr().out)["cells"]]
-    assert run(monkeypatch, "cost", path.parent / "base", "--format", "json") == 0
-    own = json.loads(capsys.readouterr().out)[0]
-    assert run(monkeypatch, "cost", path.parent / "base", "--set", "strategy=ffa_lora", "--format", "json") == 0
-    other = json.loads(capsys.readouterr().out)[0]
-    assert (own["strategy"], other["strategy"]) == ("fedit", "ffa_lora")
-    joining = [0, 4 * (own["up"] - other["up"])]  # ffa_lora's A travels once, with the first B
+    own, other = (own_cost(assemble_job(cell.load(), cell.base)) for cell in load(path).cells())
+    assert (own.strategy, other.strategy) == ("fedit", "ffa_lora")
+    joining = [0, 4 * (own.up - other.up)]  # ffa_lora's A travels once, with the first B
     assert counted == [
-        5 * (7 * (one["bytes_up"] + one["bytes_down"]) + more) for one, more in zip((own, other), joining, strict=True)
+        5 * (7 * (one.bytes_up + one.bytes_down) + more) for one, more in zip((own, other), joining, strict=True)
     ]
     assert counted[1] < counted[0]
 

@@ -4,7 +4,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -13,7 +12,7 @@ from consilium.report.tables import terminal
 from consilium.study.plan import Planned
 from consilium.study.run_cell import CellRecord
 from consilium.study.study import load
-from consilium.study.view import SIGNS, StudyView, cells_table, duration
+from consilium.study.view import SIGNS, StudyView, cells_table
 from tests.study.conftest import MakeStudy
 
 METHODS = {"a method with quite a long name " + c: {"training.lr": 1 / n} for n, c in enumerate("abcdefgh", 2)}
@@ -62,16 +61,11 @@ def test_in_a_pipe_every_end_is_a_line_and_the_eta_is_by_finished_cells(study_fi
     view(cells[2], CellRecord("failed", "no \x1b[31mdisk"))
     names = [one.cell.name for one in cells]
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
-        f"1/4 {names[0]}: done in 100 s, ETA 2 min",
+        f"1/4 {names[0]}: done in 1.7 min, ETA 2.5 min",
         f"{names[1]}: another process is at it; waiting",
-        f"2/4 {names[1]}: done in 40 s, ETA 70 s",
+        f"2/4 {names[1]}: done in 40.0 s, ETA 70.0 s",
         f"3/4 {names[2]}: failed: no \\x1b[31mdisk",
     ]
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(4.2, "4 s"), (119, "119 s"), (600, "10 min"), (36_000, "10.0 h")])
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_the_table_of_cells_fits_and_tells_each(study_file: MakeStudy, tmp_path: Path) -> None:

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, cast, get_args
 
 import typer
 from rich.console import Console
@@ -32,22 +31,8 @@ YAML = (".yaml", ".yml")
 """Endings of a study's file. Other files, such as logs of cells, may lie beside runs."""
 
 
-class TableFormat(StrEnum):
-    """How tables are written."""
-
-    TXT = "txt"
-    MD = "md"
-    TEX = "tex"
-    CSV = "csv"
-    JSON = "json"
-    HTML = "html"
-
-
-class Model(StrEnum):
-    """Which model ranks, tests and pictures are about."""
-
-    GLOBAL = "global"
-    PERSONALIZED = "personalized"
+TableFormat = Literal["txt", "md", "tex", "csv", "json", "html"]
+"""How tables are written."""
 
 
 def compare(
@@ -65,9 +50,11 @@ def compare(
     ] = None,
     columns: Annotated[int, typer.Option(min=1, max=2, help="width of pictures in columns of a paper: 3.5 or 7.16 inches")] = 1,
     titles: Annotated[bool, typer.Option("--titles", help="write each picture's caption into it, too")] = False,
-    model: Annotated[Model, typer.Option(help="the one that ranks, tests and pictures are about")] = Model.GLOBAL,
+    model: Annotated[
+        Literal["global", "personalized"], typer.Option(help="the one that ranks, tests and pictures are about")
+    ] = "global",
     metric: Annotated[str, typer.Option(help="such as f1 or dice/cup; default: what the task is judged by")] = "",
-    test: Annotated[Test, typer.Option(help="of paired scores over seeds and sites")] = Test.WILCOXON,
+    test: Annotated[Test, typer.Option(help="of paired scores over seeds and sites")] = "wilcoxon",
     against: Annotated[str, typer.Option(metavar="METHOD", help="test all others against this one only")] = "",
     smoke: Annotated[bool, typer.Option("--smoke", help="the study as `study run --smoke` ran it")] = False,
     small: Annotated[bool, typer.Option("--small", help="the study as `study run --small` ran it")] = False,
@@ -77,7 +64,7 @@ def compare(
     runs = [(path if path.exists() or "=" not in path.name else cell_folder(path)) for path in runs]
     groups, notes, published = _study(runs[0], smoke, small, workspace) if _is_study(runs) else (*comparable_groups(runs), [])
     notes += [one for group in groups for one in mixed(group)]
-    stage = Stage(model.value)
+    stage = Stage(model)
     _check(groups, metric, against)
     tables = comparison_tables(groups, stage, metric or None, test, against or None, published)
     if pictures is not None:
@@ -88,10 +75,18 @@ def compare(
         names = [file.name for file in files if file.suffix in (".png", ".tex")]
         if names:
             typer.echo(f"{pictures}: {', '.join(names)}; PDF, SVG and CSV beside them", err=True)
-    if format is None and output is not None and output.suffix[1:] not in list(TableFormat):
-        raise ConfigError(f"--output: {output}: no format of this ending; end it in .{', .'.join(TableFormat)}")
-    kind = format or (TableFormat(output.suffix[1:]) if output is not None else TableFormat.TXT)
-    text = _written(kind, groups, tables, notes, str(runs[0] if len(runs) == 1 else "comparison"), stage, output is not None)
+    kind = format or ("txt" if output is None else output.suffix[1:])
+    if kind not in get_args(TableFormat):
+        raise ConfigError(f"--output: {output}: no format of this ending; end it in .{', .'.join(get_args(TableFormat))}")
+    text = _written(
+        cast(TableFormat, kind),
+        groups,
+        tables,
+        notes,
+        str(runs[0] if len(runs) == 1 else "comparison"),
+        stage,
+        output is not None,
+    )
     if output is None:
         typer.echo(text, nl=False)
     else:
@@ -196,15 +191,15 @@ def _written(
     file: bool,
 ) -> str:
     """Return the tables in a format; text is as wide as the terminal, or FILE_WIDTH for a `file`."""
-    if format is TableFormat.CSV:
+    if format == "csv":
         show((f"note: {shown(note, 2000)}" for note in notes), errors=True)
         return as_csv(found)
-    if format is TableFormat.JSON:
+    if format == "json":
         return as_json(found, tables, notes) + "\n"
-    if format is TableFormat.HTML:
+    if format == "html":
         return study_page(Path(source).stem, source, found, tables, notes, stage)
-    if format is not TableFormat.TXT:
-        return (markdown if format is TableFormat.MD else latex)(tables, notes)
+    if format != "txt":
+        return (markdown if format == "md" else latex)(tables, notes)
     console = Console(width=FILE_WIDTH) if file else page()
     with console.capture() as written:
         for table in tables:

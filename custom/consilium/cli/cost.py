@@ -8,7 +8,6 @@ import typer
 from consilium.cli.options import (
     ASSUMED,
     TFLOPS,
-    Format,
     FormatOption,
     JobArgument,
     SetOption,
@@ -36,7 +35,7 @@ def cost(
     samples: Annotated[int | None, typer.Option(min=1, max=10**9, help="training samples of a site, for GPU hours")] = None,
     tested: Annotated[int, typer.Option(min=0, max=10**9, help="test samples of a site, for GPU hours")] = 0,
     tflops: TflopsOption = TFLOPS,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Show trainable parameters, what a site sends and receives in a round beside every other strategy, and GPU hours."""
     config, source = load(job, override or [])
@@ -103,7 +102,7 @@ def fit(
     ] = None,
     devices: Annotated[int, typer.Option(min=1, max=1024, help="so many share every batch, as `devices` of a site.yaml")] = 1,
     sharded: Annotated[bool, typer.Option("--sharded", help="and the base, as `base: sharded` of a site.yaml")] = False,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Predict the peak memory of a training step, without weights and without a GPU, and what takes less."""
     check_finite(within=within)

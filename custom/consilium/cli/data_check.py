@@ -11,7 +11,6 @@ from rich.text import Text
 from consilium.cli.options import (
     LONGEST_LINE,
     CheckpointsOption,
-    Format,
     FormatOption,
     KitPluginsOption,
     SetOption,
@@ -48,7 +47,7 @@ def data_check(
     dataset: Annotated[str, typer.Option(help="of a site with several; default: the one that the job names, or all")] = "",
     checkpoints: CheckpointsOption = None,
     kit: KitPluginsOption = None,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Open every image and label, or every record of JSONL lists, and name all bad ones; exit code 1 if there are problems."""
     if override and not job:

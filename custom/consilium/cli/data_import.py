@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from consilium.cli.options import Format, FormatOption, check_finite, emit
+from consilium.cli.options import FormatOption, check_finite, emit
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.data.importers.base import Options
@@ -55,7 +55,7 @@ def data_import(
     ] = None,
     add: Annotated[bool, typer.Option("--add", help="put the sites beside those that DEST has from other imports")] = False,
     show: Annotated[bool, typer.Option("--list", help="show the data sets and the folders each expects")] = False,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Turn a published data set into a data list per site; pictures stay where they are, splits never cut a patient."""
     check_finite(validation=validation, test=test)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from consilium.cli.options import Format, FormatOption, check_finite, emit
+from consilium.cli.options import FormatOption, check_finite, emit
 from consilium.core.errors import ConfigError
 from consilium.core.registry import call
 from consilium.core.sanitize import shown
@@ -39,7 +39,7 @@ def data_partition(
     local: Annotated[bool, typer.Option("--local", help="texts: every site cuts its own share 0.8 / 0.1 / 0.1")] = False,
     exclude: Annotated[list[str] | None, typer.Option(help="leave this class out; may be repeated")] = None,
     no_test: Annotated[bool, typer.Option("--no-test", help="pictures: no test split, for runs that choose settings")] = False,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Share a classification set, or texts, out among sites with uneven labels or sizes; all sites test alike."""
     check_finite(beta=beta)

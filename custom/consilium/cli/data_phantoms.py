@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from consilium.cli.options import Format, FormatOption, check_finite, emit
+from consilium.cli.options import FormatOption, check_finite, emit
 from consilium.core.errors import ConfigError
 from consilium.data.synthetic.phantoms import KINDS, check_own, make_phantoms
 from consilium.federation.sites import MOST_SITES
@@ -27,7 +27,7 @@ def data_phantoms(
     appearance: Annotated[float, typer.Option(min=0, max=1, help="strength of the appearance shift")] = 0.7,
     annotation: Annotated[float, typer.Option(min=0, max=1, help="strength of the shift of labels")] = 0.7,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Generate sites with set shifts of appearance and annotation; use them with simulate --data FOLDER."""
     check_finite(appearance=appearance, annotation=annotation)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from consilium.cli.data_check import lists_of
-from consilium.cli.options import Format, FormatOption, check_finite, emit
+from consilium.cli.options import FormatOption, check_finite, emit
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
@@ -35,7 +35,7 @@ def data_split(
     folds: Annotated[int, typer.Option(min=0, max=100, help="so many lists; each part is the test split once")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="decides who goes where")] = 0,
     keep_test: Annotated[bool, typer.Option("--keep-test", help="the list's own test split stays as it is")] = False,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Cut a list anew by patient, study and volume, labels spread alike; pictures stay where they are."""
     check_finite(validation=validation, test=test)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from consilium.cli.data_check import lists_of
-from consilium.cli.options import Format, FormatOption, KitPluginsOption, SetOption, emit, load_for_data
+from consilium.cli.options import FormatOption, KitPluginsOption, SetOption, emit, load_for_data
 from consilium.core.errors import ConfigError
 from consilium.data.datalist import arranged, read_datalist, with_affine
 from consilium.data.settings import DEFAULTS, PictureSettings
@@ -22,7 +22,7 @@ def data_stats(
     report: Annotated[Path | None, typer.Option(metavar="FOLDER", help="receives stats.json and stats.png")] = None,
     override: SetOption = None,
     kit: KitPluginsOption = None,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Show what sites' pictures are like, beside each other: counts, sizes, spacing, intensities, classes."""
     if override and not job:

@@ -6,14 +6,14 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from consilium.cli.options import Format, FormatOption, emit
+from consilium.cli.options import FormatOption, emit
 from consilium.flare.kit.doctor import examine
 
 
 def doctor(
     kit: Annotated[Path, typer.Argument(help="the site's startup kit")] = Path(),
     job: Annotated[Path | None, typer.Option(help="a job.yaml: does a step of it fit into the site's memory?")] = None,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Check a site before it joins: versions, kit, policies, data, checkpoints, GPU, disk, clock, server; 1 if not well."""
     findings = examine(kit, job)

@@ -8,17 +8,19 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from consilium.cli.options import Format, FormatOption, emit, show
+from consilium.cli.options import FormatOption, emit, show
 from consilium.cli.watch import exit_code, place, watch_job
 from consilium.core.errors import ConfigError
 from consilium.core.messages import TRAIN_LOSS, Stage
 from consilium.core.sanitize import line
-from consilium.flare.admin.session import Admin, connect, experiment_of
+from consilium.flare.admin.session import connect, experiment_of
 from consilium.flare.kit.certificates import warnings
 from consilium.report.live_view import last_round, reported, score_of, when
 from consilium.report.tables import Column, Table, columns, number
 from consilium.tasks.registry import Scores
 
+KEYS = ("job_id", "status", "submit_time_iso", "duration", "submitter_name")
+"""What FLARE tells of a job."""
 KitOption = Annotated[Path, typer.Option("--kit", help="an admin's startup kit")]
 
 
@@ -28,7 +30,7 @@ def status(
     kit: KitOption,
     watch: Annotated[bool, typer.Option("--watch", help="go on until the job has ended; then as --check")] = False,
     check: Annotated[bool, typer.Option("--check", help="exit code 0: completed; 1: failed; 3: not ended; 4: lost")] = False,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Show how far a job is: round, ETA, each site's scores and bytes, epsilon spent, refusals; or list all jobs.
 
@@ -40,25 +42,24 @@ def status(
     with connect(kit) as admin:
         show((line(warning, "yellow", 1000) for warning in warnings(kit)), errors=True)
         if watch:
-            watch_job(admin, admin.find(job)["job_id"], Console(stderr=format is Format.JSON, soft_wrap=True, highlight=False))
-        found: Any = admin.status(job) if job else _jobs_with_failures(admin)
+            watch_job(admin, admin.find(job)["job_id"], Console(stderr=format == "json", soft_wrap=True, highlight=False))
+        found: Any = admin.status(job) if job else _all_jobs(admin)
     emit(found, lines_of(found) if job else _lines_of_all(found), format)
     if watch or check:
         raise typer.Exit(exit_code(found["status"]))
 
 
-def _jobs_with_failures(admin: Admin) -> list[dict[str, Any]]:
+def _all_jobs(admin: Admin) -> list[dict[str, Any]]:
     """Return all jobs, and why the newest failed."""
-    keys = ("job_id", "status", "submit_time_iso", "duration", "submitter_name")
     jobs = admin.jobs()
-    found = [{"experiment": experiment_of(one), **{key: one.get(key) for key in keys}} for one in jobs]
+    found = [{"experiment": experiment_of(one), **{key: one.get(key) for key in KEYS}} for one in jobs]
     return [one | ({"reason": reason} if reason else {}) for one, reason in zip(found, admin.reasons(jobs), strict=True)]
 
 
 def abort(
     job: Annotated[str, typer.Argument(help="FLARE's job id or an experiment")],
     kit: KitOption,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Stop a job. Its last finished round stays; `consilium resume` goes on from there."""
     with connect(kit) as admin:
@@ -71,7 +72,7 @@ def download(
     job: Annotated[str, typer.Argument(help="FLARE's job id or an experiment, which has ended")],
     folder: Annotated[Path, typer.Argument(metavar="DEST", help="receives a folder named by the job's id")],
     kit: KitOption,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Fetch what a job left at the server: scores, tb_events, the shared adapter. What sites keep for themselves stays."""
     with connect(kit) as admin:

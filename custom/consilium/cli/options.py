@@ -6,7 +6,6 @@ import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -39,22 +38,9 @@ def study_command(verb: str, study: Path, size: str, workspace: Path | None, *mo
     return shlex.join(["consilium", *verb.split(), str(study), *([f"--{size}"] if size else []), *place, *more])
 
 
-class Format(StrEnum):
-    """Output of a command."""
-
-    TXT = "txt"
-    JSON = "json"
-
-
-class PageFormat(StrEnum):
-    """Output of a command that writes a page."""
-
-    MD = "md"
-    JSON = "json"
-
-
+Format = Literal["txt", "json"]
+"""Output of a command: for people, for programs."""
 FormatOption = Annotated[Format, typer.Option("--format", help="txt for people, json for programs")]
-PageFormatOption = Annotated[PageFormat, typer.Option("--format", help="md for people, json for programs")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of job.yaml, as in training.lr=0.001")]
 TflopsOption = Annotated[
     float,
@@ -68,7 +54,7 @@ KitPluginsOption = Annotated[
 JobArgument = Annotated[Path, typer.Argument(help="a job folder, such as jobs/quickstart, or a job.yaml")]
 
 
-def emit(found: Any, parts: str | Iterable[Table | RenderableType], format: Format | PageFormat) -> None:
+def emit(found: Any, parts: str | Iterable[Table | RenderableType], format: Format) -> None:
     """Print `found` as JSON, or `parts` for people, each as `show` does; a generator of parts does not run for JSON."""
     if format == "json":
         print(json.dumps(found, indent=1))
@@ -90,7 +76,7 @@ def show(parts: Iterable[Table | RenderableType], errors: bool = False) -> None:
 @contextmanager
 def progress_bar(what: str, total: int | None, format: Format, *columns: ProgressColumn) -> Iterator[Callable[[], None]]:
     """Show a bar on standard error while the block runs; yield the function that advances it. Not shown for JSON or pipes."""
-    console = Console(stderr=True, quiet=format is Format.JSON)
+    console = Console(stderr=True, quiet=format == "json")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)

@@ -12,7 +12,7 @@ import typer
 import yaml
 from rich.text import Text
 
-from consilium.cli.options import Format, FormatOption, emit
+from consilium.cli.options import FormatOption, emit
 from consilium.cli.site_records import is_site, site_records
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.sanitize import line
@@ -38,7 +38,7 @@ def ledger(
     delta: Annotated[list[float] | None, typer.Option(help="show epsilon at this delta; repeat for more")] = None,
     rows: Annotated[bool, typer.Option("--rows", help="every release, oldest first")] = False,
     seal: Annotated[str, typer.Option(help="tell whether the ledger still holds what a job's results name")] = "",
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Show what each data set has spent in all jobs, for one record and for the whole site, and what its budgets leave."""
     paths, budgets = _ledgers(where)
@@ -48,7 +48,10 @@ def ledger(
     found = [{"ledger": str(p), **one, "budgets": budgets} for p in paths for one in summary(Ledger(p), deltas)]
     every = [_row(p, when, entry) for p in paths for when, entry in Ledger(p).rows()] if rows else []
     limits = {unit: {"epsilon": b.epsilon, "delta": b.delta} for unit, b in budgets.items()}
-    plain = [one | {"budgets": limits, "epsilon": _finite(one["epsilon"])} for one in found]
+    plain = []
+    for one in found:  # JSON has no infinity
+        spent = {u: {d: None if math.isinf(e) else e for d, e in by_delta.items()} for u, by_delta in one["epsilon"].items()}
+        plain.append(one | {"budgets": limits, "epsilon": spent})
     emit({"data_sets": plain, **({"rows": every} if rows else {})}, _lines(found, every), format)
     if is_site(where):  # jobs are refused where the records of what left know rows that the ledger lacks
         records = site_records(where)
@@ -59,7 +62,7 @@ def sums(
     where: Annotated[Path, typer.Argument(help="the site's site.yaml or startup kit")],
     allow: Annotated[str, typer.Option(help="let sums over these hospitals pass: all their names, with commas between")] = "",
     reason: Annotated[str, typer.Option(help="with --allow: why, for the record")] = "",
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Show with which hospitals this site's data were summed under masks and without noise, or allow another set of them.
 
@@ -92,7 +95,7 @@ def accept(
     where: Annotated[Path, typer.Argument(help="the site's site.yaml or startup kit")],
     reason: Annotated[str, typer.Option(help="what happened, for the record")],
     seal: Annotated[list[str] | None, typer.Option(help="one that the server has had and the ledger lacks; repeat")] = None,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Go on with a privacy ledger or a ledger of sums that was lost or altered, as it stands now.
 
@@ -120,11 +123,6 @@ def _ledgers(where: Path) -> tuple[list[Path], dict[str, Any]]:
     if not found or not all(p.is_file() for p in found):
         raise ConfigError(f"{where}: no ledger there; give a ledger.sqlite, a site.yaml or a run's folder")
     return found, {}
-
-
-def _finite(epsilon: dict[str, dict[str, float]]) -> dict[str, dict[str, float | None]]:
-    """Return epsilons with None for infinity, which JSON does not have."""
-    return {u: {d: None if math.isinf(e) else e for d, e in by_delta.items()} for u, by_delta in epsilon.items()}
 
 
 def _row(path: Path, when: float, entry: Any) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def export(request: RunRequest) -> tuple[Path, PreparedRun]:
 
 def _check_workspace(folder: Path, resume: bool, engine: Engine) -> None:
     """Make the folder, or find the run to resume in it. Raises ConfigError."""
-    if engine is Engine.FLARE and not is_word(str(folder.resolve())):
+    if engine == "flare" and not is_word(str(folder.resolve())):
         raise ConfigError(f"--workspace: {folder}: FLARE's simulator needs a path without spaces, quotes and #; give another")
     try:
         if not resume:
@@ -61,7 +61,7 @@ def _check_workspace(folder: Path, resume: bool, engine: Engine) -> None:
         raise ConfigError(f"--workspace: {folder} holds a run; give another folder, or --resume to go on with it")
     if resume and not used:
         raise ConfigError(f"--resume: {folder} holds no run; give the --workspace of the run to go on with")
-    if resume and engine is Engine.FLARE:
+    if resume and engine == "flare":
         raise ConfigError("--resume: only with --engine inprocess")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"--workspace: {folder}: cannot be written to; change its permissions or give another folder")

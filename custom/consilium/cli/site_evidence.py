@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from consilium.cli.audit import markdown
-from consilium.cli.options import Format, FormatOption, emit
+from consilium.cli.options import FormatOption, emit
 from consilium.cli.site_records import site_records
 from consilium.client import approval
 from consilium.client.approval import JOB, other_files
@@ -50,7 +50,7 @@ def approve(
     kit: Annotated[Path, typer.Option("--kit", help="the site's startup kit")],
     listed: Annotated[bool, typer.Option("--list", help="show what is approved")] = False,
     revoke: Annotated[str, typer.Option(help="take back the approval of the digest that begins so")] = "",
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Approve a job for a site with `approve: digest` in its site.yaml. Prints the job's settings and what leaves the site."""
     if sum((job is not None, listed, bool(revoke))) != 1:
@@ -144,7 +144,7 @@ def evidence(
         list[Path] | None, typer.Option(help="what `consilium privacy attack --format json` printed of this run; repeat")
     ] = None,
     fingerprint: Annotated[str, typer.Option(help="for --verify without a kit: SHA-256 of the root's certificate")] = "",
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Make a signed archive of a run at this site: policy, job, record, ledger, what left in words, versions. Or check one."""
     if verify and attack:
@@ -226,8 +226,10 @@ def _files(experiment: str, kit: Path) -> dict[str, bytes]:
     words = "\n\n".join(map(markdown, read))
     entries = Ledger(ledger).entries() if ledger.is_file() and not whole["ledger"] else []
     warnings = _warnings(entries, [m["privacy"] for one in read for m in one["messages"] if "privacy" in m])
+    installed = sorted({f"{one.metadata['Name']}=={one.version}" for one in distributions() if one.metadata["Name"]})
+    packages = "\n".join([f"python=={sys.version.split()[0]}", *installed, ""])
     claims = CLAIMS.format(site=kit_name(kit), experiment=experiment, intact=intact, warnings=warnings)
-    found |= {"README.md": claims.encode(), "what-left.md": words.encode(), "packages.txt": _packages().encode()}
+    found |= {"README.md": claims.encode(), "what-left.md": words.encode(), "packages.txt": packages.encode()}
     return found | _job(kit, {str(m["flare_job"]) for one in read for m in one["messages"] if m.get("flare_job")})
 
 
@@ -251,18 +253,13 @@ def _job(kit: Path, ids: set[str]) -> dict[str, bytes]:
     return {f"job{'' if len(files) == 1 else f'-{i + 1}'}.yaml": path.read_bytes() for i, path in enumerate(files)}
 
 
-def _packages() -> str:
-    lines = sorted({f"{one.metadata['Name']}=={one.version}" for one in distributions() if one.metadata["Name"]})
-    return "\n".join([f"python=={sys.version.split()[0]}", *lines, ""])
-
-
 def forget(
     experiment: Annotated[str, typer.Argument(help="the run's name; not with --expired")] = "",
     *,
     kit: Annotated[Path, typer.Option("--kit", help="the site's startup kit, or the server's")],
     reason: Annotated[str, typer.Option(help="who withdrew, or what asks for it, for the record; no names of patients")] = "",
     expired: Annotated[bool, typer.Option("--expired", help="every run past `retention_days` of site.yaml")] = False,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Delete what this site, or the server, keeps of a run: models, pictures, scores, FLARE's files. A site's ledger and
     record of what left stay.

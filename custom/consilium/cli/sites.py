@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from consilium.cli.options import Format, FormatOption, emit
+from consilium.cli.options import FormatOption, emit
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import line, shown
 from consilium.federation.compatibility import OWN, Verdict, differences
@@ -29,7 +29,7 @@ SKEW = 60.0
 
 def sites(
     kit: Annotated[Path, typer.Option("--kit", help="an admin's startup kit, or, at the server, the server's")],
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Show all sites that the server has seen: last heartbeat, versions, clock, days of the certificate, jobs running there."""
     if (kit / "startup" / "fed_admin.json").is_file():

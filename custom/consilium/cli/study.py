@@ -13,7 +13,6 @@ from consilium.cli.options import (
     ASSUMED,
     TFLOPS,
     CheckpointsOption,
-    Format,
     FormatOption,
     TflopsOption,
     WorkspaceOption,
@@ -30,13 +29,13 @@ from consilium.config.code_digest import code_of
 from consilium.config.site import Given
 from consilium.core.sanitize import line, number_of
 from consilium.report.run_record import earlier_cells, keep_cells
-from consilium.report.tables import Column, Table, few, folding
+from consilium.report.tables import Column, Table, duration, few, folding
 from consilium.study.estimate import bytes_of, cached_flops, count_flops, fewer_steps, known_flops
 from consilium.study.plan import Planner
 from consilium.study.run_cell import CellRecord, log_of, record_of
 from consilium.study.runner import run_study
 from consilium.study.study import Cell, Study, load, named, pick, studies_folder
-from consilium.study.view import StudyView, cells_table, duration
+from consilium.study.view import StudyView, cells_table
 
 StudyArgument = Annotated[Path, typer.Argument(help="a file, or a name in jobs/studies")]
 SmokeOption = Annotated[bool, typer.Option("--smoke", help="seconds: a tiny model, generated data")]
@@ -47,7 +46,7 @@ DataOption = Annotated[Path | None, typer.Option(help="folder with a folder per 
 def study_list(
     count: Annotated[bool, typer.Option("--count", help="count anew what has changed; minutes")] = False,
     tflops: TflopsOption = TFLOPS,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """List the studies in jobs/studies: what each makes, its cells, how many are done, and GPU hours by estimate."""
     found = [_summary(load(path), count, tflops) for path in sorted(studies_folder().glob("*.yaml"))]
@@ -76,20 +75,16 @@ def _summary(study: Study, count: bool, tflops: float) -> dict[str, Any]:
 
 def study_show(
     study: StudyArgument,
-    data: DataOption = None,
-    checkpoints: CheckpointsOption = None,
     smoke: SmokeOption = False,
     small: SmallOption = False,
     workspace: WorkspaceOption = None,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
-    """Show a study's cells: how far each is, what it took, the MB it will send, and what is left out and why.
-
-    With the --data and --checkpoints of `study run` it tells which cells ran on other data, and the MB of all sites there.
-    """
+    """Show a study's cells: how far each is, what it took, the MB it will send, and what is left out and why."""
     chosen = load(study, study_size(smoke, small), workspace)
     cells = chosen.cells()
-    records, sizes = _standing(chosen, _given(data, checkpoints))
+    records = {cell.id: record_of(cell.folder) for cell in cells}
+    sizes = {cell.id: bytes_of(cell) for cell in cells}
     rows = []
     for cell in cells:
         one = records[cell.id]
@@ -97,20 +92,6 @@ def study_show(
         rows.append(vars(one) | more | {"bytes": sizes[cell.id]})
     told = {"study": chosen.name, "cells": rows, "excluded": chosen.excluded()}
     emit(told, _lines(chosen, records, sizes), format)
-
-
-def _given(data: Path | None, checkpoints: Path | None) -> Given:
-    return Given(data and data.resolve(), checkpoints and checkpoints.resolve())
-
-
-def _standing(study: Study, given: Given) -> tuple[dict[str, CellRecord], dict[str, int | None]]:
-    """Return how far each cell is and the bytes it will send; with a folder of data, as it stands to them."""
-    records = {cell.id: record_of(cell.folder) for cell in study.cells()}
-    if given.data is None:
-        return records, {cell.id: bytes_of(cell) for cell in study.cells()}
-    planned = Planner(given, study.workspace).plan(study.cells())
-    sizes = {one.cell.id: bytes_of(one.cell, len(one.names)) for one in planned}
-    return {one.cell.id: records[one.cell.id].held(one.data) for one in planned}, sizes
 
 
 def _lines(study: Study, records: dict[str, CellRecord], sizes: dict[str, int | None]) -> Iterator[Table | Text]:
@@ -122,16 +103,15 @@ def _lines(study: Study, records: dict[str, CellRecord], sizes: dict[str, int | 
     yield from (_said(f"{named(labels)}: left out: {reason}") for labels, reason in study.excluded())
     yield from _fewer_steps(cells)
     if None in sizes.values():
-        yield _said("MB: --data FOLDER tells how many sites there are")
+        yield _said("MB: `counts` in the study's file tells how many sites there are")
     if older := earlier_cells(study.workspace, study.title, (cell.id for cell in cells)):
         yield _said(f"{number_of(len(older), 'cell')} of an earlier form of this study: {', '.join(map(str, older))}")
     yield from _outdated({cell.name: (records[cell.id], code_of(cell.load())) for cell in cells})
     took = [record.seconds for record in records.values() if record.state == "done"]
     left = (len(cells) - len(took)) * sum(took) / max(len(took), 1)
     more = f", about {duration(left)} of one worker left" if left else ""
-    failed, other = (sum(record.state == state for record in records.values()) for state in ("failed", "other data"))
-    failed_or = f"{failed} failed" + (f", {other} of other data, which `study run` runs anew" if other else "")
-    yield _said(f"{len(took)} of {len(cells)} cells done, {failed_or}{more}; the runs are in {study.workspace / 'cells'}")
+    failed = sum(record.state == "failed" for record in records.values())
+    yield _said(f"{len(took)} of {len(cells)} cells done, {failed} failed{more}; the runs are in {study.workspace / 'cells'}")
 
 
 def study_run(
@@ -149,7 +129,8 @@ def study_run(
     chosen = load(study, study_size(smoke, small), workspace)
     try:
         with stoppable():
-            done, failed = _run(chosen, only or [], _given(data, checkpoints), workers, again)
+            given = Given(data and data.resolve(), checkpoints and checkpoints.resolve())
+            done, failed = _run(chosen, only or [], given, workers, again)
     except KeyboardInterrupt:
         exit_interrupted(same_command())
     if chosen.size:
@@ -164,7 +145,7 @@ def _run(study: Study, only: list[str], given: Given, workers: int, again: bool)
     """Run the cells that `only` leaves; return how many are done and how many failed."""
     cells = Planner(given, study.workspace, again).plan(pick(study, only))
     keep_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()})
-    there = {one.cell.name: (record_of(one.cell.folder).held(one.data), one.code) for one in cells}
+    there = {one.cell.name: (record, one.code) for one in cells if (record := record_of(one.cell.folder)).data == one.data}
     show(_outdated({name: stands for name, stands in there.items() if stands[0].state != "done"}))
     show(_fewer_steps([one.cell for one in cells]))
     with StudyView(Console(), study.heading, cells, workers) as view:

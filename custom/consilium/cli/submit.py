@@ -29,7 +29,7 @@ def submit(
     experiment: Annotated[str, typer.Option(help="this run's name; default: NAME-TIME")] = "",
     override: SetOption = None,
     wait: WaitOption = False,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Send a job to the federation. Every submission is a run of its own, with its own files, under its experiment's name."""
     overrides = dict(parse_override(one) for one in override or [])
@@ -46,7 +46,7 @@ def resume(
     *,
     kit: KitOption,
     wait: WaitOption = False,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Go on with a run that broke off, from the last finished round. On CPU the result is bit for bit the uninterrupted one."""
     with connect(kit) as admin:
@@ -61,7 +61,7 @@ def resume(
 
 
 def _submitted(admin: Admin, job_id: str, experiment: str, wait: bool, format: Format) -> None:
-    console = Console(stderr=format is Format.JSON, soft_wrap=True, highlight=False)
+    console = Console(stderr=format == "json", soft_wrap=True, highlight=False)
     console.print(line(f"submitted as experiment {experiment}, job {job_id}"))
     found: dict[str, Any] = {"job_id": job_id, "experiment": experiment}
     if wait:

@@ -3,7 +3,6 @@
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +24,7 @@ from consilium.tasks.segmentation import PROMPTS
 from consilium.training.device import pick_device
 from consilium.use.attack import AttackResult, of_one_record
 from consilium.use.attack import attack as attack_model
-from consilium.use.evaluate import cross_sites, read_site
+from consilium.use.evaluate import Split, cross_sites, read_site
 from consilium.use.evaluate import evaluate as evaluate_model
 from consilium.use.inputs import Prompts, find_inputs, read_prompts
 from consilium.use.invert import draw, inversion
@@ -78,7 +77,7 @@ def predict(
     device: DeviceOption = "auto",
     checkpoints: CheckpointsOption = None,
     force: Annotated[bool, typer.Option("--force", help="replace files that are there")] = False,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Let a trained model predict new images (masks, classes) or texts (answers). Not a medical device."""
     opened = open_model(model, site, stage, site_of(device, checkpoints), best)
@@ -92,7 +91,7 @@ def predict(
     count = f"{len(outcome.written)} predicted" + (f", {len(bad)} bad" if bad else "")
     count += f", {len(beside)} skipped (DICOM objects that are not images)" if beside else ""
     told = {"out": str(out), "written": outcome.written, "bad": bad, "skipped": [str(path) for path in beside]}
-    if format is Format.TXT:
+    if format == "txt":
         rest = [line(f"and {len(bad) - NAMED} more", "red")] if len(bad) > NAMED else []
         show([*(line(one["reason"], "red") for one in bad[:NAMED]), *rest], errors=True)
     emit(told, [line(f"{count}: {out}", limit=4000)], format)
@@ -120,20 +119,12 @@ def _prompts(opened: TrainedModel, given: dict[str, Path | None]) -> Prompts | N
 # The command `consilium evaluate`.
 
 
-class Split(StrEnum):
-    """Which samples of a data list are scored."""
-
-    TRAINING = "training"
-    VALIDATION = "validation"
-    TEST = "test"
-
-
 def evaluate(
     model: ModelArgument,
     data: Annotated[
         Path | None, typer.Option(help="a site's folder or data list; with --matrix the folder with all sites")
     ] = None,
-    split: Annotated[Split, typer.Option(help="which samples")] = Split.TEST,
+    split: Annotated[Split, typer.Option(help="which samples")] = "test",
     site: SiteOption = None,
     stage: Annotated[
         Stage | None, typer.Option(help="which model of a run; default: global, with --matrix personalized")
@@ -145,7 +136,7 @@ def evaluate(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="folder for the matrix as a picture and JSON")] = None,
     device: DeviceOption = "auto",
     checkpoints: CheckpointsOption = None,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Score a trained model on any site's data, as training's closing evaluation does."""
     own = site_of(device, checkpoints)
@@ -159,8 +150,8 @@ def evaluate(
     if out is not None:
         raise ConfigError("--out: is for --matrix; the scores of one model are printed (--format json)")
     opened = open_model(model, site, stage, own, best)
-    found = evaluate_model(opened, data, split.value)
-    told = {"model": str(opened.folder), "data": str(data), "split": str(split), "scores": dict(sorted(found.items()))}
+    found = evaluate_model(opened, data, split)
+    told = {"model": str(opened.folder), "data": str(data), "split": split, "scores": dict(sorted(found.items()))}
     emit(told, _score_lines(found, opened, split, data), format)
 
 
@@ -206,7 +197,7 @@ def _matrix(
     if there := [path for path in files if path.exists()]:
         raise ConfigError(f"--out: {there[0]}: is there already; give another folder")
     with progress_bar("evaluating", None, format) as advance:
-        found = cross_sites(evaluate_model, data, stage, own, split.value, best, lambda model, site: advance())
+        found = cross_sites(evaluate_model, data, stage, own, split, best, lambda model, site: advance())
     if out is not None:
         found.write(out)
     written = [f"written: {', '.join(map(str, files))}"] if files else []
@@ -231,7 +222,7 @@ def attack(
     confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="of the lower bounds on epsilon, all together")] = 0.95,
     device: DeviceOption = "auto",
     checkpoints: CheckpointsOption = None,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Try to tell who a model was trained on, and print the epsilon that this proves at least beside what was promised.
 
@@ -258,7 +249,7 @@ def invert(
     stage: StageOption = None,
     device: DeviceOption = "auto",
     checkpoints: CheckpointsOption = None,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Try to draw a site's training pictures from one update of a model: as it is, in a sum of sites, and under masks.
 

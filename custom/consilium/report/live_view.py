@@ -297,7 +297,8 @@ class LiveView(LiveScreen):
         for name, row in ((name, self.sites[name]) for name in sorted(first[:room])):
             rows.append([name, row["state"].ljust(16), *(f"{row[key]:.3f}" if key in row else "" for key in headings)])
         heads = [Column("site", right=False), Column("now", right=False)]
-        return Table("", [*heads, *(Column(text, rank) for rank, text in enumerate(headings.values(), 1))], rows, said)
+        heads += [Column(text, rank) for rank, text in enumerate(headings.values(), 1)]
+        return Table("", heads, rows, ["; ".join(said)] if said else [])
 
 
 def reported(metrics: Iterable[str]) -> set[str]:

@@ -222,41 +222,21 @@ class RunRecord:
         return {name: one for name, one in self.versions.items() if name not in MACHINE and one != "not installed"}
 
     @cached_property
-    def base(self) -> str:
-        """The SHA-256 of the frozen weights, from the server's checkpoint; "" where the package has them or it is unknown."""
-        return self._checkpoint[1]
-
-    @cached_property
-    def tensors(self) -> dict[str, tuple[Role, int]] | None:
-        """Role and size of each adapter tensor, from the server's checkpoint; None where that does not hold all that trains."""
-        if getattr(self.config.adapter, "decoder", "freeze") == "keep":
-            return None
-        sizes = self._checkpoint[0]
-        try:
-            return {name: (role, sizes[name]) for name, role in roles_of(self.config.strategy, sizes).items()} or None
-        except ConfigError:  # a tensor that the server alone has
-            return None
-
-    @cached_property
     def trained(self) -> dict[Role, int] | None:
         """How many parameters travel, stay at a site and do not train; None where the run does not tell."""
-        if recorded := next(self.of("parameters"), None):
-            return {role: recorded[role.value] for role in Role}
-        found = self.tensors
-        return None if found is None else {role: sum(size for one, size in found.values() if one is role) for role in Role}
+        recorded = next(self.of("parameters"), None)
+        return None if recorded is None else {role: recorded[role.value] for role in Role}
 
     @cached_property
-    def _checkpoint(self) -> tuple[dict[str, int], str]:
-        """Sizes of the adapter tensors in the server's checkpoint, and the digest of the frozen weights."""
+    def base(self) -> str:
+        """The SHA-256 of the frozen weights, from the server's checkpoint; "" where the package has them or it is unknown."""
         path = self.folder / "server" / "state.safetensors"
         try:
             with safe_open("" if path.is_symlink() else path, framework="pt") as file:
-                sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dict
                 meta = json.loads((file.metadata() or {}).get("meta", "{}"))
         except (OSError, SafetensorError, ValueError, RecursionError):
-            return {}, ""
-        adapter = {n.partition("/")[2]: size for n, size in sizes.items() if n.startswith(("initial/", "shared/"))}
-        return adapter, str(meta.get("checkpoint") or "") if isinstance(meta, dict) else ""
+            return ""
+        return str(meta.get("checkpoint") or "") if isinstance(meta, dict) else ""
 
 
 def job_of(folder: Path, plugins: Plugins = None) -> JobConfig:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import textwrap
 import time
 from collections import Counter
@@ -98,8 +99,8 @@ def terminal(table: Table, width: int, elsewhere: str = "--format md has them") 
     short = shortened(headings, NARROW)
     heads = [headings, list(map(_two_lines, headings)), [short[one] for one in headings]]
     most = max(one.rank for one in table.columns)
-    tries = ((keep, head, room) for keep in range(most, -1, -1) for head in heads for room in rooms)
-    for keep, head, room in tries:
+    looks = [*itertools.product(rooms, heads[:2]), *((room, heads[2]) for room in rooms)]
+    for keep, (room, head) in itertools.product(range(most, -1, -1), looks):
         places = [i for i, one in enumerate(table.columns) if one.rank <= keep]
         grid = _grid(table, places, head, shortened(names, room))
         if Measurement.get(_WIDEST, _WIDEST.options, grid).maximum <= width:
@@ -216,16 +217,8 @@ def tex(text: str) -> str:
     return "".join(_TEX.get(c, c) for c in shown(text, 2000))
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A part of a table that fits a column or a page: the points of each of its columns, by place."""
-
-    widths: Mapping[int, float]
-
-    @property
-    def wide(self) -> bool:
-        """Whether it needs the page's width."""
-        return sum(self.widths.values()) > TEX_COLUMN
+_Piece = Mapping[int, float]
+"""A part of a table that fits a column or a page: the points of each of its columns, by place."""
 
 
 def latex(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
@@ -265,16 +258,16 @@ def _pieces(table: Table, places: Sequence[int]) -> list[_Piece]:
         room = (most - numbers) / max(len(texts), 1)
         widths = whole | {place: min(whole[place], room) for place in texts}
         if sum(widths.values()) <= most and (widths == whole or room >= least):
-            return [_Piece(widths)]
+            return [widths]
     found, first = list[_Piece](), {0: min(whole[0], 2 * TEX_TEXT)}
     part = dict(first)
     for place in places:
         own = min(whole[place], TEX_PAGE - first[0])
         if len(part) > 1 and sum(part.values()) + own > TEX_PAGE:
-            found.append(_Piece(part))
+            found.append(part)
             part = dict(first)
         part[place] = own
-    return [*found, _Piece(part)]
+    return [*found, part]
 
 
 def _points(text: str) -> float:
@@ -297,7 +290,7 @@ def _environment(table: Table, piece: _Piece, rows: range, caption: str) -> list
     """Return a table environment with some columns and rows of a table."""
     wrapped = {
         place: room - TEX_GAP
-        for place, room in piece.widths.items()
+        for place, room in piece.items()
         if not table.columns[place].right and max(map(_points, _cells(table, place)), default=0) > room - TEX_GAP
     }
 
@@ -324,12 +317,12 @@ def _environment(table: Table, piece: _Piece, rows: range, caption: str) -> list
             return rf">{{\raggedright\arraybackslash}}p{{{wrapped[place]:.0f}pt}}"
         return "r" if table.columns[place].right else "l"
 
-    star = "*" if piece.wide else ""
-    body = [line_of(written(row, place) for place in piece.widths) for row in rows]
+    star = "*" if sum(piece.values()) > TEX_COLUMN else ""
+    body = [line_of(written(row, place) for place in piece) for row in rows]
     under = [tex(" ".join(map(sentence, table.notes)))] if table.notes and not caption else []
     lines = [rf"\begin{{table{star}}}[t]", r"\centering\footnotesize\setlength{\tabcolsep}{3pt}"]
     lines += [rf"\caption{{{tex(sentence(caption or table.title))}}}\smallskip"]
-    lines += [rf"\begin{{tabular}}{{{''.join(map(align, piece.widths))}}}", r"\toprule", line_of(map(head, piece.widths))]
+    lines += [rf"\begin{{tabular}}{{{''.join(map(align, piece))}}}", r"\toprule", line_of(map(head, piece))]
     lines += [r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
     return [*lines, *(rf"\par\smallskip\raggedright {one}" for one in under), rf"\end{{table{star}}}", ""]
 

@@ -76,13 +76,13 @@ def count_flops(study: Study) -> float | None:
     return total
 
 
-def bytes_of(cell: Cell, count: int = 0) -> int | None:
-    """Return the bytes of tensors up and down of a whole run of `count` sites, all together; 0 where data are pooled.
+def bytes_of(cell: Cell) -> int | None:
+    """Return the bytes of tensors up and down of a whole run, of all sites together; 0 where data are pooled.
 
-    Without a count the study or generated data say it; None where these do not.
+    The study or generated data say how many sites there are; None where these do not.
     """
     job = assemble_job(cell.load(), cell.base)
-    count = count or _sites_of(cell, job.config)
+    count = _sites_of(cell, job.config)
     if not count:
         return None
     if job.strategy.traits.pools_data:
@@ -94,7 +94,9 @@ def bytes_of(cell: Cell, count: int = 0) -> int | None:
 
 def _sites_of(cell: Cell, config: JobConfig) -> int:
     """Return how many sites the study or generated data say a cell has; 0 where these do not."""
-    return len(site_names(cell.sites, None)) if cell.sites or config.data.phantoms is not None else 0
+    if cell.sites or config.data.phantoms is not None:
+        return len(site_names(cell.sites, None))
+    return cell.counts.sites if cell.counts else 0
 
 
 def fewer_steps(cells: Sequence[Cell]) -> list[Cell]:
@@ -110,8 +112,7 @@ def fewer_steps(cells: Sequence[Cell]) -> list[Cell]:
         if config.strategy.traits.pools_data:
             pooled.append((cell, seen))
         else:
-            sites = _sites_of(cell, config) or (cell.counts.sites if cell.counts else 0)
-            others.append((cell, seen * sites * config.federation.fraction_train))
+            others.append((cell, seen * _sites_of(cell, config) * config.federation.fraction_train))
     return [cell for cell, seen in pooled if any(0 < seen < whole and _near(cell, other) for other, whole in others)]
 
 

@@ -25,9 +25,8 @@ from consilium.study.plan import Planned
 RECORD = "cell.json"
 MOST_REASON = 600
 """Characters of why a cell failed."""
-State = Literal["waiting", "running", "locked", "interrupted", "failed", "done", "other data"]
-"""`locked`: another process runs it; `interrupted`: it resumes from its checkpoint, also where its scores are gone; `other
-data`: it will run anew, see `held`."""
+State = Literal["waiting", "running", "locked", "interrupted", "failed", "done"]
+"""`locked`: another process runs it; `interrupted`: it resumes from its checkpoint, also where its scores are gone."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,7 @@ class CellRecord:
 
     def outdated(self, code: str) -> bool:
         """Tell whether a cell ran by other code than this, to its end or not. One of a version that noted none did not."""
-        return self.state not in ("locked", "other data") and self.code not in ("", code)
-
-    def held(self, data: str) -> "CellRecord":
-        """Return the record as it stands to these data: a run on others will run anew."""
-        other = self.state in ("done", "failed", "interrupted") and self.data not in ("", data)
-        return replace(self, state="other data") if other else self
+        return self.state != "locked" and self.code not in ("", code)
 
 
 _RECORD = TypeAdapter(CellRecord)
@@ -183,30 +177,15 @@ def _run(planned: Planned, observer: Observer) -> CellRecord:
 def set_aside(planned: Planned) -> None:
     """Set a run aside that is on other data, or by other code, and restore an earlier one that ran with these."""
     folder, before = planned.cell.folder, _stored(planned.cell.folder)
+    aside = folder.parent.parent / "set-aside"
+    if before.data not in ("", planned.data) or _unwanted(before, planned):
+        place = private_folder(aside) / f"{folder.name}-{before.data}-{before.code}"
+        while place.exists():  # an earlier one failed in between
+            place = place.with_name(f"{place.name}-former")
+        folder.rename(place)
     if not folder.exists():
-        before = _restored(folder, planned.data, f"{planned.data}-{planned.code}")
-    if before.data and before.data != planned.data:
-        before = _exchanged(folder, before.data, planned.data)
-    if _unwanted(before, planned):
-        _exchanged(folder, f"{planned.data}-{before.code}", f"{planned.data}-{planned.code}")
-
-
-def _exchanged(folder: Path, old: str, new: str) -> CellRecord:
-    """Set a cell's folder aside under `old`, its data and code; restore the one under `new`, if any; return its record."""
-    place = private_folder(folder.parent.parent / "set-aside") / f"{folder.name}-{old}"
-    while place.exists():  # an earlier one failed in between
-        place = place.with_name(f"{place.name}-former")
-    folder.rename(place)
-    return _restored(folder, new)
-
-
-def _restored(folder: Path, *names: str) -> CellRecord:
-    """Restore the first run that was set aside under one of these names, where there is one; return the cell's record."""
-    for name in names:
         with suppress(FileNotFoundError):
-            (folder.parent.parent / "set-aside" / f"{folder.name}-{name}").rename(folder)
-            break
-    return _stored(folder)
+            (aside / f"{folder.name}-{planned.data}-{planned.code}").rename(folder)
 
 
 def simulate_cell(planned: Planned, observer: Observer) -> None:

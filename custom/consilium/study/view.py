@@ -14,7 +14,7 @@ from consilium.core.sanitize import shown
 from consilium.report.live_view import LiveScreen
 from consilium.report.tables import Column as Heading
 from consilium.report.tables import Table as TextTable
-from consilium.report.tables import shortened
+from consilium.report.tables import duration, shortened
 from consilium.study.plan import Planned
 from consilium.study.run_cell import CellRecord, finished, record_of
 from consilium.study.runner import Progress as Part
@@ -24,11 +24,6 @@ SIGNS = {"waiting": ".", "interrupted": "~", "running": ">", "locked": "=", "fai
 """Plain letters: a cell each, in every terminal."""
 Records = Mapping[str, CellRecord]
 """By cell."""
-
-
-def duration(seconds: float) -> str:
-    """Return a time as people say it: 42 s, 7 min, 3.5 h."""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 class StudyView(LiveScreen):

@@ -120,7 +120,7 @@ def comparison_tables(
     groups: Sequence[Group],
     stage: Stage,
     metric: str | None = None,
-    test: Test = Test.WILCOXON,
+    test: Test = "wilcoxon",
     against: str | None = None,
     published: Sequence[Published] = (),
 ) -> list[Table]:
@@ -340,7 +340,7 @@ def _significance_table(scores: GroupScores, test: Test, against: str | None) ->
         [c.one, c.other, str(c.pairs), difference(c.difference), f"{c.wins}/{c.losses}", p_text(c.p), p_text(c.holm)]
         for c in found[:MOST_TESTS]
     ]
-    name = {Test.WILCOXON: "Wilcoxon's signed-rank test", Test.PERMUTATION: "paired permutation test"}[test]
+    name = {"wilcoxon": "Wilcoxon's signed-rank test", "permutation": "paired permutation test"}[test]
     tested = sum(one.p is not None for one in found)
     notes = [
         f"{name}, two-sided, over seeds x sites; p Holm: corrected for {tested} tests; "
