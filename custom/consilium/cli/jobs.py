@@ -13,7 +13,7 @@ from consilium.cli.watch import exit_code, place, watch_job
 from consilium.core.errors import ConfigError
 from consilium.core.messages import TRAIN_LOSS, Stage
 from consilium.core.sanitize import line
-from consilium.flare.admin.session import connect, experiment_of
+from consilium.flare.admin.session import Admin, connect, experiment_of
 from consilium.flare.kit.certificates import warnings
 from consilium.report.live_view import last_round, reported, score_of, when
 from consilium.report.tables import Column, Table, columns, number
