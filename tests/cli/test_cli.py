@@ -98,8 +98,7 @@ def test_a_partition_is_made_checked_and_trained_on(
         (["simulate", JOBS / "quickstart", "--set", "training.lr"], "is not KEY=VALUE"),
         (["simulate", JOBS / "quickstart", "--data", "nowhere"], "--data: nowhere: no such folder"),
         (["simulate", JOBS / "quickstart", "--resume", "--workspace", "nowhere"], "nowhere holds no run"),
-        (["data", "phantoms", "x", "--kind", "cells", "--volumes"], "--volumes: there are none of 'cells'; take --kind organ"),
-        (["data", "phantoms", "x", "--files", "dicom"], "--files: only volumes are written in several ways; add --volumes"),
+        (["data", "phantoms", "x", "--files", "dicom"], "--files: only volumes are written in several ways; add --kind organ"),
         (["data", "phantoms", "x", "--kind", "lungs"], "--kind: 'lungs' is not one of fundus, nuclei"),
         (["data", "check", "nowhere.json"], "nowhere.json: cannot be read"),
         (

@@ -7,7 +7,6 @@ import pytest
 
 from consilium.estimates.communication import own_cost
 from consilium.federation.job import assemble_job
-from consilium.study.estimate import fewer_steps
 from consilium.study.study import load
 from tests.conftest import JOBS, run
 from tests.study.conftest import MakeStudy
@@ -92,20 +91,3 @@ def test_mistakes_are_lines_and_nothing_starts(
     assert len(said) == len(lines)
     assert all(line.startswith(wanted) for line, wanted in zip(said, lines, strict=True))
     assert not (tmp_path / "runs").exists()
-
-
-def test_pooled_data_that_see_less_than_all_sites_are_told_of_before_the_run(
-    study_file: MakeStudy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two sites of one step: pooled data need two. Epochs are no matter."""
-    methods = {
-        "FedIT": {"strategy": "fedit"},
-        "fewer": {"strategy": "centralized"},
-        "fair": {"strategy": "centralized", "training.local_steps": 2},
-        "epochs": {"strategy": "centralized", "training.local_steps": None},
-    }
-    path = study_file(axes={"method": methods, "seed": {"training.seed": [0]}})
-    assert run(monkeypatch, "study", "show", path) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "method=fewer seed=0: pooled data see fewer samples a round than all sites together" in said
-    assert [cell.labels["method"] for cell in fewer_steps(load(path).cells())] == ["fewer"]

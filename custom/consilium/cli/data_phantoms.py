@@ -13,9 +13,10 @@ from consilium.federation.sites import MOST_SITES
 
 def data_phantoms(
     folder: Annotated[Path, typer.Argument(help="receives a folder per site")],
-    kind: Annotated[str, typer.Option(help="fundus, nuclei, organ, cells, sentences or codes")] = "fundus",
+    kind: Annotated[
+        str, typer.Option(help="fundus, nuclei, organ (volumes with a lesion), cells, sentences or codes")
+    ] = "fundus",
     sites: Annotated[int, typer.Option(min=1, max=MOST_SITES)] = 3,
-    volumes: Annotated[bool, typer.Option("--volumes", help="studies of a lesion in an organ, as --kind organ")] = False,
     files: Annotated[
         Literal["nifti", "dicom", "png"] | None,
         typer.Option(help="what volumes are written as; png: every slice"),
@@ -33,11 +34,8 @@ def data_phantoms(
     check_finite(appearance=appearance, annotation=annotation)
     if kind not in KINDS:
         raise ConfigError(f"--kind: {kind!r} is not one of {', '.join(KINDS)}")
-    if volumes and kind not in ("fundus", "organ"):
-        raise ConfigError(f"--volumes: there are none of {kind!r}; take --kind organ")
-    kind = "organ" if volumes else kind
     if files and kind != "organ":
-        raise ConfigError("--files: only volumes are written in several ways; add --volumes")
+        raise ConfigError("--files: only volumes are written in several ways; add --kind organ")
     names = [f"site-{i}" for i in range(1, sites + 1)]
     for name in names:
         check_own(folder / name)

@@ -1,7 +1,7 @@
 """The commands `consilium study`: list, show and run grids of runs."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,11 +30,11 @@ from consilium.config.site import Given
 from consilium.core.sanitize import line, number_of
 from consilium.report.run_record import earlier_cells, keep_cells
 from consilium.report.tables import Column, Table, duration, few, folding
-from consilium.study.estimate import bytes_of, cached_flops, count_flops, fewer_steps, known_flops
+from consilium.study.estimate import bytes_of, cached_flops, count_flops, known_flops
 from consilium.study.plan import Planner
 from consilium.study.run_cell import CellRecord, log_of, record_of
 from consilium.study.runner import run_study
-from consilium.study.study import Cell, Study, load, named, pick, studies_folder
+from consilium.study.study import Study, load, named, pick, studies_folder
 from consilium.study.view import StudyView, cells_table
 
 StudyArgument = Annotated[Path, typer.Argument(help="a file, or a name in jobs/studies")]
@@ -101,7 +101,6 @@ def _lines(study: Study, records: dict[str, CellRecord], sizes: dict[str, int | 
     for cell in (one for one in cells if records[one.id].state == "failed"):
         yield _said(f"{cell.name}: failed: {records[cell.id].reason}")
     yield from (_said(f"{named(labels)}: left out: {reason}") for labels, reason in study.excluded())
-    yield from _fewer_steps(cells)
     if None in sizes.values():
         yield _said("MB: `counts` in the study's file tells how many sites there are")
     if older := earlier_cells(study.workspace, study.title, (cell.id for cell in cells)):
@@ -147,7 +146,6 @@ def _run(study: Study, only: list[str], given: Given, workers: int, again: bool)
     keep_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()})
     there = {one.cell.name: (record, one.code) for one in cells if (record := record_of(one.cell.folder)).data == one.data}
     show(_outdated({name: stands for name, stands in there.items() if stands[0].state != "done"}))
-    show(_fewer_steps([one.cell for one in cells]))
     with StudyView(Console(), study.heading, cells, workers) as view:
         ended = run_study(cells, workers, view)
     failed = [one.cell.name for one in cells if ended[one.cell.id].state == "failed"]
@@ -158,13 +156,6 @@ def _run(study: Study, only: list[str], given: Given, workers: int, again: bool)
         if (ended_so := ended[one.cell.id]).state == "failed":
             show([_said(f"{one.cell.name}: failed: {ended_so.reason}; its text is in {log_of(one.cell.folder)}", "red")])
     return done, len(failed)
-
-
-def _fewer_steps(cells: Sequence[Cell]) -> Iterator[Text]:
-    """Yield which cells on pooled data are not an upper bound, because they train less than all sites together."""
-    if names := [cell.name for cell in fewer_steps(cells)]:
-        what = "pooled data see fewer samples a round than all sites together, so they are not an upper bound"
-        yield _said(f"{few(names, 3)}: {what}; raise its training.local_steps, or set training.local_epochs", "yellow")
 
 
 def _outdated(standing: Mapping[str, tuple[CellRecord, str]]) -> Iterator[Text]:

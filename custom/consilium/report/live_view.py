@@ -17,7 +17,7 @@ from consilium.core.messages import BYTES_DOWN, BYTES_UP, SPLITS, TRAIN_LOSS, Me
 from consilium.core.sanitize import LIMIT, line, number_of, shown
 from consilium.report.plain_files import Line, finite, place_of, read_events, round_times
 from consilium.report.tables import Column, Table, terminal
-from consilium.tasks.registry import TASKS, Scores
+from consilium.tasks.registry import Scores, task_scores
 
 # progress --------------------------------------------------------------------------------------------------------------
 # How far a run is, for admins who watch a running job and for its result: also of a job that this machine cannot load.
@@ -41,6 +41,7 @@ def progress(folder: Path, waiting: Mapping[str, Any] | None = None) -> dict[str
     rounds, lines = config["training"]["rounds"], read_events(folder / "metrics.jsonl")[0]
     of = {event: [one for one in lines if one["event"] == event] for event in ("started", "concluded", "ended", "refused")}
     here: Line = of["started"][-1] if of["started"] else {"round": 0, "phase": 0, "sites": []}
+    scores = task_scores(config["task"]) or Scores(("loss",), (), {})
     early = {name: of["ended"][-1][name] for name in ENDING} if of["ended"] else None
     return {
         "experiment": folder.name,
@@ -56,19 +57,9 @@ def progress(folder: Path, waiting: Mapping[str, Any] | None = None) -> dict[str
         "ended": early,
         "sites": _sites(lines),
         "refused": [{k: x.get(k) for k in REFUSAL} for x in of["refused"]][-20:],
-        "scores": _scores(config["task"]),
+        "scores": {"leading": list(scores.leading), "headings": dict(scores.headings), "grid": scores.grid},
         "finished": (folder / "results.json").is_file(),
     }
-
-
-def _scores(task: dict[str, Any]) -> Line:
-    """Return leading scores, headings and grid, see tasks.registry.Scores; the loss of a task that is not known here."""
-    try:
-        kind = TASKS[task["name"]]
-    except KeyError:
-        return {"leading": ["loss"], "headings": {}, "grid": ""}
-    found = kind.scores(kind.config.model_validate(kind.completed(task)))
-    return {"leading": list(found.leading), "headings": dict(found.headings), "grid": found.grid}
 
 
 def ending(line: Mapping[str, Any]) -> str:

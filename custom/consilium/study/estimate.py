@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,25 +97,3 @@ def _sites_of(cell: Cell, config: JobConfig) -> int:
     if cell.sites or config.data.phantoms is not None:
         return len(site_names(cell.sites, None))
     return cell.counts.sites if cell.counts else 0
-
-
-def fewer_steps(cells: Sequence[Cell]) -> list[Cell]:
-    """Return the cells on pooled data that see fewer samples a round than the sites of a federated cell do together.
-
-    A cell is held against those that differ from it on one axis. Epochs, and a number of sites that is not known, are left out.
-    """
-    pooled: list[tuple[Cell, float]] = []
-    others: list[tuple[Cell, float]] = []
-    for cell in cells:
-        config = cell.load()
-        seen = (config.training.local_steps or 0) * config.training.batch_size
-        if config.strategy.traits.pools_data:
-            pooled.append((cell, seen))
-        else:
-            others.append((cell, seen * _sites_of(cell, config) * config.federation.fraction_train))
-    return [cell for cell, seen in pooled if any(0 < seen < whole and _near(cell, other) for other, whole in others)]
-
-
-def _near(one: Cell, other: Cell) -> bool:
-    """Tell whether two cells of a study differ on one axis."""
-    return sum(one.labels[axis] != other.labels[axis] for axis in one.labels) == 1
