@@ -82,7 +82,7 @@ PICTURES_ASIDE = ("adapters", "adversary", "federation", "plugin", "privacy", "r
 def _small_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if request.path.relative_to(Path(__file__).parent).parts[0] in PICTURES_ASIDE:
-            for module, name in ((predictions, "PANEL"), (predictions, "SMALL"), (best_worst_cases, "SIDE")):
+            for module, name in ((predictions, "PANEL"), (best_worst_cases, "SIDE")):
                 patch.setattr(module, name, 64)
             patch.setattr(predictions, "FINE", 1)
         yield
