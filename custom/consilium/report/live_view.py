@@ -119,8 +119,8 @@ def _sites(lines: list[Line]) -> dict[str, Any]:
 
 LINE = 2000
 """Characters of a line at most; names and reasons in it have their own bound."""
-AROUND = 7
-"""Lines of a terminal that the live table does not have for sites: bar, headings, rules, what is left out."""
+AROUND = 10
+"""Lines of a terminal that the live table does not have for sites: bar, headings, rules, notes on what is left out."""
 READY, WAITING, DONE = "ready", "waiting", "done"
 SAID = {
     "warning": ("warning: {}", "text", "yellow"),

@@ -12,8 +12,7 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.cells import cell_len
-from rich.console import Console, Group
-from rich.measure import Measurement
+from rich.console import Group
 from rich.table import Table as Grid
 from rich.text import Text
 
@@ -29,8 +28,6 @@ TEX_LETTER, TEX_GAP, TEX_TEXT = 4.5, 6.0, 60.0
 """Points of most letters in \\footnotesize and between two columns, and the least that a column of text is wrapped to."""
 MOST_ROWS = 50
 """Rows of a table on a printed page."""
-_WIDEST = Console(width=100_000)
-"""No table is wider, so that it measures what one takes with every column at its full width."""
 
 
 @dataclass(frozen=True)
@@ -92,23 +89,31 @@ def terminal(table: Table, width: int, elsewhere: str = "--format md has them") 
     A table that is too wide gets headings in two lines, then short ones and, unless they stay whole, shortened names, then
     loses columns by rank, which it names with where they are (`elsewhere`). If nothing is left to drop, each cell gets a line.
     """
-    names = [shown(row[i]) for row in table.rows for i, one in enumerate(table.columns) if not one.right]
+    texts, right = [[shown(text) for text in row] for row in table.rows], [one.right for one in table.columns]
+    names = [text for row in texts for text, number in zip(row, right, strict=True) if not number]
     longest = max(map(cell_len, [*names, ""]))
-    rooms = [longest, *(room for room in ROOMS if room < longest and not table.whole)]
     headings = [shown(one.heading) for one in table.columns]
     short = shortened(headings, NARROW)
     heads = [headings, list(map(_two_lines, headings)), [short[one] for one in headings]]
+    rooms = [shortened(names, longest), *(shortened(names, room) for room in ROOMS if room < longest and not table.whole)]
+
+    def room(place: int, head: Sequence[str], written: Mapping[str, str]) -> int:
+        """Return the cells that a column takes, with a blank on each side."""
+        parts = [*head[place].split("\n"), *(row[place] if right[place] else written[row[place]] for row in texts)]
+        return 2 + max(map(cell_len, parts))
+
+    looks = [*itertools.product(rooms, heads[:2]), *((written, heads[2]) for written in rooms)]
     most = max(one.rank for one in table.columns)
-    looks = [*itertools.product(rooms, heads[:2]), *((room, heads[2]) for room in rooms)]
-    for keep, (room, head) in itertools.product(range(most, -1, -1), looks):
+    for keep, (written, head) in itertools.product(range(most, -1, -1), looks):
         places = [i for i, one in enumerate(table.columns) if one.rank <= keep]
-        grid = _grid(table, places, head, shortened(names, room))
-        if Measurement.get(_WIDEST, _WIDEST.options, grid).maximum <= width:
+        if sum(room(place, head, written) for place in places) <= width:
+            cells = [[row[i] if right[i] else written[row[i]] for i in places] for row in texts]
+            grid = _grid(table, places, [head[i] for i in places], cells)
             break
     else:
-        cells = [(heading, text) for row in table.rows for heading, text in zip(headings, row, strict=True) if text]
-        starts = {place for place, (heading, _) in enumerate(cells) if heading == headings[0]}
-        keep, grid = most, folding(Table("", columns("", ""), cells, sums=starts))
+        pairs = [(heading, text) for row in table.rows for heading, text in zip(headings, row, strict=True) if text]
+        starts = {place for place, (heading, _) in enumerate(pairs) if heading == headings[0]}
+        keep, grid = most, folding(Table("", columns("", ""), pairs, sums=starts))
     gone = [one for one, column in zip(headings, table.columns, strict=True) if column.rank > keep]
     notes = [*table.notes, *([f"no room here for: {', '.join(gone)}; {elsewhere}"] if gone else [])]
     title = [line(table.title, "italic", 1000)] if table.title else []
@@ -122,18 +127,16 @@ def _two_lines(heading: str) -> str:
     return heading if middle is None else f"{heading[:middle]}\n{heading[middle + 1 :]}"
 
 
-def _grid(table: Table, places: Sequence[int], heads: Sequence[str], names: Mapping[str, str]) -> Grid:
+def _grid(table: Table, places: Sequence[int], heads: Sequence[str], cells: Sequence[Sequence[str]]) -> Grid:
+    """Return some columns of a table, no cell broken; the best cells and the rows of means are bold."""
     grid = Grid(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-    for i in places:
-        grid.add_column(Text(heads[i]), justify="right" if table.columns[i].right else "left", no_wrap=True)
-    for index, row in enumerate(table.rows):
+    for i, head in zip(places, heads, strict=True):
+        grid.add_column(Text(head), justify="right" if table.columns[i].right else "left", no_wrap=True)
+    for index, row in enumerate(cells):
         if (index in table.sums) != (index - 1 in table.sums):
             grid.add_section()
-        texts = (names.get(shown(row[i]), shown(row[i])) for i in places)
-        style = "bold" if index in table.sums else ""
-        grid.add_row(
-            *(Text(text, "bold" if (index, i) in table.best else style) for i, text in zip(places, texts, strict=True))
-        )
+        bold = [index in table.sums or (index, i) in table.best for i in places]
+        grid.add_row(*(Text(text, "bold" if strong else "") for text, strong in zip(row, bold, strict=True)))
     return grid
 
 
