@@ -251,7 +251,7 @@ def test_an_axis_of_seeds_of_any_name_is_no_method_on_the_page(
     study_file: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Means over two seeds by method: 0.25 and 0.75. A name is text, a failed cell is named, and no patient is shown."""
-    axes = {"method": RATES | {"<img src=x onerror=alert(1)>": {"training.lr": 0.125}}, "draw": SEEDS}
+    axes = {"method": RATES | {"<script>": {"training.lr": 0.125}}, "draw": SEEDS}
     study = load(study_file(axes=axes), workspace=tmp_path / "w")
     for cell, score in zip(study.cells(), (0.125, 0.375, 0.625, 0.875), strict=False):
         done(cell, score)
@@ -260,7 +260,7 @@ def test_an_axis_of_seeds_of_any_name_is_no_method_on_the_page(
     page = Page((tmp_path / "study.html").read_text())
     assert "mean over sites: A 0.250; B 0.750." in page.source
     assert "Comparison of 4 finished runs" in page.text
-    for told in ("<img src=x onerror=alert(1)>", "failed: no memory"):
+    for told in ("<script>", "failed: no memory"):
         assert told in page.text
     assert page.of("script", "img") == []
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
