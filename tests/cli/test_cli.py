@@ -36,19 +36,6 @@ def test_simulate_ends_with_a_table_and_refuses_to_overwrite(
     assert "holds a run; give another folder, or --resume" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_simulate_as_json_with_overrides_and_own_data(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = ["--sites", 2, "--training", 2, "--validation", 1, "--test", 1, "--size", 64, "--format", "json"]
-    assert run(monkeypatch, "data", "phantoms", tmp_path / "data", *data) == 0
-    assert len(json.loads(capsys.readouterr().out)) == 2
-    options = ["--data", tmp_path / "data", "--set", "strategy.sharing=M1", "--workspace", tmp_path / "run", "--format", "json"]
-    assert run(monkeypatch, "simulate", small, *options) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["results"].keys() == {"site-1", "site-2"}
-    assert yaml.safe_load((tmp_path / "run/job.yaml").read_text())["strategy"]["sharing"] == "M1"
-
-
 @pytest.mark.slow
 def test_cost_in_both_formats(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "cost", JOBS / "fundus_fediat") == 0

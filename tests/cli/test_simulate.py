@@ -164,9 +164,13 @@ def test_ctrl_c_tells_the_command_to_go_on_with(
     other = ["simulate", "job.yaml", "--set", "training.lr=0.001", "--workspace", "my run", "--resume", "--sites", "3"]
     assert run(monkeypatch, *other) == 2
     assert "--sites: site-1, site-2, site-3: the run in my run has site-1, site-2;" in capsys.readouterr().err
-    again = ["simulate", "job.yaml", "--set", "training.lr=0.001", "--workspace", "my run", "--resume"]
+    again = ["simulate", "job.yaml", "--set", "training.lr=0.001", "--workspace", "my run", "--resume", "--format", "json"]
+    capsys.readouterr()
     assert run(monkeypatch, *again) == 0
-    assert json.loads((tmp_path / "my run/results.json").read_text()).keys() == {"site-1", "site-2"}
+    found = json.loads(capsys.readouterr().out)
+    assert found["results"].keys() == found["losses"].keys() == {"site-1", "site-2"}
+    assert json.loads((tmp_path / "my run/results.json").read_text()) == found["results"]
+    assert yaml.safe_load((tmp_path / "my run/job.yaml").read_text())["training"]["lr"] == 0.001
 
 
 def keep(folder: Path, sites: Any) -> None:
