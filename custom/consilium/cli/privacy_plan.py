@@ -68,7 +68,14 @@ def plan(
         raise ConfigError(
             f"--sites: {sites} with {colluders} colluders have no sum that shows nobody; add sites or lower --colluders"
         )
-    about = {"epsilon": epsilon, "delta": delta, "rounds": rounds, "phases": phases, "sites": sites, "clip": clip}
+    about: dict[str, Any] = {
+        "epsilon": epsilon,
+        "delta": delta,
+        "rounds": rounds,
+        "phases": phases,
+        "sites": sites,
+        "clip": clip,
+    }
     about |= {"parameters": parameters, "paper": None, "shares": shares, "sample_rate": sample_rate or None}
     if paper:
         about["paper"] = {"samples": samples, "batch_size": batch_size, "local_steps": local_steps, "tensors": tensors}
