@@ -12,7 +12,7 @@ from consilium.report.tables import terminal
 from consilium.study.plan import Planned
 from consilium.study.run_cell import CellRecord
 from consilium.study.study import load
-from consilium.study.view import SIGNS, StudyView, cells_table
+from consilium.study.view import StudyView, cells_table
 from tests.study.conftest import MakeStudy
 
 METHODS = {"a method with quite a long name " + c: {"training.lr": 1 / n} for n, c in enumerate("abcdefgh", 2)}
@@ -29,7 +29,7 @@ def printed(width: int, terminal: bool, show: Any) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_the_grid_fits_80_columns_whatever_names_and_cells(study_file: MakeStudy, tmp_path: Path) -> None:
+def test_the_view_fits_80_columns_whatever_names_and_cells(study_file: MakeStudy, tmp_path: Path) -> None:
     cells = planned(study_file, tmp_path, seeds=9)
     view = StudyView(Console(width=80, file=io.StringIO()), "tiny", cells, workers=2)
     for one, record in zip(cells, [CellRecord("done", seconds=60.0)] * 5 + [CellRecord("failed", "why")], strict=False):
@@ -37,16 +37,8 @@ def test_the_grid_fits_80_columns_whatever_names_and_cells(study_file: MakeStudy
     view(cells[6], (0.5, "round 2/4"))
     text = printed(80, True, view.render())
     assert max(map(cell_len, text.splitlines())) <= 80
-    assert "#####x>.." in text
-    assert "method with quite a long name a" in text
-    assert "6/72" in text
-    assert "round 2/4" in text
-    wide = StudyView(Console(width=40, file=io.StringIO()), "tiny", cells, workers=2).render()
-    assert max(map(cell_len, printed(40, True, wide).splitlines())) <= 40
-
-
-def test_every_state_has_a_sign_of_its_own() -> None:
-    assert len(set(SIGNS.values())) == len(SIGNS) == 6
+    for told in ("6/72, 1 failed", "seed=6: round 2/4", "ETA"):
+        assert told in text
 
 
 def test_in_a_pipe_every_end_is_a_line_and_the_eta_is_by_finished_cells(study_file: MakeStudy, tmp_path: Path) -> None:
