@@ -62,7 +62,7 @@ def test_a_learning_curve_ends_with_the_model_that_the_table_scores(tmp_path: Pa
         raw = small_cells("fedit", rounds=rounds, local_steps=1).model_dump()
         raw["data"]["phantoms"] |= {"training": 5, "validation": 5, "test": 5}
         config = JobConfig.model_validate(raw)
-        simulate(assemble_job(config), {"a": SiteConfig()}, tmp_path / str(rounds), lambda event: None)
+        simulate(assemble_job(config), {"a": SiteConfig(), "b": SiteConfig()}, tmp_path / str(rounds), lambda event: None)
     short, long = (read_finished(tmp_path / name) for name in ("1", "2"))
     curve, longer = (one.validation(Stage.GLOBAL, "loss")["a"] for one in (short, long))
     assert (sorted(curve), sorted(longer)) == ([0, 1], [0, 1, 2])
