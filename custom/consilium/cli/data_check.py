@@ -30,7 +30,7 @@ from consilium.data.settings import PictureSettings
 from consilium.data.text import has_texts
 from consilium.federation.job import checkpoint_of, tokenizer_of
 from consilium.report.page.check_page import write_report
-from consilium.tasks.registry import TASKS, TaskKind
+from consilium.tasks.registry import TASKS
 
 
 def data_check(
@@ -140,7 +140,9 @@ def _check(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
     name = "language" if has_texts(path) or path.suffix == ".jsonl" else "segmentation"
     kind = TASKS[config.task.name if config else name]
     if kind.check is None:
-        return _read_only(path, kind)
+        found = Findings.of(path, kind.read(path))
+        found.warnings["only the list was read: the job's task has no check of its samples"] = [path.name]
+        return found
     if config is None:
         change = None if name == "language" else lambda data: with_affine(arranged(data), own.nifti_affine)
         return kind.check(path, change=change) if change else kind.check(path)
@@ -157,13 +159,6 @@ def _check(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
     more: dict[str, Any] = {"change": used} if isinstance(config.task, PictureSettings) or own.labels or own.annotated else {}
     room = getattr(config.model, "max_length", 0) or config.model.image_side
     return kind.check(path, config.task, tokenizer, room, **more)
-
-
-def _read_only(path: Path, kind: TaskKind) -> Findings:
-    """Return the counts of a data list whose task comes with no check: it is read, no sample is opened."""
-    found = Findings.of(path, kind.read(path))
-    found.warnings["only the list was read: the job's task has no check of its samples"] = [path.name]
-    return found
 
 
 def _lines(found: dict[str, Findings], shared: dict[str, list[str]], told: list[str], report: Path | None) -> Iterator[Text]:
