@@ -1,6 +1,5 @@
 """A run that ends by validation: when, why, and the same whatever the order, the engine and interruptions."""
 
-import itertools
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -134,7 +133,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> N
 def test_the_order_in_which_sites_report_changes_nothing(tmp_path: Path) -> None:
     """Added up as they come, 0.1, 0.2 and 0.3 have two sums."""
     found = set()
-    for number, order in enumerate(itertools.permutations(range(3))):
+    for number, order in enumerate([(0, 1, 2), (2, 1, 0)]):
         server = opened(job_of(patience=1), tmp_path / str(number), 3)
         phase(server, [0.1, 0.2, 0.3])
         phase(server, [0.1, 0.2, 0.3], order)

@@ -162,7 +162,7 @@ def test_without_a_seed_batches_and_noise_never_repeat() -> None:
 
 
 def private_config(**privacy: object) -> JobConfig:
-    raw = training_only(small_config("fedit", local_steps=3, lr=1e-2)).model_dump()
+    raw = training_only(small_config("fedit", rounds=1, local_steps=3, lr=1e-2)).model_dump()
     return JobConfig.model_validate(raw | {"privacy": {"unit": "record", "clip": 1.0} | privacy})
 
 
