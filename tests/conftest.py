@@ -44,8 +44,9 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _equal_threads() -> None:
+def _equal_environment() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+    os.environ.pop("CONSILIUM_OUTPUT", None)  # of a simulation that runs these tests
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
@@ -86,12 +87,6 @@ def _small_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
                 patch.setattr(module, name, 64)
             patch.setattr(predictions, "FINE", 1)
         yield
-
-
-@pytest.fixture(autouse=True)
-def _no_simulation_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CONSILIUM_OUTPUT",):
-        monkeypatch.delenv(name, raising=False)
 
 
 class OnlyStrategy(Section):

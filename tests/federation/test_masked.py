@@ -494,6 +494,7 @@ def test_a_budget_needs_partners_and_a_job_needs_a_kits_key(tmp_path: Path, iden
     ("strategy", "sections", "why"),
     [
         ("scaffold", {}, "strategy 'scaffold' needs single sites' updates"),
+        ("centralized", {}, "strategy 'centralized' needs single sites' updates"),
         ("fedit", {"server": {"mean": "median"}}, "server.mean 'median' needs single sites' updates; use weighted"),
         ("fedit", {"diagnostics": {"deviation": True}}, "look at single sites; remove them"),
         ("fedit", {"federation": {"fraction_train": 0.5}}, r"federation.fraction_train: 0.5: without privacy"),

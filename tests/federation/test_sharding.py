@@ -18,7 +18,7 @@ from consilium.data.datalist import DataList
 from consilium.estimates.memory import memory_of
 from consilium.federation.job import laid_out
 from consilium.training import sharding
-from consilium.training.sharding import kept_whole, spared, stacks
+from consilium.training.sharding import backend, kept_whole, spared, stacks
 from tests.conftest import assembled, run, small_cells, small_config, small_text
 
 
@@ -70,6 +70,10 @@ def test_fit_counts_a_ranks_part() -> None:
     assert spared(model, 4) == 101_568  # three layers of 406,272 bytes: 9/4 of one are elsewhere, two are whole at times
 
 
+def test_gpus_exchange_parts_by_nccl_and_cpus_by_gloo() -> None:
+    assert (backend(torch.device("cuda:1")), backend(torch.device("cpu"))) == ("nccl", sharding.GLOO)
+
+
 def test_a_rank_s_gpu_is_chosen_before_its_mesh_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls into PyTorch alone: DeviceMesh would take GPU 1 for rank 1 where none is initialized."""
     calls = list[Any]()
@@ -80,6 +84,15 @@ def test_a_rank_s_gpu_is_chosen_before_its_mesh_is_made(monkeypatch: pytest.Monk
     store: Any = None
     sharding.world(store, 1, 2, torch.device("cuda:3"), lambda *words: store, timedelta(seconds=1))
     assert calls == ["init", torch.device("cuda:3"), ("nccl", 1), ("cuda", (2,))]
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_rank_leaves_the_group_that_it_has_made(made: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = list[bool]()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: made)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: left.append(True))
+    sharding.leave_world()
+    assert left == [True] * made
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ MIXTURES = [
 ]
 
 
-@pytest.mark.parametrize(("spends", "delta"), zip(MIXTURES, (1e-5, 1e-3, 1e-5), strict=True))
+@pytest.mark.parametrize(("spends", "delta"), [*zip(MIXTURES, (1e-5, 1e-3, 1e-5), strict=True)])
 def test_a_mixture_of_whole_and_sampled_releases_is_counted_right(spends: list[GaussianEvent], delta: float) -> None:
     """Between what numerical composition, written here on its own, says at least, and that at most plus prv's margin."""
     found = epsilon_of(spends, delta)
