@@ -49,7 +49,7 @@ def _profiled(config: JobConfig) -> int:
     return most
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", [pytest.param("sam", marks=pytest.mark.slow), "clip", "causal_lm"])
 def test_the_prediction_is_within_a_tenth_of_a_real_step(kind: str) -> None:
     config = _job(kind, 8)
     found = memory_of(assemble_job(config))
@@ -126,6 +126,7 @@ def test_the_parts_are_what_they_are_called() -> None:
     assert found.base == pytest.approx(4 * (whole - own), rel=0.01)
 
 
+@pytest.mark.slow
 def test_what_is_said_to_take_less_does() -> None:
     raw = _job("causal_lm", 4).model_dump()
     raw["training"]["precision"] = "bf16"

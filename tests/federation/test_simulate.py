@@ -131,7 +131,7 @@ def test_a_failing_site_is_left_out_and_too_many_stop_the_run(tmp_path: Path) ->
 
 
 def test_a_classification_learns_and_its_adapter_loads_with_its_head(tmp_path: Path) -> None:
-    job = assemble_job(training_only(small_cells(rounds=2, lr=3e-3, batch_size=8, local_epochs=3), test=10))
+    job = assemble_job(training_only(small_cells(rounds=1, lr=1e-2, batch_size=8, local_epochs=3), test=10))
     simulate(job, {name: SITES[name] for name in ("site-1", "site-2")}, tmp_path, quiet)
     results = json.loads((tmp_path / "results.json").read_text())
     assert [r["test/pretrained/accuracy"] for r in results.values()] == [0.2, 0.2]

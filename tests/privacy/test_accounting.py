@@ -265,7 +265,7 @@ def test_equal_rows_cost_what_one_row_does() -> None:
     delta=st.sampled_from([1e-12, 1e-5, 0.5]),
     accountant=st.sampled_from(["exact", "prv", "rdp"]),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_work_and_memory_are_bounded(noise: float, rate: float, count: int, delta: float, accountant: str) -> None:
     """No grid is over GRID points and no series over a few thousand terms, and the answer never exceeds everybody's cost."""
     sizes, terms = [], []
