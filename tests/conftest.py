@@ -44,8 +44,9 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _equal_threads() -> None:
+def _equal_environment() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+    os.environ.pop("CONSILIUM_OUTPUT", None)  # of a simulation that runs these tests
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
@@ -82,16 +83,10 @@ PICTURES_ASIDE = ("adapters", "adversary", "federation", "plugin", "privacy", "r
 def _small_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if request.path.relative_to(Path(__file__).parent).parts[0] in PICTURES_ASIDE:
-            for module, name in ((predictions, "PANEL"), (predictions, "SMALL"), (best_worst_cases, "SIDE")):
+            for module, name in ((predictions, "PANEL"), (best_worst_cases, "SIDE")):
                 patch.setattr(module, name, 64)
             patch.setattr(predictions, "FINE", 1)
         yield
-
-
-@pytest.fixture(autouse=True)
-def _no_simulation_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CONSILIUM_OUTPUT",):
-        monkeypatch.delenv(name, raising=False)
 
 
 class OnlyStrategy(Section):

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from consilium.cli.privacy import claim_of
 from tests.conftest import JOBS, run, small_cells, small_config
 
 
@@ -35,19 +36,6 @@ def test_simulate_ends_with_a_table_and_refuses_to_overwrite(
     assert "holds a run; give another folder, or --resume" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_simulate_as_json_with_overrides_and_own_data(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = ["--sites", 2, "--training", 2, "--validation", 1, "--test", 1, "--size", 64, "--format", "json"]
-    assert run(monkeypatch, "data", "phantoms", tmp_path / "data", *data) == 0
-    assert len(json.loads(capsys.readouterr().out)) == 2
-    options = ["--data", tmp_path / "data", "--set", "strategy.sharing=M1", "--workspace", tmp_path / "run", "--format", "json"]
-    assert run(monkeypatch, "simulate", small, *options) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["results"].keys() == {"site-1", "site-2"}
-    assert yaml.safe_load((tmp_path / "run/job.yaml").read_text())["strategy"]["sharing"] == "M1"
-
-
 @pytest.mark.slow
 def test_cost_in_both_formats(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "cost", JOBS / "fundus_fediat") == 0
@@ -69,15 +57,6 @@ def test_data_check_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert "no problems" in capsys.readouterr().out
     assert run(monkeypatch, "data", "check", datalist, "--job", JOBS / "nuclei_fedit", "--format", "json") == 1
     assert json.loads(capsys.readouterr().out)["problems"]["undeclared label value"]["count"] == 4
-
-
-def test_data_check_of_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    counts = ["--kind", "sentences", "--sites", 1, "--training", 4, "--validation", 1, "--test", 3]
-    assert run(monkeypatch, "data", "phantoms", tmp_path, *counts) == 0
-    assert run(monkeypatch, "data", "check", tmp_path / "site-1") == 0
-    assert "4 training, 1 validation, 3 test" in capsys.readouterr().out
-    assert run(monkeypatch, "data", "check", tmp_path / "site-1", "--job", JOBS / "quickstart_text") == 0
-    assert "tokens (" in capsys.readouterr().out
 
 
 def test_a_partition_is_made_checked_and_trained_on(
@@ -106,8 +85,7 @@ def test_a_partition_is_made_checked_and_trained_on(
         (["simulate", JOBS / "quickstart", "--set", "training.lr"], "is not KEY=VALUE"),
         (["simulate", JOBS / "quickstart", "--data", "nowhere"], "--data: nowhere: no such folder"),
         (["simulate", JOBS / "quickstart", "--resume", "--workspace", "nowhere"], "nowhere holds no run"),
-        (["data", "phantoms", "x", "--kind", "cells", "--volumes"], "--volumes: there are none of 'cells'; take --kind organ"),
-        (["data", "phantoms", "x", "--files", "dicom"], "--files: only volumes are written in several ways; add --volumes"),
+        (["data", "phantoms", "x", "--files", "dicom"], "--files: only volumes are written in several ways; add --kind organ"),
         (["data", "phantoms", "x", "--kind", "lungs"], "--kind: 'lungs' is not one of fundus, nuclei"),
         (["data", "check", "nowhere.json"], "nowhere.json: cannot be read"),
         (
@@ -127,15 +105,14 @@ def test_errors_are_one_line_and_exit_code_2(
     assert "Traceback" not in error
 
 
-def test_a_private_run_ends_with_its_claim_or_where_to_find_it(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    site, record = "{unit: site, epsilon: 3, clip: 1}", "{unit: record, noise_multiplier: 1}"
-    words = ("simulate", small, "--sites", "2", "--set", "strategy={name: fedit}")
-    assert run(monkeypatch, *words, "--workspace", tmp_path / "a", "--set", f"privacy={site}") == 0
-    assert "epsilon 3 at delta 1e-05 (site level, zero-out, trust local" in capsys.readouterr().out
-    assert run(monkeypatch, *words, "--workspace", tmp_path / "b", "--set", f"privacy={record}") == 0
-    assert "Privacy: record level, each site by its own data" in capsys.readouterr().out
+def test_a_private_run_has_a_claim_or_says_where_to_find_it(small: Path, tmp_path: Path) -> None:
+    """Of record level only the sites know it; without privacy there is none."""
+    assert claim_of(tmp_path) is None
+    raw = yaml.safe_load(small.read_text()) | {"privacy": {"unit": "record", "noise_multiplier": 1}}
+    small.write_text(yaml.safe_dump(raw))
+    assert claim_of(tmp_path) == f"record level, each site by its own data: consilium privacy ledger {tmp_path}"
+    (tmp_path / "privacy.json").write_text('{"claim": "epsilon 3 at delta 1e-05"}')
+    assert claim_of(tmp_path) == "epsilon 3 at delta 1e-05"
 
 
 def test_data_check_of_a_folder_of_all_sites_and_its_report(

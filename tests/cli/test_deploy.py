@@ -84,8 +84,3 @@ def test_doctor_exits_1_with_problems_and_tells_the_same_in_both_formats(
     (problem,) = [f for f in json.loads(capsys.readouterr().out) if not f["ok"]]
     assert problem["check"] == "startup kit"
     assert f"{problem['found']}; {problem['remedy']}" in shown
-
-
-def test_an_unknown_format_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "doctor", "--format", "xml") == 2
-    assert "'--format': 'xml' is not one of 'txt', 'json'" in capsys.readouterr().err

@@ -55,21 +55,6 @@ def test_to_a_pipe(words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pyt
     assert "closing evaluation  site-1: nothing to score" in text
 
 
-def test_to_a_file(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open(tmp_path / "log", "w", encoding="utf-8") as file:
-        monkeypatch.setattr(sys, "stdout", file)
-        assert run(monkeypatch, words) == 0
-    check((tmp_path / "log").read_text())
-
-
-def test_as_json(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    assert run(monkeypatch, [*words, "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["results"] == {"site-1": {}, "site-2": {}}
-    assert found["losses"].keys() == {"site-1", "site-2"}
-
-
 @contextmanager
 def terminal(columns: int) -> Iterator[tuple[io.TextIOWrapper, list[bytes]]]:
     """Yield a terminal's end to write to, and what a person sees of it."""

@@ -98,11 +98,6 @@ def test_a_file_has_one_form(tmp_path: Path) -> None:
         read(tmp_path, {"messages": MORE}, {"question": "a", "answer": "b"})
 
 
-def test_the_message_s_remedy_for_mixed_turns_ends_the_complaint(tmp_path: Path) -> None:
-    joined = said("user", "Fever? And a rash?")
-    assert read(tmp_path, {"messages": [joined, TELL]})[0].instruction == "Fever? And a rash?"
-
-
 def test_a_question_without_an_answer_can_be_asked(tmp_path: Path) -> None:
     bad: list[DataError] = []
     path = write(tmp_path, "training.jsonl", {"messages": MORE[:3]}, {"messages": MORE}) / "training.jsonl"

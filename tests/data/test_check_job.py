@@ -48,6 +48,7 @@ def test_checkpoints_of_the_site_are_found(given: str, tmp_path: Path, monkeypat
     assert re.search(r"tokens: 50 % up to \d+", said(monkeypatch, capsys, *words))
 
 
+@pytest.mark.slow
 def test_every_command_reads_an_architecture_by_path(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     save_folder(tmp_path / "weights" / "base")
     site, path = texts(tmp_path / "site", 3, 9), job(tmp_path)

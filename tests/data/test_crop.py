@@ -14,7 +14,7 @@ from consilium.client.site_data import cropped, site_data
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
-from consilium.data.datalist import SPLITS, Crop, DataList, Item, drawn, read_datalist
+from consilium.data.datalist import SPLITS, Crop, DataList, Item, read_datalist
 from consilium.data.images import read_masks, read_picture, read_sample
 from consilium.data.settings import PictureSettings
 from consilium.data.slices import expand
@@ -49,12 +49,6 @@ def test_a_crop_s_places_are_the_ones_there_are() -> None:
 def test_a_side_that_is_shorter_stays_whole(shape: tuple[int, int], left: tuple[int, int]) -> None:
     crop = Crop(16, 0.999, 0.999)
     assert crop.cut(np.zeros((*shape, 3))).shape[:2] == crop.shape(*shape) == left
-
-
-def test_every_place_is_drawn_about_as_often() -> None:
-    tops = np.bincount([int(drawn(16, 3, f"{n}.png").down * 5) for n in range(1000)], minlength=5)
-    assert len(tops) == 5
-    assert tops.min() > 140  # 200 expected, deviation 12.6
 
 
 def test_image_and_mask_are_cut_at_one_place(tmp_path: Path) -> None:
@@ -130,7 +124,7 @@ def test_cropped_samples_have_names_of_their_own_in_the_store(tmp_path: Path) ->
     store = open_store(tmp_path / "kept", 10**6)
     assert store is not None
     crops = (None, Crop(16, 0, 0), Crop(16, 0.5, 0), Crop(17, 0, 0))
-    assert len({store.fingerprints.name(replace(item, crop=crop), "s") for crop in crops}) == 4
+    assert len({store.name(replace(item, crop=crop), "s") for crop in crops}) == 4
 
 
 def scored(folder: Path, entries: list[dict], crop: Crop, side: int = 8, **settings: object) -> SegmentationTask:

@@ -57,11 +57,6 @@ def test_labels_may_be_classes(tmp_path: Path) -> None:
         read_datalist(write(tmp_path, {"training": [{"image": "a.png", "label": True}]}, "a.png"), classes=True)
 
 
-def test_missing_list(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
-        read_datalist(tmp_path / "none.json")
-
-
 @pytest.mark.parametrize(("key", "meant"), [("tests", "test"), ("val", "validation"), ("valid", "validation")])
 def test_a_split_under_another_tools_name_is_not_lost_in_silence(key: str, meant: str, tmp_path: Path) -> None:
     (tmp_path / "datalist.json").write_text(json.dumps({"training": [], key: [], "name": "ward"}))
@@ -113,11 +108,6 @@ def test_folds_that_are_not_used_are_told(folds: list[int | None], more: dict[st
     found = listed(tmp_path, folds, **more)
     assert names(found, "training") == ["0.png", "1.png"]
     assert why in found.notes[0][1]
-
-
-def test_a_list_without_folds_stays_as_it_is(tmp_path: Path) -> None:
-    found = listed(tmp_path, [None, None])
-    assert (names(found, "training"), found.notes) == (["0.png", "1.png"], ())
 
 
 def test_a_fold_is_a_whole_number(tmp_path: Path) -> None:

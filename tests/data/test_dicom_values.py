@@ -54,13 +54,6 @@ def test_every_lossless_way_returns_the_values(syntax: str, kind: str, tmp_path:
     assert np.array_equal(found[:, :, 0].T, values)
 
 
-def test_jpeg_is_read_as_pil_reads_it(tmp_path: Path) -> None:
-    buffer = io.BytesIO()
-    Image.fromarray(GREY).save(buffer, "JPEG")
-    made = dicoms.compressed(dicoms.image(GREY), uid.JPEGBaseline8Bit, [buffer.getvalue()])
-    assert np.array_equal(read(made, tmp_path), np.asarray(Image.open(buffer)))
-
-
 def test_jpeg_in_colours_is_read_as_pil_reads_it(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     smooth = np.add.outer(np.arange(32), np.arange(32))[..., None] * np.array([1, 2, 3]) % 256
@@ -76,14 +69,6 @@ def test_values_are_rescaled(tmp_path: Path) -> None:
     found = read(dicoms.image(stored, RescaleSlope="0.5", RescaleIntercept="-1024"), tmp_path)
     assert found.dtype == np.float32
     assert np.array_equal(found, stored * 0.5 - 1024)
-
-
-def test_a_series_may_have_a_slope_per_slice(tmp_path: Path) -> None:
-    for k, slope in enumerate((1, 2.5)):
-        dicoms.save(dicoms.placed(GREY, (0, 0, k), RescaleSlope=slope, RescaleIntercept=0), tmp_path / f"{k}.dcm")
-    found = volumes.voxels(tmp_path)
-    assert np.array_equal(found[:, :, 0].T, GREY)
-    assert np.array_equal(found[:, :, 1].T, GREY * 2.5)
 
 
 def test_bits_above_the_stored_ones_are_left_out(tmp_path: Path) -> None:
@@ -174,17 +159,6 @@ def test_padding_may_be_written_without_its_sign(tmp_path: Path) -> None:
     made = dicoms.image(np.array([[-2000, 5, 7]], np.int16), PixelPaddingValue=63536)
     made["PixelPaddingValue"].VR = "US"
     assert read(made, tmp_path).tolist() == [[5, 5, 7]]
-
-
-def test_a_palette_becomes_colours(tmp_path: Path) -> None:
-    made = dicoms.image(np.array([[0, 1, 2, 1]], np.uint8), PhotometricInterpretation="PALETTE COLOR")
-    palette = {"Red": [0, 255, 10], "Green": [0, 128, 20], "Blue": [0, 64, 30]}
-    for colour, values in palette.items():
-        setattr(made, f"{colour}PaletteColorLookupTableDescriptor", [3, 0, 16])
-        data = np.array(values, np.uint16) * 257
-        setattr(made, f"{colour}PaletteColorLookupTableData", data.tobytes())
-        made[f"{colour}PaletteColorLookupTableDescriptor"].VR = "US"
-    assert read(made, tmp_path).tolist() == [[[0, 0, 0], [255, 128, 64], [10, 20, 30], [255, 128, 64]]]
 
 
 def test_colours_are_read_plane_by_plane_or_pixel_by_pixel(tmp_path: Path) -> None:

@@ -17,8 +17,6 @@ import pytest
 from PIL import Image
 
 from consilium.data.check import Findings, check_datalist
-from consilium.data.datalist import Item
-from consilium.data.images import read_image, read_labels
 
 CLASSES = {"disc": [1, 2], "cup": [2]}
 SIDE = 24
@@ -155,20 +153,10 @@ STOPS: dict[str, tuple[Case, str, str]] = {
         "holds NaN, infinite numbers or some over 1e+38 at 2,879 of 2,880 places",
     ),
     "NaN mask": (lambda f: volumes(f, label=with_nan(blob()), slice=2), "not finite numbers", "s.nii.gz: holds NaN"),
-    "other spacing": (
-        lambda f: volumes(f, affines=(AFFINE, moved(AFFINE, scale=1.5)), slice=2),
-        "mask on another grid",
-        "corners lie 11.5 mm apart",
-    ),
     "other origin": (
         lambda f: volumes(f, affines=(AFFINE, moved(AFFINE, by=7)), slice=2),
         "mask on another grid",
         "corners lie 7.0 mm apart",
-    ),
-    "inverted affine": (
-        lambda f: volumes(f, affines=(AFFINE, moved(AFFINE, flip=True)), slice=2),
-        "mask on another grid",
-        "corners lie 46.0 mm apart",
     ),
     "other shape": (
         lambda f: volumes(f, label=blob((SIDE, SIDE, 4)), slice=2),
@@ -188,19 +176,11 @@ STOPS: dict[str, tuple[Case, str, str]] = {
         "its image has 5 planes",
     ),
     "20k x 20k": (lambda f: pair(f) | {"image": declared(f / "b.png", 20_000)}, "too large", "over 100,000,000 pixels"),
-    "10.1k x 10.1k": (
-        lambda f: pair(f) | {"image": declared(f / "b.png", 10_100)},
-        "too large",
-        "10100x10100 pixels, at most 100,000,000",
-    ),
     "several pages": (pages, "several pages", "has 3 pages"),
     "EXIF": (exif, "mask of another size", "the image's EXIF tag turns it: turn the mask"),
     "slice as text": (lambda f: volumes(f, slice="4"), "unreadable", "slice '4' is not a whole number from 0"),
-    "slice as 4.0": (lambda f: volumes(f, slice=4.0), "unreadable", "slice 4.0 is not a whole number from 0"),
     "missing": (lambda f: pair(f) | {"image": "gone.png"}, "missing file", "gone.png: no such file"),
     "a folder": (lambda f: pair(f) | {"image": "."}, "unreadable", "(a folder, not a file)"),
-    "empty file": (lambda f: pair(f) | {"image": write_bytes(f / "z.png", b"")}, "unreadable", "image cannot be read"),
-    "half a JPEG": (lambda f: cut_off(f, "h.jpg"), "unreadable", "h.jpg: image cannot be read"),
     "half a PNG": (lambda f: cut_off(f, "h.png"), "unreadable", "h.png: image cannot be read"),
     "half a .nii.gz": (cut_volume, "unreadable", "v.nii.gz: cannot be read as NIfTI"),
     "no picture": (lambda f: pair(f) | {"image": write_bytes(f / "t.png", b"just text")}, "unreadable", "image cannot be read"),
@@ -220,7 +200,6 @@ STOPS: dict[str, tuple[Case, str, str]] = {
         "undeclared label value",
         "label value 255 belongs to no class",
     ),
-    "16-bit mask": (lambda f: pair(f, label=mask().astype(np.uint16) * 1000), "undeclared label value", "label value 1000"),
     "no mask": (lambda f: {"image": pair(f)["image"]}, "no mask", "i.png"),
     "a class": (lambda f: pair(f) | {"label": 3}, "class instead of a mask", "label 3 is a class"),
     "mask of another size": (lambda f: pair(f, label=mask((SIDE, SIDE + 1))), "mask of another size", "mask is 25x24 pixels"),
@@ -403,27 +382,6 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     path = tmp_path / "datalist.json"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"training": [pair(tmp_path)]}).encode())
     assert check_datalist(path, CLASSES).problems == {}
-
-
-@pytest.mark.parametrize("flips", [(1, 1, 1), (1, 1, -1), (-1, -1, -1)])
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)], ids=["axial", "sagittal", "coronal"])
-def test_slice_is_the_file_s_own_index_however_it_is_stored(
-    flips: tuple[int, int, int], order: tuple[int, int, int], tmp_path: Path
-) -> None:
-    """The label's plane k of the file shows exactly the voxels [:, :, k] that nibabel reads, and so does the image's."""
-    stored = np.zeros((20, 22, 6), np.uint8)
-    stored[3:7, 5:9, 4] = 2
-    affine = np.eye(4)
-    affine[:3, :3] = np.diag(flips)[:, list(order)]
-    entry = volumes(tmp_path, stored * 100, stored, (affine, affine))
-    item = Item(tmp_path / entry["image"], tmp_path / entry["label"], 4)
-    raw = np.asarray(nibabel.load(tmp_path / entry["label"]).dataobj)[:, :, 4]
-    labels = read_labels(item)
-    assert labels.values is not None
-    assert sorted(labels.shape) == sorted(raw.shape)
-    assert int((labels.values == 2).sum()) == int((raw == 2).sum()) == 16
-    assert np.array_equal(read_image(item)[..., 0] > 0, labels.values == 2)
-    assert read_labels(Item(item.image, item.label, 1)).present() == {0}
 
 
 def test_all_bad_ones_are_named_and_counted(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from consilium.data.datalist import SPLITS
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import import_set
 from consilium.data.text import read_texts
-from tests.conftest import run
 
 
 def table(path: Path, *rows: str, head: str = "text;label;site;patient;split") -> Path:
@@ -23,7 +22,8 @@ def test_reports_by_site_keep_a_patient_in_one_split_and_their_lines(tmp_path: P
     rows = [f'"Film {i}.\nNo ""fluid"".";{"normal" if i % 3 else "effusion"};Klinik {i % 2};p{i // 4};' for i in range(40)]
     found = import_set("csv-text", table(tmp_path / "a.csv", *rows, ";normal;x;;", "no label;;x;;"), tmp_path / "out")
     assert found["classes"] == ["effusion", "normal"]
-    assert found["notes"] == ["2 of 42 lines without text or label are left out"]
+    renamed = ["Klinik 0 -> klinik-0", "Klinik 1 -> klinik-1"]
+    assert found["notes"] == ["2 of 42 lines without text or label are left out", *renamed]
     for site in ("klinik-0", "klinik-1"):
         assert check_texts(tmp_path / "out" / site).problems == {}
         splits = read_texts(tmp_path / "out" / site).splits
@@ -47,16 +47,6 @@ def test_published_splits_stay_and_columns_may_have_other_names(tmp_path: Path) 
     assert "consilium data partition" in found["notes"][0]
 
 
-def test_the_command_says_which_files_and_classes_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = table(tmp_path / "d.csv", "a,x", "b,y", head="text,label")
-    assert run(monkeypatch, "data", "import", "csv-text", source, tmp_path / "out") == 0
-    said = capsys.readouterr().out
-    assert "a folder with JSONL files per site" in said
-    assert 'task.classes: ["x", "y"]' in said
-
-
 @pytest.mark.parametrize(
     ("head", "row", "columns", "message"),
     [
@@ -65,7 +55,6 @@ def test_the_command_says_which_files_and_classes_there_are(
         ("text,label", "a,b", {"image": "text"}, r"--column: 'image': expected one of text, label, site, patient, split"),
         ("text,label", ",b", {}, r"no line has a text and a label; give a line per text"),
         ("text,label,split", "a,b,fold1", {}, r"line 2: split 'fold1' is none of training, validation, test; write one"),
-        ("text,label,site", "a,b,\u041c", {}, r"line 2: site '.*' has no name of its own.*rename it in the table"),
         ("text,label,patient", "a,b,p\u200b1", {}, r"line 2: patient has U\+200B ZERO WIDTH SPACE"),
         ("text,label", "a,b,c", {}, r"line 2: more cells than the 2 headings"),
     ],

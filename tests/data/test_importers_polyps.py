@@ -96,18 +96,6 @@ def test_pranets_split_stays_and_test_sets_alone_only_test(pranet: Path, tmp_pat
         assert np.argwhere(read_mask(item.label) == 255).tolist() == [[r, c] for r in range(4, 7) for c in range(4, 7)]
 
 
-def test_pranet_cut_anew_keeps_runs_of_frames_together(pranet: Path, tmp_path: Path) -> None:
-    for seed in range(3):
-        found = run_import("polyp-pranet", pranet, tmp_path / str(seed), resplit=True, seed=seed)
-        assert {site: sum(counts.values()) for site, counts in found["sites"].items()} == {
-            "cvc-300": 10,
-            "cvc-clinicdb": 20,
-            "kvasir-seg": 10,
-        }
-        frames = splits_of(tmp_path / str(seed), "cvc-clinicdb")
-        assert groups_apart(frames, lambda item: str((int(item.image.stem) - 1) // 2))
-
-
 def test_pranet_broken(pranet: Path, tmp_path: Path) -> None:
     (pranet / "TrainDataset/mask/cju3x.png").unlink()
     with pytest.raises(DataError, match=r"cju3x\.png: expected a mask named cju3x; found none among 21"):

@@ -2,7 +2,8 @@
 
 import csv
 import json
-from collections import Counter
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ from consilium.data.datalist import SPLITS
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import import_set
 from consilium.data.text import Text, read_texts
-from tests.conftest import run
-from tests.data.writing import NO_TEXTS, REAL_TEXTS, write
+from tests.data.writing import write
 
 
 def texts(name: str, source: Path, dest: Path, **options: Any) -> dict[str, tuple[Text, ...]]:
@@ -219,110 +219,114 @@ def test_boolq_is_true_or_false_about_a_passage(tmp_path: Path) -> None:
     assert int(pair[0].split()[2].rstrip(".")) // 2 == int(pair[1].split()[2].rstrip(".")) // 2
 
 
-def test_piqa_letters_are_its_solutions(tmp_path: Path) -> None:
-    data = tmp_path / "physicaliqa-train-dev"
-    write(data, "train.jsonl", *({"goal": f"Goal {i // 2}", "sol1": f"do {i}", "sol2": f"not {i}"} for i in range(20)))
-    (data / "train-labels.lst").write_text("0\n1\n" * 10)
-    write(data, "dev.jsonl", {"goal": "Boil", "sol1": "Freeze", "sol2": "Heat"})
-    (data / "dev-labels.lst").write_text("1")
-    write(data, "tests.jsonl", {"goal": "no labels", "sol1": "a", "sol2": "b"})
-    found = texts("piqa", tmp_path, tmp_path / "out")
-    assert [len(found[split]) for split in SPLITS] == [18, 2, 1]
-    (tested,) = found["test"]
-    assert (tested.input, tested.outputs, tested.labels) == ("Boil\nA. Freeze\nB. Heat", ("B",), ("A", "B"))
-    assert Counter(text.outputs[0] for text in found["training"]) == {"A": 9, "B": 9}
-    assert len({text.input.splitlines()[0] for text in found["validation"]}) == 1
-    (data / "train-labels.lst").write_text("0\n1\n" * 9)
+def choices(record: dict[str, Any], numbers: Iterable[int], group: str = "", **label: Any) -> list[dict[str, Any]]:
+    """Return a record for each number, which is in its words; two by two they have one `group`, where that key is named."""
+    found = []
+    for number in numbers:
+        own = {key: f"{value} {number}" if isinstance(value, str) else value for key, value in record.items()}
+        found.append(own | ({group: record[group].format(number // 2, number % 2 + 1)} if group else {}) | label)
+    return found
+
+
+MULTIPLE = {"question": "Which vitamin?", "opa": "A1", "opb": "B1", "opc": "C1", "opd": "D1", "subject_name": "Dental"}
+LETTERS = {letter: f"drug {letter}" for letter in "ABCDE"}
+CHOICES: dict[str, tuple[tuple[str, str], dict[str, Any], str, dict[str, Any], str, str]] = {
+    "piqa": (("train.jsonl", "dev.jsonl"), {"goal": "Boil {}", "sol1": "Freeze", "sol2": "Heat"}, "goal", {}, "1", "B"),
+    "hellaswag": (
+        ("hellaswag_train.jsonl", "hellaswag_val.jsonl"),
+        {"activity_label": "Rowing", "ctx": "They", "endings": ["w", "x", "y", "z"], "source_id": "v_{}"},
+        "source_id", {"label": 2}, "", "C",
+    ),
+    "winogrande": (
+        ("train_xl.jsonl", "dev.jsonl"),
+        {"qID": "3QX{}-{}", "sentence": "So _ fell", "option1": "Cy", "option2": "Di"}, "qID", {}, "2", "B",
+    ),
+    "medmcqa": (("train.json", "dev.json"), MULTIPLE, "", {"cop": 2}, "", "B"),
+    "medqa": (
+        ("phrases_no_exclude_train.jsonl", "phrases_no_exclude_test.jsonl"),
+        {"question": "Which drug?", "options": {letter: LETTERS[letter] for letter in "ABCD"}}, "", {"answer_idx": "D"},
+        "", "D",
+    ),
+    "medqa-5": (("train.jsonl", "test.jsonl"), {"question": "Which?", "options": LETTERS}, "", {"answer_idx": "E"}, "", "E"),
+    "careqa": (
+        ("CareQA_en.json", ""), {"question": "Q", "op1": "a", "op2": "b", "op3": "c", "op4": "d", "category": "Nursing"},
+        "", {"cop": 4}, "", "D",
+    ),
+}  # fmt: skip
+"""Names of the files for training and test, a record, the key of its group, its label there or in a file, and the letter."""
+KEPT = {"hellaswag": "activity_label", "medmcqa": "subject_name", "careqa": "category"}
+
+
+def publish(folder: Path, name: str, count: int = 20, **label: Any) -> None:
+    """Write a set as its publisher does."""
+    names, record, group, own, label_file, _ = CHOICES[name]
+    for file, numbers in zip(names, (range(count), range(count, count + 2)), strict=True):
+        if file:
+            records = choices(record, numbers, group, **own | label)
+            write(folder, file, *([json.dumps(records)] if name == "careqa" else records))
+            if label_file:
+                (folder / f"{Path(file).stem}-labels.lst").write_text(f"{label_file}\n" * len(numbers))
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_options_become_letters_and_groups_stay_together(name: str, tmp_path: Path) -> None:
+    names, record, group, _, _, letter = CHOICES[name]
+    publish(tmp_path / "set", name)
+    found = texts(name, tmp_path / "set", tmp_path / "out")
+    assert [len(found[split]) for split in SPLITS] == ([18, 2, 2] if names[1] else [14, 2, 4])
+    (tested, *_) = found["test"]
+    every = [v for v in record.values() if isinstance(v, list | dict)]
+    options = list(every[0].values()) if every and isinstance(every[0], dict) else every[0] if every else None
+    shown = [line.partition(". ") for line in tested.input.splitlines()[1:]]
+    assert [one[0] for one in shown] == list(tested.labels) == list("ABCDE"[: len(shown)])
+    assert tested.outputs == (letter,)
+    assert tested.instruction.endswith(f"{', '.join(tested.labels[:-1])} or {tested.labels[-1]}.")
+    assert options is None or [one[2] for one in shown] == options
+    if group:
+        (pair,) = {tuple(sorted(text.input.splitlines()[0] for text in found["validation"]))}
+        numbers = [int(re.findall(r"\d+", line)[-1]) for line in pair]
+        assert numbers[0] // 2 == numbers[1] // 2
+    if name in KEPT:
+        assert all(KEPT[name] in one for one in records(tmp_path / f"out/{name}/test.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "message"),
+    [
+        ("hellaswag", {"label": 4}, r"hellaswag_train\.jsonl: record 1: '.*': expected a label from 0 to 3; found '4'"),
+        ("medmcqa", {"cop": 0}, r"train\.json: record 1: .*: expected a label from 1 to 4; found '0'"),
+        ("medqa", {"answer_idx": "F"}, "expected a label from A to D; found 'F'"),
+        ("medqa", {"options": {}}, "record 1: expected options A to D or E"),
+        ("medqa", {"options": {"A": None, "B": "b", "C": "c", "D": "d"}}, "expected options that are texts; found None"),
+        ("medmcqa", {"exp": "x" * 1_100_000}, r"train\.json:1: over 1,048,576 characters"),
+        ("medmcqa", {"cop": "2"}, r"train\.json:1: expected question"),
+    ],
+)
+def test_a_bad_choice_is_named(name: str, label: dict[str, Any], message: str, tmp_path: Path) -> None:
+    publish(tmp_path / "set", name, 2, **label)
+    with pytest.raises(DataError, match=message):
+        import_set(name, tmp_path / "set", tmp_path / "out")
+
+
+def test_labels_of_their_own_file_must_be_as_many(tmp_path: Path) -> None:
+    publish(tmp_path, "piqa")
+    (tmp_path / "train-labels.lst").write_text("0\n" * 18)
     with pytest.raises(
         DataError, match=r"train-labels\.lst: expected 20 labels, as many as train\.jsonl has records; found 18"
     ):
         import_set("piqa", tmp_path, tmp_path / "bad")
-    (data / "train-labels.lst").write_text("0\n2\n" * 10)
-    with pytest.raises(DataError, match=r"train\.jsonl: record 2: 'Goal 0': expected a label from 0 to 1; found '2'"):
-        import_set("piqa", tmp_path, tmp_path / "bad")
-    (data / "train-labels.lst").unlink()
+    (tmp_path / "train-labels.lst").unlink()
     with pytest.raises(DataError, match=r"train\.jsonl: expected train-labels\.lst beside it; found none; complete the set"):
         import_set("piqa", tmp_path, tmp_path / "bad")
 
 
-def test_hellaswag_letters_are_its_endings(tmp_path: Path) -> None:
-    def raw(number: int, label: int) -> dict[str, Any]:
-        endings = [f"{letter}{number}." for letter in "wxyz"]
-        made = {"ind": number, "activity_label": "Rowing", "ctx": f"They {number}", "endings": endings, "label": label}
-        return made | {"source_id": f"activitynet~v_{number // 2}"}
-
-    write(tmp_path, "hellaswag_train.jsonl", *(raw(i, i % 4) for i in range(20)))
-    write(tmp_path, "hellaswag_val.jsonl", raw(50, 2))
-    write(tmp_path, "hellaswag_test.jsonl", {"ind": 1, "ctx": "hidden"})
-    found = texts("hellaswag", tmp_path, tmp_path / "out")
-    assert [len(found[split]) for split in SPLITS] == [18, 2, 1]
-    (tested,) = found["test"]
-    assert tested.input == "Rowing: They 50\nA. w50.\nB. x50.\nC. y50.\nD. z50."
-    assert (tested.outputs, tested.labels) == (("C",), ("A", "B", "C", "D"))
-    assert tested.instruction.endswith("Answer with A, B, C or D.")
-    assert records(tmp_path / "out/hellaswag/test.jsonl")[0]["activity_label"] == "Rowing"
-    videos = {int(t.input.splitlines()[0].split()[2]) // 2 for t in found["validation"]}
-    assert len(videos) == 1
-
-
-def test_winogrande_by_size_keeps_twins_together(tmp_path: Path) -> None:
-    data = tmp_path / "winogrande_1.1"
-    for size, count in (("xl", 40), ("s", 20)):
-        twins = (
-            {"qID": f"3QX{i // 2}-{i % 2 + 1}", "sentence": f"{i} _ ran", "option1": "Al", "option2": "Bo"}
-            for i in range(count)
-        )
-        write(data, f"train_{size}.jsonl", *twins)
-        (data / f"train_{size}-labels.lst").write_text("1\n2\n" * (count // 2))
-    write(data, "dev.jsonl", {"qID": "4-1", "sentence": "So _ fell", "option1": "Cy", "option2": "Di", "answer": "2"})
-    (data / "dev-labels.lst").write_text("2\n")
-    found = texts("winogrande", tmp_path, tmp_path / "s", size="s")
-    assert [len(found[split]) for split in SPLITS] == [18, 2, 1]
-    (tested,) = found["test"]
-    assert (tested.input, tested.outputs) == ("So _ fell\nA. Cy\nB. Di", ("B",))
-    assert len({int(t.input.split()[0]) // 2 for t in found["validation"]}) == 1
-    assert sum(len(split) for split in texts("winogrande", tmp_path, tmp_path / "xl").values()) == 41
+def test_a_size_names_the_file_of_training(tmp_path: Path) -> None:
+    publish(tmp_path, "winogrande")
+    write(tmp_path, "train_s.jsonl", *choices(CHOICES["winogrande"][1], range(4), "qID"))
+    (tmp_path / "train_s-labels.lst").write_text("1\n" * 4)
+    assert sum(len(split) for split in texts("winogrande", tmp_path, tmp_path / "s", size="s").values()) == 6
     with pytest.raises(ConfigError, match=r"--size: 'xxl': expected one of xl, l, m, s, xs, debiased"):
         import_set("winogrande", tmp_path, tmp_path / "bad", Options(size="xxl"))
-
-
-MULTIPLE = {"question": "Which vitamin?", "opa": "A1", "opb": "B1", "opc": "C1", "opd": "D1"}
-
-
-def test_medmcqa_counts_from_one_in_lines_of_a_json_file(tmp_path: Path) -> None:
-    raws = [MULTIPLE | {"question": f"Q{i}", "cop": i % 4 + 1, "exp": None, "subject_name": "Dental"} for i in range(20)]
-    write(tmp_path, "train.json", *raws)
-    write(tmp_path, "dev.json", MULTIPLE | {"cop": 2, "subject_name": "Anatomy", "choice_type": "single"})
-    write(tmp_path, "test.json", MULTIPLE)
-    found = texts("medmcqa", tmp_path, tmp_path / "out")
-    assert [len(found[split]) for split in SPLITS] == [18, 2, 1]
-    (tested,) = found["test"]
-    assert (tested.input, tested.outputs) == ("Which vitamin?\nA. A1\nB. B1\nC. C1\nD. D1", ("B",))
-    assert Counter(t.outputs[0] for split in SPLITS[:2] for t in found[split]) == dict.fromkeys("ABCD", 5)
-    assert records(tmp_path / "out/medmcqa/test.jsonl")[0]["subject_name"] == "Anatomy"
-    write(tmp_path, "dev.json", MULTIPLE | {"cop": 0})  # as a hub's copy counts
-    with pytest.raises(DataError, match=r"dev\.json: record 1: 'Which vitamin\?': expected a label from 1 to 4; found '0'"):
-        import_set("medmcqa", tmp_path, tmp_path / "bad")
-
-
-@pytest.mark.parametrize(("name", "prefix", "letters"), [("medqa", "phrases_no_exclude_", "ABCD"), ("medqa-5", "", "ABCDE")])
-def test_medqa_by_options_with_and_without_development_questions(tmp_path: Path, name: str, prefix: str, letters: str) -> None:
-    raw = {"options": {letter: f"drug {letter}" for letter in letters}, "answer": "drug D", "answer_idx": "D"}
-    for split, count in (("train", 9), ("dev", 2), ("test", 3)):
-        questions = [raw | {"question": f"{split} {i}?", "meta_info": "step1"} for i in range(count)]
-        write(tmp_path / "US", f"{prefix}{split}.jsonl", *questions)
-    found = texts(name, tmp_path, tmp_path / "out")
-    assert [len(found[split]) for split in SPLITS] == [9, 2, 3]
-    assert (found["test"][0].outputs, found["test"][0].labels) == (("D",), tuple(letters))
-    assert found["test"][0].input.splitlines()[4] == "D. drug D"
-    (tmp_path / f"US/{prefix}dev.jsonl").unlink()
-    assert [len(split) for split in texts(name, tmp_path, tmp_path / "cut").values()] == [8, 1, 3]
-    write(tmp_path / "US", f"{prefix}test.jsonl", raw | {"question": "q", "answer_idx": "F"})
-    with pytest.raises(DataError, match=r"test\.jsonl: record 1: 'q': expected a label from A to [DE]; found 'F'"):
-        import_set(name, tmp_path, tmp_path / "bad")
-    write(tmp_path / "US", f"{prefix}test.jsonl", raw | {"question": "q", "options": {}})
-    with pytest.raises(DataError, match=r"record 1: expected options A to D or E"):
-        import_set(name, tmp_path, tmp_path / "bad")
 
 
 def test_pubmedqa_is_yes_no_or_maybe_about_an_abstract(tmp_path: Path) -> None:
@@ -366,77 +370,6 @@ def test_mmlu_medical_is_six_subjects_without_headings(tmp_path: Path) -> None:
     (tmp_path / "data/test/anatomy_test.csv").write_text('"Two\nlines, and ""one"" mark",a,"b,c",c,d,A\n')
     tested = texts("mmlu-medical", tmp_path, tmp_path / "lines")["test"]
     assert 'Two\nlines, and "one" mark\nA. a\nB. b,c\nC. c\nD. d' in {text.input for text in tested}
-
-
-def test_careqa_by_language_is_cut_by_shares(tmp_path: Path) -> None:
-    raw = {"exam_id": 29, "op1": "a", "op2": "b", "op3": "c", "op4": "d", "cop": 4, "year": "2024", "category": "Nursing"}
-    for language in ("en", "es"):
-        raws = [raw | {"question": f"{language} {i}", "unique_id": str(i)} for i in range(10)]
-        (tmp_path / f"CareQA_{language}.json").write_text(json.dumps(raws))
-    found = texts("careqa", tmp_path, tmp_path / "out", test=0.8, validation=0.1)
-    assert [len(found[split]) for split in SPLITS] == [1, 1, 8]
-    assert found["test"][0].outputs == ("D",)
-    spanish = texts("careqa", tmp_path, tmp_path / "es", size="es")
-    assert all(text.input.startswith("es ") for split in SPLITS for text in spanish[split])
-
-
-def test_texts_can_be_pooled_cut_anew_and_stand_beside_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = write(tmp_path / "set", "train.jsonl", *({"question": f"Q{i}", "answer": "#### 1"} for i in range(16)))
-    write(source, "test.jsonl", *({"question": f"T{i}", "answer": "#### 1"} for i in range(4)))
-    dest = tmp_path / "out"
-    assert run(monkeypatch, "data", "import", "gsm8k", source, dest, "--resplit", "--test", 0.5, "--validation", 0) == 0
-    shown = capsys.readouterr().out
-    assert "JSONL files per site" in shown
-    assert "task.classes" not in shown
-    assert sorted(p.name for p in (dest / "gsm8k").iterdir()) == ["test.jsonl", "training.jsonl"]
-    assert len(records(dest / "gsm8k/test.jsonl")) == 10
-    assert any(one["instruction"].startswith("T") for one in records(dest / "gsm8k/training.jsonl"))
-    found = import_set("gsm8k", source, dest, Options(sites=2), add=True)
-    assert [sum(counts.values()) for counts in found["sites"].values()] == [10, 10]
-    assert sorted(p.name for p in dest.iterdir()) == ["gsm8k", "import.json", "site-1", "site-2"]
-    with pytest.raises(DataError, match="holds sites already"):
-        import_set("gsm8k", source, dest)
-
-
-@pytest.mark.skipif(not REAL_TEXTS, reason=NO_TEXTS)
-def test_real_e2e_texts_go_through_the_publishers_files_unchanged(tmp_path: Path) -> None:
-    """The real records, written as the publisher's CSV, come back as the same inputs and references."""
-    rows = {}
-    for split, name in (("train", "trainset"), ("validation", "devset"), ("test", "testset_w_refs")):
-        real = records(Path(REAL_TEXTS) / f"e2e/{split}.jsonl")
-        rows[split] = [(one["input"], ref) for one in real for ref in one.get("outputs", [one.get("output")])]
-        sheet(tmp_path / f"set/{name}.csv", rows[split])
-    import_set("e2e", tmp_path / "set", tmp_path / "out")
-    found = read_texts(tmp_path / "out/e2e").splits
-    assert [(t.input, t.outputs[0]) for t in found["training"]] == rows["train"]
-    assert [(t.input, t.outputs[0]) for t in found["validation"]] == rows["validation"]
-    tested = records(Path(REAL_TEXTS) / "e2e/test.jsonl")
-    assert [(t.input, t.outputs) for t in found["test"]] == [(one["input"], tuple(one["outputs"])) for one in tested]
-
-
-def medmcqa(number: int, **keys: Any) -> dict[str, Any]:
-    return {"question": f"Q{number}?", "opa": "a", "opb": "b", "opc": "c", "opd": "d", "cop": 1} | keys
-
-
-@pytest.mark.parametrize("first", [{"question": "a", "opa": "b"}, medmcqa(1, exp="x" * 1_100_000)])
-def test_a_bad_first_line_is_named_in_lines_of_json(first: dict[str, Any], tmp_path: Path) -> None:
-    write(tmp_path, "train.json", first, medmcqa(2))
-    write(tmp_path, "dev.json", medmcqa(3))
-    with pytest.raises(DataError, match=r"train\.json:1: (expected question|over 1,048,576 characters)"):
-        import_set("medmcqa", tmp_path, tmp_path / "out")
-
-
-def test_options_and_abstracts_that_are_no_texts_are_refused(tmp_path: Path) -> None:
-    raw = {"question": "Q?", "options": {"A": None, "B": "b", "C": "c", "D": "d"}, "answer_idx": "B"}
-    for name in ("train", "test"):
-        write(tmp_path, f"phrases_no_exclude_{name}.jsonl", raw)
-    with pytest.raises(DataError, match="expected options that are texts; found None"):
-        import_set("medqa", tmp_path, tmp_path / "out")
-    (tmp_path / "ori_pqal.json").write_text(json.dumps({"1": {"QUESTION": "q", "CONTEXTS": [None], "final_decision": "no"}}))
-    with pytest.raises(DataError, match=r"ori_pqal\.json: 1: expected QUESTION, CONTEXTS"):
-        import_set("pubmedqa", tmp_path, tmp_path / "out")
 
 
 @pytest.mark.parametrize("truth", [{"9": "yes"}, {"1": "yes"}])

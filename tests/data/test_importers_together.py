@@ -99,21 +99,6 @@ def test_a_failure_while_adding_leaves_all_as_it_was(tnbc: Path, monusac: Path, 
     assert sorted(p.name for p in dest.iterdir()) == ["import.json", "tnbc"]
 
 
-def test_published_folds_are_cut_anew_with_a_seed(pannuke: Path, tmp_path: Path) -> None:
-    published = run_import("pannuke", pannuke, tmp_path / "a", only=("breast",))
-    assert published["sites"]["breast"] == {"training": 3, "validation": 3, "test": 3}
-    cut = run_import("pannuke", pannuke, tmp_path / "b", only=("breast",), resplit=True, validation=0, test=0.34)
-    assert cut["sites"]["breast"] == {"training": 6, "validation": 0, "test": 3}
-    assert any("names no patients" in note for note in cut["notes"])
-    tested = []
-    for number, seed in enumerate((0, 0, 1, 2)):
-        options = {"only": ("breast",), "resplit": True, "validation": 0, "test": 0.34, "seed": seed}
-        run_import("pannuke", pannuke, tmp_path / str(number), **options)
-        tested.append({item.image.name for item in splits_of(tmp_path / str(number), "breast")["test"]})
-    assert tested[0] == tested[1]
-    assert len({frozenset(one) for one in tested}) > 1
-
-
 def test_a_published_test_split_is_pooled_by_patient(tmp_path: Path) -> None:
     source = tmp_path / "MoNuSeg"
     for i in range(8):

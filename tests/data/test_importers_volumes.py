@@ -1,5 +1,6 @@
 """Importers of MRI volumes on tiny sets in their published layouts."""
 
+import shutil
 from pathlib import Path
 
 import nibabel
@@ -144,4 +145,6 @@ def test_mnms_broken(hearts: Path, tmp_path: Path) -> None:
 
 
 def test_written_frames_are_the_same_bytes_every_time(hearts: Path, tmp_path: Path) -> None:
+    for case in sorted((hearts / "Training/Labeled").iterdir())[2:]:
+        shutil.rmtree(case)
     check_repeats("mnms", hearts, tmp_path)

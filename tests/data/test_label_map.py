@@ -41,11 +41,6 @@ def test_a_value_may_stand_for_several_classes_and_one_for_none(tmp_path: Path) 
     assert np.array_equal(label, np.stack([wanted, wanted]))
 
 
-def test_a_value_mapped_only_to_other_jobs_classes_is_background(tmp_path: Path) -> None:
-    (item,) = relabelled(read_datalist(masks(tmp_path)), {3: ("disc", "cup"), 7: ("lesion",)}, None, CLASSES).splits["training"]
-    assert read_sample(item, CLASSES, 8)["label"][:, :4, 4:].sum() == 0
-
-
 def test_a_value_that_is_not_mapped_is_refused_by_name(tmp_path: Path) -> None:
     (item,) = relabelled(read_datalist(masks(tmp_path)), {3: ("disc", "cup")}, None, CLASSES).splits["training"]
     with pytest.raises(DataError, match=r"label value 7 belongs to no class; map it under `labels`"):

@@ -3,7 +3,6 @@
 import json
 import shutil
 import threading
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +17,14 @@ from consilium.core.errors import DataError
 from consilium.data import images, nifti, volumes
 from consilium.data import store as cache_folder
 from consilium.data import store as fingerprint
-from consilium.data.datalist import DataList, Item, read_datalist
+from consilium.data.datalist import DataList, read_datalist
 from consilium.data.loading import Loading, ahead
-from consilium.data.sample_check import check_sample, image_shape, without_faults
-from consilium.data.settings import PictureSettings
+from consilium.data.sample_check import check_sample, without_faults
 from consilium.data.slices import expand
 from consilium.data.store import Store
 from consilium.tasks.classification.task import ClassificationTask
 from consilium.tasks.segmentation.task import SegmentationTask
-from tests.data.storing import CLASSES, break_pixels, made, make_site
+from tests.data.storing import CLASSES, break_pixels, made
 
 SIDE = 37
 
@@ -42,8 +40,7 @@ def bits(made: SegmentationTask | ClassificationTask) -> list[bytes]:
     return [batch[key].numpy().tobytes() for batch in batches for key in sorted(batch)]
 
 
-@pytest.mark.parametrize("workers", [0, 1, 4])
-@pytest.mark.parametrize("disk", [True, False])
+@pytest.mark.parametrize(("workers", "disk"), [(0, True), (4, True), (4, False)])
 def test_batches_are_the_same_bit_for_bit(workers: int, disk: bool, tmp_path: Path) -> None:
     data = made(tmp_path / "site")
     expected = bits(task(data))
@@ -55,27 +52,12 @@ def test_batches_are_the_same_bit_for_bit(workers: int, disk: bool, tmp_path: Pa
     assert (tmp_path / "state").exists() == disk
 
 
-def test_batches_do_not_depend_on_the_threads_of_torch(tmp_path: Path) -> None:
-    data, before = made(tmp_path / "site"), torch.get_num_threads()
-    found = []
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        found.append(bits(task(data)))
-    torch.set_num_threads(before)
-    assert found[0] == found[1]
-
-
 def corrupt(folder: Path) -> None:
     for path in folder.glob("*.sample"):
         path.write_bytes(path.read_bytes()[:-9] + b"corrupted")
 
 
-def truncate(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.write_bytes(path.read_bytes()[:17])
-
-
-@pytest.mark.parametrize("harm", [corrupt, truncate, shutil.rmtree, cache_folder.clear_cache, lambda f: (f / "salt").unlink()])
+@pytest.mark.parametrize("harm", [corrupt, shutil.rmtree, lambda f: (f / "salt").unlink()])
 def test_a_cache_harmed_in_the_middle_changes_nothing(harm: Callable[[Path], object], tmp_path: Path) -> None:
     data = made(tmp_path / "site")
     expected, place = bits(task(data)), {"folder": tmp_path / "state", "most": 10**9, "workers": 2}
@@ -118,15 +100,6 @@ def test_without_room_on_disk_memory_serves(tmp_path: Path, monkeypatch: pytest.
     assert list((tmp_path / "state" / cache_folder.FOLDER).glob("*.sample")) == []
     monkeypatch.setattr(images.pictures, "read", None)
     assert bits(running) == expected
-
-
-def test_classification_too(tmp_path: Path) -> None:
-    data = read_datalist(make_site(tmp_path / "site"))
-    named = {s: tuple(replace(i, label=n % 2) for n, i in enumerate(items)) for s, items in data.splits.items()}
-    found = []
-    for loading in (Loading(), Loading(tmp_path / "state", 10**9, 4), Loading(tmp_path / "state", 10**9)):
-        found.append(bits(ClassificationTask(replace(data, splits=named, loading=loading), ["a", "b"], SIDE)))
-    assert found[0] == found[1] == found[2]
 
 
 # ahead ----------------------------------------------------------------------------------------------------------------
@@ -237,7 +210,7 @@ def test_what_passed_is_not_looked_at_again_until_it_changes(tmp_path: Path, mon
     monkeypatch.setattr(fingerprint, "RECENT", -1.0)
     data, looked = made(tmp_path / "site"), []
     for _ in range(2):
-        store = Store(tmp_path / cache_folder.FOLDER, 100)
+        store = Store(tmp_path / cache_folder.FOLDER, 10**4)
         without_faults(data, lambda item: looked.append(item.name) or look(item), "", store)
     assert len(looked) == 7
     data.splits["training"][2].label.write_bytes(b"no mask")
@@ -245,34 +218,6 @@ def test_what_passed_is_not_looked_at_again_until_it_changes(tmp_path: Path, mon
     assert len(without_faults(data, look, "", store).splits["training"]) == 4
     without_faults(data, lambda item: looked.append(item.name), "another job", store)
     assert len(looked) == 14
-
-
-def test_a_look_sees_the_size_that_reading_gives(tmp_path: Path, planes: DataList) -> None:
-    turned = Image.fromarray(np.zeros((20, 30), np.uint8))
-    exif = turned.getexif()
-    exif[0x0112] = 6
-    for kind in ("jpg", "png"):
-        turned.save(tmp_path / f"turned.{kind}", exif=exif)
-        item = replace(planes.splits["training"][0], image=tmp_path / f"turned.{kind}", slice=None)
-        assert image_shape(item) == images.read_image(item).shape[:2] == (30, 20)
-    for axis in ("stored", "axial", "coronal", "sagittal"):
-        plane = replace(planes.splits["training"][0], axis=axis, slice=1)
-        assert image_shape(plane) == images.read_image(plane).shape[:2]
-    with pytest.raises(DataError, match=r"slice 9 is outside 0\.\.5"):
-        image_shape(replace(planes.splits["training"][0], slice=9))
-
-
-def test_a_png_that_says_behind_its_pixels_that_it_is_turned_passes(tmp_path: Path) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.fromarray(np.zeros((20, 30), np.uint8)).save(tmp_path / "i.png")
-    Image.fromarray(np.zeros((30, 20), np.uint8)).save(tmp_path / "m.png")
-    data, block = (tmp_path / "i.png").read_bytes(), b"eXIf" + exif.tobytes().removeprefix(b"Exif\0\0")
-    chunk = (len(block) - 4).to_bytes(4, "big") + block + zlib.crc32(block).to_bytes(4, "big")
-    (tmp_path / "i.png").write_bytes(data[:-12] + chunk + data[-12:])
-    item = Item(tmp_path / "i.png", tmp_path / "m.png")
-    assert images.read_image(item).shape[:2] == (30, 20)
-    look(item)
 
 
 @pytest.mark.parametrize("workers", [0, 4])
@@ -290,15 +235,3 @@ def test_bad_pixels_refuse_in_one_line_or_leave_the_sample_out(workers: int, tmp
         assert all(torch.equal(found[key], whole[key]) for key in whole)
     assert skipping.batch([4, 1], 5) == {}
     assert skipping.skipped == 2
-
-
-def test_a_volume_that_cannot_be_opened_is_left_out_too(planes: DataList) -> None:
-    folder = planes.path.parent
-    (folder / "bi.nii.gz").write_bytes(b"no volume")
-    volumes.forget()
-    listed = read_datalist(folder / "d.json")
-    with pytest.raises(DataError, match=r"bi\.nii\.gz"):
-        expand(listed)
-    found = expand(replace(listed, loading=Loading(skip=True)), PictureSettings())
-    assert len(found.splits["training"]) == 12
-    assert found.skipped == 1

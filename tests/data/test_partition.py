@@ -13,6 +13,15 @@ from consilium.data.partition import partition, share_out
 from tests.conftest import run
 
 CLASSES = ["a", "b", "c", "d"]
+
+
+@pytest.fixture(autouse=True)
+def _one_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw it in one test alone: it takes longer than all else."""
+    if "picture" not in request.node.name:
+        monkeypatch.setattr("consilium.data.partition.write_figure", lambda *parts, **more: None)
+
+
 NAMES = [f"site-{i}" for i in range(1, 6)]
 
 

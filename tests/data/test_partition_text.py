@@ -12,11 +12,16 @@ from PIL import Image
 from consilium.core.errors import DataError
 from consilium.data.check import check_texts
 from consilium.data.partition import partition_texts
-from consilium.data.text import read_texts
 from tests.conftest import run
-from tests.data.writing import NO_TEXTS, REAL_TEXTS, write
+from tests.data.writing import write
 
 KINDS = ["causes", "symptoms", "treatment"]
+
+
+@pytest.fixture(autouse=True)
+def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than all else; test_partition.py draws one."""
+    monkeypatch.setattr("consilium.data.partition.write_figure", lambda *parts, **more: None)
 
 
 @pytest.fixture
@@ -53,12 +58,6 @@ def test_a_hundred_even_sites_share_all_records_and_test_alike(source: Path, tmp
     }
     assert len({(out / f"site-{i}/test.jsonl").stat().st_ino for i in range(1, 101)}) == 1
     assert check_texts(out / "site-100").problems == {}
-    with Image.open(out / "partition.png") as picture:
-        assert picture.size[1] > 3000
-
-
-def test_an_even_share_differs_by_one_record_at_most(source: Path, tmp_path: Path) -> None:
-    assert set(sizes(partition_texts(source, tmp_path / "out", 7, None, 0, 8))) == {171, 172}
 
 
 def test_without_a_key_beta_is_the_unevenness_of_sizes(source: Path, tmp_path: Path) -> None:
@@ -83,15 +82,6 @@ def test_by_a_key_sites_differ_in_its_values(source: Path, tmp_path: Path) -> No
     assert sum(sizes(left)) == 800
 
 
-def test_the_seed_decides(source: Path, tmp_path: Path) -> None:
-    found = {}
-    for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
-        partition_texts(source, tmp_path / folder, 5, 0.5, seed, 8, "type")
-        found[folder] = {p.relative_to(tmp_path / folder): p.read_bytes() for p in (tmp_path / folder).rglob("*.jsonl")}
-    assert found["a"] == found["b"]
-    assert found["a"] != found["c"]
-
-
 def test_errors_are_one_clear_line(source: Path, tmp_path: Path) -> None:
     def refused(message: str, *arguments: Any) -> None:
         with pytest.raises(DataError, match=message):
@@ -101,7 +91,7 @@ def test_errors_are_one_clear_line(source: Path, tmp_path: Path) -> None:
     refused("1200 training samples are too few for 151 sites of 8; ask for less", 151, None, 0, 8)
     refused(r"training\.jsonl:1: --by kind: expected a text or a number there; found the keys ins.*", 5, 0.5, 0, 8, "kind")
     refused(r"--by instruction: 1,507 values, at most 1,000 are kinds", 5, 0.5, 0, 8, "instruction")
-    refused(r"--exclude: no value 'x'; there are causes, symptoms, treatment", 5, 0.5, 0, 8, "type", ["x"])
+    refused(r"--exclude: no class 'x'; there are causes, symptoms, treatment", 5, 0.5, 0, 8, "type", ["x"])
     write(source, "training.jsonl", {"instruction": "a", "output": "b"}, "{")
     refused(r"training\.jsonl:2: not valid JSON", 2, None, 0, 1)
 
@@ -122,17 +112,6 @@ def test_the_command_takes_a_folder_or_its_file(
     Image.new("L", (8, 8)).save(tmp_path / "pictures/a/1.png")
     assert run(monkeypatch, "data", "partition", tmp_path / "pictures", tmp_path / "d", "--by", "type") == 2
     assert "--by type: is for texts" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not REAL_TEXTS, reason=NO_TEXTS)
-def test_real_questions_are_shared_out_by_their_type(tmp_path: Path) -> None:
-    source = Path(REAL_TEXTS) / "medquad/gard"
-    summary = partition_texts(source, tmp_path / "out", 20, 0.3, 0, 8, "type")
-    real = [json.loads(line) for line in lines(source / "train.jsonl")]
-    assert sum(sizes(summary)) == len(real)
-    assert summary["classes"] == sorted({one["type"] for one in real})
-    found = [text.instruction for i in range(1, 21) for text in read_texts(tmp_path / f"out/site-{i}").splits["training"]]
-    assert Counter(found) == Counter(one["instruction"] for one in real)
 
 
 def test_local_splits_are_tenths_of_each_share_and_the_common_test_lies_beside(source: Path, tmp_path: Path) -> None:
@@ -157,18 +136,6 @@ def test_a_patients_records_are_at_one_site_and_in_one_of_its_splits(tmp_path: P
     whose = {path: {json.loads(line)["patient"] for line in lines(path)} for path in (tmp_path / "out").glob("site-*/*.jsonl")}
     assert {path.stem: len(who) for path, who in whose.items()} == {"training": 8, "validation": 1, "test": 1}
     assert sorted(one for who in whose.values() for one in who) == sorted(f"p{i}" for i in range(40))
-
-
-def test_kinds_that_somebody_else_names_make_sites_uneven(source: Path, tmp_path: Path) -> None:
-    """Kinds by the last digit of "training 17" and so on; every site's counts by kind are those of its records."""
-    summary = partition_texts(
-        source, tmp_path / "out", 5, 0.1, 0, 8, kinds=lambda texts: ["even" if int(t[-1]) % 2 == 0 else "odd" for t in texts]
-    )
-    assert summary["classes"] == ["even", "odd"]
-    assert summary["by"] == "clusters"
-    for name, counts in summary["training"].items():
-        digits = [int(json.loads(line)["instruction"][-1]) for line in lines(tmp_path / "out" / name / "training.jsonl")]
-        assert counts == {"even": sum(d % 2 == 0 for d in digits), "odd": sum(d % 2 for d in digits)}
 
 
 def test_clusters_by_the_command_put_like_with_like(

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
-from consilium.config.data import PhantomConfig
 from consilium.data.datalist import read_datalist
 from consilium.data.images import read_sample
 from consilium.data.synthetic.phantoms import draw_phantom, habits, make_phantoms
@@ -54,13 +52,6 @@ def test_each_shift_changes_only_its_side(kind: str) -> None:
     assert (other != mask).mean() > 0.005
 
 
-def test_numbered_sites_are_spread() -> None:
-    looks = np.array([habits(f"site-{i}", 0, 1, 1).look for i in range(1, 6)])
-    distance = np.linalg.norm(looks[:, None] - looks[None], axis=-1)
-    assert distance[~np.eye(5, dtype=bool)].min() > 0.8
-    assert not np.array_equal(habits("charite", 0, 1, 1).look, habits("mayo", 0, 1, 1).look)
-
-
 def test_sites_of_a_group_look_alike_and_draw_alike() -> None:
     first, second, third, fourth = (habits(f"site-{i}", 0, 1, 1, groups=2) for i in (1, 2, 3, 4))
     for one, other in ((first, third), (second, fourth)):
@@ -69,14 +60,9 @@ def test_sites_of_a_group_look_alike_and_draw_alike() -> None:
     assert np.linalg.norm(first.look - second.look) > 0.8
 
 
-def test_only_what_is_drawn_has_groups() -> None:
-    with pytest.raises(ValidationError, match="groups: sites that write texts have none"):
-        PhantomConfig(kind="sentences", groups=2)
-
-
 def test_codes_mean_the_same_everywhere_and_are_seen_unevenly(tmp_path: Path) -> None:
     def written(site: str, seed: int, split: str) -> list[tuple[str, str]]:
-        folder = make_texts(tmp_path / f"{site}-{seed}", "codes", site, seed, 400, 0, 48, 0.7, 1.0)
+        folder = make_texts(tmp_path / f"{site}-{seed}", "codes", site, seed, 160, 0, 48, 0.7, 1.0)
         records = map(json.loads, (folder / f"{split}.jsonl").read_text().splitlines())
         return [(re.search(r"code (\w+)", one["input"])[1], one["output"]) for one in records]
 
@@ -86,5 +72,5 @@ def test_codes_mean_the_same_everywhere_and_are_seen_unevenly(tmp_path: Path) ->
     assert set(here) | set(there) <= set(tested)
     assert {code for code, _ in written("site-1", 1, "test")} != {code for code, _ in tested}
     often, seldom = (Counter(code for code, _ in one) for one in (here, there))
-    assert sum(abs(often[code] - seldom[code]) for code, _ in tested) > 200
+    assert sum(abs(often[code] - seldom[code]) for code, _ in tested) > 80
     assert max(often.values()) > 4 * min(often.values())

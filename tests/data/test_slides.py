@@ -19,11 +19,10 @@ from consilium.data.datalist import Item, read_datalist
 from consilium.data.images import read_image, read_labels, read_sample
 from consilium.data.settings import PictureSettings, TilesConfig
 from consilium.data.slices import expand
-from consilium.data.stats import site_stats
 
 ROWS, COLUMNS = 250, 330
 TILES = [(0, 0, 64, 64), (266, 186, 64, 64), (60, 50, 100, 90), (0, 0, COLUMNS, ROWS), (329, 249, 1, 1), (16, 16, 16, 16)]
-COMPRESSIONS = [None, "zlib", "lzw", "packbits", "zstd"]
+COMPRESSIONS = [None, "zlib", "zstd"]
 
 
 def array(shape: tuple[int, ...] = (ROWS, COLUMNS, 3), dtype: Any = np.uint8) -> np.ndarray:
@@ -39,11 +38,11 @@ def cut(values: np.ndarray, tile: tuple[int, int, int, int]) -> np.ndarray:
 @pytest.mark.parametrize(
     "layout", [{"tile": (32, 48)}, {"rowsperstrip": 7}, {"tile": (512, 512)}], ids=["tiles", "strips", "one tile"]
 )
-@pytest.mark.parametrize("tile", TILES)
-def test_a_tile_is_what_was_written(tile: Any, layout: dict[str, Any], compression: str | None, tmp_path: Path) -> None:
+def test_a_tile_is_what_was_written(layout: dict[str, Any], compression: str | None, tmp_path: Path) -> None:
     values = array()
     tifffile.imwrite(tmp_path / "a.tif", values, compression=compression, photometric="rgb", **layout)
-    assert np.array_equal(slides.read(tmp_path / "a.tif", tile), cut(values, tile))
+    for tile in TILES:
+        assert np.array_equal(slides.read(tmp_path / "a.tif", tile), cut(values, tile))
 
 
 @pytest.mark.parametrize("predictor", [False, True])
@@ -111,11 +110,11 @@ def test_a_slide_without_the_extra_is_one_clear_line(tmp_path: Path, monkeypatch
     svs(tmp_path / "a.svs", smooth())
     tifffile.imwrite(tmp_path / "a.tif", array(), tile=(64, 64))
     monkeypatch.setitem(sys.modules, "openslide", None)
-    slides._layout.cache_clear()
+    slides.layout.cache_clear()
     with pytest.raises(DataError, match=r"a\.svs: is a whole slide; install consilium-flare\[slides\] to read it$"):
         slides.layout(tmp_path / "a.svs")
     assert np.array_equal(slides.read(tmp_path / "a.tif", TILES[0]), cut(array(), TILES[0]))
-    slides._layout.cache_clear()
+    slides.layout.cache_clear()
 
 
 def test_tiles_cover_every_pixel_and_lie_within() -> None:
@@ -253,22 +252,6 @@ def test_the_check_looks_at_a_large_picture_by_parts(tmp_path: Path) -> None:
     assert list(check_datalist(path, {"a": [1]}, settings).problems) == ["undeclared label value", "duplicate between splits"]
     tifffile.imwrite(tmp_path / "m.tif", labelled()[:, :-1], tile=(64, 64))
     assert "mask of another size" in check_datalist(path, {"a": [1], "b": [2]}, settings).problems
-
-
-def test_the_statistics_of_a_large_picture_count_every_pixel_of_its_mask_once(tmp_path: Path) -> None:
-    data = read_datalist(listed(tmp_path, labelled()))
-    found = site_stats(data, {"a": [1], "b": [2]}, PictureSettings(tiles=TilesConfig(size=128)))
-    assert found["size"] == {"rows": [250] * 3, "columns": [330] * 3}
-    assert found["classes"]["a"] == {"samples": 2, "share": round(100 / (250 * 330), 6)}
-    assert found["unreadable"] == 0
-
-
-def test_two_tiles_of_one_picture_in_two_splits_leak(tmp_path: Path) -> None:
-    path = listed(tmp_path, labelled())
-    one = {"image": "a.tif", "label": "m.tif"}
-    path.write_text(json.dumps({"training": [one | {"tile": [0, 0, 64, 64]}], "test": [one | {"tile": [64, 64, 64, 64]}]}))
-    report = check_datalist(path)
-    assert report.problems == {"volume in two splits": ["test: a.tif[64,64] = training: a.tif[0,0]"]}
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -13,7 +13,6 @@ from pydicom import config
 
 from consilium.core.errors import DataError
 from consilium.data import volumes
-from consilium.data.check import check_datalist
 from consilium.data.datalist import Item
 from consilium.tasks.segmentation.units import spacing_of
 from tests.data.dicoms import image, placed, save, stack
@@ -111,10 +110,3 @@ def test_one_wrong_file_of_a_series_is_named(tmp_path: Path) -> None:
     made[1].save_as(sorted((tmp_path / "s").iterdir())[1], enforce_file_format=True)
     with pytest.raises(DataError, match=r"\.dcm: PixelSpacing is 0 x 0"):
         volumes.header(tmp_path / "s")
-
-
-def test_data_check_names_it(tmp_path: Path) -> None:
-    nifti(tmp_path / "v.nii", "NIfTI-1", (1, 1), 0.0)
-    (tmp_path / "list.json").write_text('{"training": [{"image": "v.nii", "label": "v.nii"}]}')
-    found = check_datalist(tmp_path / "list.json").to_dict()["problems"]
-    assert "pixdim is 1 x 1 x 0" in str(found["broken geometry"]["first"])

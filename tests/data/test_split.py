@@ -44,15 +44,6 @@ def test_shares_and_classes_are_met_and_nothing_is_lost(tmp_path: Path) -> None:
     assert "no entry names its" in found["notes"][0]
 
 
-def test_the_seed_decides(tmp_path: Path) -> None:
-    source = pictures(tmp_path, 40)
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        split_list(source, tmp_path / name, Cut(seed=seed))
-    one, same, other = (read(tmp_path / name / "datalist.json") for name in "abc")
-    assert one == same
-    assert one != other
-
-
 @pytest.mark.parametrize("folds", [0, 5])
 def test_a_patient_is_never_cut(folds: int, tmp_path: Path) -> None:
     found = split_list(pictures(tmp_path, 60, patients=12), tmp_path / "out", Cut(folds=folds))

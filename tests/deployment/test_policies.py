@@ -32,10 +32,10 @@ ORGANIZATIONS = {"server": "hub", "site-1": "site_1"}
 ROLES = {ADMIN: "project_admin", LEAD: "lead"}
 
 
-@pytest.fixture
-def kits(tmp_path: Path) -> Federation:
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory: pytest.TempPathFactory) -> Federation:
     """Kits of which nothing is started: two wards, and one with too small a budget."""
-    return Federation(tmp_path / "kits", {"site-1": ward(50), "site-2": ward(50), "site-3": ward(1)})
+    return Federation(tmp_path_factory.mktemp("policies") / "kits", {"site-1": ward(50), "site-2": ward(50), "site-3": ward(1)})
 
 
 @contextmanager

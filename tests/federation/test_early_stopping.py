@@ -1,6 +1,5 @@
 """A run that ends by validation: when, why, and the same whatever the order, the engine and interruptions."""
 
-import itertools
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,6 @@ import torch
 from rich.console import Console
 
 from consilium import __version__
-from consilium.cli.options import Format
 from consilium.cli.simulate_prepare import print_results
 from consilium.cli.watch import place
 from consilium.config.job import JobConfig, load_job
@@ -135,7 +133,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> N
 def test_the_order_in_which_sites_report_changes_nothing(tmp_path: Path) -> None:
     """Added up as they come, 0.1, 0.2 and 0.3 have two sums."""
     found = set()
-    for number, order in enumerate(itertools.permutations(range(3))):
+    for number, order in enumerate([(0, 1, 2), (2, 1, 0)]):
         server = opened(job_of(patience=1), tmp_path / str(number), 3)
         phase(server, [0.1, 0.2, 0.3])
         phase(server, [0.1, 0.2, 0.3], order)
@@ -260,9 +258,9 @@ def test_whoever_shows_the_run_says_that_it_ended_early(ended: tuple[Path, str],
     assert live.count(f"{SAID}\n") == 1
     assert place(progress(folder)) == f"{SAID}; the closing evaluation is done"
     results, config = json.loads((folder / "results.json").read_text()), load_job(folder / "job.yaml")
-    print_results(results, {}, config, folder, Format.TXT)
+    print_results(results, {}, config, folder, "txt")
     assert f"E{SAID[1:]}\n" in capsys.readouterr().out
-    print_results(results, {}, config, folder, Format.JSON)
+    print_results(results, {}, config, folder, "json")
     told = json.loads(capsys.readouterr().out)["ended"]
     assert told == {"round": 2, "rounds": 6, "validations": 1, "best_round": 0}
     assert f"finished: {SAID}" in run_page(read_run(folder))

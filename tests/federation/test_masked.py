@@ -209,9 +209,7 @@ def test_a_masked_run_that_has_ended_is_not_prolonged_and_no_file_changes(tmp_pa
 @pytest.mark.parametrize(
     "sections",
     [
-        {"federation": {"weighting": "uniform", "min_sites": 3}},
-        {"federation": {"max_weight": 25, "min_sites": 3}},
-        {"server": {"optimizer": "adam"}},
+        {"federation": {"max_weight": 25, "min_sites": 3}, "server": {"optimizer": "adam"}},
         {"privacy": {"unit": "site", "noise_multiplier": 0.1, "clip": 1.0}},
     ],
 )
@@ -230,8 +228,7 @@ def test_a_site_that_is_lost_before_a_message_counts_if_its_update_came(
     assert not list((tmp_path / "masked/server/masks").glob("*-*-*"))
 
 
-@pytest.mark.parametrize("round", [0, 1])
-@pytest.mark.parametrize("step", ["prepare", "train"])
+@pytest.mark.parametrize(("step", "round"), [("prepare", 1), ("train", 0)])
 def test_without_noise_a_site_that_is_away_for_a_day_is_waited_for(
     step: str, round: int, tmp_path: Path, identities: Path, plain: Plain
 ) -> None:
@@ -497,7 +494,6 @@ def test_a_budget_needs_partners_and_a_job_needs_a_kits_key(tmp_path: Path, iden
     ("strategy", "sections", "why"),
     [
         ("scaffold", {}, "strategy 'scaffold' needs single sites' updates"),
-        ("fedhera", {}, "strategy 'fedhera' needs single sites' updates"),
         ("centralized", {}, "strategy 'centralized' needs single sites' updates"),
         ("fedit", {"server": {"mean": "median"}}, "server.mean 'median' needs single sites' updates; use weighted"),
         ("fedit", {"diagnostics": {"deviation": True}}, "look at single sites; remove them"),

@@ -49,7 +49,7 @@ def _profiled(config: JobConfig) -> int:
     return most
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", [pytest.param("sam", marks=pytest.mark.slow), "clip", "causal_lm"])
 def test_the_prediction_is_within_a_tenth_of_a_real_step(kind: str) -> None:
     config = _job(kind, 8)
     found = memory_of(assemble_job(config))
@@ -60,7 +60,7 @@ def test_the_prediction_is_within_a_tenth_of_a_real_step(kind: str) -> None:
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 
 
-@pytest.mark.parametrize(("kind", "checkpointed"), [("lora", False), ("lora", True), ("full", False)])
+@pytest.mark.parametrize(("kind", "checkpointed"), [("lora", True), ("full", False)])
 def test_the_prediction_of_a_mixture_of_experts_is_within_a_tenth_of_a_real_step(
     kind: str, checkpointed: bool, tmp_path: Path
 ) -> None:
@@ -126,11 +126,7 @@ def test_the_parts_are_what_they_are_called() -> None:
     assert found.base == pytest.approx(4 * (whole - own), rel=0.01)
 
 
-def test_activations_grow_with_the_batch() -> None:
-    one, two, four = (memory_of(assemble_job(_job("clip", n))).activations for n in (1, 2, 4))
-    assert four - two == pytest.approx(2 * (two - one), rel=0.05)
-
-
+@pytest.mark.slow
 def test_what_is_said_to_take_less_does() -> None:
     raw = _job("causal_lm", 4).model_dump()
     raw["training"]["precision"] = "bf16"

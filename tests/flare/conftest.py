@@ -1,15 +1,36 @@
 """Runs of jobs over FLARE, see tests.flare.running, and the kits of a server and one site."""
 
 import shutil
+from collections.abc import Iterator
 from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from nvflare.lighter.impl import cert
 
 from consilium.flare.kit.provision import provision
 from tests.deployment.federation import free_port
 from tests.flare.running import Runner, in_simulator, in_this_process
+
+KEYS = list[Any]()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _equal_keys() -> Iterator[None]:
+    """Give the kits of every module the same keys, which differ within it: making one takes a tenth of a second."""
+    make, numbers = cert.generate_keys, count()
+
+    def taken() -> Any:
+        if (number := next(numbers)) == len(KEYS):
+            KEYS.append(make())
+        return KEYS[number]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cert, "generate_keys", taken)
+        yield
 
 
 @pytest.fixture(params=["one-process", pytest.param("simulator", marks=pytest.mark.slow)])

@@ -89,7 +89,7 @@ def test_matrix_equals_in_process(flare: Runner, hospitals: Path, beside: Path) 
     assert shared[:2] == [results[name]["test/global/dice"] for name in TRAINED]
     assert gives[0] == results["gives"]["test/personalized/dice"]
     other = cross_sites(beside / "first", hospitals, Stage.PERSONALIZED, SiteConfig(), "test", False, lambda *cell: None)
-    assert gives == other.values[other.models.index("gives")].tolist()
+    assert gives == other.values[other.models.index("gives")]
     assert json.loads((workspace / "results.json").read_text())["gives"]["test/global/dice"] == shared[0]
     assert (workspace / "cross_sites.png").stat().st_size > 5000
     _check_wire(workspace, beside / "first")
@@ -121,7 +121,7 @@ def test_shared_model_scores_as_its_file(hospitals: Path, beside: Path) -> None:
     shared, gives = crossed(beside / "second", hospitals, crossing())["values"]
     assert shared[:2] == [results[name]["test/global/dice"] for name in TRAINED]
     other = cross_sites(beside / "first", hospitals, Stage.PERSONALIZED, SiteConfig(), "test", False, lambda *cell: None)
-    assert gives == other.values[other.models.index("gives")].tolist()
+    assert gives == other.values[other.models.index("gives")]
     assert gives != shared
 
 

@@ -18,6 +18,18 @@ from consilium.flare.kit.renewal import renew, update_kit
 from tests.conftest import run
 
 PASSPHRASE = "five words of a telephone call"
+COST = dict(key_lock.COST)
+
+
+@pytest.fixture(autouse=True)
+def _cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Derive keys in a millisecond: what a guess costs has a test of its own."""
+    monkeypatch.setitem(key_lock.COST, "n", 2**10)
+
+
+def test_a_guess_costs_what_owasp_asks() -> None:
+    """Password Storage Cheat Sheet: scrypt with N = 2^17 (128 MiB), r = 8, p = 1."""
+    assert COST == {"length": 32, "n": 2**17, "r": 8, "p": 1}
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def hospitals(tmp_path: Path) -> Path:
 
 
 def private_config() -> JobConfig:
-    raw = training_only(small_config("deer", local_steps=2)).model_dump()
+    raw = training_only(small_config("deer", local_steps=1)).model_dump()
     return JobConfig.model_validate(raw | {"privacy": {"unit": "site", "epsilon": 8, "clip": 0.5}})
 
 

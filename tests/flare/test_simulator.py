@@ -63,7 +63,7 @@ def hospitals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["one-process", pytest.param("simulator", marks=pytest.mark.slow)])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """One run for all: the simulator's four processes take seconds each to start."""
-    config, run = small_config("fediat"), in_this_process if request.param == "one-process" else in_simulator
+    config, run = small_config("fediat", local_steps=1), in_this_process if request.param == "one-process" else in_simulator
     workspace = run(tmp_path_factory.mktemp("flare") / "run", config, edited(client=listen))
     job, reference = assemble_job(config), tmp_path_factory.mktemp("inprocess")
     simulate(job, {name: SiteConfig() for name in SITES}, reference, lambda event: None)

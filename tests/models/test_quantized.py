@@ -191,17 +191,6 @@ def test_a_batch_of_four_dimensions_multiplies_with_one_weight(dtype: str, bitsa
     assert "aten::bmm" not in {event.key for event in found.key_averages()}
 
 
-def test_hooks_and_names_stay(bitsandbytes: None) -> None:
-    seen: list[int] = []
-    own = nn.Linear(8, 8)
-    own.register_forward_hook(lambda module, args, output: seen.append(1))
-    model = store(nn.Sequential(own), "nf4", []).to("cpu")
-    model(torch.randn(1, 8))
-    assert seen == [1]
-    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias"]
-    assert isinstance(own, nn.Linear)
-
-
 def test_without_bitsandbytes_it_is_refused_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "consilium.models.quantized", raising=False)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,6 +71,17 @@ def job_of(folder: Path, strategy: str = "fedavgm", rounds: int = 2) -> JobConfi
 def server(workspace: Path, group: str) -> Tensors:
     tensors = load_state(workspace / "server/state.safetensors")[0]
     return {name.removeprefix(f"{group}/"): t for name, t in tensors.items() if name.startswith(f"{group}/")}
+
+
+def test_the_pages_pyproject_needs_this_distribution_and_names_its_packages() -> None:
+    """PyPI's `consilium` is another project: a package that asked for it would bring a stranger's code."""
+    (block,) = re.findall(
+        r"```toml\n(# pyproject.toml of your package.*?)```", (ROOT / "custom/recipes.md").read_text(), re.DOTALL
+    )
+    page, ours = tomllib.loads(block), tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert page["project"]["dependencies"] == [ours["project"]["name"]]
+    (attribute,) = page["project"]["entry-points"]["consilium.strategies"].values()
+    assert page["tool"]["setuptools"]["packages"] == [attribute.partition(".")[0]]
 
 
 # where it may be used -------------------------------------------------------------------------------------------------

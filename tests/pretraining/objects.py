@@ -1,6 +1,6 @@
 """Generated generic objects for pre-training the tiny CLIP tower: one in the middle, described by a vector of attributes.
 
-Like generic_images.py they are nobody's medical images, and not the phantoms of the demonstration jobs either.
+Like those of pictures.py they are nobody's medical images, and not the phantoms of the demonstration jobs either.
 """
 
 from dataclasses import dataclass

@@ -43,9 +43,7 @@ def test_noise_for_the_papers_hundred_releases(epsilon: float, accountant: str, 
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("epsilon", "accountant", "sigma"), [(3, "prv", 6.00), (3, "rdp", 7.08), (0.1, "prv", 33.8), (0.1, "rdp", 46.3)]
-)
+@pytest.mark.parametrize(("epsilon", "accountant", "sigma"), [(3, "prv", 6.00), (0.1, "rdp", 46.3)])
 def test_opacus_own_search_stops_a_hundredth_of_epsilon_early(epsilon: float, accountant: str, sigma: float) -> None:
     """Its numbers, as papers print them, are a little larger than they need be; ours are never smaller than needed."""
     theirs = get_noise_multiplier(target_epsilon=epsilon, target_delta=DELTA, sample_rate=1.0, steps=100, accountant=accountant)
@@ -245,8 +243,7 @@ MIXTURES = [
 ]
 
 
-@pytest.mark.parametrize("spends", MIXTURES)
-@pytest.mark.parametrize("delta", [1e-5, 1e-3])
+@pytest.mark.parametrize(("spends", "delta"), [*zip(MIXTURES, (1e-5, 1e-3, 1e-5), strict=True)])
 def test_a_mixture_of_whole_and_sampled_releases_is_counted_right(spends: list[GaussianEvent], delta: float) -> None:
     """Between what numerical composition, written here on its own, says at least, and that at most plus prv's margin."""
     found = epsilon_of(spends, delta)
@@ -268,7 +265,7 @@ def test_equal_rows_cost_what_one_row_does() -> None:
     delta=st.sampled_from([1e-12, 1e-5, 0.5]),
     accountant=st.sampled_from(["exact", "prv", "rdp"]),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_work_and_memory_are_bounded(noise: float, rate: float, count: int, delta: float, accountant: str) -> None:
     """No grid is over GRID points and no series over a few thousand terms, and the answer never exceeds everybody's cost."""
     sizes, terms = [], []

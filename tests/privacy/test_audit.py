@@ -37,12 +37,12 @@ def run(job: Job, folder: Path) -> Path:
 
 
 def test_every_message_is_on_record_as_it_left(small_job: MakeJob, tmp_path: Path) -> None:
-    job = small_job("fediat", local_steps=1)
+    job = small_job("fediat", rounds=1, local_steps=1)
     path = run(job, tmp_path)
     messages = audit.read(path)["messages"]
-    assert [m["kind"] for m in messages] == ["hello", "update", "update", "evaluation"]
+    assert [m["kind"] for m in messages] == ["hello", "update", "evaluation"]
     assert messages[0]["values"]["num_samples"] == 4
-    last, shared = messages[2], job.strategy.names(job.initial, Role.SHARED, 1, 0)
+    last, shared = messages[1], job.strategy.names(job.initial, Role.SHARED, 0, 0)
     assert last["tensors"].keys() == set(shared)
     kept, _ = load_state(path.with_name("state.safetensors"))
     for name in shared:
@@ -51,7 +51,7 @@ def test_every_message_is_on_record_as_it_left(small_job: MakeJob, tmp_path: Pat
         assert last["tensors"][name]["bytes"] == sent.numel() * 4
         assert last["tensors"][name]["norm"] == pytest.approx(float(sent.norm()), rel=1e-6)
     assert "validation/personalized/dice" in last["metrics"]
-    assert messages[3]["tensors"] == {}
+    assert messages[2]["tensors"] == {}
     assert not any("privacy" in m for m in messages)
 
 

@@ -162,7 +162,7 @@ def test_without_a_seed_batches_and_noise_never_repeat() -> None:
 
 
 def private_config(**privacy: object) -> JobConfig:
-    raw = training_only(small_config("fedit", local_steps=3, lr=1e-2)).model_dump()
+    raw = training_only(small_config("fedit", rounds=1, local_steps=3, lr=1e-2)).model_dump()
     return JobConfig.model_validate(raw | {"privacy": {"unit": "record", "clip": 1.0} | privacy})
 
 
@@ -225,6 +225,7 @@ def test_results_page_and_record_of_a_seeded_run_say_that_it_is_not_private(priv
 def test_a_regularizer_pulls_a_private_step_too(tmp_path: Path) -> None:
     """SOR adds its gradient after clipping; without data in it, it needs no noise."""
     raw, found = private_config(noise_multiplier=0.0).model_dump(), []
+    raw["training"]["rounds"] = 2  # of the first one's updates the second is told
     for weight in (0.0, 1e3):
         config = JobConfig.model_validate(raw | {"strategy": {"name": "fediat", "sor_weight": weight}})
         found.append(seeded_run(config, tmp_path / str(weight)))

@@ -267,7 +267,8 @@ def test_an_algorithm_for_other_adapters_says_what_to_use(strategy: str, install
 def test_an_adapter_of_ones_own_trains_under_record_level_dp(install: Install, tmp_path: Path) -> None:
     install("shift.py", "adapters", "shift", "SHIFT")
     privacy = {"unit": "record", "clip": 1.0, "noise_multiplier": 1.0}
-    config = job_of({"adapter": {"kind": "shift"}, "privacy": privacy})
+    training = small_cells(rounds=1, lr=1e-2, batch_size=8, local_steps=1).model_dump(mode="json")["training"]
+    config = job_of({"adapter": {"kind": "shift"}, "privacy": privacy, "training": training})
     job, site = assemble_job(config), SiteConfig(privacy=HospitalPrivacyPolicy(noise_seed=1))
     shared = simulate(job, {"site-1": site, "site-2": site}, tmp_path, lambda event: None).state.shared
     assert all(not torch.equal(tensor, job.initial[name]) for name, tensor in shared.items())

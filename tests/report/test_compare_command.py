@@ -35,7 +35,7 @@ def test_seeds_of_two_codes_are_told(
 
 def test_the_command_writes_every_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = made(tmp_path, {"fedit": [[0.2, 0.6], [0.4, 0.8]], "ffa_lora": [[0.1, 0.1], [0.9, 0.9]]})
-    for end in ("md", "tex", "csv", "json", "txt"):
+    for end in ("md", "tex", "csv", "json", "txt", "html"):
         assert run(monkeypatch, "compare", *folders, "-o", tmp_path / f"out.{end}") == 0
         assert "ffa" in (tmp_path / f"out.{end}").read_text()
 

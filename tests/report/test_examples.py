@@ -38,7 +38,7 @@ def test_the_same_pictures_stand_side_by_side_and_others_are_refused(tmp_path: P
         theirs = own.convert("RGB").crop(
             (16 + 3 * 312, 64, 16 + 3 * 312 + 300, 404)
         )  # fourth column: picture, reference, pretrained
-        assert joined.crop((16 + 3 * 312, 96, 16 + 3 * 312 + 300, 436)).tobytes() == theirs.tobytes()
+        assert joined.crop((16 + 3 * 312, 64, 16 + 3 * 312 + 300, 404)).tobytes() == theirs.tobytes()
     write_predictions(
         folders[1] / "sites/s0/predictions.png", {Stage.GLOBAL: replace(masks(0), images=masks(0).images.flip(3))}
     )
@@ -50,7 +50,7 @@ def test_the_same_pictures_stand_side_by_side_and_others_are_refused(tmp_path: P
 
 @pytest.mark.parametrize(
     "wrong",
-    ["null", "[" * 100_000, '{"rows": [], "side": 300, "boxes": {}}', '{"rows": [0, 9], "side": "x", "boxes": {}}', "torn"],
+    ["null", "[" * 100_000, '{"titles": [], "rows": 1, "top": 0}', '{"titles": ["a", "b"], "rows": "x", "top": 0}', "torn"],
 )
 def test_a_damaged_picture_is_none(wrong: str, tmp_path: Path) -> None:
     folders = made(tmp_path, {"fedit": [[0.2]], "ffa_lora": [[0.1]]})
@@ -101,9 +101,7 @@ def test_long_names_that_end_apart_are_written_apart_beside_pictures(kind: str, 
     (tmp_path / "out").mkdir()
     ((path,), _) = draw_examples(tmp_path / "out", grouped(runs)[0][0], Stage.GLOBAL, "")
     with Image.open(path) as page:
-        if kind == "masks":  # columns of 300 pixels, 12 apart, behind the picture and its reference; a heading of two lines
-            one, other = (page.crop((16 + i * 312, 16, 316 + i * 312, 96)) for i in (2, 3))
-        else:  # lines of 40 pixels under the pictures and their references; 190 for a name
-            one, other = (page.crop((16, 16 + 212 + 40 + i * 40, 206, 16 + 212 + 80 + i * 40)) for i in (0, 1))
+        # columns of 300 pixels, 12 apart, behind the picture and its reference; a heading of two lines
+        one, other = (page.crop((16 + i * 312, 16, 316 + i * 312, 96)) for i in (2, 3))
         assert one.tobytes() != other.tobytes()
         assert all(low < 100 for part in (one, other) for low, _ in part.getextrema())  # something is written there

@@ -55,8 +55,7 @@ def add(folder: Path, *lines: object) -> None:
 
 def test_a_page_has_every_part_of_the_run(page: Page) -> None:
     ids = [one["id"] for one in page.of("h2")]
-    assert ids == ["result", "curves", "sites", "travelled", "time", "absences", "privacy", "versions"]
-    assert "Dice, original grid, mean of 2 sites: 0.550 pretrained, 0.650 global, 0.750 personalized." in page.text
+    assert ids == ["result", "curves", "sites", "training", "privacy", "versions"]
     for told in ("0.500", "0.600", "0.700", "0.650–0.750", "mean by n", "Best: a.png", "Worst: c.png", "4.0 s"):
         assert told in page.text, told
     assert "no differential privacy" in page.text
@@ -65,7 +64,7 @@ def test_a_page_has_every_part_of_the_run(page: Page) -> None:
 
 def test_what_travelled_is_summed_by_site(page: Page) -> None:
     text = re.sub(r"\s+", " ", page.text)
-    assert "Tensors between sites and server, in training" in text
+    assert "Training at the sites" in text
     assert text.count("2.00 KiB") >= 2  # two updates of 1 KiB from each of two sites
     assert text.count("8.00 KiB") == 1  # what both received in two rounds
 
@@ -319,11 +318,13 @@ def test_the_command_writes_for_the_user_alone_and_says_what_is_wrong(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     target = tmp_path / "out.html"
+    (tmp_path / "study/cells").mkdir(parents=True)
     assert run(monkeypatch, "report", folder, "--site", SITES[0], "-o", target) == 0
     assert target.stat().st_mode & 0o777 == 0o600
     for words, told in (
         ((tmp_path / "none",), "no such folder"),
         ((tmp_path,), "holds no run"),
+        ((tmp_path / "study",), "is a study's; its page is of `consilium compare STUDY -o report.html`"),
         ((folder, "--site", "\x1b[31m"), "no such site"),
         ((folder, "-o", tmp_path), "is a folder"),
         ((folder / "sites/..", "--site", ".."), "no such site"),
@@ -334,34 +335,6 @@ def test_the_command_writes_for_the_user_alone_and_says_what_is_wrong(
         assert told in said
         assert said.count("\n") == 1
         assert "\x1b" not in said
-
-
-def test_the_folder_of_a_study_becomes_its_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place, (name, method, lr) in enumerate((("b", "FedIT", 1e-3), ("a", EVIL, 2e-3), ("c", "lost", 3e-3))):
-        training = small_config("fedit", rounds=2, lr=lr).model_dump(mode="json")["training"]
-        folder = make_run(tmp_path / "study/cells" / name, training=training)
-        state, reason = ("failed", "no memory") if name == "c" else ("done", "")
-        record = {"state": state, "reason": reason, "labels": {"method": method, "seed": "0"}, "overrides": [], "place": place}
-        (folder / "cell.json").write_text(json.dumps(record))
-    (tmp_path / "study/cells/c/results.json").unlink()
-    assert run(monkeypatch, "report", tmp_path / "study") == 0
-    page = Page((tmp_path / "study/report.html").read_text())
-    assert "Comparison of 2 finished runs" in page.text
-    for told in (EVIL, "FedIT", "failed: no memory", "0.650"):  # Dice of the global model: the mean of 0.6 and 0.7
-        assert told in page.text, told
-    assert page.text.index("FedIT") < page.text.index(EVIL)  # the study's order, as in `compare`
-    assert page.of("script", "img") == []
-    assert "data:image/jpeg" not in page.source
-    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
-    assert len(ids) == len(set(ids))
-    assert run(monkeypatch, "report", tmp_path / "study", "--site", "north") == 2
-    for noted in (None, ""):  # a former version noted none: other digests may be of other folders
-        for name in "ab":
-            record = tmp_path / "study/cells" / name / "cell.json"
-            record.write_text(json.dumps(json.loads(record.read_text()) | {"data": name, "folder": noted}))
-        assert run(monkeypatch, "report", tmp_path / "study") == 0
-        told = "its sites' data or settings are not those of" in Page((tmp_path / "study/report.html").read_text()).text
-        assert told is (noted is not None)
 
 
 @pytest.mark.slow
@@ -388,20 +361,6 @@ def test_a_run_of_every_task_becomes_a_page(config: JobConfig, score: str, pictu
     assert page.count("data:image/jpeg") == pictures
     assert page.count("<h4>Best:") == 2
     assert "Best" in site_page(tmp_path, SITES[0])
-
-
-def test_a_site_that_only_tests_is_in_no_mean(folder: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(folder, tmp_path / "run"))
-    lines = [json.loads(text) for text in (copy / "metrics.jsonl").read_text().splitlines()]
-    results = json.loads((copy / "results.json").read_text())
-    last = max(results)
-    joined = {"time": 0.0, "event": "joined", "site": last, "round": 0, "ledger": "", "test_only": True}
-    lines = [line for line in lines if (line["event"], line.get("site")) != ("joined", last)]
-    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, joined]))
-    page = run_page(read_run(copy))
-    assert f"test only, in no mean: {last}" in page
-    kept = [one["test/global/dice"] for site, one in results.items() if site != last]
-    assert f"{sum(kept) / len(kept):.3f}" in page
 
 
 MEASURE = """<body style="margin: 0"><pre id="said"></pre>

@@ -91,14 +91,3 @@ def test_a_round_that_takes_longer_leaves_the_time_of_later_ones(tmp_path: Path)
 )
 def test_a_refusal_is_never_in_a_round_that_the_job_does_not_have(round: int, joining: bool, said: str) -> None:
     assert when({"round": round, "joining": joining}, 2) == said
-
-
-def test_what_a_resumed_run_repeats_counts_once(tmp_path: Path) -> None:
-    now = time.time()
-    whole = [started(0, now - 30), result("a", 0, now - 25), concluded(0, now - 20)]
-    broken = [started(1, now - 20), result("a", 1, now - 15)]
-    resumed = {"event": "resumed", "time": now - 5, "round": 1, "phase": 0}
-    found = progress(folder(tmp_path, *whole, *broken, resumed, started(1, now - 5), result("a", 1, now - 1)))
-    assert found["sites"]["a"]["bytes_up"] == 200
-    assert found["answered"] == ["a"]
-    assert found["eta_seconds"] == pytest.approx(4 * 10 - 5, abs=1)

@@ -59,17 +59,15 @@ def test_a_run_is_read_with_what_it_cost(tmp_path: Path) -> None:
 def test_a_learning_curve_ends_with_the_model_that_the_table_scores(tmp_path: Path) -> None:
     """What a run of one round ends with is what a run of two rounds trains from in its second."""
     for rounds in (1, 2):
-        raw = small_cells("fedit", rounds=rounds).model_dump()
+        raw = small_cells("fedit", rounds=rounds, local_steps=1).model_dump()
         raw["data"]["phantoms"] |= {"training": 5, "validation": 5, "test": 5}
         config = JobConfig.model_validate(raw)
         simulate(assemble_job(config), {"a": SiteConfig(), "b": SiteConfig()}, tmp_path / str(rounds), lambda event: None)
     short, long = (read_finished(tmp_path / name) for name in ("1", "2"))
-    for site in ("a", "b"):
-        curve = short.validation(Stage.GLOBAL, "loss")[site]
-        assert (sorted(curve), sorted(long.validation(Stage.GLOBAL, "loss")[site])) == ([0, 1], [0, 1, 2])
-        assert curve[1] == pytest.approx(long.validation(Stage.GLOBAL, "loss")[site][1], rel=1e-6)
-        own = [one.validation(Stage.PERSONALIZED, "loss")[site] for one in (short, long)]
-        assert [sorted(one) for one in own] == [[1], [1, 2]]
+    curve, longer = (one.validation(Stage.GLOBAL, "loss")["a"] for one in (short, long))
+    assert (sorted(curve), sorted(longer)) == ([0, 1], [0, 1, 2])
+    assert curve[1] == pytest.approx(longer[1], rel=1e-6)
+    assert [sorted(one.validation(Stage.PERSONALIZED, "loss")["a"]) for one in (short, long)] == [[1], [1, 2]]
     assert (short.split, short.score("a", Stage.GLOBAL, "n")) == ("test", 5)  # the table still has test scores
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from consilium.core.messages import Stage
-from consilium.report.compare import Test as Kind
 from consilium.report.compare.comparability import grouped
 from consilium.report.compare.scores import comparisons, interval, patients_interval, ranks, scores_of
 from consilium.report.compare.tables import comparison_tables, scores_table
@@ -30,7 +29,7 @@ def test_sites_on_one_test_split_are_one_pair_a_seed_and_none_narrows_the_other(
     # the errors of s0 and s1 add up: sqrt((0.06 + 0.06)^2 + 0.09^2) / 3 = 0.15 / 3
     assert patients_interval(table, "fedit") == pytest.approx((0.45, 0.55))
     assert patients_interval(table, "local_only") == pytest.approx((1.1 / 3 - 0.05, 1.1 / 3 + 0.05))
-    one = comparisons(table, Kind.WILCOXON)[0]
+    one = comparisons(table, "wilcoxon")[0]
     assert (one.pairs, one.wins, one.losses) == (4, 2, 0)  # not 6, of which 4
     assert one.difference == pytest.approx(0.4 / 3)
     assert "sites on one test split as one, others independent" in markdown(comparison_tables([table.group], Stage.GLOBAL))

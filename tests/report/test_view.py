@@ -52,10 +52,6 @@ def test_hd95_in_two_units_is_explained_once() -> None:
     assert sum("as in MONAI" in note for note in found.notes) == 1
 
 
-def test_validation_is_named_where_no_site_has_a_test_split() -> None:
-    assert "validation split" in shown(result_table({"a": {"validation/pretrained/dice": 0.2}}, "job", DICE))
-
-
 def test_the_title_names_who_was_refused_in_the_closing_evaluation() -> None:
     def title(results: dict[str, dict[str, float]], refused: list[str]) -> str:
         return results_table(results, DICE, "job", refused=refused).title

@@ -24,19 +24,6 @@ def shown(table: object, width: int) -> str:
     return console.file.getvalue()
 
 
-def live(width: int) -> str:
-    """Return the live table of three sites in the middle of a round."""
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    view = LiveView(console, 50, "job", DICE)
-    view({"event": "round", "round": 3, "phase": 0, "phases": 1, "sites": LONG})
-    for name in LONG:
-        view({"event": "step", "site": name, "step": 3, "steps": 120, "loss": 1.2345})
-    scores = {"validation/global/dice": 0.125, "validation/personalized/dice": 0.625, "train/loss": 1.0}
-    view({"event": "metrics", "site": "site-1", "round": 3, "metrics": scores})
-    view({"event": "evaluate", "site": LONG[0], "round": 3, "stage": "validation/received"})
-    return shown(view.render(), width)
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_line_is_wider_and_all_numbers_are_there(width: int) -> None:
     text = shown(result_table(dict.fromkeys(LONG, SCORES), "job", DICE, width), width)
@@ -58,18 +45,6 @@ def test_whole_names_where_they_fit_and_both_ends_elsewhere() -> None:
     assert "university-clinic-2" in shown(result_table(fits, "job", DICE, 80), 80)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_the_live_table(width: int) -> None:
-    text = live(width)
-    assert all(cell_len(line) <= width for line in text.splitlines())
-    assert "round 4/50" in text
-    assert "step 3/120" in text
-    assert "scoring received" in text
-    assert ("0.625" in text) == (width >= 80)
-    assert (LONG[0] in text) == (width >= 140)
-    assert len({line.split()[0] for line in text.splitlines() if "histology" in line}) == 2
-
-
 @pytest.mark.parametrize("width", [1, 3, 8, 20])
 def test_shortened_names_stay_different(width: int) -> None:
     names = ["".join(parts) for parts in itertools.product(("ward-", "ward"), ("x" * 40,), ("a", "b", "c"), ("1", ""))]
@@ -83,14 +58,6 @@ def test_shortened_names_stay_different(width: int) -> None:
 def test_wide_characters_count_as_two_cells() -> None:
     assert cell_len(shortened(["大学病院大学病院大学病院"], 10)["大学病院大学病院大学病院"]) <= 10
     assert shortened(["大学"], 4) == {"大学": "大学"}
-
-
-def test_nothing_scored_is_said_with_the_losses() -> None:
-    text = shown(result_table({"a": {}, "b": {}}, "job", DICE, 140, {"a": 0.75}), 140)
-    assert "no test or validation split: nothing was scored" in text
-    assert "training loss" in text
-    assert "0.750" in text
-    assert "Dice" not in text
 
 
 def test_a_site_without_the_split_is_named() -> None:

@@ -83,26 +83,6 @@ def test_hetlora_weighs_by_the_norm_of_the_product_and_pads_with_zeros() -> None
     assert after[B].tolist() == [[2.25, 0.0], [0.0, 0.25]]
 
 
-def test_fedhello_averages_a_layer_over_those_who_trained_it() -> None:
-    """Site a (weight 1) trains the top layer only and adds 1, site b (weight 3) both and adds 3: +2.5 on top, +3 below."""
-    names = {f"model.layers.{i}.q_proj.lora_{f}": torch.ones(2, 2) for i in (0, 1) for f in "AB"}
-    strategy = FedHeLLo(tiers={"all": Tier(1, 2)}, profile={"all": 1.0}, rank=2, layers="top")
-    state = strategy.initialize(names)
-    sites = {
-        "a": SiteInfo("a", 1, capacity={"time": 1.0, "memory": 1.0}),
-        "b": SiteInfo("b", 3, capacity={"time": 2.0, "memory": 2.0}),
-    }
-    results = {}
-    for name, weight, step in (("a", 1, 1.0), ("b", 3, 3.0)):
-        sent = strategy.payload(state, sites[name])
-        trained = {n: torch.full_like(t, step) for n, t in sent.tensors.items() if n.rpartition(".")[2].startswith("lora_")}
-        results[name] = result(sent, sites[name], trained, weight)
-    after = strategy.aggregate(state, results).shared
-    for factor in "AB":
-        assert after[f"model.layers.1.q_proj.lora_{factor}"].tolist() == [[3.5, 3.5], [3.5, 3.5]]
-        assert after[f"model.layers.0.q_proj.lora_{factor}"].tolist() == [[4.0, 4.0], [4.0, 4.0]]
-
-
 def test_fedhello_takes_the_layers_that_its_authors_configurations_name() -> None:
     """6 and 9 of 12 blocks. uniform: every second one, and all but every fourth.
 

@@ -117,8 +117,8 @@ def test_a_missing_tensor_of_no_block_is_an_error(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
-    job, sites = assemble_job(small({"kind": "bottleneck", "width": 4}, rounds=3)), {n: SiteConfig() for n in ("a", "b")}
-    snapshot = Snapshot(tmp_path / "run", lambda event: event["event"] == "round" and event["round"] == 2)
+    job, sites = assemble_job(small({"kind": "bottleneck", "width": 4}, rounds=2)), {n: SiteConfig() for n in ("a", "b")}
+    snapshot = Snapshot(tmp_path / "run", lambda event: event["event"] == "round" and event["round"] == 1)
     simulate(job, sites, tmp_path / "run", snapshot)
     whole = snapshot.restore()
     simulate(job, sites, tmp_path / "run", lambda event: None, resume=True)

@@ -20,12 +20,11 @@ from consilium.core.messages import Payload, Tensors
 from consilium.federation.job import assemble_job
 from consilium.federation.saved_model import export_adapter
 from consilium.models.registry import TargetSet
-from consilium.privacy.plan import make_plan
 from consilium.strategies.fedala import FedALA
 from consilium.strategies.feddbe import FedDBE
 from consilium.strategies.feddpa import FedDPA
 from consilium.strategies.strategy import Role
-from consilium.strategies.traits import Interpolation, Traits
+from consilium.strategies.traits import Interpolation
 from consilium.training.interpolation import fixed_share, interpolated, sample_shares
 from tests.conftest import small_config, small_text
 from tests.strategies.scripted import Scripted
@@ -315,25 +314,6 @@ def test_record_level_privacy_refuses_what_it_does_not_cover(strategy: dict[str,
     assert named in str(refused.value)
     assert "; use " in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def test_a_strategy_that_does_not_say_so_is_refused_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FedALA, "traits", Traits(fits_only=True, probe_fraction=0.5))
-    raw = small_config("fedala").model_dump() | {"privacy": RECORD}
-    with pytest.raises(ConfigError, match=r"privacy\.unit record.*; use fedit"):
-        assemble_job(JobConfig.model_validate(raw))
-
-
-def test_two_passes_cost_twice_the_steps() -> None:
-    plans = []
-    for strategy in ({"name": "feddpa", "weighting": "fixed"}, {"name": "fedit"}):
-        config = JobConfig.model_validate(small_config(strategy).model_dump() | {"privacy": RECORD})
-        plans.append(make_plan(assemble_job(config).config, config.strategy, 100))
-    two, one = plans
-    assert two is not None
-    assert one is not None
-    assert two.event.count == 2 * one.event.count == 100  # 50 steps a round of 100 samples by batches of 2
-    assert two.noise_multiplier > one.noise_multiplier
 
 
 def test_what_cannot_carry_a_local_adapter_is_refused() -> None:

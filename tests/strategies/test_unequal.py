@@ -14,7 +14,7 @@ from consilium.strategies.fedhomolora import FedHomoLoRA
 from consilium.strategies.fedit import FedIT
 from consilium.strategies.flexlora import FlexLoRA
 from consilium.strategies.flora import FLoRA
-from consilium.strategies.heterogeneous_ranks.exact import global_updates, stored_spectra
+from consilium.strategies.heterogeneous_ranks.exact import global_updates
 from consilium.strategies.heterogeneous_ranks.layers import factors, shapes
 from consilium.strategies.heterogeneous_ranks.ranks import Tier, UnequalRanks
 from consilium.strategies.hetlora import HetLoRA
@@ -122,45 +122,6 @@ def test_flexlora_sends_the_best_approximation_of_the_mean_of_products(values_in
             b, a = factors(sent.tensors, layer)
             if values_in == "left":  # rows of A are singular vectors, or the common start where there is no direction
                 torch.testing.assert_close(a[b.any(0)].norm(dim=1), torch.ones(int(b.any(0).sum())))
-
-
-def test_fedhl_adds_residuals_and_trusts_untruncated_sites_most() -> None:
-    strategy = make(FedHL)
-    state = play(strategy, strategy.initialize(initial()), SITES)
-    uploads = exchange(strategy, state)
-    share = strategy.share(state, uploads)
-    assert sum(share.values()) == pytest.approx(1)
-    lost = {}
-    for name, upload in uploads.items():
-        energy = {
-            layer: (one.energy, one.rest(len(upload.sent.tensors[f"{layer}.lora_A"])))
-            for layer, one in stored_spectra(state).items()
-        }
-        lost[name] = sum(rest for _, rest in energy.values()) / sum(whole for whole, _ in energy.values())
-    raw = {name: uploads[name].weight / (0.1 + lost[name]) for name in uploads}
-    assert share == pytest.approx({name: value / sum(raw.values()) for name, value in raw.items()})
-    after = strategy.aggregate(state, uploads)
-    for layer in LAYERS:
-        moved = sum(share[n] * (product(u.trained(), layer) - product(u.sent.tensors, layer)) for n, u in uploads.items())
-        torch.testing.assert_close(whole(after, layer), whole(state, layer) + moved, rtol=1e-4, atol=1e-6)
-
-
-def test_hetlora_pads_with_zeros_and_weights_by_norm() -> None:
-    strategy = make(HetLoRA)
-    state = play(strategy, strategy.initialize(initial()), SITES)
-    uploads = exchange(strategy, state)
-    ends = {name: upload.trained() for name, upload in uploads.items()}
-    norms = {n: sum(float(product(end, layer).square().sum()) for layer in LAYERS) ** 0.5 for n, end in ends.items()}
-    after = strategy.aggregate(state, uploads)
-    for layer in LAYERS:
-        b, a = (torch.zeros_like(t, dtype=torch.float64) for t in factors(state.shared, layer))
-        for name, end in ends.items():
-            own_b, own_a = factors(end, layer)
-            b[:, : own_b.shape[1]] += norms[name] / sum(norms.values()) * own_b
-            a[: len(own_a)] += norms[name] / sum(norms.values()) * own_a
-        torch.testing.assert_close(factors(after.shared, layer), (b.float(), a.float()))
-        sent = strategy.payload(after, SiteInfo("site-1", 1)).tensors
-        assert torch.equal(sent[f"{layer}.lora_A"], after.shared[f"{layer}.lora_A"][: int(strategy.tier("site-1").train)])
 
 
 def test_hetlora_prunes_a_site_whose_last_ranks_have_faded() -> None:

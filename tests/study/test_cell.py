@@ -43,11 +43,13 @@ def test_a_cell_is_an_ordinary_run_and_is_never_run_again(study_file: MakeStudy,
     assert run_cell(one, quiet).seconds == record.seconds
     assert (one.cell.folder / "metrics.jsonl").read_text() == lines
     results = (one.cell.folder / "results.json").read_text()
-    for damage in ("{", "[]", None):  # a copy that was interrupted
-        (one.cell.folder / "results.json").unlink() if damage is None else (one.cell.folder / "results.json").write_text(damage)
+    for damage in ("{", "[]"):  # a copy that was interrupted
+        (one.cell.folder / "results.json").write_text(damage)
         assert record_of(one.cell.folder).state == "interrupted"
-        assert run_cell(one, quiet).state == "done"
-        assert (one.cell.folder / "results.json").read_text() == results
+    (one.cell.folder / "results.json").unlink()
+    assert record_of(one.cell.folder).state == "interrupted"
+    assert run_cell(one, quiet).state == "done"
+    assert (one.cell.folder / "results.json").read_text() == results
 
 
 def test_a_cell_that_is_run_elsewhere_is_left_alone_and_one_that_broke_says_so(study_file: MakeStudy, tmp_path: Path) -> None:
@@ -80,7 +82,7 @@ def test_a_failure_is_one_line_and_a_run_on_other_data_is_set_aside(study_file: 
     (other,) = planned(path, tmp_path / "w", tmp_path / "data")
     assert other.cell == one.cell
     run_cell(other, break_down)
-    aside = tmp_path / "w" / "set-aside" / f"{one.cell.id}-{one.data}"
+    aside = tmp_path / "w" / "set-aside" / f"{one.cell.id}-{one.data}-{one.code}"
     assert (aside / "metrics.jsonl").read_text() == mark != (one.cell.folder / "metrics.jsonl").read_text()
     picture.write_bytes(before)
     (again,) = planned(path, tmp_path / "w", tmp_path / "data")
@@ -88,14 +90,14 @@ def test_a_failure_is_one_line_and_a_run_on_other_data_is_set_aside(study_file: 
     assert reason.startswith("b was refused: update has norm")
     assert "So 0 of 2 results, federation.min_sites is" in reason
     assert (one.cell.folder / "metrics.jsonl").read_text().startswith(mark)
-    assert [path.name for path in aside.parent.iterdir()] == [f"{one.cell.id}-{other.data}"]
+    assert [path.name for path in aside.parent.iterdir()] == [f"{one.cell.id}-{other.data}-{one.code}"]
 
 
 def test_what_was_set_aside_comes_back_though_the_cell_s_folder_is_gone(study_file: MakeStudy, tmp_path: Path) -> None:
     (one,) = planned(study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w")
     CellRecord("done", data=one.data, code=one.code).save(one.cell.folder)
     (one.cell.folder / "results.json").write_text("{}")
-    one.cell.folder.rename(private_folder(tmp_path / "w" / "set-aside") / f"{one.cell.id}-{one.data}")
+    one.cell.folder.rename(private_folder(tmp_path / "w" / "set-aside") / f"{one.cell.id}-{one.data}-{one.code}")
     assert run_cell(one, quiet).state == "done"
     assert not (one.cell.folder / "metrics.jsonl").exists()  # it did not run again
     assert list((tmp_path / "w" / "set-aside").iterdir()) == []

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from consilium.study.estimate import fewer_steps
+from consilium.estimates.communication import own_cost
+from consilium.federation.job import assemble_job
 from consilium.study.study import load
 from tests.conftest import JOBS, run
 from tests.study.conftest import MakeStudy
@@ -56,14 +57,11 @@ def test_bytes_are_rounds_times_sites_times_what_cost_says(
     path = study_file(axes={"method": METHODS}, set={"sites": 5, "training.rounds": 7})
     assert run(monkeypatch, "study", "show", path, "--format", "json") == 0
     counted = [cell["bytes"] for cell in json.loads(capsys.readouterr().out)["cells"]]
-    assert run(monkeypatch, "cost", path.parent / "base", "--format", "json") == 0
-    own = json.loads(capsys.readouterr().out)[0]
-    assert run(monkeypatch, "cost", path.parent / "base", "--set", "strategy=ffa_lora", "--format", "json") == 0
-    other = json.loads(capsys.readouterr().out)[0]
-    assert (own["strategy"], other["strategy"]) == ("fedit", "ffa_lora")
-    joining = [0, 4 * (own["up"] - other["up"])]  # ffa_lora's A travels once, with the first B
+    own, other = (own_cost(assemble_job(cell.load(), cell.base)) for cell in load(path).cells())
+    assert (own.strategy, other.strategy) == ("fedit", "ffa_lora")
+    joining = [0, 4 * (own.up - other.up)]  # ffa_lora's A travels once, with the first B
     assert counted == [
-        5 * (7 * (one["bytes_up"] + one["bytes_down"]) + more) for one, more in zip((own, other), joining, strict=True)
+        5 * (7 * (one.bytes_up + one.bytes_down) + more) for one, more in zip((own, other), joining, strict=True)
     ]
     assert counted[1] < counted[0]
 
@@ -93,20 +91,3 @@ def test_mistakes_are_lines_and_nothing_starts(
     assert len(said) == len(lines)
     assert all(line.startswith(wanted) for line, wanted in zip(said, lines, strict=True))
     assert not (tmp_path / "runs").exists()
-
-
-def test_pooled_data_that_see_less_than_all_sites_are_told_of_before_the_run(
-    study_file: MakeStudy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two sites of one step: pooled data need two. Epochs are no matter."""
-    methods = {
-        "FedIT": {"strategy": "fedit"},
-        "fewer": {"strategy": "centralized"},
-        "fair": {"strategy": "centralized", "training.local_steps": 2},
-        "epochs": {"strategy": "centralized", "training.local_steps": None},
-    }
-    path = study_file(axes={"method": methods, "seed": {"training.seed": [0]}})
-    assert run(monkeypatch, "study", "show", path) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "method=fewer seed=0: pooled data see fewer samples a round than all sites together" in said
-    assert [cell.labels["method"] for cell in fewer_steps(load(path).cells())] == ["fewer"]

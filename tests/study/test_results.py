@@ -10,7 +10,7 @@ from consilium.config.job import load_job
 from consilium.config.overrides import parse_override
 from consilium.study.records import CellRecord
 from consilium.study.study import Cell, identity, load
-from tests.benchmarks import results, utility
+from tests.benchmarks import results
 from tests.benchmarks.claims import Claim
 from tests.benchmarks.effects import DICE, EFFECTS, LOSS, Best, Effect, Side
 from tests.benchmarks.measured import MEASURE, NOISE, Rows, collected, keep, measured, read
@@ -129,35 +129,6 @@ def test_noise_over_signal_is_what_a_page_of_arithmetic_says(privacy: str, tmp_p
     assert measured(cell, NOISE) == pytest.approx(ratio)
 
 
-def test_a_table_and_a_picture_of_what_privacy_buys() -> None:
-    scores = {("A", "none"): (0.5, 0.25), ("B", "8"): (0.25, 0.5), ("B", "1"): (0.25, 0.125)}
-    rows: Rows = {
-        (("method", method), ("epsilon", epsilon), ("mix", "0.1"), ("seed", str(seed)), (MEASURE, measure)): value
-        for (method, epsilon), values in scores.items()
-        for seed, score in enumerate(values)
-        for measure, value in ((utility.ACCURACY, score), (NOISE, 0.0 if epsilon == "none" else 8.0))
-    }
-    assert utility.table(rows).splitlines()[2:] == [
-        "| 0.1 | A | none | - | 0.375 | 0.500 0.250 |",
-        "| 0.1 | B | 8 | 8 | 0.375 | 0.250 0.500 |",
-        "| 0.1 | B | 1 | 8 | 0.188 | 0.250 0.125 |",
-    ]
-    (plot,) = utility.picture(rows).axes
-    assert [text.get_text() for text in plot.get_xticklabels()] == ["1", "8"]
-    assert {0.375} < {float(one) for line in plot.lines for one in line.get_ydata()}  # type: ignore[union-attr]
-
-
-def test_where_less_is_better_the_least_comes_first() -> None:
-    rows: Rows = {
-        (("method", method), ("epsilon", "8"), ("seed", "0"), (MEASURE, measure)): value
-        for method, loss in (("A", 3.5), ("B", 2.5))
-        for measure, value in ((LOSS, loss), (NOISE, 0.5))
-    }
-    table = utility.table(rows, LOSS).splitlines()
-    assert table[0] == "| mix | method | epsilon | noise / signal | loss | by seed |"
-    assert table[2:] == ["| - | B | 8 | 0.5 | 2.500 | 2.500 |", "| - | A | 8 | 0.5 | 3.500 | 3.500 |"]
-
-
 @pytest.mark.parametrize("study", EFFECTS)
 def test_effects_name_what_their_study_has(study: str) -> None:
     config = load(study).config
@@ -215,10 +186,3 @@ def test_means_have_every_cell_and_the_best_method_first(tmp_path: Path) -> None
         "| A | 0.1 | 3.500 | 3.000 4.000 |",
         "| A | 0.2 | 1.750 | 1.000 2.500 |",
     ]
-
-
-def test_a_mark_of_another_kind_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        SystemExit, match="made by results: wonders x -->: write one of claims, effects, means, utility, compare, costs"
-    ):
-        results.renewed("<!-- made by results: wonders x -->\n<!-- end -->\n", None, [])

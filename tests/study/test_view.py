@@ -4,15 +4,15 @@ import io
 from pathlib import Path
 from typing import Any
 
-import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
 from consilium.config.site import Given
+from consilium.report.tables import terminal
 from consilium.study.plan import Planned
 from consilium.study.records import CellRecord
 from consilium.study.study import load
-from consilium.study.view import SIGNS, StudyView, cells_table, duration
+from consilium.study.view import StudyView, cells_table
 from tests.study.conftest import MakeStudy
 
 METHODS = {"a method with quite a long name " + c: {"training.lr": 1 / n} for n, c in enumerate("abcdefgh", 2)}
@@ -29,7 +29,7 @@ def printed(width: int, terminal: bool, show: Any) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_the_grid_fits_80_columns_whatever_names_and_cells(study_file: MakeStudy, tmp_path: Path) -> None:
+def test_the_view_fits_80_columns_whatever_names_and_cells(study_file: MakeStudy, tmp_path: Path) -> None:
     cells = planned(study_file, tmp_path, seeds=9)
     view = StudyView(Console(width=80, file=io.StringIO()), "tiny", cells, workers=2)
     for one, record in zip(cells, [CellRecord("done", seconds=60.0)] * 5 + [CellRecord("failed", "why")], strict=False):
@@ -37,16 +37,8 @@ def test_the_grid_fits_80_columns_whatever_names_and_cells(study_file: MakeStudy
     view(cells[6], (0.5, "round 2/4"))
     text = printed(80, True, view.render())
     assert max(map(cell_len, text.splitlines())) <= 80
-    assert "#####x>.." in text
-    assert "method with quite a long name a" in text
-    assert "6/72" in text
-    assert "round 2/4" in text
-    wide = StudyView(Console(width=40, file=io.StringIO()), "tiny", cells, workers=2).render()
-    assert max(map(cell_len, printed(40, True, wide).splitlines())) <= 40
-
-
-def test_every_state_has_a_sign_of_its_own() -> None:
-    assert len(set(SIGNS.values())) == len(SIGNS) == 6
+    for told in ("6/72, 1 failed", "seed=6: round 2/4", "ETA"):
+        assert told in text
 
 
 def test_in_a_pipe_every_end_is_a_line_and_the_eta_is_by_finished_cells(study_file: MakeStudy, tmp_path: Path) -> None:
@@ -61,22 +53,17 @@ def test_in_a_pipe_every_end_is_a_line_and_the_eta_is_by_finished_cells(study_fi
     view(cells[2], CellRecord("failed", "no \x1b[31mdisk"))
     names = [one.cell.name for one in cells]
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
-        f"1/4 {names[0]}: done in 100 s, ETA 2 min",
+        f"1/4 {names[0]}: done in 1.7 min, ETA 2.5 min",
         f"{names[1]}: another process is at it; waiting",
-        f"2/4 {names[1]}: done in 40 s, ETA 70 s",
+        f"2/4 {names[1]}: done in 40.0 s, ETA 70.0 s",
         f"3/4 {names[2]}: failed: no \\x1b[31mdisk",
     ]
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(4.2, "4 s"), (119, "119 s"), (600, "10 min"), (36_000, "10.0 h")])
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_the_table_of_cells_fits_and_tells_each(study_file: MakeStudy, tmp_path: Path) -> None:
     cells = [one.cell for one in planned(study_file, tmp_path, seeds=2)]
     records = {cell.id: CellRecord("done", seconds=3600.0) for cell in cells}
-    text = printed(80, False, cells_table("t", cells, records, {cell.id: 2_500_000 for cell in cells}, 80))
+    text = printed(80, False, terminal(cells_table("t", cells, records, {cell.id: 2_500_000 for cell in cells}), 80))
     assert max(map(cell_len, text.splitlines())) <= 80
     assert text.count("2.5") == len(cells)
     assert all(cell.id in text for cell in cells)

@@ -14,7 +14,6 @@ from PIL import Image
 from scipy.stats import binomtest, norm
 from torch import nn
 
-from consilium.cli.options import Format
 from consilium.cli.trained_model import _print_attacks
 from consilium.client.model_store import UNCOVERED
 from consilium.config.job import JobConfig
@@ -208,11 +207,11 @@ def test_no_promise_stands_beside_a_model_that_it_is_not_of(capsys: pytest.Captu
     raw = small_cells("fedit").model_dump() | {"privacy": {"unit": "site", "clip": 1.0, "epsilon": 3}}
     card = SimpleNamespace(job="j", name="personalized", privacy="epsilon 3", notes=(UNCOVERED,))
     opened = SimpleNamespace(config=JobConfig.model_validate(raw), card=card, folder=Path("f"), model=nn.Linear(1, 1))
-    _print_attacks(found, cast(TrainedModel, opened), Format.TXT)
+    _print_attacks(found, cast(TrainedModel, opened), "txt")
     said = capsys.readouterr().out
     assert "promised nothing of this model" in said
     assert "of one record of it" not in said
-    _print_attacks(found, cast(TrainedModel, opened), Format.JSON)
+    _print_attacks(found, cast(TrainedModel, opened), "json")
     told = json.loads(capsys.readouterr().out)
     assert (told["covered"], told["of_one_record"]) == (False, None)
 

@@ -2,11 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from consilium.cli.options import PageFormat, PageFormatOption
 from consilium.cli.site_records import is_site, site_records
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import cell
@@ -18,11 +17,11 @@ from consilium.report.tables import markdown as markdown_of
 
 def audit(
     where: Annotated[Path, typer.Argument(help="a site.yaml, a startup kit, a run's folder, or an audit.jsonl")],
-    format: PageFormatOption = PageFormat.MD,
+    format: Annotated[Literal["md", "json"], typer.Option("--format", help="md for people, json for programs")] = "md",
 ) -> None:
     """Show every message that left this site: tensors, bytes, norms, noise, epsilon; exit code 1 if a record was altered."""
     found = [_report(path) for path in _records(where)]
-    print(json.dumps(found, indent=1) if format is PageFormat.JSON else "\n\n".join(map(_page, found)))
+    print(json.dumps(found, indent=1) if format == "json" else "\n\n".join(map(_page, found)))
     raise typer.Exit(1 if any(one["broken_line"] for one in found) else 0)
 
 

@@ -1,17 +1,14 @@
 """The commands `consilium compare` and `report`: runs and studies as tables, pictures and pages."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, cast, get_args
 
 import typer
 from rich.console import Console
 
-from consilium.cli.options import FILE_WIDTH, WorkspaceOption, page, pipeline_note, study_command, study_size
-from consilium.config.job import load_job
+from consilium.cli.options import FILE_WIDTH, WorkspaceOption, page, pipeline_note, show, study_command, study_size
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import call
 from consilium.core.messages import Stage
@@ -23,31 +20,18 @@ from consilium.report.compare.comparability import Group, MissingRun, grouped, m
 from consilium.report.compare.published import Published, method_of, read_published
 from consilium.report.compare.tables import as_csv, as_json, comparison_tables
 from consilium.report.plain_files import subfolders
-from consilium.report.run_record import CELLS, RunRecord, cell_folder, check_names, read_finished, read_run, study_cells
+from consilium.report.run_record import CELLS, RunRecord, cell_folder, read_finished, read_run
 from consilium.report.tables import Table, latex, markdown, terminal
 from consilium.study.records import record_of
-from consilium.study.study import Study, load
+from consilium.study.study import load
 
 DRAW = "consilium.report.compare.figures:draw"
 YAML = (".yaml", ".yml")
 """Endings of a study's file. Other files, such as logs of cells, may lie beside runs."""
 
 
-class TableFormat(StrEnum):
-    """How tables are written."""
-
-    TXT = "txt"
-    MD = "md"
-    TEX = "tex"
-    CSV = "csv"
-    JSON = "json"
-
-
-class Model(StrEnum):
-    """Which model ranks, tests and pictures are about."""
-
-    GLOBAL = "global"
-    PERSONALIZED = "personalized"
+TableFormat = Literal["txt", "md", "tex", "csv", "json", "html"]
+"""How tables are written."""
 
 
 def compare(
@@ -56,7 +40,8 @@ def compare(
         typer.Argument(metavar="STUDY|RUN...", help="a study's file or name, or runs: folders or STUDY/AXIS=VALUE"),
     ],
     format: Annotated[
-        TableFormat | None, typer.Option("--format", help="md, tex; csv: a row per score; by -o's ending, else txt")
+        TableFormat | None,
+        typer.Option("--format", help="md, tex; csv: a row per score; html: a page with pictures; by -o's ending, else txt"),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="instead of the screen")] = None,
     pictures: Annotated[
@@ -64,9 +49,11 @@ def compare(
     ] = None,
     columns: Annotated[int, typer.Option(min=1, max=2, help="width of pictures in columns of a paper: 3.5 or 7.16 inches")] = 1,
     titles: Annotated[bool, typer.Option("--titles", help="write each picture's caption into it, too")] = False,
-    model: Annotated[Model, typer.Option(help="the one that ranks, tests and pictures are about")] = Model.GLOBAL,
+    model: Annotated[
+        Literal["global", "personalized"], typer.Option(help="the one that ranks, tests and pictures are about")
+    ] = "global",
     metric: Annotated[str, typer.Option(help="such as f1 or dice/cup; default: what the task is judged by")] = "",
-    test: Annotated[Test, typer.Option(help="of paired scores over seeds and sites")] = Test.WILCOXON,
+    test: Annotated[Test, typer.Option(help="of paired scores over seeds and sites")] = "wilcoxon",
     against: Annotated[str, typer.Option(metavar="METHOD", help="test all others against this one only")] = "",
     smoke: Annotated[bool, typer.Option("--smoke", help="the study as `study run --smoke` ran it")] = False,
     small: Annotated[bool, typer.Option("--small", help="the study as `study run --small` ran it")] = False,
@@ -76,7 +63,7 @@ def compare(
     runs = [(path if path.exists() or "=" not in path.name else cell_folder(path)) for path in runs]
     groups, notes, published = _study(runs[0], smoke, small, workspace) if _is_study(runs) else (*comparable_groups(runs), [])
     notes += [one for group in groups for one in mixed(group)]
-    stage = Stage(model.value)
+    stage = Stage(model)
     _check(groups, metric, against)
     tables = comparison_tables(groups, stage, metric or None, test, against or None, published)
     if pictures is not None:
@@ -87,7 +74,23 @@ def compare(
         names = [file.name for file in files if file.suffix in (".png", ".tex")]
         if names:
             typer.echo(f"{pictures}: {', '.join(names)}; PDF, SVG and CSV beside them", err=True)
-    _show(groups, tables, notes, _format(format, output), output)
+    kind = format or ("txt" if output is None else output.suffix[1:])
+    if kind not in get_args(TableFormat):
+        raise ConfigError(f"--output: {output}: no format of this ending; end it in .{', .'.join(get_args(TableFormat))}")
+    text = _written(
+        cast(TableFormat, kind),
+        groups,
+        tables,
+        notes,
+        str(runs[0] if len(runs) == 1 else "comparison"),
+        stage,
+        output is not None,
+    )
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        write_atomic(output, text.encode(errors="backslashreplace"), PUBLIC)
+        typer.echo(f"{output}: written")
 
 
 def comparable_groups(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
@@ -138,7 +141,9 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> tupl
         except ConfigError as error:
             absent.append(MissingRun(labels, cell.load().training.seed, _how_far(cell.folder, error)))
     if not found:
-        raise ConfigError(f"{path}: no cell is done; run it: {_command(study, path, workspace)}")
+        data = ["--data", "FOLDER"] if any(cell.load().data.phantoms is None for cell in study.cells()) else []
+        command = study_command("study run", path, study.size, workspace, *data)
+        raise ConfigError(f"{path}: no cell is done; run it: {command}")
     groups, why = grouped(found, absent)
     numbers = read_published(study.config.published, axes, study.config.floor)
     notes = [f"left out by the study: {' '.join(one[axis] for axis in axes)}: {reason}" for one, reason in study.excluded()]
@@ -147,12 +152,6 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> tupl
         return groups, [*notes, f"published numbers and floor are of the whole study, not of --{study.size}: not shown"], []
     alone = sum(all(method_of(one, group) is None for group in groups) for one in numbers if not one.floor)
     return groups, [*notes, *([f"{alone} published numbers are of methods without a finished run"] if alone else [])], numbers
-
-
-def _command(study: Study, path: Path, workspace: Path | None) -> str:
-    """Return the command that runs a study."""
-    data = ["--data", "FOLDER"] if any(cell.load().data.phantoms is None for cell in study.cells()) else []
-    return study_command("study run", path, study.size, workspace, *data)
 
 
 def _how_far(folder: Path, error: ConfigError) -> str:
@@ -181,47 +180,32 @@ def _check(groups: Sequence[Group], metric: str, against: str) -> None:
         raise ConfigError(f"--against: {shown(against, 80)!r}: no such method; take one of {'; '.join(methods[:12])}")
 
 
-def _format(format: TableFormat | None, output: Path | None) -> TableFormat:
-    if format is not None or output is None:
-        return format or TableFormat.TXT
-    try:
-        return TableFormat(output.suffix[1:])
-    except ValueError:
-        raise ConfigError(f"--output: {output}: no format of this ending; end it in .md, .tex, .csv, .json or .txt") from None
-
-
-def _show(
-    groups: Sequence[Group], tables: Sequence[Table], notes: Sequence[str], format: TableFormat, output: Path | None
-) -> None:
-    """Print the tables, or write them to a file."""
-    if format is TableFormat.TXT:
-        console = page() if output is None else Console(width=FILE_WIDTH, file=io.StringIO())
-        _print(console, tables, notes)
-        text = console.file.getvalue() if isinstance(console.file, io.StringIO) else ""
-    else:
-        text = _written(groups, tables, notes, format)
-    if output is not None:
-        write_atomic(output, text.encode(errors="backslashreplace"), PUBLIC)
-        typer.echo(f"{output}: written")
-    elif text:
-        typer.echo(text, nl=False)
-
-
-def _written(groups: Sequence[Group], tables: Sequence[Table], notes: Sequence[str], format: TableFormat) -> str:
-    if format is TableFormat.CSV:
+def _written(
+    format: TableFormat,
+    found: Sequence[Group],
+    tables: Sequence[Table],
+    notes: Sequence[str],
+    source: str,
+    stage: Stage,
+    file: bool,
+) -> str:
+    """Return the tables in a format; text is as wide as the terminal, or FILE_WIDTH for a `file`."""
+    if format == "csv":
+        show((f"note: {shown(note, 2000)}" for note in notes), errors=True)
+        return as_csv(found)
+    if format == "json":
+        return as_json(found, tables, notes) + "\n"
+    if format == "html":
+        return call(f"{PAGES}:study_page", Path(source).stem, source, found, tables, notes, stage)
+    if format != "txt":
+        return (markdown if format == "md" else latex)(tables, notes)
+    console = Console(width=FILE_WIDTH) if file else page()
+    with console.capture() as written:
+        for table in tables:
+            console.print(terminal(table, console.width))
         for note in notes:
-            typer.echo(f"note: {shown(note, 2000)}", err=True)
-        return as_csv(groups)
-    if format is TableFormat.JSON:
-        return as_json(groups, tables, notes) + "\n"
-    return (markdown if format is TableFormat.MD else latex)(tables, notes)
-
-
-def _print(console: Console, tables: Sequence[Table], notes: Sequence[str]) -> None:
-    for table in tables:
-        console.print(terminal(table, console.width))
-    for note in notes:
-        console.print(line(f"note: {note}", "yellow", limit=2000))
+            console.print(line(f"note: {note}", "yellow", limit=2000))
+    return written.get()
 
 
 # report ----------------------------------------------------------------------------------------------------------------
@@ -232,7 +216,7 @@ PAGES = "consilium.report.page.run_page"
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN|STUDY", help="the folder of a run, or of a study's runs")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of a run, or STUDY/AXIS=VALUE,...")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="default: report.html in the folder")
     ] = None,
@@ -240,71 +224,18 @@ def report(
         str, typer.Option(metavar="NAME", help="what this site may keep: its pictures, what left it, its ledger")
     ] = "",
 ) -> None:
-    """Write a run, finished or not, or a study as one page for any browser: no network, light and dark, printable."""
+    """Write a run, finished or not, as one page for any browser: no network, light and dark, printable."""
+    if (run / CELLS).is_dir() and not (run / "job.yaml").exists():
+        raise ConfigError(f"{run}: is a study's; its page is of `consilium compare STUDY -o report.html`")
     run = run if run.is_dir() else cell_folder(run)
     if not run.is_dir():
-        raise ConfigError(f"{shown(run, 200)}: no such folder; give the folder of `simulate --workspace`, or of a study's runs")
+        raise ConfigError(f"{shown(run, 200)}: no such folder; give the folder of `simulate --workspace`, or of a study's run")
     target = output or (call(f"{PAGES}:site_folder", run, site) if site else run) / FILE
     if target.is_dir():
         raise ConfigError(f"--output: {target}: is a folder; give a file, such as {target / FILE}")
-    write_atomic(target, _page(run, site).encode(errors="backslashreplace"))
-    typer.echo(f"{target}: written")
-
-
-def _page(run: Path, site: str) -> str:
-    if (run / CELLS).is_dir() and not (run / "job.yaml").exists():
-        return _study_page(run, site)
-    if site:
-        return call(f"{PAGES}:site_page", run, site)
-    if not (run / "job.yaml").exists() and (
-        names := [one.name for one in subfolders(run / "sites")] or ["NAME"] * (run / CASES).is_file()
-    ):
+    names = [one.name for one in subfolders(run / "sites")] or ["NAME"] * (run / CASES).is_file()
+    if names and not site and not (run / "job.yaml").exists():
         raise ConfigError(f"{run}: is a site's; name it: --site {shown(names[0], 80)}")
-    return call(f"{PAGES}:run_page", read_run(run))
-
-
-def _study_page(folder: Path, site: str) -> str:
-    """Return the comparison of a study's finished cells. Raises ConfigError where there is none."""
-    if site:
-        raise ConfigError(f"--site: {folder} is a study's; give one of its runs in {folder / CELLS}")
-    found, absent = _cells(folder)
-    if not found:
-        raise ConfigError(f"{folder}: no cell is done; go on with consilium study run")
-    groups, why = grouped(found, absent)
-    notes = [*(f"other data: {one}" for one in why), *(one for group in groups for one in group.left)]
-    return call(
-        f"{PAGES}:study_page",
-        folder.resolve().name,
-        str(folder),
-        groups,
-        comparison_tables(groups, Stage.GLOBAL),
-        notes,
-        Stage.GLOBAL,
-    )
-
-
-def _seed(job: Path) -> int:
-    """Return a job's seed; 0 for an unreadable job."""
-    try:
-        return load_job(job, plugins=None).training.seed
-    except ConfigError:
-        return 0
-
-
-def _cells(folder: Path) -> tuple[list[RunRecord], list[MissingRun]]:
-    """Return a study's finished runs in its order, and why the others have no scores. Raises ConfigError."""
-    found: list[RunRecord] = []
-    absent: list[MissingRun] = []
-    cells = study_cells(folder)
-    check_names(folder, [cell for cell in cells if (cell.folder / "results.json").is_file()])
-    for cell in cells:
-        record = record_of(cell.folder)
-        try:
-            run = read_finished(cell.folder, ", ".join(cell.labels.values()) or cell.folder.name, cell.method)
-            data = None if record.folder is None else (record.folder, record.data)
-            found.append(run if data is None else replace(run, data=data, whole=record.whole))
-        except ConfigError as error:
-            if (job := cell.folder / "job.yaml").is_file():
-                why = f"{record.state}: {record.reason}" if record.reason else str(error)
-                absent.append(MissingRun(cell.method, _seed(job), why))
-    return found, absent
+    text = call(f"{PAGES}:site_page", run, site) if site else call(f"{PAGES}:run_page", read_run(run))
+    write_atomic(target, text.encode(errors="backslashreplace"))
+    typer.echo(f"{target}: written")

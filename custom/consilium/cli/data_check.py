@@ -1,19 +1,19 @@
 """The command `consilium data check`: one list, a site's folder, or a folder of all sites."""
 
-import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
+from rich.text import Text
 
 from consilium.cli.options import (
     CheckpointsOption,
-    Format,
     FormatOption,
     KitPluginsOption,
     SetOption,
+    emit,
     load_for_data,
 )
 from consilium.config.data import DatasetConfig
@@ -29,7 +29,7 @@ from consilium.data.label_map import relabelled
 from consilium.data.settings import PictureSettings
 from consilium.data.text import has_texts
 from consilium.report.page.check_page import write_report
-from consilium.tasks.registry import TASKS, TaskKind
+from consilium.tasks.registry import TASKS
 
 JOB = "consilium.federation.job"
 
@@ -48,7 +48,7 @@ def data_check(
     dataset: Annotated[str, typer.Option(help="of a site with several; default: the one that the job names, or all")] = "",
     checkpoints: CheckpointsOption = None,
     kit: KitPluginsOption = None,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Open every image and label, or every record of JSONL lists, and name all bad ones; exit code 1 if there are problems."""
     if override and not job:
@@ -62,10 +62,11 @@ def data_check(
     told = suggested_settings(unmapped, getattr(task, "classes", () if task else None), longest)
     if report is not None:
         write_report(report, found, shared, config.task if config else None)
-    if format is Format.JSON:
-        print(json.dumps(_json(found, shared) | {"proposals": told}, indent=1))
-    else:
-        _print(found, shared, told, report)
+    between = {kind: {"count": len(lines), "first": lines[:NAMED]} for kind, lines in shared.items()}
+    told_of = {"sites": {name: one.to_dict() for name, one in found.items()}, "between_sites": between}
+    if len(found) == 1:
+        told_of = next(iter(found.values())).to_dict()
+    emit(told_of | {"proposals": told}, _lines(found, shared, told, report), format)
     raise typer.Exit(1 if any(one.problems for one in found.values()) else 0)
 
 
@@ -140,7 +141,9 @@ def _check(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
     name = "language" if has_texts(path) or path.suffix == ".jsonl" else "segmentation"
     kind = TASKS[config.task.name if config else name]
     if kind.check is None:
-        return _read_only(path, kind)
+        found = Findings.of(path, kind.read(path))
+        found.warnings["only the list was read: the job's task has no check of its samples"] = [path.name]
+        return found
     if config is None:
         change = None if name == "language" else lambda data: with_affine(arranged(data), own.nifti_affine)
         return kind.check(path, change=change) if change else kind.check(path)
@@ -159,55 +162,37 @@ def _check(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
     return kind.check(path, config.task, tokenizer, room, **more)
 
 
-def _read_only(path: Path, kind: TaskKind) -> Findings:
-    """Return the counts of a data list whose task comes with no check: it is read, no sample is opened."""
-    found = Findings.of(path, kind.read(path))
-    found.warnings["only the list was read: the job's task has no check of its samples"] = [path.name]
-    return found
-
-
-def _json(found: dict[str, Findings], shared: dict[str, list[str]]) -> dict[str, Any]:
-    """Return one list's findings, or several by site."""
-    if len(found) == 1:
-        return next(iter(found.values())).to_dict()
-    between = {kind: {"count": len(lines), "first": lines[:NAMED]} for kind, lines in shared.items()}
-    return {"sites": {name: one.to_dict() for name, one in found.items()}, "between_sites": between}
-
-
-def _print(found: dict[str, Findings], shared: dict[str, list[str]], told: list[str], report: Path | None) -> None:
-    console = Console(soft_wrap=True)
+def _lines(found: dict[str, Findings], shared: dict[str, list[str]], told: list[str], report: Path | None) -> Iterator[Text]:
+    """Yield the findings for people."""
     for name, one in found.items():
         if len(found) > 1:
-            console.print(line(name, "bold"))
-        _print_one(console, one.to_dict())
+            yield line(name, "bold")
+        yield from _lines_of_one(one.to_dict())
     for kind, lines in shared.items():
-        _print_kind(console, kind, {"count": len(lines), "first": lines[:10]}, "yellow")
-    for sentence in told:
-        console.print(line(sentence, limit=LONGEST_LINE))
+        yield from _lines_of_kind(kind, {"count": len(lines), "first": lines[:10]}, "yellow")
+    yield from (line(sentence, limit=LONGEST_LINE) for sentence in told)
     if report is not None:
-        console.print(line(f"{report}: check.html and check.json; they name files and show patients, keep them at the site"))
+        yield line(f"{report}: check.html and check.json; they name files and show patients, keep them at the site")
 
 
-def _print_one(console: Console, report: dict[str, Any]) -> None:
+def _lines_of_one(report: dict[str, Any]) -> Iterator[Text]:
     counts = ", ".join(f"{n} {split}" for split, n in report["samples"].items())
-    console.print(line(f"{report['path']}: {counts}", limit=LONGEST_LINE))
+    yield line(f"{report['path']}: {counts}", limit=LONGEST_LINE)
     if sum(report["planes"].values()) > sum(report["samples"].values()):
-        console.print(line("planes: " + ", ".join(f"{n} {split}" for split, n in report["planes"].items())))
+        yield line("planes: " + ", ".join(f"{n} {split}" for split, n in report["planes"].items()))
     for heading, key in (("sizes", "sizes"), ("images with label value", "images_with_label_value")):
         if found := report[key]:
-            console.print(line(f"{heading}: " + ", ".join(f"{v} ({n})" for v, n in found.items()), limit=LONGEST_LINE))
+            yield line(f"{heading}: " + ", ".join(f"{v} ({n})" for v, n in found.items()), limit=LONGEST_LINE)
     for name, by_split in report["images_of_class"].items():
-        console.print(line(f"class {shown(name)}: " + ", ".join(f"{n} {split}" for split, n in by_split.items())))
+        yield line(f"class {shown(name)}: " + ", ".join(f"{n} {split}" for split, n in by_split.items()))
     for key, style in (("problems", "red"), ("warnings", "yellow")):
         for what, found in report[key].items():
-            _print_kind(console, what, found, style)
-    for sentence in report["verdict"]:
-        console.print(line(sentence, limit=LONGEST_LINE))
+            yield from _lines_of_kind(what, found, style)
+    yield from (line(sentence, limit=LONGEST_LINE) for sentence in report["verdict"])
 
 
-def _print_kind(console: Console, what: str, found: dict[str, Any], style: str) -> None:
-    console.print(line(f"{found['count']} x {what}", style))
-    for name in found["first"]:
-        console.print(line(f"    {name}", limit=LONGEST_LINE))
+def _lines_of_kind(what: str, found: dict[str, Any], style: str) -> Iterator[Text]:
+    yield line(f"{found['count']} x {what}", style)
+    yield from (line(f"    {name}", limit=LONGEST_LINE) for name in found["first"])
     if (more := found["count"] - len(found["first"])) > 0:
-        console.print(line(f"    and {more} more; --report FOLDER names all"))
+        yield line(f"    and {more} more; --report FOLDER names all")

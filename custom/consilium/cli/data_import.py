@@ -1,19 +1,20 @@
 """The command `consilium data import`."""
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from consilium.cli.options import Format, FormatOption, check_finite, table
+from consilium.cli.options import FormatOption, check_finite, emit
 from consilium.core.errors import ConfigError
-from consilium.core.sanitize import line, shown
+from consilium.core.sanitize import shown
 from consilium.data.importers.base import Options
 from consilium.data.importers.registry import IMPORTERS, import_sets
 from consilium.data.pairs import parse
 from consilium.federation.sites import MOST_SITES
+from consilium.report.tables import Table, columns
 
 
 def data_import(
@@ -54,26 +55,22 @@ def data_import(
     ] = None,
     add: Annotated[bool, typer.Option("--add", help="put the sites beside those that DEST has from other imports")] = False,
     show: Annotated[bool, typer.Option("--list", help="show the data sets and the folders each expects")] = False,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Turn a published data set into a data list per site; pictures stay where they are, splits never cut a patient."""
     check_finite(validation=validation, test=test)
     if show or not name:
-        _print_layouts({key: one.layout for key, one in IMPORTERS.items()}, format)
+        layouts = {key: one.layout for key, one in IMPORTERS.items()}
+        emit(layouts, (f"{key}: {layout}" for key, layout in layouts.items()), format)
     elif source is None or dest is None:
         raise ConfigError(f"SOURCE and DEST: missing; write consilium data import {name} SOURCE DEST")
     else:
-        taken, names = tuple(only or ()), _pairs("--rename: {!r}: expected OLD=NEW", rename)
-        columns = _pairs("--column: {!r}: expected FIELD=NAME", column)
-        patterns = tuple(map(parse, mask_pattern or ()))
-        how = (columns, patterns, exact_values, patient_folders)
-        options = Options(validation, test, seed, sites, minimum, types, resplit, size, taken, names, *how)
+        names = _pairs("--rename: {!r}: expected OLD=NEW", rename)
+        fields = _pairs("--column: {!r}: expected FIELD=NAME", column)
+        how = (fields, tuple(map(parse, mask_pattern or ())), exact_values, patient_folders)
+        options = Options(validation, test, seed, sites, minimum, types, resplit, size, tuple(only or ()), names, *how)
         found = import_sets(name, source, dest, options, add)
-        if format is Format.JSON:
-            print(json.dumps(found[dest] if dest in found else {str(place): one for place, one in found.items()}, indent=1))
-            return
-        for place, summary in found.items():
-            _print_sites(summary, place)
+        emit(found[dest] if dest in found else {str(place): one for place, one in found.items()}, _lines(found), format)
 
 
 def _pairs(wrong: str, pairs: list[str] | None) -> dict[str, str]:
@@ -84,22 +81,13 @@ def _pairs(wrong: str, pairs: list[str] | None) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in pairs or [])
 
 
-def _print_layouts(layouts: dict[str, str], format: Format) -> None:
-    if format is Format.JSON:
-        print(json.dumps(layouts, indent=1))
-        return
-    for name, layout in layouts.items():
-        typer.echo(f"{name}: {layout}")
-
-
-def _print_sites(summary: dict[str, Any], dest: Path) -> None:
-    rows = table("site", "training", "validation", "test", title=f"{summary['name']}: samples per site")
-    for site, counts in summary["sites"].items():
-        rows.add_row(line(site), *(str(n) for n in counts.values()))
-    Console().print(rows)
-    for note in summary["notes"]:
-        typer.echo(f"note: {shown(note, 1000)}")
-    if summary["classes"] is not None:
-        typer.echo(f"task.classes: {json.dumps(summary['classes'])}")
-    files = "JSONL files" if any(dest.glob("*/*.jsonl")) else "datalist.json"
-    typer.echo(f"{dest}: a folder with {files} per site, and import.json")
+def _lines(found: Mapping[Path, Mapping[str, Any]]) -> Iterator[Table | str]:
+    """Yield the samples of each site of the lists made, by folder, for people."""
+    for dest, summary in found.items():
+        rows = [[site, *map(str, counts.values())] for site, counts in summary["sites"].items()]
+        yield Table(f"{summary['name']}: samples per site", columns("site", "training", "validation", "test"), rows)
+        yield from (f"note: {shown(note, 1000)}" for note in summary["notes"])
+        if summary["classes"] is not None:
+            yield f"task.classes: {json.dumps(summary['classes'])}"
+        files = "JSONL files" if any(dest.glob("*/*.jsonl")) else "datalist.json"
+        yield f"{dest}: a folder with {files} per site, and import.json"

@@ -1,13 +1,12 @@
 """The command `consilium data partition`."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from consilium.cli.options import Format, FormatOption, check_finite
+from consilium.cli.options import FormatOption, check_finite, emit
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import call
 from consilium.core.sanitize import shown
@@ -40,7 +39,7 @@ def data_partition(
     local: Annotated[bool, typer.Option("--local", help="texts: every site cuts its own share 0.8 / 0.1 / 0.1")] = False,
     exclude: Annotated[list[str] | None, typer.Option(help="leave this class out; may be repeated")] = None,
     no_test: Annotated[bool, typer.Option("--no-test", help="pictures: no test split, for runs that choose settings")] = False,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Share a classification set, or texts, out among sites with uneven labels or sizes; all sites test alike."""
     check_finite(beta=beta)
@@ -60,12 +59,9 @@ def data_partition(
             raise ConfigError("--local: is for texts; cut a site's pictures by patient with consilium data split")
         else:
             found = partition(source, folder, sites, shares, seed, minimum, left_out, not no_test)
-    if format is Format.JSON:
-        print(json.dumps(found, indent=1))
-        return
+    lines = []
     for site, counts in found["training"].items():
         parts = ", ".join(f"{n} {shown(name)}" for name, n in counts.items() if n)
-        typer.echo(f"{site}: {sum(counts.values())} training samples: {parts}")
-    for note in found.get("notes", []):
-        typer.echo(f"note: {note}")
-    typer.echo(f"{folder}: a data list or JSONL files per site, partition.json and partition.png")
+        lines.append(f"{site}: {sum(counts.values())} training samples: {parts}")
+    lines += [f"note: {note}" for note in found.get("notes", [])]
+    emit(found, [*lines, f"{folder}: a data list or JSONL files per site, partition.json and partition.png"], format)

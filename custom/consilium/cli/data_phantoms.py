@@ -1,12 +1,11 @@
 """The command `consilium data phantoms`."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from consilium.cli.options import Format, FormatOption, check_finite
+from consilium.cli.options import FormatOption, check_finite, emit
 from consilium.core.errors import ConfigError
 from consilium.data.synthetic.phantoms import KINDS, check_own, make_phantoms
 from consilium.federation.sites import MOST_SITES
@@ -14,9 +13,10 @@ from consilium.federation.sites import MOST_SITES
 
 def data_phantoms(
     folder: Annotated[Path, typer.Argument(help="receives a folder per site")],
-    kind: Annotated[str, typer.Option(help="fundus, nuclei, organ, cells, sentences or codes")] = "fundus",
+    kind: Annotated[
+        str, typer.Option(help="fundus, nuclei, organ (volumes with a lesion), cells, sentences or codes")
+    ] = "fundus",
     sites: Annotated[int, typer.Option(min=1, max=MOST_SITES)] = 3,
-    volumes: Annotated[bool, typer.Option("--volumes", help="studies of a lesion in an organ, as --kind organ")] = False,
     files: Annotated[
         Literal["nifti", "dicom", "png"] | None,
         typer.Option(help="what volumes are written as; png: every slice"),
@@ -28,22 +28,18 @@ def data_phantoms(
     appearance: Annotated[float, typer.Option(min=0, max=1, help="strength of the appearance shift")] = 0.7,
     annotation: Annotated[float, typer.Option(min=0, max=1, help="strength of the shift of labels")] = 0.7,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Generate sites with set shifts of appearance and annotation; use them with simulate --data FOLDER."""
     check_finite(appearance=appearance, annotation=annotation)
     if kind not in KINDS:
         raise ConfigError(f"--kind: {kind!r} is not one of {', '.join(KINDS)}")
-    if volumes and kind not in ("fundus", "organ"):
-        raise ConfigError(f"--volumes: there are none of {kind!r}; take --kind organ")
-    kind = "organ" if volumes else kind
     if files and kind != "organ":
-        raise ConfigError("--files: only volumes are written in several ways; add --volumes")
+        raise ConfigError("--files: only volumes are written in several ways; add --kind organ")
     names = [f"site-{i}" for i in range(1, sites + 1)]
     for name in names:
         check_own(folder / name)
     shifts = (appearance, annotation)
-    lists = [
-        make_phantoms(folder / n, kind, n, seed, training, validation, test, size, *shifts, files or "nifti") for n in names
-    ]
-    print(json.dumps([str(p) for p in lists]) if format is Format.JSON else "\n".join(map(str, lists)))
+    how = (seed, training, validation, test, size, *shifts, files or "nifti")
+    lists = [str(make_phantoms(folder / name, kind, name, *how)) for name in names]
+    emit(lists, lists, format)

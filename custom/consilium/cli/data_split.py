@@ -1,20 +1,20 @@
 """The command `consilium data split`."""
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from consilium.cli.data_check import lists_of
-from consilium.cli.options import Format, FormatOption, check_finite, table
+from consilium.cli.options import FormatOption, check_finite, emit
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
-from consilium.core.sanitize import line, shown
+from consilium.core.sanitize import shown
 from consilium.core.storage import undone
 from consilium.data.site_names import renamed_notes, renamed_sites
 from consilium.data.split import Cut, split_list
+from consilium.report.tables import Column, Table
 
 
 def data_split(
@@ -35,7 +35,7 @@ def data_split(
     folds: Annotated[int, typer.Option(min=0, max=100, help="so many lists; each part is the test split once")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="decides who goes where")] = 0,
     keep_test: Annotated[bool, typer.Option("--keep-test", help="the list's own test split stays as it is")] = False,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Cut a list anew by patient, study and volume, labels spread alike; pictures stay where they are."""
     check_finite(validation=validation, test=test)
@@ -45,27 +45,23 @@ def data_split(
     names = renamed_sites(lists, source) if len(lists) > 1 else {}
     with undone(dest):
         found = {name: split_list(one.own.datalist, dest / names.get(name, ""), cut) for name, one in lists.items()}
-    if format is Format.JSON:
-        print(json.dumps({names[name]: one for name, one in found.items()} if names else next(iter(found.values())), indent=1))
-        return
-    for name, summary in found.items():
-        _print(summary, dest / names.get(name, ""))
-    for note in renamed_notes(names):
-        typer.echo(f"note: {shown(note)}")
-    for name, one in lists.items():
-        if one.site != SiteConfig(datalist=one.own.datalist):
-            typer.echo(
-                f"note: {shown(name)}: its site.yaml is not copied; put it beside the new list, with `datalist:` of that"
-            )
 
+    def lines() -> Iterator[Table | str]:
+        for name, summary in found.items():
+            rows, place = [], dest / names.get(name, "")
+            for split_name, parts in summary["lists"].items():
+                for split, counts in parts.items():
+                    labels = ", ".join(f"{label}: {n}" for label, n in counts["labels"].items())
+                    rows.append([split_name, split, labels, str(counts["samples"]), str(counts["groups"])])
+            headings = ("list", "split", "samples by label", "samples", "groups")
+            heads = [Column(one, right=one in ("samples", "groups")) for one in headings]
+            yield Table(f"{summary['groups']} groups", heads, rows, whole=True)
+            yield from (f"note: {note}" for note in summary["notes"])
+            yield f"{place}: {', '.join(summary['lists'])} and split.json"
+        yield from (f"note: {shown(note)}" for note in renamed_notes(names))
+        for name, one in lists.items():
+            if one.site != SiteConfig(datalist=one.own.datalist):
+                copy = "its site.yaml is not copied; put it beside the new list, with `datalist:` of that"
+                yield f"note: {shown(name)}: {copy}"
 
-def _print(found: dict[str, Any], dest: Path) -> None:
-    rows = table("list", "split", "samples by label", "samples", "groups", left=3, title=f"{found['groups']} groups")
-    for name, parts in found["lists"].items():
-        for split, counts in parts.items():
-            labels = ", ".join(f"{label}: {n}" for label, n in counts["labels"].items())
-            rows.add_row(line(name), split, line(labels), str(counts["samples"]), str(counts["groups"]))
-    Console().print(rows)
-    for note in found["notes"]:
-        typer.echo(f"note: {note}")
-    typer.echo(f"{dest}: {', '.join(found['lists'])} and split.json")
+    emit({names[name]: one for name, one in found.items()} if names else next(iter(found.values())), lines(), format)

@@ -1,20 +1,17 @@
 """The command `consilium data stats`."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from consilium.cli.data_check import lists_of
-from consilium.cli.options import Format, FormatOption, KitPluginsOption, SetOption, load_for_data
+from consilium.cli.options import FormatOption, KitPluginsOption, SetOption, emit, load_for_data
 from consilium.core.errors import ConfigError
 from consilium.data.datalist import arranged, read_datalist, with_affine
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.stats import site_stats
 from consilium.report.site_stats import tables, write_stats
-from consilium.report.tables import terminal
 
 
 def data_stats(
@@ -25,7 +22,7 @@ def data_stats(
     report: Annotated[Path | None, typer.Option(metavar="FOLDER", help="receives stats.json and stats.png")] = None,
     override: SetOption = None,
     kit: KitPluginsOption = None,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Show what sites' pictures are like, beside each other: counts, sizes, spacing, intensities, classes."""
     if override and not job:
@@ -44,11 +41,5 @@ def data_stats(
     stats = {name: site_stats(data, classes, settings) for name, data in lists.items()}
     if report is not None:
         write_stats(report, stats, lists, settings)
-    if format is Format.JSON:
-        print(json.dumps(stats, indent=1))
-        return
-    console = Console()
-    for table in tables(stats):
-        console.print(terminal(table, console.width))
-    if report is not None:
-        typer.echo(f"{report}: stats.json and stats.png, which shows patients: keep them at the site")
+    written = [f"{report}: stats.json and stats.png, which shows patients: keep them at the site"] if report is not None else []
+    emit(stats, [*tables(stats), *written], format)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from consilium.cli.options import Format, FormatOption, JobArgument, emit
+from consilium.cli.options import FormatOption, JobArgument, emit
 from consilium.flare.job.recipe import export as write
 
 
@@ -15,10 +15,10 @@ def export(
     bundle: Annotated[
         bool, typer.Option("--bundle", help="copy this package into app/custom, for sites that allow custom code (BYOC)")
     ] = False,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Write a job as a FLARE job folder to submit: configuration only, or with the code for sites without the package."""
     folder = write(job, output, bundle)
     size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     what = "with the package, so sites need BYOC allowed" if bundle else "configuration only, no code"
-    emit({"job": str(folder), "bytes": size, "bundle": bundle}, f"{folder}: {size / 1024:,.0f} KiB, {what}", format)
+    emit({"job": str(folder), "bytes": size, "bundle": bundle}, [f"{folder}: {size / 1024:,.0f} KiB, {what}"], format)

@@ -1,12 +1,11 @@
 """The command `consilium export-model`."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from consilium.cli.options import CheckpointsOption
+from consilium.cli.options import CheckpointsOption, show
 from consilium.cli.trained_model import BestOption, ModelArgument, SiteOption, StageOption, site_of
 from consilium.core.sanitize import LONGEST_LINE, shown
 from consilium.use.export import check_possible, export
@@ -14,19 +13,11 @@ from consilium.use.model import adapter_folder, open_model
 from consilium.use.output_folder import check_destination
 
 
-class ModelFormat(StrEnum):
-    """What a model is handed on as."""
-
-    PEFT = "peft"
-    MERGED = "merged"
-    BUNDLE = "bundle"
-    ONNX = "onnx"
-
-
 def export_model(
     model: ModelArgument,
     format: Annotated[
-        ModelFormat, typer.Option("--format", help="peft: the adapter; merged: whole weights; bundle: for MONAI; onnx: graphs")
+        Literal["peft", "merged", "bundle", "onnx"],
+        typer.Option("--format", help="peft: the adapter; merged: whole weights; bundle: for MONAI; onnx: graphs"),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="receives it; must be new")],
     site: SiteOption = None,
@@ -40,16 +31,16 @@ def export_model(
 ) -> None:
     """Hand a model on in a form that other programs open, with its card; logits are compared before anything is written."""
     check_destination(output, force)
-    check_possible(format.value, adapter_folder(model, site, stage, best))
+    check_possible(format, adapter_folder(model, site, stage, best))
     own = site_of("cpu", checkpoints)
     found = open_model(model, site, stage, own, best)
-    made = export(found, format.value, output, own, force, base)
+    made = export(found, format, output, own, force, base)
     size = sum(path.stat().st_size for path in made.folder.rglob("*") if path.is_file())
     equal = "" if made.difference is None else f", logits within {made.difference:.1g} of the model's"
     typer.echo(f"{shown(output, LONGEST_LINE)}: {format} of {shown(found.card.name)}, {size / 2**20:,.1f} MiB{equal}")
-    for note in found.card.notes:
-        typer.echo(f"note: {shown(note, LONGEST_LINE)}", err=True)
+    notes = list(found.card.notes)
     if found.config.model.name == "causal_lm" and not base:
-        typer.echo("note: README.md names the base by its folder on this machine; --base NAME names it for others", err=True)
-    page = "docs/README.md" if format is ModelFormat.BUNDLE else "README.md"
-    typer.echo(f"note: the licence stands in the first lines of {page}; check it before you hand the model on", err=True)
+        notes.append("README.md names the base by its folder on this machine; --base NAME names it for others")
+    page = "docs/README.md" if format == "bundle" else "README.md"
+    notes.append(f"the licence stands in the first lines of {page}; check it before you hand the model on")
+    show((f"note: {shown(note, LONGEST_LINE)}" for note in notes), errors=True)

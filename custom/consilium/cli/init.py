@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from consilium.cli.options import Format, FormatOption, emit
+from consilium.cli.options import FormatOption, emit
 from consilium.core.errors import ConfigError
 
 
 def init(
     folder: Annotated[Path, typer.Argument(help="a new or empty folder")],
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Write the jobs, studies, notebooks and templates of kits that come with the package, to run and to edit."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

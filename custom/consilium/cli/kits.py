@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from consilium.cli.options import Format, FormatOption, emit
+from consilium.cli.options import FormatOption, emit
 from consilium.core.errors import ConfigError
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.flare.admin.kit_metrics import HELP, collect
@@ -37,7 +37,7 @@ def allow(
 def revoke(
     name: Annotated[str, typer.Argument(help="a site's name, or a person's address")],
     kit: Annotated[Path, typer.Option("--kit", help="the server's startup kit, at the server")],
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Have the server refuse every certificate of this name made until now, at once and without a restart."""
     until = revocation.revoke(name, kit)
@@ -63,7 +63,7 @@ def provision(
         list[str] | None, typer.Option("--only", help="a participant that is new; several times for several; default: all")
     ] = None,
     local: Annotated[Path | None, typer.Option(help="only write local/ of this kit, which `nvflare package` made")] = None,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Make startup kits with our policies in them, or put the policies into one that exists."""
     if (output is None) == (local is None):
@@ -96,7 +96,7 @@ def renew(
         Literal["keep", "new", "only-new"],
         typer.Option(help="new: a root with another key, beside the former; only-new: the server trusts the former no longer"),
     ] = "keep",
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Make kits with new keys and certificates, and extend the root's, before the old ones end. Old kits stay valid."""
     if root == "new" and only:
@@ -118,7 +118,7 @@ def update_kit(
     running: Annotated[
         bool, typer.Option("--running", help="a site's, while it runs: it takes the new one at its next connection")
     ] = False,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Put a renewed kit's startup/ in the place of the old one. local/, state and records of the kit stay as they are."""
     changed = renewal.update_kit(kit, new, fingerprint, running)
@@ -189,11 +189,11 @@ def prepare(
     kit: KitArgument,
     runtime: Annotated[Path, typer.Option(help="FLARE's settings of the runtime, as provisioning/container/slurm.yaml")],
     output: Annotated[Path, typer.Option("--output", "-o", help="the new folder of the prepared kit")],
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Prepare a kit for Docker, Kubernetes or Slurm by `nvflare deploy prepare`, and keep the kit's policies in it."""
     prepared = deploy_prepare.prepare(kit, runtime, output)
-    emit({"kit": str(output)}, f"{prepared}: prepared, with the policies of {kit}", format)
+    emit({"kit": str(output)}, [f"{prepared}: prepared, with the policies of {kit}"], format)
 
 
 # metrics ---------------------------------------------------------------------------------------------------------------

@@ -170,7 +170,9 @@ def main() -> None:
         with stoppable():
             code = app(standalone_mode=False, prog_name="consilium")
     except TyperException as error:  # wrong usage; without any words the help was shown
-        _fail([_usage(error)] if error.format_message() else [], error.exit_code)
+        context, said = getattr(error, "ctx", None), error.format_message().replace("Value error, ", "").rstrip(".")
+        told = f"{context.command_path}: {said}; see {context.command_path} --help" if context else said
+        _fail([told] if said else [], error.exit_code)
     except ConsiliumError as error:
         _fail(str(error).split("\n") if isinstance(error, ConfigError) else [str(error)], error.exit_code)
     except OSError as error:  # a path that may not be used, a full or broken disk, a server that does not answer
@@ -192,9 +194,3 @@ def _fail(problems: list[str], code: int) -> NoReturn:
     for problem in problems:
         console.print(line(problem, "red", limit=LONGEST_LINE))
     raise SystemExit(code) from None
-
-
-def _usage(error: TyperException) -> str:
-    """Return what was wrong with which command."""
-    context, said = getattr(error, "ctx", None), error.format_message().replace("Value error, ", "").rstrip(".")
-    return f"{context.command_path}: {said}; see {context.command_path} --help" if context else said

@@ -4,17 +4,14 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.box import SIMPLE
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import Progress, ProgressColumn
-from rich.table import Table
 from rich.text import Text
 
 from consilium.config.job import JobConfig, job_file, load_job
@@ -22,6 +19,7 @@ from consilium.config.overrides import parse_override
 from consilium.config.site import kit_plugins
 from consilium.core.errors import ConfigError
 from consilium.core.registry import NO_PLUGINS, Plugins
+from consilium.report.tables import Table, terminal
 
 FILE_WIDTH = 140
 """Width of a table in characters where there is no terminal."""
@@ -38,22 +36,9 @@ def study_command(verb: str, study: Path, size: str, workspace: Path | None, *mo
     return shlex.join(["consilium", *verb.split(), str(study), *([f"--{size}"] if size else []), *place, *more])
 
 
-class Format(StrEnum):
-    """Output of a command."""
-
-    TXT = "txt"
-    JSON = "json"
-
-
-class PageFormat(StrEnum):
-    """Output of a command that writes a page."""
-
-    MD = "md"
-    JSON = "json"
-
-
+Format = Literal["txt", "json"]
+"""Output of a command: for people, for programs."""
 FormatOption = Annotated[Format, typer.Option("--format", help="txt for people, json for programs")]
-PageFormatOption = Annotated[PageFormat, typer.Option("--format", help="md for people, json for programs")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of job.yaml, as in training.lr=0.001")]
 TflopsOption = Annotated[
     float,
@@ -67,49 +52,32 @@ KitPluginsOption = Annotated[
 JobArgument = Annotated[Path, typer.Argument(help="a job folder, such as jobs/quickstart, or a job.yaml")]
 
 
-def emit(found: Any, text: str, format: Format) -> None:
-    """Print `found` as JSON, or `text`, as `format` says."""
-    typer.echo(json.dumps(found, indent=1) if format is Format.JSON else text)
+def emit(found: Any, parts: str | Iterable[Table | RenderableType], format: Format) -> None:
+    """Print `found` as JSON, or `parts` for people, each as `show` does; a generator of parts does not run for JSON."""
+    if format == "json":
+        print(json.dumps(found, indent=1))
+    else:
+        show([parts] if isinstance(parts, str) else parts)
 
 
-def table(*headings: str, left: int = 1, title: str | Text | None = None) -> Table:
-    """Return a table without lines; its first `left` columns are left-justified, the others right-justified."""
-    made = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
-    for index, heading in enumerate(headings):
-        made.add_column(heading, justify="left" if index < left else "right")
-    return made
+def show(parts: Iterable[Table | RenderableType], errors: bool = False) -> None:
+    """Print a table as the page's width asks, anything else on one line however long; `errors`: on standard error."""
+    for part in parts:
+        if isinstance(part, Table):
+            console = page()
+            console.print(terminal(part, console.width, "--format json has them"))
+        else:
+            text = Text(part) if isinstance(part, str) else part
+            (Console(stderr=errors, soft_wrap=True) if isinstance(text, Text) else page()).print(text, highlight=False)
 
 
 @contextmanager
 def progress_bar(what: str, total: int | None, format: Format, *columns: ProgressColumn) -> Iterator[Callable[[], None]]:
     """Show a bar on standard error while the block runs; yield the function that advances it. Not shown for JSON or pipes."""
-    console = Console(stderr=True, quiet=format is Format.JSON)
+    console = Console(stderr=True, quiet=format == "json")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
-
-
-def wide_table(rows: Sequence[Mapping[str, str]], headings: Sequence[str], names: Mapping[str, str]) -> Table:
-    """Return a row for each of `rows`, no word broken; `names`: what stands in the first column, by what it stands for."""
-    made = Table(box=SIMPLE, pad_edge=False)
-    for heading in headings:
-        made.add_column(heading, no_wrap=True)
-    for row in rows:
-        made.add_row(Text(names[row[headings[0]]]), *(Text(row[heading]) for heading in headings[1:]))
-    return made
-
-
-def tall_table(rows: Sequence[Mapping[str, str]], names: Mapping[str, str]) -> Table:
-    """Return a line for each value of `rows`; `names` as for `wide_table`."""
-    made = Table(box=SIMPLE, pad_edge=False, show_header=False)
-    made.add_column(no_wrap=True)
-    made.add_column(no_wrap=True)
-    for row in rows:
-        first = next(iter(row))
-        for heading, value in row.items():
-            made.add_row(heading, Text(names[value] if heading == first else value))
-        made.add_section()
-    return made
 
 
 def study_size(smoke: bool, small: bool) -> Literal["", "smoke", "small"]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from consilium.cli.options import CheckpointsOption, Format, FormatOption, SetOption
+from consilium.cli.options import CheckpointsOption, FormatOption, SetOption
 from consilium.cli.resume_hint import exit_interrupted, stoppable
 from consilium.cli.watch import exit_code, watch_job
 from consilium.config.deployment import SITE_NAME
@@ -43,7 +43,7 @@ def poc(
     override: SetOption = None,
     keep: Annotated[bool, typer.Option("--keep", help="leave server and sites running; --stop ends them")] = False,
     stop: Annotated[Path | None, typer.Option(help="end what --keep left running in this workspace")] = None,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Run a job on a real federation on this machine: kits, a server and sites as processes, submission, results, stop.
 
@@ -69,7 +69,7 @@ def poc(
         raise ConfigError(f"--sites: {shown(wrong[0])!r} cannot name a site of a federation; use {remedy}")
     given = Given(data and data.resolve(), checkpoints and checkpoints.resolve())
     found = {one: find_site(one, given).model_dump(mode="json", exclude_unset=True) for one in names}
-    console = Console(stderr=format is Format.JSON, soft_wrap=True, highlight=False)
+    console = Console(stderr=format == "json", soft_wrap=True, highlight=False)
     try:
         with stoppable(), ExitStack() as stack:
             federation = LocalFederation(folder, found)

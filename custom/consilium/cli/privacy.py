@@ -4,14 +4,15 @@ import json
 import math
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
-from rich.console import Console
+from rich.text import Text
 
-from consilium.cli.options import Format, FormatOption
+from consilium.cli.options import FormatOption, emit
 from consilium.cli.site_records import is_site, site_records
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.sanitize import line
@@ -37,19 +38,21 @@ def ledger(
     delta: Annotated[list[float] | None, typer.Option(help="show epsilon at this delta; repeat for more")] = None,
     rows: Annotated[bool, typer.Option("--rows", help="every release, oldest first")] = False,
     seal: Annotated[str, typer.Option(help="tell whether the ledger still holds what a job's results name")] = "",
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Show what each data set has spent in all jobs, for one record and for the whole site, and what its budgets leave."""
     paths, budgets = _ledgers(where)
-    _check_seal(seal, [Ledger(p) for p in paths])
+    if seal and not any(seal in Ledger(path).seals() for path in paths):
+        raise ConsiliumError(f"--seal: {seal}: no row of the ledger has it: rows are gone or altered, or it is another site's")
     deltas = tuple(sorted({*(delta or (1e-5,)), *(b.delta for b in budgets.values())}, reverse=True))
     found = [{"ledger": str(p), **one, "budgets": budgets} for p in paths for one in summary(Ledger(p), deltas)]
     every = [_row(p, when, entry) for p in paths for when, entry in Ledger(p).rows()] if rows else []
-    if format is Format.JSON:
-        plain = [one | {"budgets": _json_budgets(budgets), "epsilon": _finite(one["epsilon"])} for one in found]
-        print(json.dumps({"data_sets": plain, **({"rows": every} if rows else {})}, indent=1))
-    else:
-        _print_ledger(found, every)
+    limits = {unit: {"epsilon": b.epsilon, "delta": b.delta} for unit, b in budgets.items()}
+    plain = []
+    for one in found:  # JSON has no infinity
+        spent = {u: {d: None if math.isinf(e) else e for d, e in by_delta.items()} for u, by_delta in one["epsilon"].items()}
+        plain.append(one | {"budgets": limits, "epsilon": spent})
+    emit({"data_sets": plain, **({"rows": every} if rows else {})}, _lines(found, every), format)
     if is_site(where):  # jobs are refused where the records of what left know rows that the ledger lacks
         records = site_records(where)
         check(records.root, Ledger(records.ledger))
@@ -59,7 +62,7 @@ def sums(
     where: Annotated[Path, typer.Argument(help="the site's site.yaml or startup kit")],
     allow: Annotated[str, typer.Option(help="let sums over these hospitals pass: all their names, with commas between")] = "",
     reason: Annotated[str, typer.Option(help="with --allow: why, for the record")] = "",
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Show with which hospitals this site's data were summed under masks and without noise, or allow another set of them.
 
@@ -74,14 +77,8 @@ def sums(
         sum_ledger.allow(root, [name.strip() for name in allow.split(",")], reason)
     sum_ledger.check_whole(root)
     found = sum_ledger.read(root / sum_ledger.FILE)
-    if format is Format.JSON:
-        print(json.dumps(found, indent=1))
-        return
-    console = Console(soft_wrap=True, highlight=False)
-    for one in found:
-        console.print(line(_sum_line(one), limit=2000))
-    if not found:
-        console.print("no sum under masks and without noise has been joined here")
+    none = ["no sum under masks and without noise has been joined here"]
+    emit(found, [line(_sum_line(one), limit=2000) for one in found] or none, format)
 
 
 def _sum_line(one: dict[str, Any]) -> str:
@@ -98,7 +95,7 @@ def accept(
     where: Annotated[Path, typer.Argument(help="the site's site.yaml or startup kit")],
     reason: Annotated[str, typer.Option(help="what happened, for the record")],
     seal: Annotated[list[str] | None, typer.Option(help="one that the server has had and the ledger lacks; repeat")] = None,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Go on with a privacy ledger or a ledger of sums that was lost or altered, as it stands now.
 
@@ -110,14 +107,11 @@ def accept(
         raise ConfigError(f"--seal: {wrong[0][:80]!r}: no seal; give the 64 hex digits of the site's log")
     _, root, path = site_records(where)
     said = go_on(root, Ledger(path), reason, seal or ())
-    if format is Format.JSON:
-        print(json.dumps(said, indent=1))
-    else:
-        kept = f"; as it was: {said['kept']}" if said["kept"] else ""
-        typer.echo(f"{path}: accepted with {said['rows']} rows, {len(said['lost'])} lost seals on record{kept}")
-        if said["lost_sums"] or said["sums_set_aside"]:
-            aside = f"; as it was: {said['sums_set_aside']}" if said["sums_set_aside"] else ""
-            typer.echo(f"{root / SUMS}: accepted, {len(said['lost_sums'])} lost lines on record{aside}")
+    kept, aside = (f"; as it was: {said[key]}" if said[key] else "" for key in ("kept", "sums_set_aside"))
+    lines = [f"{path}: accepted with {said['rows']} rows, {len(said['lost'])} lost seals on record{kept}"]
+    if said["lost_sums"] or aside:
+        lines.append(f"{root / SUMS}: accepted, {len(said['lost_sums'])} lost lines on record{aside}")
+    emit(said, lines, format)
 
 
 def _ledgers(where: Path) -> tuple[list[Path], dict[str, Any]]:
@@ -131,53 +125,30 @@ def _ledgers(where: Path) -> tuple[list[Path], dict[str, Any]]:
     return found, {}
 
 
-def _check_seal(seal: str, ledgers: list[Any]) -> None:
-    """Raise ConsiliumError unless `seal` is empty or in one of the ledgers."""
-    if seal and not any(seal in one.seals() for one in ledgers):
-        raise ConsiliumError(f"--seal: {seal}: no row of the ledger has it: rows are gone or altered, or it is another site's")
-
-
-def _json_budgets(budgets: dict[str, Any]) -> dict[str, Any]:
-    return {unit: {"epsilon": b.epsilon, "delta": b.delta} for unit, b in budgets.items()}
-
-
-def _finite(epsilon: dict[str, dict[str, float]]) -> dict[str, dict[str, float | None]]:
-    """Return epsilons with None for infinity, which JSON does not have."""
-    return {u: {d: None if math.isinf(e) else e for d, e in by_delta.items()} for u, by_delta in epsilon.items()}
-
-
 def _row(path: Path, when: float, entry: Any) -> dict[str, Any]:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
     return {"ledger": str(path), "time": stamp, "void": entry.is_void} | vars(entry)
 
 
-def _print_ledger(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+def _lines(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Iterator[Text | str]:
+    """Yield what each data set has spent, and the rows, for people."""
     for one in found:
-        console.print(
-            line(f"{one['dataset']}: {one['releases']} releases of {', '.join(one['jobs'])}; {one['ledger']}", limit=1000)
-        )
+        yield line(f"{one['dataset']}: {one['releases']} releases of {', '.join(one['jobs'])}; {one['ledger']}", limit=1000)
         for unit, by_delta in one["epsilon"].items():
-            console.print(f"    one {unit}: {_spent(by_delta)}{_budget(one['budgets'].get(unit))}", markup=False)
-        console.print(line(f"    {'/'.join(one['units'])} level, {one['adjacency']}, trust {'/'.join(one['trust'])}"))
+            spent = ", ".join(f"epsilon {value:.4g} at delta {d}" for d, value in by_delta.items())
+            if any(math.isinf(value) for value in by_delta.values()):
+                spent = "no bound: a job of a finer unit, or without noise, ran on these data"
+            budget = one["budgets"].get(unit)
+            yield f"    one {unit}: {spent}" + (f"; budget {budget.epsilon:g} at delta {budget.delta:g}" if budget else "")
+        yield line(f"    {'/'.join(one['units'])} level, {one['adjacency']}, trust {'/'.join(one['trust'])}")
         if not one["private"]:
-            console.print("    NOT PRIVATE: noise came from a seed (noise_seed in site.yaml)", style="yellow")
+            yield Text("    NOT PRIVATE: noise came from a seed (noise_seed in site.yaml)", "yellow")
         if one["void"]:
-            console.print(f"    {one['void']} rows are {VOID}. They still count", style="red")
+            yield Text(f"    {one['void']} rows are {VOID}. They still count", "red")
     for row in rows:
         what = f"{row['job']} {row['run']} round {row['round']} phase {row['phase']}"
         noise = f"noise multiplier {row['noise_multiplier']:.4g}, rate {row['sample_rate']:g}, x {row['count']}"
         void = " (void)" if row["void"] else ""
-        console.print(line(f"{row['time']}  {row['dataset']} ({row['unit']})  {what}: {noise}{void}", limit=1000))
+        yield line(f"{row['time']}  {row['dataset']} ({row['unit']})  {what}: {noise}{void}", limit=1000)
     if not found:
-        console.print("nothing was released yet")
-
-
-def _spent(by_delta: dict[str, float]) -> str:
-    if any(math.isinf(value) for value in by_delta.values()):
-        return "no bound: a job of a finer unit, or without noise, ran on these data"
-    return ", ".join(f"epsilon {value:.4g} at delta {d}" for d, value in by_delta.items())
-
-
-def _budget(budget: Any) -> str:
-    return f"; budget {budget.epsilon:g} at delta {budget.delta:g}" if budget else ""
+        yield "nothing was released yet"

@@ -1,20 +1,20 @@
 """The command `consilium privacy plan`."""
 
-import json
 import math
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
-from consilium.cli.options import Format, FormatOption, check_finite, table
+from consilium.cli.options import FormatOption, check_finite, emit
 from consilium.config.privacy import RecordLevelDpConfig, SiteLevelDpConfig
 from consilium.core.errors import ConfigError
 from consilium.core.schema import validate
 from consilium.privacy.plan import Plan, noise_to_signal, printed_plan, site_plan, step_plan
 from consilium.privacy.secagg.terms import Terms, default_threshold
+from consilium.report.tables import Table, columns
 
 PAPER_TENSORS = 36
 PAPER_PARAMETERS = PAPER_TENSORS * 768 * 8  # q, k, v of a ViT-B's 12 blocks at rank 8: the noised coordinates of one release
@@ -44,7 +44,7 @@ def plan(
         float,
         typer.Option(min=0, max=1, help="instead: DP-SGD by records or patients over all sites, a step a round, at this rate"),
     ] = 0.0,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Show the noise a budget asks for, what it means at other deltas, and how much noise drowns the signal.
 
@@ -58,7 +58,7 @@ def plan(
         raise ConfigError(f"--accountant: {unknown.pop()!r}: expected exact, prv, rdp or all")
     if calibration == "paper" and not samples:
         raise ConfigError("--calibration paper: makes its noise from the number of training images; give --samples")
-    paper = Paper(samples, batch_size, local_steps, tensors) if calibration == "paper" else None
+    paper = calibration == "paper"
     if paper and sample_rate:
         raise ConfigError(
             "--sample-rate: the paper's calibration (--calibration paper) draws no records of all sites; leave it out"
@@ -68,82 +68,52 @@ def plan(
         raise ConfigError(
             f"--sites: {sites} with {colluders} colluders have no sum that shows nobody; add sites or lower --colluders"
         )
-    request = PlanRequest(epsilon, delta, rounds, phases, sites, clip, parameters, paper, shares, sample_rate or None)
-    found = {one: request.answer(one) for one in wanted}
-    if format is Format.JSON:
-        meaning = {"unit": "record or patient" if sample_rate else "site", "adjacency": "zero-out"}
-        print(json.dumps({"asked": asdict(request) | meaning, "plans": found}, indent=1))
-    else:
-        _print_plans(request, found)
+    about: dict[str, Any] = {
+        "epsilon": epsilon,
+        "delta": delta,
+        "rounds": rounds,
+        "phases": phases,
+        "sites": sites,
+        "clip": clip,
+    }
+    about |= {"parameters": parameters, "paper": None, "shares": shares, "sample_rate": sample_rate or None}
+    if paper:
+        about["paper"] = {"samples": samples, "batch_size": batch_size, "local_steps": local_steps, "tensors": tensors}
+    about |= {"unit": "record or patient" if sample_rate else "site", "adjacency": "zero-out"}
+    found = {one: _answer(one, about) for one in wanted}
+    emit({"asked": about, "plans": found}, _lines(about, found), format)
 
 
-@dataclass(frozen=True)
-class Paper:
-    """The numbers that DEeR's calibration needs beside the privacy options."""
+def _answer(accountant: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one accountant's plan of what is `asked`: by the paper's calibration, or with a sample rate for DP-SGD.
 
-    samples: int
-    batch_size: int
-    local_steps: int
-    tensors: int
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """The options of a plan: with `paper` by the paper's calibration, with a `sample_rate` for DP-SGD over all sites.
-
-    `shares`: the honest sites' shares of noise with trust distributed; None: too few sites for it.
+    `shares` of it: the honest sites' shares of noise with trust distributed; None: too few sites for it.
     """
+    kinds = ["distributed"] if asked["sample_rate"] else ["local", "central", *(["distributed"] if asked["shares"] else [])]
+    plans = {trust: _plan(accountant, trust, asked) for trust in kinds}
+    first, sites = next(iter(plans.values())), asked["sites"]
+    deltas = sorted({asked["delta"], 1e-5, 1e-6, *([1 / sites] if sites > 1 else [])}, reverse=True)
+    ratios = {
+        trust: noise_to_signal(one, asked["parameters"], sites) for trust, one in plans.items() if not asked["sample_rate"]
+    }
+    spent = {f"{d:g}": first.epsilon(delta=d) for d in deltas}
+    return {"noise_multiplier": first.noise_multiplier, "epsilon": spent, "noise_to_signal": ratios}
 
-    epsilon: float
-    delta: float
-    rounds: int
-    phases: int
-    sites: int
-    clip: float
-    parameters: int
-    paper: Paper | None = None
-    shares: int | None = None
-    sample_rate: float | None = None
 
-    def answer(self, accountant: str) -> dict[str, Any]:
-        """Return one accountant's plan."""
-        if self.sample_rate:
-            plans = {"distributed": self._steps(accountant)}
-        else:
-            kinds = ("local", "central", *(["distributed"] if self.shares else []))
-            plans = {trust: self._plan(accountant, trust) for trust in kinds}
-        local = next(iter(plans.values()))
-        deltas = sorted({self.delta, 1e-5, 1e-6, *([1 / self.sites] if self.sites > 1 else [])}, reverse=True)
-        return {
-            "noise_multiplier": local.noise_multiplier,
-            "epsilon": {f"{d:g}": local.epsilon(delta=d) for d in deltas},
-            "noise_to_signal": {
-                name: noise_to_signal(one, self.parameters, self.sites) for name, one in plans.items() if not self.sample_rate
-            },
-        }
-
-    def _steps(self, accountant: str) -> Plan:
+def _plan(accountant: str, trust: str, asked: Mapping[str, Any]) -> Plan:
+    numbers: dict[str, Any] = {name: asked[name] for name in ("epsilon", "delta", "clip")} | {"trust": trust}
+    releases, paper = asked["rounds"] * asked["phases"], asked["paper"]
+    if asked["sample_rate"]:
         counts = "rdp" if accountant == "rdp" else "prv"  # there is no closed form for samples
-        named = {
-            "unit": "record",
-            "trust": "distributed",
-            "accountant": counts,
-            "sample_rate": self.sample_rate,
-            "divisor": 1.0,
-        }
-        numbers = {"epsilon": self.epsilon, "delta": self.delta, "clip": self.clip}
-        return step_plan(validate(RecordLevelDpConfig, named | numbers, Path("privacy plan")), self.rounds * self.phases)
-
-    def _plan(self, accountant: str, trust: str) -> Plan:
-        named = {"unit": "site", "accountant": accountant, "trust": trust}
-        numbers: dict[str, Any] = {"epsilon": self.epsilon, "delta": self.delta, "clip": self.clip}
-        if self.paper:
-            numbers |= {"calibration": "paper", "sites": self.sites, "samples": self.paper.samples}
-        config, releases = validate(SiteLevelDpConfig, named | numbers, Path("privacy plan")), self.rounds * self.phases
-        if not self.paper:
-            return replace(site_plan(config, releases), shares=self.shares or 1)
-        steps = self.rounds * self.paper.local_steps
-        return printed_plan(config, self.paper.batch_size, steps, releases, self.paper.tensors)
+        numbers |= {"unit": "record", "accountant": counts, "sample_rate": asked["sample_rate"], "divisor": 1.0}
+        return step_plan(validate(RecordLevelDpConfig, numbers, Path("privacy plan")), releases)
+    numbers |= {"unit": "site", "accountant": accountant}
+    if paper:
+        numbers |= {"calibration": "paper", "sites": asked["sites"], "samples": paper["samples"]}
+    config = validate(SiteLevelDpConfig, numbers, Path("privacy plan"))
+    if not paper:
+        return replace(site_plan(config, releases), shares=asked["shares"] or 1)
+    return printed_plan(config, paper["batch_size"], asked["rounds"] * paper["local_steps"], releases, paper["tensors"])
 
 
 def _shares(sites: int, threshold: int, colluders: int) -> int | None:
@@ -163,24 +133,23 @@ def _shares(sites: int, threshold: int, colluders: int) -> int | None:
     raise ConfigError(f"--threshold: {threshold}: {among} {can}")
 
 
-def _print_plans(request: PlanRequest, found: dict[str, Any]) -> None:
-    console, first = Console(soft_wrap=True, highlight=False), next(iter(found.values()))
-    releases = request.rounds * request.phases
-    level = f"record or patient level at rate {request.sample_rate:g}" if request.sample_rate else "site level"
-    paper = f"; calibration paper: the noise of a printed epsilon {request.epsilon:g}, trust local" if request.paper else ""
-    title = f"{releases} releases, {request.sites} sites, {level}, zero-out{paper}"
-    rows = table("accountant", "noise multiplier", *(f"epsilon at {d}" for d in first["epsilon"]), title=title)
-    for name, one in found.items():
-        rows.add_row(name, f"{one['noise_multiplier']:.4g}", *(f"{e:.4g}" for e in one["epsilon"].values()))
-    console.print(rows)
-    if request.sample_rate and request.shares:
-        least = first["noise_multiplier"] * request.clip
-        whole = least * math.sqrt(request.sites / request.shares)
-        console.print(f"noise on each number of a step's sum, where all sites answer: {whole:.4g}")
-        console.print(f"    (at least {least:.4g}, what the {request.shares} that are honest for certain add)")
+def _lines(asked: Mapping[str, Any], found: dict[str, Any]) -> Iterator[Table | str]:
+    """Yield the plans for people."""
+    first = next(iter(found.values()))
+    releases = asked["rounds"] * asked["phases"]
+    level = f"record or patient level at rate {asked['sample_rate']:g}" if asked["sample_rate"] else "site level"
+    paper = f"; calibration paper: the noise of a printed epsilon {asked['epsilon']:g}, trust local" if asked["paper"] else ""
+    title = f"{releases} releases, {asked['sites']} sites, {level}, zero-out{paper}"
+    rows = [
+        [name, f"{one['noise_multiplier']:.4g}", *(f"{e:.4g}" for e in one["epsilon"].values())] for name, one in found.items()
+    ]
+    yield Table(title, columns("accountant", "noise multiplier", *(f"epsilon at {d}" for d in first["epsilon"])), rows)
+    if asked["sample_rate"] and asked["shares"]:
+        least = first["noise_multiplier"] * asked["clip"]
+        whole = least * math.sqrt(asked["sites"] / asked["shares"])
+        yield f"noise on each number of a step's sum, where all sites answer: {whole:.4g}"
+        yield f"    (at least {least:.4g}, what the {asked['shares']} that are honest for certain add)"
         return
     ratios = "  ".join(f"{trust} {value:.3g}" for trust, value in first["noise_to_signal"].items())
-    console.print(f"noise / signal of one release's mean update, at best: {ratios}")
-    console.print(
-        f"    (all sites at the clip {request.clip:g} with equal updates; {request.parameters:,} numbers in a release)"
-    )
+    yield f"noise / signal of one release's mean update, at best: {ratios}"
+    yield f"    (all sites at the clip {asked['clip']:g} with equal updates; {asked['parameters']:,} numbers in a release)"

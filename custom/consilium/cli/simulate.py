@@ -2,15 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.status import Status
 
-from consilium.cli.options import CheckpointsOption, Format, FormatOption, JobArgument, SetOption
+from consilium.cli.options import CheckpointsOption, FormatOption, JobArgument, SetOption, show
 from consilium.cli.resume_hint import print_resume_hint, stoppable
 from consilium.config.site import Given, TrackingConfig, find_site
 from consilium.core.errors import ConfigError, ConsiliumError
@@ -27,11 +26,8 @@ from consilium.tasks.registry import Scores
 PREPARE = "consilium.cli.simulate_prepare"
 
 
-class Engine(StrEnum):
-    """What runs a simulation."""
-
-    INPROCESS = "inprocess"
-    FLARE = "flare"
+Engine = Literal["inprocess", "flare"]
+"""What runs a simulation."""
 
 
 class RunRequest(NamedTuple):
@@ -62,7 +58,7 @@ def simulate(
     job: JobArgument,
     engine: Annotated[
         Engine, typer.Option(help="inprocess: quick; flare: the FLARE simulator, a process a site")
-    ] = Engine.INPROCESS,
+    ] = "inprocess",
     sites: Annotated[str, typer.Option(help="how many, or names separated by commas; default: all of --data, else 3")] = "",
     rounds: Annotated[int, typer.Option(help="instead of training.rounds; 0 keeps it", min=0)] = 0,
     workspace: Annotated[Path | None, typer.Option(help="result folder; default: runs/NAME-TIME")] = None,
@@ -85,13 +81,13 @@ def simulate(
         ),
     ] = 1,
     mlflow: Annotated[str, typer.Option(metavar="URI", help="also to MLflow: http://HOST:PORT or file:///PATH")] = "",
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Run a job on this machine: live view, then a table per site."""
     overrides = [*(override or []), *([f"training.rounds={rounds}"] if rounds else [])]
-    if workers and engine is Engine.FLARE:
+    if workers and engine == "flare":
         raise ConfigError("--workers: only with --engine inprocess; FLARE has a process for every site")
-    if together > 1 and (workers or engine is Engine.FLARE):
+    if together > 1 and (workers or engine == "flare"):
         raise ConfigError("--together: only in one process; leave --workers and --engine out")
     given = Given(data and data.resolve(), checkpoints and checkpoints.resolve(), _tracking(mlflow))
     names = site_names(sites, data)
@@ -99,10 +95,11 @@ def simulate(
         typer.echo(f"note: {shown(note)}", err=True)
     if resume and workspace:
         names = _again(workspace, names, given, bool(sites))
-    request = RunRequest(job, overrides, engine, names, workspace, given, resume, workers, together, format is Format.JSON)
-    with stoppable(), print_resume_hint(workspace or Path("runs"), engine is Engine.INPROCESS):
-        _tell_unused_state(request)
-        folder, losses = _over_flare(request) if engine is Engine.FLARE else _in_process(request)
+    request = RunRequest(job, overrides, engine, names, workspace, given, resume, workers, together, format == "json")
+    with stoppable(), print_resume_hint(workspace or Path("runs"), engine == "inprocess"):
+        if note := unused_state({name: find_site(name, given) for name in names}):
+            show([line(note, "yellow")], errors=True)
+        folder, losses = _over_flare(request) if engine == "flare" else _in_process(request)
     call("consilium.cli.simulate_prepare:finish", folder, losses, names, format)
 
 
@@ -116,11 +113,6 @@ def _again(folder: Path, names: list[str], given: Given, chosen: bool) -> list[s
     if was.sites and (chosen or not generated):
         check_same(folder, was, {name: find_site(name, given) for name in names})
     return list(was.sites) or names
-
-
-def _tell_unused_state(request: RunRequest) -> None:
-    if note := unused_state({name: find_site(name, request.given) for name in request.sites}):
-        Console(stderr=True, soft_wrap=True).print(line(note, "yellow"))
 
 
 def _tracking(uri: str) -> TrackingConfig | None:

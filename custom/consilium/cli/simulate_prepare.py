@@ -3,14 +3,14 @@
 import json
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
+from rich.text import Text
 
-from consilium.cli.options import Format, load, page
+from consilium.cli.options import Format, emit, load, show
 from consilium.cli.privacy import claim_of
 from consilium.cli.simulate import Engine, PreparedRun, RunRequest, removed_if_empty
 from consilium.config.job import JobConfig, job_file, load_run_job
@@ -23,7 +23,7 @@ from consilium.report.plain_files import read_json
 from consilium.report.predictions import PREDICTIONS, join_predictions
 from consilium.report.results_table import VALUES, frozen_level, read_matrix, results_table
 from consilium.report.run_record import read_run
-from consilium.report.tables import terminal
+from consilium.report.tables import Table
 from consilium.tasks.registry import TASKS
 
 
@@ -46,7 +46,7 @@ def export(request: RunRequest) -> tuple[Path, PreparedRun]:
 
 def _check_workspace(folder: Path, resume: bool, engine: Engine) -> None:
     """Make the folder, or find the run to resume in it. Raises ConfigError."""
-    if engine is Engine.FLARE and not is_word(str(folder.resolve())):
+    if engine == "flare" and not is_word(str(folder.resolve())):
         raise ConfigError(f"--workspace: {folder}: FLARE's simulator needs a path without spaces, quotes and #; give another")
     try:
         if not resume:
@@ -59,7 +59,7 @@ def _check_workspace(folder: Path, resume: bool, engine: Engine) -> None:
         raise ConfigError(f"--workspace: {folder} holds a run; give another folder, or --resume to go on with it")
     if resume and not used:
         raise ConfigError(f"--resume: {folder} holds no run; give the --workspace of the run to go on with")
-    if resume and engine is Engine.FLARE:
+    if resume and engine == "flare":
         raise ConfigError("--resume: only with --engine inprocess")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"--workspace: {folder}: cannot be written to; change its permissions or give another folder")
@@ -76,7 +76,7 @@ def finish(folder: Path, losses: dict[str, float], sites: list[str], format: For
     try:
         join_predictions({name: folder / "sites" / name / PREDICTIONS for name in sites}, folder / PREDICTIONS)
     except OSError as error:  # a damaged picture or a full disk costs no score
-        Console(stderr=True, soft_wrap=True).print(line(f"no {PREDICTIONS}: {error}", "yellow"))
+        show([line(f"no {PREDICTIONS}: {error}", "yellow")], errors=True)
     config = load_run_job(folder, None)  # as it ran, even if the given file has changed since
     print_results(json.loads((folder / "results.json").read_text()), losses, config, folder, format)
 
@@ -91,44 +91,40 @@ def print_results(
     record = read_run(folder)
     early = {name: record.ended[name] for name in ENDING} if record.ended else None
     refused = record.unscored if config.trains else {}
-    surveyed, files = folder / "statistics.json", ["metrics.jsonl", "tb_events", "sites/*/adapters"]
-    told = json.loads(surveyed.read_text()) if surveyed.is_file() else None
+    surveyed = read_json(folder / "statistics.json")
     crossed = read_matrix(read_json(folder / VALUES))
-    if format is Format.JSON:
-        found = {"workspace": str(folder), "results": results, "losses": losses} | ({"statistics": told} if told else {})
-        found |= ({"cross_sites": crossed.to_dict()} if crossed else {}) | ({"ended": early} if early else {})
-        print(json.dumps(found | ({"refused": refused} if refused else {}), indent=1, sort_keys=True))
-        return _close(refused)
-    if told:
-        typer.echo((folder / "statistics.txt").read_text())
-        files += ["statistics.json", "statistics.png"]
-    console = page()
-    if crossed:
-        console.print(terminal(crossed.table(), console.width))
-        _tell_files(folder, ["cross_sites.json", "cross_sites.png", "results.json"])
-        return
-    if not config.trains:
-        _tell_files(folder, ["statistics.json", "statistics.txt", "statistics.png"])
-        return
-    shown_table = results_table(results, record.scores, config.title, record.test_only, refused, losses)
-    console.print(terminal(shown_table, console.width, "results.json has them"))
-    for site, reason in sorted(refused.items()):
-        typer.echo(shown(f"{site}: {reason}", 1000))
-    if early:
-        typer.echo(ending(early).capitalize())
-    if told := frozen_level(record):
-        Console(soft_wrap=True).print(line(told, "yellow", limit=1000))
-    if claim := claim_of(folder):
-        Console(soft_wrap=True).print(f"Privacy: {claim}. {METRICS_NOTE}", highlight=False, markup=False)
-    files += [PREDICTIONS] if (folder / PREDICTIONS).is_file() else []
-    _tell_files(folder, files)
-    _close(refused)
+    found: dict[str, Any] = {
+        "workspace": str(folder),
+        "results": results,
+        "losses": losses,
+        "statistics": surveyed,
+        "ended": early,
+    }
+    found |= {"cross_sites": crossed and crossed.to_dict(), "refused": refused}
 
+    def lines() -> Iterator[Table | Text | str]:
+        files = ["metrics.jsonl", "tb_events", "sites/*/adapters"]
+        if surveyed:
+            yield (folder / "statistics.txt").read_text(encoding="utf-8")
+            files += ["statistics.json", "statistics.png"]
+        if crossed:
+            yield crossed.table()
+            files = ["cross_sites.json", "cross_sites.png", "results.json"]
+        elif not config.trains:
+            files = ["statistics.json", "statistics.txt", "statistics.png"]
+        else:
+            yield results_table(results, record.scores, config.title, record.test_only, refused, losses)
+            yield from (shown(f"{site}: {reason}", 1000) for site, reason in sorted(refused.items()))
+            if early:
+                yield ending(early).capitalize()
+            if told := frozen_level(record):
+                yield line(told, "yellow", limit=1000)
+            if claim := claim_of(folder):
+                yield f"Privacy: {claim}. {METRICS_NOTE}"
+            files += [PREDICTIONS] * (folder / PREDICTIONS).is_file()
+        yield f"Everything of this run: {folder} ({', '.join(files)})"
 
-def _close(refused: Collection[str]) -> None:
-    if refused:
+    told = {key: value for key, value in sorted(found.items()) if value or key in ("workspace", "results", "losses")}
+    emit(told, lines(), format)
+    if refused and not crossed:
         raise typer.Exit(1)
-
-
-def _tell_files(folder: Path, names: list[str]) -> None:
-    typer.echo(f"Everything of this run: {folder} ({', '.join(names)})")

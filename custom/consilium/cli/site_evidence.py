@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from consilium.cli.audit import markdown
-from consilium.cli.options import Format, FormatOption
+from consilium.cli.options import FormatOption, emit
 from consilium.cli.site_records import site_records
 from consilium.client import approval
 from consilium.client.approval import JOB, other_files
@@ -49,21 +49,20 @@ def approve(
     kit: Annotated[Path, typer.Option("--kit", help="the site's startup kit")],
     listed: Annotated[bool, typer.Option("--list", help="show what is approved")] = False,
     revoke: Annotated[str, typer.Option(help="take back the approval of the digest that begins so")] = "",
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Approve a job for a site with `approve: digest` in its site.yaml. Prints the job's settings and what leaves the site."""
     if sum((job is not None, listed, bool(revoke))) != 1:
         raise ConfigError("JOB, --list, --revoke: give exactly one")
-    found = _done(job, revoke, kit / "local")
-    print(json.dumps(found, indent=1) if format is Format.JSON else _text(found))
-
-
-def _done(job: Path | None, revoke: str, local: Path) -> dict[str, Any]:
+    local = kit / "local"
     if job is not None:
         plugins = kit_plugins(local)
         with app_of(job, plugins) as app:
-            return summary(app, plugins) | {"approved": approval.approve(app, local, plugins)}
-    return {"revoked": approval.revoke(revoke, local)} if revoke else approval.approvals(local)
+            found = summary(app, plugins) | {"approved": approval.approve(app, local, plugins)}
+    else:
+        found = {"revoked": approval.revoke(revoke, local)} if revoke else approval.approvals(local)
+    lines = [f"{key}: {json.dumps(value)}" for key, value in found.items()]  # as ASCII JSON: the values are not trusted
+    emit(found, lines or "nothing is approved", format)
 
 
 @contextmanager
@@ -111,11 +110,6 @@ def _leaves(job: Any) -> dict[str, Any]:
     return found | ({"counts, once, of so many patients or more": section.minimum} if section else {})
 
 
-def _text(found: dict[str, Any]) -> str:
-    """Return a line per value, as ASCII JSON because the values are not trusted."""
-    return "\n".join(f"{key}: {json.dumps(value)}" for key, value in found.items()) or "nothing is approved"
-
-
 # evidence --------------------------------------------------------------------------------------------------------------
 # The commands `consilium evidence` and `forget`: signed archives of runs, deletion of runs.
 
@@ -149,21 +143,17 @@ def evidence(
         list[Path] | None, typer.Option(help="what `consilium privacy attack --format json` printed of this run; repeat")
     ] = None,
     fingerprint: Annotated[str, typer.Option(help="for --verify without a kit: SHA-256 of the root's certificate")] = "",
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Make a signed archive of a run at this site: policy, job, record, ledger, what left in words, versions. Or check one."""
     if verify and attack:
         raise ConfigError("--attack: not with --verify, which adds nothing to an archive; leave it out")
     found = _check(Path(experiment), kit, fingerprint) if verify else _make(experiment, kit, output, attack or [])
     whole = not found["record"] and not found["ledger"]
-    if format is Format.JSON:
-        print(json.dumps(found | {"intact": whole}, indent=1))
-    else:
-        broken = "; ".join(f"{what} ALTERED: {found[what]}" for what in ("record", "ledger") if found[what])
-        chain = broken or f"record ({found['messages']} messages) and ledger ({found['rows']} rows) are as they were written"
-        typer.echo(
-            f"{shown(found['archive'])}: {shown(found['site'])}, run {shown(found['experiment'])}, {found['made']}: {chain}"
-        )
+    broken = "; ".join(f"{what} ALTERED: {found[what]}" for what in ("record", "ledger") if found[what])
+    chain = broken or f"record ({found['messages']} messages) and ledger ({found['rows']} rows) are as they were written"
+    text = f"{shown(found['archive'])}: {shown(found['site'])}, run {shown(found['experiment'])}, {found['made']}: {chain}"
+    emit(found | {"intact": whole}, text, format)
     raise typer.Exit(0 if whole else 1)
 
 
@@ -235,8 +225,10 @@ def _files(experiment: str, kit: Path) -> dict[str, bytes]:
     words = "\n\n".join(map(markdown, read))
     entries = Ledger(ledger).entries() if ledger.is_file() and not whole["ledger"] else []
     warnings = _warnings(entries, [m["privacy"] for one in read for m in one["messages"] if "privacy" in m])
+    installed = sorted({f"{one.metadata['Name']}=={one.version}" for one in distributions() if one.metadata["Name"]})
+    packages = "\n".join([f"python=={sys.version.split()[0]}", *installed, ""])
     claims = CLAIMS.format(site=kit_name(kit), experiment=experiment, intact=intact, warnings=warnings)
-    found |= {"README.md": claims.encode(), "what-left.md": words.encode(), "packages.txt": _packages().encode()}
+    found |= {"README.md": claims.encode(), "what-left.md": words.encode(), "packages.txt": packages.encode()}
     return found | _job(kit, {str(m["flare_job"]) for one in read for m in one["messages"] if m.get("flare_job")})
 
 
@@ -260,18 +252,13 @@ def _job(kit: Path, ids: set[str]) -> dict[str, bytes]:
     return {f"job{'' if len(files) == 1 else f'-{i + 1}'}.yaml": path.read_bytes() for i, path in enumerate(files)}
 
 
-def _packages() -> str:
-    lines = sorted({f"{one.metadata['Name']}=={one.version}" for one in distributions() if one.metadata["Name"]})
-    return "\n".join([f"python=={sys.version.split()[0]}", *lines, ""])
-
-
 def forget(
     experiment: Annotated[str, typer.Argument(help="the run's name; not with --expired")] = "",
     *,
     kit: Annotated[Path, typer.Option("--kit", help="the site's startup kit, or the server's")],
     reason: Annotated[str, typer.Option(help="who withdrew, or what asks for it, for the record; no names of patients")] = "",
     expired: Annotated[bool, typer.Option("--expired", help="every run past `retention_days` of site.yaml")] = False,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Delete what this site, or the server, keeps of a run: models, pictures, scores, FLARE's files. A site's ledger and
     record of what left stay.
@@ -284,15 +271,11 @@ def forget(
         raise ConfigError("--reason: empty; say why, for the record")
     names = delete_run.expired_runs(*_state(kit)) if expired else [experiment]
     found = [_forget(name, kit, reason) for name in names]
-    if format is Format.JSON:
-        print(json.dumps(found, indent=1))
-        return
+    lines = []
     for one in found:
-        typer.echo(f"{one['run']}: {one['files']} files ({one['bytes']:,} bytes) deleted, on record in {one['record']}")
-        typer.echo(f"  stays: {one['stays']}")
-        typer.echo(f"  cannot be taken back: {one['left']}")
-    if not found:
-        typer.echo("nothing is past its time")
+        lines.append(f"{one['run']}: {one['files']} files ({one['bytes']:,} bytes) deleted, on record in {one['record']}")
+        lines += [f"  stays: {one['stays']}", f"  cannot be taken back: {one['left']}"]
+    emit(found, lines or "nothing is past its time", format)
 
 
 def _forget(experiment: str, kit: Path, reason: str) -> dict[str, Any]:

@@ -1,16 +1,15 @@
 """The command `consilium sites`: each site's last heartbeat, versions, clock, certificate and jobs."""
 
-import json
 import math
 import time
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
-from consilium.cli.options import Format, FormatOption, page, tall_table, wide_table
+from consilium.cli.options import FormatOption, emit
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import line, shown
 from consilium.federation.compatibility import OWN, Verdict, differences
@@ -18,7 +17,7 @@ from consilium.flare.admin.session import connect
 from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.certificates import WARN_DAYS
 from consilium.flare.kit.heartbeat_server import read
-from consilium.report.tables import fit
+from consilium.report.tables import Column, Table
 
 GIB, DISK_GIB = 2**30, 5.0
 """Free space of a disk under which there is a note, as of the doctor."""
@@ -26,12 +25,11 @@ SILENT = 60
 """Seconds without a heartbeat; FLARE drops a site after 600."""
 SKEW = 60.0
 """Seconds of clock difference that are reported. Certificates and records depend on the clock."""
-HEADINGS = ("site", "seen", "version", "protocol", "clock", "certificate", "jobs")
 
 
 def sites(
     kit: Annotated[Path, typer.Option("--kit", help="an admin's startup kit, or, at the server, the server's")],
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Show all sites that the server has seen: last heartbeat, versions, clock, days of the certificate, jobs running there."""
     if (kit / "startup" / "fed_admin.json").is_file():
@@ -43,19 +41,25 @@ def sites(
     else:
         raise ConfigError(f"--kit: {kit}: neither an admin's nor the server's startup kit; give one's folder")
     rows = told(found, now)
-    if format is Format.JSON:
-        typer.echo(json.dumps({"server": found["server"], "sites": rows}, indent=1))
-        return
-    server, console = found["server"], page()
-    console.print(line(f"server: consilium {server['version']}, protocol {server['protocol']}; {len(rows)} sites seen"))
-    cells = [_cells(row) for row in rows]
-    layouts = [partial(wide_table, cells, HEADINGS), partial(tall_table, cells)]
-    console.print(fit(layouts, [cell["site"] for cell in cells], console.width))
+    emit({"server": found["server"], "sites": rows}, _lines(found["server"], rows, now), format)
+
+
+def _lines(server: Mapping[str, Any], rows: list[dict[str, Any]], now: float) -> Iterator[Table | Text]:
+    """Yield a row per site, and notes on it, for people."""
+    yield line(f"server: consilium {server['version']}, protocol {server['protocol']}; {len(rows)} sites seen")
+    cells = []
+    for row in rows:
+        days, ahead, ago = row["certificate_days_left"], row["clock_ahead_seconds"], _ago(row["seen_seconds_ago"])
+        seen = f"{ago} ago" if row["state"] == "here" else f"{row['state']}, {ago} ago"
+        cell = [row["site"], seen, shown(row["version"] or "-", 20), "-" if row["protocol"] is None else str(row["protocol"])]
+        cell += ["-" if ahead is None else f"{ahead:+.0f} s", "-" if days is None else f"{days} days"]
+        cells.append([*cell, ", ".join(job[:8] for job in row["jobs"]) or "-"])
+    headings = ("site", "seen", "version", "protocol", "clock", "certificate", "jobs")
+    yield Table("", [Column(one, right=False) for one in headings], cells)
     for row in rows:
         if row["health"]:
-            console.print(line(f"{row['site']}: {describe_health(row['health'], now)}"), soft_wrap=True)
-        for note in row["notes"]:
-            console.print(line(f"{row['site']}: {note}", "yellow"), soft_wrap=True)
+            yield line(f"{row['site']}: {describe_health(row['health'], now)}")
+        yield from (line(f"{row['site']}: {note}", "yellow") for note in row["notes"])
 
 
 def told(found: Mapping[str, Any], now: float) -> list[dict[str, Any]]:
@@ -119,20 +123,6 @@ def describe_health(health: Mapping[str, Any], now: float) -> str:
         when = f" {_ago(now - health['refused_at'])} ago" if "refused_at" in health else ""
         said.append(f"last refused a job{when}: {health['refusal']}")
     return ", ".join(said)
-
-
-def _cells(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the cells of a site's row, by heading."""
-    days, ahead, ago = row["certificate_days_left"], row["clock_ahead_seconds"], _ago(row["seen_seconds_ago"])
-    return {
-        "site": shown(row["site"]),
-        "seen": f"{ago} ago" if row["state"] == "here" else f"{row['state']}, {ago} ago",
-        "version": shown(row["version"] or "-", 20),
-        "protocol": "-" if row["protocol"] is None else str(row["protocol"]),
-        "clock": "-" if ahead is None else f"{ahead:+.0f} s",
-        "certificate": "-" if days is None else f"{days} days",
-        "jobs": ", ".join(job[:8] for job in row["jobs"]) or "-",
-    }
 
 
 def _ago(seconds: float) -> str:

@@ -1,17 +1,13 @@
 """The command `consilium study list`."""
 
-import json
 from collections import Counter
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
 
-from consilium.cli.options import ASSUMED, TFLOPS, Format, FormatOption, TflopsOption, gpu_hours, page
+from consilium.cli.options import ASSUMED, TFLOPS, FormatOption, TflopsOption, emit, gpu_hours
 from consilium.core.lazy import call
-from consilium.core.sanitize import LONGEST_LINE, line
+from consilium.report.tables import Column, Table, folding
 from consilium.study.records import cached_flops, known_flops, record_of
 from consilium.study.study import Study, load, studies_folder
 
@@ -19,27 +15,19 @@ from consilium.study.study import Study, load, studies_folder
 def study_list(
     count: Annotated[bool, typer.Option("--count", help="count anew what has changed; minutes")] = False,
     tflops: TflopsOption = TFLOPS,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """List the studies in jobs/studies: what each makes, its cells, how many are done, and GPU hours by estimate."""
     found = [_summary(load(path), count, tflops) for path in sorted(studies_folder().glob("*.yaml"))]
-    if format is Format.JSON:
-        print(json.dumps(found, indent=1))
-        return
-    table = Table(box=SIMPLE, pad_edge=False)
-    for heading in ("study", "makes", "cells", "done", "GPU h", "needs"):
-        table.add_column(heading, justify="right" if heading in ("cells", "done", "GPU h") else "left", overflow="fold")
+    heads = [
+        Column(one, right=one in ("cells", "done", "GPU h")) for one in ("study", "makes", "cells", "done", "GPU h", "needs")
+    ]
+    rows = []
     for one in found:
-        told = one | {"hours": "-" if one["gpu_hours"] is None else f"{one['gpu_hours']:,.2g}"}
-        keys = ("study", "table", "cells", "done", "hours", "needs")
-        table.add_row(*(line("-" if told[key] == "" else str(told[key])) for key in keys))
-    page().print(table)
-    Console(soft_wrap=True).print(
-        line(
-            f"GPU h: an estimate, FLOPs at {tflops:g} TFLOP/s; {ASSUMED}. -: not counted, or changed since: --count",
-            limit=LONGEST_LINE,
-        )
-    )
+        hours = "-" if one["gpu_hours"] is None else f"{one['gpu_hours']:,.2g}"
+        rows.append([one["study"], one["table"] or "-", str(one["cells"]), str(one["done"]), hours, one["needs"] or "-"])
+    note = f"GPU h: an estimate, FLOPs at {tflops:g} TFLOP/s; {ASSUMED}. -: not counted, or changed since: --count"
+    emit(found, [folding(Table("", heads, rows)), note], format)
 
 
 def _summary(study: Study, count: bool, tflops: float) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The commands `consilium submit` and `resume`: start a run on a federation."""
 
-import json
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from consilium.cli.jobs import KitOption, show
-from consilium.cli.options import Format, FormatOption, JobArgument, SetOption
+from consilium.cli.jobs import KitOption, lines_of
+from consilium.cli.options import Format, FormatOption, JobArgument, SetOption, emit, show
 from consilium.cli.watch import exit_code, watch_job
 from consilium.config.job import load_job
 from consilium.config.overrides import parse_override
@@ -30,7 +29,7 @@ def submit(
     experiment: Annotated[str, typer.Option(help="this run's name; default: NAME-TIME")] = "",
     override: SetOption = None,
     wait: WaitOption = False,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Send a job to the federation. Every submission is a run of its own, with its own files, under its experiment's name."""
     overrides = dict(parse_override(one) for one in override or [])
@@ -47,7 +46,7 @@ def resume(
     *,
     kit: KitOption,
     wait: WaitOption = False,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Go on with a run that broke off, from the last finished round. On CPU the result is bit for bit the uninterrupted one."""
     with connect(kit) as admin:
@@ -56,21 +55,18 @@ def resume(
         with submitting(folder) if job else nullcontext():
             for site in sorted(admin.await_sites(sites, PATIENCE)):
                 said = f"{site} took part before and is not connected: the run is resumed without it"
-                Console(stderr=True).print(line(said, "yellow"))
+                show([line(said, "yellow")], errors=True)
             job_id = admin.submit(folder)
         _submitted(admin, job_id, experiment, wait, format)
 
 
 def _submitted(admin: Admin, job_id: str, experiment: str, wait: bool, format: Format) -> None:
-    console = Console(stderr=format is Format.JSON, soft_wrap=True, highlight=False)
+    console = Console(stderr=format == "json", soft_wrap=True, highlight=False)
     console.print(line(f"submitted as experiment {experiment}, job {job_id}"))
     found: dict[str, Any] = {"job_id": job_id, "experiment": experiment}
     if wait:
         found = watch_job(admin, job_id, console)
-    if format is Format.JSON:
-        print(json.dumps(found, indent=1))
-    elif wait:
-        show(found)
+    emit(found, lines_of(found) if wait else (), format)
     if wait and not found["status"].endswith(":COMPLETED"):
         reason = found.get("reason", "see `consilium status` and the logs")
         raise JobError(f"{experiment}: {found['status']}: {reason}", exit_code(found["status"]))

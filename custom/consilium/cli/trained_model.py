@@ -1,19 +1,16 @@
 """The commands that open a trained model: predict, evaluate, privacy attack, privacy invert; and their options."""
 
-import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-from consilium.cli.options import CheckpointsOption, Format, FormatOption, page, progress_bar, table
+from consilium.cli.options import CheckpointsOption, Format, FormatOption, emit, progress_bar, show
 from consilium.client.model_store import UNCOVERED
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, ConsiliumError
@@ -21,18 +18,18 @@ from consilium.core.messages import Stage
 from consilium.core.sanitize import LONGEST_LINE, line, shown
 from consilium.federation.job import reads_texts
 from consilium.report.results_table import PICTURE, VALUES
-from consilium.report.tables import terminal
+from consilium.report.tables import Table, columns, number
 from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS, Scores
 from consilium.tasks.segmentation import PROMPTS
 from consilium.training.device import pick_device
 from consilium.use.attack import AttackResult, of_one_record
 from consilium.use.attack import attack as attack_model
-from consilium.use.evaluate import cross_sites, read_site
+from consilium.use.evaluate import Split, cross_sites, read_site
 from consilium.use.evaluate import evaluate as evaluate_model
 from consilium.use.inputs import Prompts, find_inputs, read_prompts
-from consilium.use.invert import Inversion, draw, inversion
+from consilium.use.invert import draw, inversion
 from consilium.use.model import TrainedModel, open_model
-from consilium.use.predict import Outcome, OutputOptions
+from consilium.use.predict import OutputOptions
 from consilium.use.predict import predict as predict_inputs
 from consilium.use.predictor import Predictor
 
@@ -80,18 +77,25 @@ def predict(
     device: DeviceOption = "auto",
     checkpoints: CheckpointsOption = None,
     force: Annotated[bool, typer.Option("--force", help="replace files that are there")] = False,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Let a trained model predict new images (masks, classes) or texts (answers). Not a medical device."""
     opened = open_model(model, site, stage, site_of(device, checkpoints), best)
     beside: list[Path] = []
     inputs = find_inputs(images, reads_texts(opened.config), out, beside)
     predictor = Predictor(opened, batch or opened.config.training.batch_size, _prompts(opened, {"box": boxes, "point": points}))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with progress_bar("predicting", len(inputs), format, *columns) as advance:
+    bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with progress_bar("predicting", len(inputs), format, *bar) as advance:
         outcome = predict_inputs(predictor, inputs, OutputOptions(out, overlays, probabilities, force), lambda _: advance())
-    _print_outcome(outcome, beside, out, format)
-    if outcome.bad:
+    bad = [{"input": name, "reason": why} for name, why in outcome.bad]
+    count = f"{len(outcome.written)} predicted" + (f", {len(bad)} bad" if bad else "")
+    count += f", {len(beside)} skipped (DICOM objects that are not images)" if beside else ""
+    told = {"out": str(out), "written": outcome.written, "bad": bad, "skipped": [str(path) for path in beside]}
+    if format == "txt":
+        rest = [line(f"and {len(bad) - NAMED} more", "red")] if len(bad) > NAMED else []
+        show([*(line(one["reason"], "red") for one in bad[:NAMED]), *rest], errors=True)
+    emit(told, [line(f"{count}: {out}", limit=4000)], format)
+    if bad:
         raise typer.Exit(1)
 
 
@@ -111,33 +115,8 @@ def _prompts(opened: TrainedModel, given: dict[str, Path | None]) -> Prompts | N
     return found
 
 
-def _print_outcome(outcome: Outcome, beside: list[Path], out: Path, format: Format) -> None:
-    if format is Format.JSON:
-        bad = [{"input": name, "reason": why} for name, why in outcome.bad]
-        told = {"out": str(out), "written": outcome.written, "bad": bad, "skipped": [str(path) for path in beside]}
-        print(json.dumps(told, indent=1))
-        return
-    errors = Console(stderr=True, soft_wrap=True)
-    for _, why in outcome.bad[:NAMED]:
-        errors.print(line(why, "red"))
-    if len(outcome.bad) > NAMED:
-        errors.print(line(f"and {len(outcome.bad) - NAMED} more", "red"))
-    count = f"{len(outcome.written)} predicted" + (f", {len(outcome.bad)} bad" if outcome.bad else "")
-    if beside:
-        count += f", {len(beside)} skipped (DICOM objects that are not images)"
-    Console(soft_wrap=True, highlight=False).print(line(f"{count}: {out}", limit=4000))
-
-
 # evaluate --------------------------------------------------------------------------------------------------------------
 # The command `consilium evaluate`.
-
-
-class Split(StrEnum):
-    """Which samples of a data list are scored."""
-
-    TRAINING = "training"
-    VALIDATION = "validation"
-    TEST = "test"
 
 
 def evaluate(
@@ -145,7 +124,7 @@ def evaluate(
     data: Annotated[
         Path | None, typer.Option(help="a site's folder or data list; with --matrix the folder with all sites")
     ] = None,
-    split: Annotated[Split, typer.Option(help="which samples")] = Split.TEST,
+    split: Annotated[Split, typer.Option(help="which samples")] = "test",
     site: SiteOption = None,
     stage: Annotated[
         Stage | None, typer.Option(help="which model of a run; default: global, with --matrix personalized")
@@ -157,7 +136,7 @@ def evaluate(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="folder for the matrix as a picture and JSON")] = None,
     device: DeviceOption = "auto",
     checkpoints: CheckpointsOption = None,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Score a trained model on any site's data, as training's closing evaluation does."""
     own = site_of(device, checkpoints)
@@ -171,32 +150,29 @@ def evaluate(
     if out is not None:
         raise ConfigError("--out: is for --matrix; the scores of one model are printed (--format json)")
     opened = open_model(model, site, stage, own, best)
-    _print_scores(evaluate_model(opened, data, split.value), opened, split, data, format)
+    found = evaluate_model(opened, data, split)
+    told = {"model": str(opened.folder), "data": str(data), "split": split, "scores": dict(sorted(found.items()))}
+    emit(told, _score_lines(found, opened, split, data), format)
 
 
-def _print_scores(found: Mapping[str, float], opened: TrainedModel, split: Split, data: Path, format: Format) -> None:
-    if format is Format.JSON:
-        told = {"model": str(opened.folder), "data": str(data), "split": str(split), "scores": dict(found)}
-        print(json.dumps(told, indent=1, sort_keys=True))
-        return
+def _score_lines(found: Mapping[str, float], opened: TrainedModel, split: Split, data: Path) -> Iterator[Table | str]:
+    """Yield the scores of a model for people."""
     scores: Scores = TASKS[opened.config.task.name].scores(opened.config.task)
-    title = f"{opened.card.job}, {opened.card.name}: {split} of {data.name}{scores.remark}"
-    rows = table("score", "value", "95 %")
+    rows = []
     for name in shown_scores(found, scores):
         metric, _, part = name.partition("/")
-        heading = f"{scores.heading(metric)} {part}".rstrip()
-        rows.add_row(line(heading), f"{found[name]:.3f}", _interval(found, name))
-    if COUNT in found:
-        rows.add_row("n", f"{found[COUNT]:.0f}", "")
-    typer.echo(shown(title))
-    page().print(rows)
-    for meaning in dict.fromkeys(meaning for metric, meaning in scores.meanings.items() if metric in found):
-        typer.echo(meaning)
+        ends = [found.get(name + end) for end in (LOW, HIGH)]
+        interval = "-" if None in ends else "–".join(map(number, ends))
+        rows.append([f"{scores.heading(metric)} {part}".rstrip(), f"{found[name]:.3f}", interval])
+    rows += [["n", f"{found[COUNT]:.0f}", ""]] if COUNT in found else []
+    title = f"{opened.card.job}, {opened.card.name}: {split} of {data.name}{scores.remark}"
+    yield Table(title, columns("score", "value", "95 %"), rows)
+    yield from dict.fromkeys(meaning for metric, meaning in scores.meanings.items() if metric in found)
     for name in sorted(found):
         metric, _, part = name.partition(f"/{split}/")
         if part and metric == scores.too_small:
             what = f"nothing of {part} is left at the model's size, so that single pixels stand for it"
-            typer.echo(shown(f"note: in {found[name]:.0f} {split} pictures {what}", LONGEST_LINE))
+            yield shown(f"note: in {found[name]:.0f} {split} pictures {what}", LONGEST_LINE)
 
 
 def shown_scores(found: Mapping[str, float], scores: Scores) -> list[str]:
@@ -205,11 +181,6 @@ def shown_scores(found: Mapping[str, float], scores: Scores) -> list[str]:
     each = [name for metric in whole for name in sorted(found) if name.startswith(f"{metric}/")]
     ended = tuple(f"{end}" for end in (LOW, HIGH))
     return [name for name in dict.fromkeys([*whole, *each]) if name in found and not name.endswith(ended) and name != COUNT]
-
-
-def _interval(found: Mapping[str, float], name: str) -> str:
-    low, high = found.get(name + LOW), found.get(name + HIGH)
-    return "-" if low is None or high is None else f"{low:.3f}–{high:.3f}"
 
 
 def _matrix(
@@ -222,23 +193,15 @@ def _matrix(
     out: Path | None,
     format: Format,
 ) -> None:
-    _check_free([out / PICTURE, out / VALUES] if out is not None else [])
-    with progress_bar("evaluating", None, format) as advance:
-        found = cross_sites(evaluate_model, data, stage, own, split.value, best, lambda model, site: advance())
-    if out is not None:
-        found.write(out)
-    if format is Format.JSON:
-        print(json.dumps(found.to_dict(), indent=1))
-        return
-    console = page()
-    console.print(terminal(found.table(), console.width))
-    if out is not None:
-        typer.echo(f"written: {out / PICTURE}, {out / VALUES}")
-
-
-def _check_free(files: list[Path]) -> None:
+    files = [] if out is None else [out / PICTURE, out / VALUES]
     if there := [path for path in files if path.exists()]:
         raise ConfigError(f"--out: {there[0]}: is there already; give another folder")
+    with progress_bar("evaluating", None, format) as advance:
+        found = cross_sites(evaluate_model, data, stage, own, split, best, lambda model, site: advance())
+    if out is not None:
+        found.write(out)
+    written = [f"written: {', '.join(map(str, files))}"] if files else []
+    emit(found.to_dict(), [found.table(), *written], format)
 
 
 # attack ----------------------------------------------------------------------------------------------------------------
@@ -259,7 +222,7 @@ def attack(
     confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="of the lower bounds on epsilon, all together")] = 0.95,
     device: DeviceOption = "auto",
     checkpoints: CheckpointsOption = None,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Try to tell who a model was trained on, and print the epsilon that this proves at least beside what was promised.
 
@@ -286,7 +249,7 @@ def invert(
     stage: StageOption = None,
     device: DeviceOption = "auto",
     checkpoints: CheckpointsOption = None,
-    format: FormatOption = Format.TXT,
+    format: FormatOption = "txt",
 ) -> None:
     """Try to draw a site's training pictures from one update of a model: as it is, in a sum of sites, and under masks.
 
@@ -297,26 +260,16 @@ def invert(
     with tempfile.TemporaryDirectory() as folder, progress_bar("search", 3 * steps, format) as advance:
         found = inversion(opened, given, name, Path(folder), batch, sum, steps, advance)
     draw(output, found)
-    _print_inversion(found, output, format)
-
-
-def _print_inversion(found: Inversion, output: Path, format: Format) -> None:
     values = [{name: value for name, value in vars(one).items() if name != "pictures"} for one in found.attacks]
-    about = {
-        "picture": str(output),
-        "pictures": len(found.pictures),
-        "candidates": found.candidates,
-        "psnr_of_mean": found.guess,
-    }
-    if format is Format.JSON:
-        print(json.dumps(about | {"attacks": values}, indent=1))
-        return
-    rows = table("seen", "PSNR, dB", f"picked of {found.candidates}", "by chance", "cosine distance left")
-    for one in found.attacks:
-        told = f"{one.told} of {len(found.pictures)}"
-        rows.add_row(one.attack, f"{one.psnr:.1f}", told, f"{one.chance:.2f}", f"{one.distance:.3g}")
-    page().print(rows)
-    typer.echo(f"the mean of all candidates, which needs no update, has a PSNR of {found.guess:.1f}; picture: {output}")
+    count = len(found.pictures)
+    about = {"picture": str(output), "pictures": count, "candidates": found.candidates, "psnr_of_mean": found.guess}
+    heads = columns("seen", "PSNR, dB", f"picked of {found.candidates}", "by chance", "cosine distance left")
+    rows = [
+        [one.attack, f"{one.psnr:.1f}", f"{one.told} of {count}", f"{one.chance:.2f}", f"{one.distance:.3g}"]
+        for one in found.attacks
+    ]
+    text = f"the mean of all candidates, which needs no update, has a PSNR of {found.guess:.1f}; picture: {output}"
+    emit(about | {"attacks": values}, [Table("", heads, rows), text], format)
 
 
 def _data(opened: TrainedModel, data: Path | None, site: str | None) -> tuple[SiteConfig, str]:
@@ -336,18 +289,20 @@ def _print_attacks(found: list[AttackResult], opened: TrainedModel, format: Form
     covered = UNCOVERED not in opened.card.notes
     claim = opened.card.privacy or "none: the model was trained without privacy"
     promised = of_one_record(opened) if covered else None
-    if format is Format.JSON:
-        told = {"model": str(opened.folder), "claim": claim, "covered": covered, "unit": unit, "delta": delta}
-        told["of_one_record"] = promised
-        print(json.dumps(told | {"attacks": [asdict(one) for one in found]}, indent=1))
-        return
-    rows = table("attack", f"{unit}s", "AUC", "guesses", "right", "epsilon at least")
-    for one in found:
-        rows.add_row(one.attack, str(one.units), f"{one.auc:.3f}", str(one.guesses), str(one.correct), f"{one.epsilon:.3g}")
-    typer.echo(f"{shown(opened.card.job)}, {shown(opened.card.name)}: who was trained on?")
-    page().print(rows)
+    told = {"model": str(opened.folder), "claim": claim, "covered": covered, "unit": unit, "delta": delta}
+    told |= {"of_one_record": promised, "attacks": [asdict(one) for one in found]}
+    rows = [
+        [one.attack, str(one.units), f"{one.auc:.3f}", str(one.guesses), str(one.correct), f"{one.epsilon:.3g}"]
+        for one in found
+    ]
+    heads = columns("attack", f"{unit}s", "AUC", "guesses", "right", "epsilon at least")
     sure = f"with confidence {found[0].confidence:g} for all {len(found)} bounds together"
-    typer.echo(f"epsilon of one {unit} at delta {delta:g}, {sure}; an AUC of 0.5 is chance")
-    typer.echo(f"promised: {shown(claim, 600)}" if covered else f"promised nothing of this model: {UNCOVERED}")
+    lines = [
+        f"epsilon of one {unit} at delta {delta:g}, {sure}; an AUC of 0.5 is chance",
+        f"promised: {shown(claim, 600)}" if covered else f"promised nothing of this model: {UNCOVERED}",
+    ]
     if promised is not None:
-        typer.echo(f"that is of the whole site; of one record of it the same noise keeps epsilon {promised:.3g}: compare this")
+        lines.append(
+            f"that is of the whole site; of one record of it the same noise keeps epsilon {promised:.3g}: compare this"
+        )
+    emit(told, [Table(f"{opened.card.job}, {opened.card.name}: who was trained on?", heads, rows), *lines], format)

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from consilium import __version__
 from consilium.adapters import layers
 from consilium.client import capacity_probe
@@ -156,6 +158,10 @@ class Client:
         if not isinstance(reply, Payload):
             what = f"local_update() returned {type(reply).__name__}; return trainer.update()"
             raise ConfigError(f"strategy {strategy.name!r}: {what}")
+        for name, value in trainer.memory.items():
+            if not isinstance(value, Tensor):
+                what = f"trainer.memory[{name!r}] is a {type(value).__name__}; keep a tensor, as torch.tensor(value)"
+                raise ConfigError(f"strategy {strategy.name!r}: {what}")
         seconds, end = time.monotonic() - began, trainer.values()
         if context.config.diagnostics.drift:
             path = context.folder / run / diagnostics.DRIFT
@@ -225,7 +231,7 @@ class Client:
         self.models.note_best(run, Stage.GLOBAL, models[Stage.GLOBAL], found)
         metrics |= found
         if closes and (traits.fits_after_last_round or last is not None):
-            models[Stage.PERSONALIZED] = self._close_personalized(own, final, payload)
+            models[Stage.PERSONALIZED] = self._close_personalized(state, final, payload)
             with evaluator.personalized(interpolation_of(strategy, closing=True), payload):
                 metrics |= evaluator.evaluate_final(split, Stage.PERSONALIZED, payload, examples)
                 metrics |= evaluator.validate_final(Stage.PERSONALIZED, payload)
@@ -237,15 +243,16 @@ class Client:
         context.observer({"event": "metrics", "site": context.name, "round": payload.round, "metrics": metrics})
         return Payload(payload.round, payload.phase, {}, metrics=metrics)
 
-    def _close_personalized(self, own: Tensors, final: Tensors, payload: Payload) -> SavedModel:
-        """Return the personalized model, from what was received after the last round and trained then, if anything."""
-        report = FitReport()
+    def _close_personalized(self, state: SiteState, final: Tensors, payload: Payload) -> SavedModel:
+        """Return the personalized model: what was received after the last round, and what `local_update` then makes of it."""
         if self.context.strategy.traits.fits_after_last_round:
-            trainer = Trainer(self.context, payload, own, final, {}, {}, report, closing=True)
+            report = FitReport()
+            trainer = Trainer(self.context, payload, state.params, final, state.memory, {}, report, closing=True)
             self.context.strategy.local_update(trainer, payload)
             if report.failure is not None:
                 raise report.failure
-        return self.models.own_model(final | self.context.values(report.fitted), payload, closing=True)
+            final = final | trainer.values()
+        return self.models.own_model(final, payload, closing=True)
 
     def _draw(self, closing: Closing, run: Path, metrics: Mapping[str, float]) -> None:
         """Write pictures and cases of the evaluation, which stay here. A problem with a picture never costs the scores."""

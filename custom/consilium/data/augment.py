@@ -6,7 +6,7 @@ twice the time at 1024 pixels and ten times at 16, and because a Compose keeps i
 threads. Here pixels are moved as bytes, and contrast and brightness are worked out for the 256 values that a byte has.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
@@ -28,18 +28,21 @@ def augment(sample: Mapping[str, np.ndarray], seed: int, index: int, moved: Coll
     """
     state = RandomState(seed_for(seed, "augment", index) % 2**32)
     seeds = [int(state.randint(2**32, dtype="uint32")) for _ in range(6)]  # one for each step, as a Compose draws them
-    flipped, turns = _where(state, seeds[:3])
+    flipped = tuple(axis for axis, own in zip((1, 2), seeds, strict=False) if _seeded(state, own).rand() < FLIP)
+    quarters = _seeded(state, seeds[2]).randint(3) + 1
+    turns = quarters if state.rand() < TURN else 0
     placed = {k: np.rot90(np.flip(array, flipped), turns, (1, 2)) if k in moved else array for k, array in sample.items()}
-    image = _recoloured(placed.pop("image"), state, seeds[3:])
+    image = placed.pop("image")
+    gamma, factor = _drawn(state, seeds[3], CONTRAST, *GAMMA), _drawn(state, seeds[4], BRIGHTNESS, -FACTOR, FACTOR)
+    deviation = _drawn(state, seeds[5], NOISE, 0, DEVIATION)
+    if (gamma, factor, deviation) == (None, None, None):
+        image = image.astype(np.float32, order="C")
+    else:
+        image = _curve(image, gamma, factor).take(np.ascontiguousarray(image))
+        image += 0.0 if deviation is None else state.normal(0.0, deviation, image.shape).astype(np.float32)
+        np.clip(image, 0, 255, out=image)
     rest = {key: array.astype(np.float32, order="C") for key, array in placed.items()}
     return {key: torch.from_numpy(array) for key, array in ({"image": image} | rest).items()}
-
-
-def _where(state: RandomState, seeds: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Return which of rows (1) and columns (2) are flipped, and how many quarter turns follow."""
-    flipped = tuple(axis for axis, seed in zip((1, 2), seeds, strict=False) if _seeded(state, seed).rand() < FLIP)
-    turns = _seeded(state, seeds[2]).randint(3) + 1
-    return flipped, turns if state.rand() < TURN else 0
 
 
 def _seeded(state: RandomState, seed: int) -> RandomState:
@@ -51,18 +54,6 @@ def _seeded(state: RandomState, seed: int) -> RandomState:
 def _drawn(state: RandomState, seed: int, often: float, low: float, high: float) -> float | None:
     """Return how strong a change is, None where the draw is to leave the image as it is."""
     return state.uniform(low, high) if _seeded(state, seed).rand() < often else None
-
-
-def _recoloured(image: np.ndarray, state: RandomState, seeds: Sequence[int]) -> np.ndarray:
-    """Return an image's bytes as float32, changed in contrast, in brightness and by noise."""
-    gamma, factor = _drawn(state, seeds[0], CONTRAST, *GAMMA), _drawn(state, seeds[1], BRIGHTNESS, -FACTOR, FACTOR)
-    deviation = _drawn(state, seeds[2], NOISE, 0, DEVIATION)
-    if gamma is None and factor is None and deviation is None:
-        return image.astype(np.float32, order="C")
-    found: np.ndarray = _curve(image, gamma, factor).take(np.ascontiguousarray(image))
-    if deviation is not None:
-        found += state.normal(0.0, deviation, image.shape).astype(np.float32)
-    return np.clip(found, 0, 255, out=found)
 
 
 def _curve(image: np.ndarray, gamma: float | None, factor: float | None) -> np.ndarray:

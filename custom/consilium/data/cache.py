@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -57,17 +58,15 @@ class SampleCache:
                     planes.setdefault(item.image, []).append((split, index))
         self._planes = {path: places for path, places in planes.items() if len(places) > 1}
         self._locks = {path: threading.Lock() for path in self._planes}
-        if data.loading.decode_all or not data.loading.prechecked:
-            self._check_all(check)
-
-    def _check_all(self, check: Check | None) -> None:
-        loading = self._data.loading
-        for _, error in find_errors(self._data, check, self._settings, self.store, self._small) if check else ():
+        loading = data.loading
+        if loading.prechecked and not loading.decode_all:
+            return
+        for _, error in find_errors(data, check, settings, self.store, self._small) if check else ():
             if not loading.skip:
                 raise error
         if not loading.decode_all and (loading.skip or check is not None):
             return
-        for split, items in self._data.splits.items():
+        for split, items in data.splits.items():
             self.map(split, range(len(items)), lambda index, raw: None)
         if self.all_lost:
             raise DataError(NOTHING_LEFT)
@@ -135,26 +134,34 @@ class SampleCache:
 
     def raw(self, split: str, index: int) -> CachedSample:
         """Return a sample's bytes. Raises DataError."""
-        found = self._look_up(split, index)
-        lock = self._locks.get(self._data.splits[split][index].image)
+        found, image = self._look_up(split, index), self._data.splits[split][index].image
+        lock = self._locks.get(image)
         if found is not None or lock is None:
             return found or self._make(split, index)[0]
         with lock:
-            return self._look_up(split, index) or self._make_volume(split, index)
+            if (found := self._look_up(split, index)) is not None:
+                return found
+            with volumes.held():  # all planes in the list are kept while their volume is unpacked, as long as there is room
+                found, room = self._make(split, index)
+                for place in self._planes[image]:
+                    if not room:
+                        break
+                    if place != (split, index):
+                        with suppress(DataError):  # reported when this plane is asked for
+                            room = self._look_up(*place) is not None or self._make(*place)[1]
+            return found
 
     def _look_up(self, split: str, index: int) -> CachedSample | None:
         if (found := self._kept.get((split, index))) is not None:
             return found
-        return self.store.get(self._name(self.store, split, index)) if self.store else None
-
-    def _name(self, store: Store, split: str, index: int) -> str:
-        return store.fingerprints.name(self._data.splits[split][index], self._settings)
+        return self.store.get(self.store.name(self._data.splits[split][index], self._settings)) if self.store else None
 
     def _make(self, split: str, index: int) -> tuple[CachedSample, bool]:
         """Return a sample read from its files, and whether there was room to keep it, on disk or in memory."""
-        name = self._name(self.store, split, index) if self.store else ""
-        raw = {key: _bytes(tensor) for key, tensor in self._read(self._data.splits[split][index]).items()}
-        if self.store and name == self._name(self.store, split, index) and self.store.put(name, raw):  # no file has changed
+        item = self._data.splits[split][index]
+        name = self.store.name(item, self._settings) if self.store else ""
+        raw = {key: _bytes(tensor) for key, tensor in self._read(item).items()}
+        if self.store and name == self.store.name(item, self._settings) and self.store.put(name, raw):  # no file has changed
             return raw, True
         size = sum(array.nbytes for array in raw.values())
         with self._lock:
@@ -163,20 +170,6 @@ class SampleCache:
                 self._room -= size
                 self._kept[split, index] = raw
         return raw, fits
-
-    def _make_volume(self, split: str, index: int) -> CachedSample:
-        """Return a plane of a volume; keep all planes in the list while it is unpacked, as long as there is room."""
-        with volumes.held():
-            found, room = self._make(split, index)
-            for place in self._planes[self._data.splits[split][index].image]:
-                if not room:
-                    break
-                if place != (split, index):
-                    try:
-                        room = self._look_up(*place) is not None or self._make(*place)[1]
-                    except DataError:  # reported when this plane is asked for
-                        room = True
-        return found
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:

@@ -154,19 +154,14 @@ def _message(where: str, value: Any) -> tuple[str, str]:
     role = ROLES.get(role, role) if isinstance(role, str) else role
     if role not in ("system", "user", "assistant"):
         raise DataError(f"{where}: {names[0]}: {repr(role)[:40]} is none of system, user, assistant; write one of them")
-    content = _content(f"{where}: {names[1]}", value.get(names[1]))
+    content = value.get(names[1])  # a list of parts, as of models that read pictures too, may hold texts alone
+    if isinstance(content, list) and content and all(isinstance(one, dict) and one.get("type") == "text" for one in content):
+        content = "".join(one["text"] if isinstance(one.get("text"), str) else "" for one in content)
+    if not isinstance(content, str):
+        raise DataError(f"{where}: {names[1]}: {repr(content)[:80]} is not a text; write it in quotes")
     if role != "system" and not content.strip():
         raise DataError(f"{where}: {names[1]}: an empty {role} turn; write its words, or leave the conversation out")
     return role, content
-
-
-def _content(where: str, value: Any) -> str:
-    """Return a message's text; a list of parts, as of models that read pictures too, may hold texts alone."""
-    if isinstance(value, list) and value and all(isinstance(one, dict) and one.get("type") == "text" for one in value):
-        value = "".join(one["text"] if isinstance(one.get("text"), str) else "" for one in value)
-    if not isinstance(value, str):
-        raise DataError(f"{where}: {repr(value)[:80]} is not a text; write it in quotes")
-    return value
 
 
 def _of_messages(where: str, form: str, messages: Sequence[tuple[str, str]]) -> Chat:

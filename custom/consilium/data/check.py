@@ -13,9 +13,8 @@ from consilium.data.class_names import doubts
 from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, classes_for, remedy, shown, undeclared
 from consilium.data.datalist import SPLITS, DataList, Item, arranged, read_datalist
 from consilium.data.identifiers import ALIKE, alike
-from consilium.data.loading import by_file
 from consilium.data.pairs import MOST_VALUES
-from consilium.data.sample_check import Classes, SampleReport, check_samples
+from consilium.data.sample_check import Classes, SampleReport, by_file, check_samples
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.text import Text, read_texts
 
@@ -151,18 +150,15 @@ def check_texts(
 
 def find_copies(report: Findings) -> None:
     """Report what two splits share as problems; what looks alike in two splits, and copies in one split, as warnings."""
-    reported: set[int] = set()
-    seen: dict[tuple[str, str], Trace] = {}
-    for index, trace in enumerate(report.traces):
-        if shared := _shared(trace, seen):
-            kind, first = shared
-            report.problem(kind.format("splits"), _line(trace, first))
-            reported.add(index)
-        elif (first := seen.get(trace.marks[0], trace)) is not trace:
+    left = []
+    for trace, shared, first in _compared(report.traces):
+        if shared:
+            report.problem(shared[0].format("splits"), _line(trace, shared[1]))
+            continue
+        left.append(trace)
+        if first is not None:
             report.warn("duplicate", _line(trace, first))
-        for mark in trace.marks:
-            seen.setdefault(mark, trace)
-    for trace, like in _alike([trace for index, trace in enumerate(report.traces) if index not in reported]):
+    for trace, like in _alike(left):
         report.warn("looks alike in two splits", _line(trace, like))
 
 
@@ -181,15 +177,13 @@ def shared_by_sites(reports: Iterable[tuple[str, Findings]]) -> dict[str, list[s
     """Return what two sites share, by kind: samples that one of them trains on, patients, studies, pictures alike."""
     traces = [Trace(name, f"{t.place}: {t.name}", t.marks, t.hash, t.training) for name, one in reports for t in one.traces]
     found: dict[str, list[str]] = {}
-    seen: dict[tuple[str, str], Trace] = {}
     left = []
-    for trace in sorted(traces, key=lambda t: not t.training):  # samples that no site trains on may be a common test set
-        if shared := _shared(trace, seen):
+    # samples that no site trains on may be a common test set
+    for trace, shared, _ in _compared(sorted(traces, key=lambda t: not t.training), training=True):
+        if shared:
             found.setdefault(shared[0].format("sites"), []).append(_line(trace, shared[1]))
         else:
             left.append(trace)
-        for mark in trace.marks if trace.training else ():
-            seen.setdefault(mark, trace)
     for trace, like in _alike(left):
         found.setdefault("looks alike at two sites", []).append(_line(trace, like))
     return found
@@ -230,9 +224,19 @@ def length_summary(lengths: Counter[int], max_length: int) -> str:
     return f"tokens: {told}; {what}; write model.max_length: {enough}{all_of_them} to keep all whole"
 
 
-def _shared(trace: Trace, seen: dict[tuple[str, str], Trace]) -> tuple[str, Trace] | None:
-    """Return the kind of the strongest mark that a sample of another place has too, and that sample."""
-    return next(((m[0], seen[m]) for m in trace.marks if m in seen and seen[m].place != trace.place), None)
+def _compared(
+    traces: Iterable[Trace], training: bool = False
+) -> Iterator[tuple[Trace, tuple[str, Trace] | None, Trace | None]]:
+    """Yield each trace with the strongest mark that a sample of another place has too, and that sample; and its first copy.
+
+    `training`: it is compared with samples alone that are trained on.
+    """
+    seen: dict[tuple[str, str], Trace] = {}
+    for trace in traces:
+        shared = next(((m[0], seen[m]) for m in trace.marks if m in seen and seen[m].place != trace.place), None)
+        yield trace, shared, seen.get(trace.marks[0])
+        if trace.training or not training:
+            seen |= {mark: trace for mark in trace.marks if mark not in seen}
 
 
 def _line(trace: Trace, other: Trace) -> str:

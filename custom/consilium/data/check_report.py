@@ -96,26 +96,27 @@ class Findings:
         if stops:
             said.append(f"training would stop at these problems: {', '.join(stops)}; fix them first")
         if self.bad and NO_TRAINING not in stops:
-            said.append(self._skipped())
+            parts = ", ".join(f"{self.bad[split]} of {self.samples[split]} {split}" for split in SPLITS if self.bad[split])
+            end = "" if self.samples["training"] > self.bad["training"] else ", and stop, for no training sample is left"
+            said.append(f"with bad_samples: skip in site.yaml it would leave out {parts} samples{end}")
         if worthless := [kind for kind in self.problems if kind in WORTHLESS]:
             said.append(f"these do not stop training, but make its scores worthless: {', '.join(worthless)}")
         kinds = len(self.warnings)
         warned = f", {kinds} kind{'s' * (kinds > 1)} of warnings" if kinds else ""
         return said or [f"no problems{warned}"]
 
-    def _skipped(self) -> str:
-        parts = ", ".join(f"{self.bad[split]} of {self.samples[split]} {split}" for split in SPLITS if self.bad[split])
-        left = self.samples["training"] - self.bad["training"]
-        end = "" if left else ", and stop, for no training sample is left"
-        return f"with bad_samples: skip in site.yaml it would leave out {parts} samples{end}"
-
     def to_dict(self, named: int | None = NAMED) -> dict[str, Any]:
         """Return plain JSON values: counts of every kind, the first samples named, or all."""
-        found: dict[str, Any] = {"path": self.path, "samples": self.samples, "planes": dict(self.planes)}
-        found["sizes"] = dict(self.sizes)
         values = sorted(self.label_values.items(), key=lambda pair: (isinstance(pair[0], str), pair[0]))
-        found["images_with_label_value"] = {str(value): count for value, count in values}
-        found["images_of_class"] = {name: dict(by_split) for name, by_split in sorted(self.images_of_class.items())}
-        for kind in ("problems", "warnings"):
-            found[kind] = {k: {"count": len(v), "first": v[:named]} for k, v in getattr(self, kind).items()}
-        return found | {"unusable": dict(self.bad), "verdict": self.verdict}
+        return {
+            "path": self.path,
+            "samples": self.samples,
+            "planes": dict(self.planes),
+            "sizes": dict(self.sizes),
+            "images_with_label_value": {str(value): count for value, count in values},
+            "images_of_class": {name: dict(by_split) for name, by_split in sorted(self.images_of_class.items())},
+            "problems": {kind: {"count": len(lines), "first": lines[:named]} for kind, lines in self.problems.items()},
+            "warnings": {kind: {"count": len(lines), "first": lines[:named]} for kind, lines in self.warnings.items()},
+            "unusable": dict(self.bad),
+            "verdict": self.verdict,
+        }

@@ -2,7 +2,7 @@
 
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 MISSING = frozenset({"nan", "na", "n/a", "#n/a", "<na>", "null", "none", "nil", "-", "?", ".", "unknown", "missing"})
 """What programs and people write for an empty cell, in lower case."""
@@ -11,6 +11,13 @@ FEW = 10
 SPELLINGS = "class in two spellings"
 NO_NAME = "class that looks like a missing value"
 EACH_ITS_OWN = "as many classes as samples"
+
+
+def class_name(label: object, names: Sequence[str]) -> str | None:
+    """Return the class that a label is, by its name or its number from 0; None for another one."""
+    if isinstance(label, int):
+        return names[label] if 0 <= label < len(names) else None
+    return label if isinstance(label, str) and label in names else None
 
 
 def doubts(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:

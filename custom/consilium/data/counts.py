@@ -14,6 +14,7 @@ import numpy as np
 
 from consilium.core.errors import UnfitError
 from consilium.data import volumes
+from consilium.data.class_names import class_name
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.images import check_pair, check_values, classes_of, read_image, read_labels
 from consilium.data.settings import DEFAULTS, PictureSettings
@@ -106,7 +107,7 @@ def _count(found: Tally, split: str, number: int, item: Any, task: Any, single: 
     if not isinstance(item, Item) or not found.classes[split]:
         return
     if single:
-        found.classes[split][_class(item, task.classes)].append(number)
+        found.classes[split][class_name(item.label, task.classes) or OTHERS].append(number)
         return
     try:
         labels, classes = read_labels(item, settings), classes_of(item, task.classes)
@@ -118,15 +119,6 @@ def _count(found: Tally, split: str, number: int, item: Any, task: Any, single: 
         (found.classes if share else found.absent)[split][name].append(number)
         if share and split == "training":
             found.areas[name].append(share)
-
-
-def _class(item: Item, names: Sequence[str]) -> str:
-    """Return the class of a picture, OTHERS where it has none of `names`."""
-    if isinstance(item.label, str) and item.label in names:
-        return item.label
-    if isinstance(item.label, int) and 0 <= item.label < len(names):
-        return names[item.label]
-    return OTHERS
 
 
 def _look(found: Tally, number: int, item: Any, settings: PictureSettings, count: int) -> None:

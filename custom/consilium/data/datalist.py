@@ -4,14 +4,14 @@ A label is a mask's path for segmentation, a class (name, or number from 0) for 
 class will do, see folders.py.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
-from consilium.data.file_kinds import SLIDES, is_volume, place_of
+from consilium.data.file_kinds import SLIDES, is_there, is_volume, place_of
 from consilium.data.folders import read_folders
 from consilium.data.identifiers import identifier, pseudonym
 from consilium.data.loading import IN_MEMORY, Loading
@@ -138,13 +138,27 @@ def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = No
     Raises DataError, naming file, entry and remedy.
     """
     if path.is_dir():
-        found = list(read_folders(path))
-        return DataList(path, {s: tuple(Item(picture, name) for split, picture, name in found if split == s) for s in SPLITS})
+        pictures = list(read_folders(path))
+        return DataList(path, {s: tuple(Item(one, name) for split, one, name in pictures if split == s) for s in SPLITS})
     raw = read_list(path)
     if meant := sorted(raw.keys() & MISTAKEN.keys()):
         raise DataError(f"{path}: key {meant[0]!r} is not read; call it {MISTAKEN[meant[0]]!r}")
-    annotated = _annotated(str(path), raw.get("annotated"))
-    return DataList(path, {split: tuple(_items(path, split, raw.get(split, []), classes, annotated, bad)) for split in SPLITS})
+    _check_fields(str(path), {"annotated": raw.get("annotated")})
+    splits: dict[str, tuple[Item, ...]] = {}
+    for split in SPLITS:
+        entries, found = raw.get(split, []), list[Item]()
+        if not isinstance(entries, list):
+            raise DataError(f'{path}: {split}: is a {type(entries).__name__}, not a list; write [{{"image": ...}}]')
+        for index, entry in enumerate(entries):
+            entry = {"image": entry} if isinstance(entry, str) else entry
+            try:
+                found.append(_item(path, f"{path}: {split}[{index}]", entry, classes, raw.get("annotated")))
+            except DataError as error:
+                if bad is None:
+                    raise
+                bad(split, index, error)
+        splits[split] = tuple(found)
+    return DataList(path, splits)
 
 
 def arranged(data: DataList, as_listed: bool = False) -> DataList:
@@ -197,11 +211,11 @@ def with_affine(data: DataList, affine: NiftiAffine | None) -> DataList:
     """Return a list whose NIfTI files lie where their sform or qform says; None refuses those in which the two disagree."""
     if affine is None:
         return data
-    return replace(data, splits={split: tuple(_placed(one, affine) for one in items) for split, items in data.splits.items()})
-
-
-def _placed(item: Any, affine: NiftiAffine) -> Any:
-    return replace(item, affine=affine) if isinstance(item, Item) else item
+    splits = {
+        split: tuple(replace(one, affine=affine) if isinstance(one, Item) else one for one in items)
+        for split, items in data.splits.items()
+    }
+    return replace(data, splits=splits)
 
 
 def listed_patients(path: Path) -> dict[str, str]:
@@ -214,31 +228,41 @@ def listed_patients(path: Path) -> dict[str, str]:
 def pool(lists: Iterable[DataList]) -> DataList:
     """Return all samples of several sites as one list, for a centralized reference run. Patients of two sites are two."""
     lists = list(lists)
-    own = list(enumerate(lists))
-    splits = {split: tuple(_of_site(item, n) for n, one in own for item in one.splits[split]) for split in SPLITS}
+    splits: dict[str, tuple[Any, ...]] = {}
+    for split in SPLITS:
+        own = [(site, item) for site, one in enumerate(lists) for item in one.splits[split]]
+        splits[split] = tuple(replace(i, patient=f"{site}:{i.patient}") if getattr(i, "patient", "") else i for site, i in own)
     return DataList(lists[0].path, splits, lists[0].loading, sum(one.skipped for one in lists))
 
 
-def _of_site(item: Any, site: int) -> Any:
-    return replace(item, patient=f"{site}:{item.patient}") if getattr(item, "patient", "") else item
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "label": (lambda v: type(v) in (str, int), "is neither a mask's path nor a class; write text or a whole number"),
+    "slice": (lambda v: type(v) is int and v >= 0, 'is not a whole number from 0; write "slice": 4'),
+    "axis": (lambda v: v in get_args(Axis), f"is none of {', '.join(get_args(Axis))}"),
+    "annotated": (
+        lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
+        'is not a list of classes; write "annotated": ["disc"]',
+    ),
+    "tile": (
+        lambda v: isinstance(v, list) and len(v) == 4 and all(type(n) is int and n >= 0 for n in v) and v[2] > 0 and v[3] > 0,
+        'is not a place; write "tile": [left, top, width, height] in pixels',
+    ),
+    "fold": (lambda v: type(v) is int, 'is not a whole number; write "fold": 0, or leave it out'),
+}
+"""By an entry's key, what its value must be, and how the error for any other goes on. A value that is null is not there."""
 
 
-def _items(
-    path: Path, split: str, entries: Any, classes: bool | None, annotated: tuple[str, ...] | None, bad: Bad | None
-) -> Iterable[Item]:
-    if not isinstance(entries, list):
-        raise DataError(f'{path}: {split}: is a {type(entries).__name__}, not a list; write [{{"image": ...}}]')
-    for index, entry in enumerate(entries):
-        where = f"{path}: {split}[{index}]"
-        try:
-            yield _item(path, where, {"image": entry} if isinstance(entry, str) else entry, classes, annotated)
-        except DataError as error:
-            if bad is None:
-                raise
-            bad(split, index, error)
+def _check_fields(where: str, entry: dict[str, Any]) -> None:
+    """Raise DataError for a value of a key that is none of its kind."""
+    for key, (fits, what) in _FIELDS.items():
+        if (value := entry.get(key)) is not None and not fits(value):
+            nested = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(one, dict | list) for one in value))
+            shown = type(value).__name__ if nested else repr(value)[:80]  # a nested one may be of any size and depth
+            raise DataError(f"{where}: {key} {shown} {what}")
 
 
-def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: tuple[str, ...] | None) -> Item:
+def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: Sequence[str] | None) -> Item:
+    """Return an entry's sample; `annotated`: of the list. Raises DataError."""
     if isinstance(entry, dict) and isinstance(files := entry.get("image"), list):
         what = f'"image" is a list of {len(files)} files, and several images of one sample are not read'
         raise DataError(f'{where}: {what}; name the one to use, as in "image": "a.nii.gz"', "several images")
@@ -248,51 +272,40 @@ def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: t
         raise DataError(f"{where}: unknown key {unknown[0][:80]!r}; known are {', '.join(sorted(ENTRY_KEYS))}")
     if broken := [value for value in entry.values() if isinstance(value, str) and not is_encodable(value)]:
         raise DataError(f"{where}: {broken[0][:80]!r} has half a character in it (a surrogate); write the whole one")
-    image, label = place_of(path.parent, entry["image"]), _label(path, where, entry.get("label"), classes)
-    for file in (image, label):
-        if isinstance(file, Path):
-            _check_there(where, file)
-    axis = entry.get("axis", "stored")
-    if axis not in get_args(Axis):
-        raise DataError(f"{where}: axis {_brief(axis)} is none of {', '.join(get_args(Axis))}")
+    _check_fields(where, entry)
+    label = entry.get("label")
+    if isinstance(label, str) and not (not Path(label).suffix if classes is None else classes):
+        label = place_of(path.parent, label)
     patient, study = (pseudonym(identifier(where, entry, key)) for key in ("patient", "study"))
-    own = _annotated(where, entry.get("annotated"))
-    known = annotated if own is None else own
-    found = Item(image, label, _slice(where, entry.get("slice")), axis, patient, study, known, _tile(where, entry.get("tile")))
-    found = replace(found, fold=_fold(where, entry.get("fold")))
-    _check_parts(where, found)
-    return found
-
-
-def _check_parts(where: str, item: Item) -> None:
-    """Raise DataError for a plane of a file that is not a volume, or a tile of a volume: neither would be read."""
-    files = [file for file in (item.image, item.label) if isinstance(file, Path)]
-    key = "slice" if item.slice is not None else "axis" if item.axis != "stored" else ""
+    known = annotated if entry.get("annotated") is None else entry["annotated"]
+    found = Item(
+        place_of(path.parent, entry["image"]),
+        label,
+        entry.get("slice"),
+        entry.get("axis") or "stored",
+        patient,
+        study,
+        None if known is None else tuple(known),
+        tuple(entry["tile"]) if entry.get("tile") else None,
+        fold=entry.get("fold"),
+    )
+    files = files_of(found)
+    for file in files:
+        if not is_there(file):
+            what = f"{str(file)[:300]}: no such file"
+            raise DataError(f"{where}: {what}; paths are relative to the data list's folder", "missing file")
+        try:
+            if not (file.is_dir() and is_volume(file)):  # a folder may hold a DICOM series
+                check_file(file, most=_most(file))
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+    # a plane of a file that is not a volume, or a tile of a volume, would not be read
+    key = "slice" if found.slice is not None else "axis" if found.axis != "stored" else ""
     if key and not any(map(is_volume, files)):
-        raise DataError(f'{where}: {item.image}: is one picture, without planes; take "{key}" off its entry', "wrong slice")
-    if item.tile is not None and is_volume(item.image):
-        raise DataError(f'{where}: {item.image}: is a volume, without tiles; take "tile" off its entry', "wrong tile")
-
-
-def _annotated(where: str, value: Any) -> tuple[str, ...] | None:
-    if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-        raise DataError(f'{where}: annotated {_brief(value)} is not a list of classes; write "annotated": ["disc"]')
-    return None if value is None else tuple(value)
-
-
-def _check_there(where: str, file: Path) -> None:
-    try:
-        there = file.exists()
-    except (OSError, ValueError):  # a name that no file can have
-        there = False
-    if not there:
-        what = f"{str(file)[:300]}: no such file"
-        raise DataError(f"{where}: {what}; paths are relative to the data list's folder", "missing file")
-    try:
-        if not (file.is_dir() and is_volume(file)):  # a folder may hold a DICOM series
-            check_file(file, most=_most(file))
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from None
+        raise DataError(f'{where}: {found.image}: is one picture, without planes; take "{key}" off its entry', "wrong slice")
+    if found.tile is not None and is_volume(found.image):
+        raise DataError(f'{where}: {found.image}: is a volume, without tiles; take "tile" off its entry', "wrong tile")
+    return found
 
 
 def files_of(item: Any) -> list[Path]:
@@ -305,38 +318,3 @@ def _most(file: Path) -> int:
     if file.name.lower().endswith((*SLIDES, ".tif", ".tiff")):
         return MOST_SLIDE
     return MOST_VOLUME_FILE if is_volume(file) else MOST_FILE
-
-
-def _slice(where: str, value: Any) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise DataError(f'{where}: slice {_brief(value)} is not a whole number from 0; write "slice": 4')
-    return value
-
-
-def _fold(where: str, value: Any) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise DataError(f'{where}: fold {_brief(value)} is not a whole number; write "fold": 0, or leave it out')
-    return value
-
-
-def _tile(where: str, value: Any) -> Tile | None:
-    if value is None:
-        return None
-    whole_ones = isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
-    if not whole_ones or len(value) != 4 or not value[2] or not value[3]:
-        raise DataError(f'{where}: tile {repr(value)[:80]} is not a place; write "tile": [left, top, width, height] in pixels')
-    left, top, width, height = value
-    return left, top, width, height
-
-
-def _label(path: Path, where: str, label: Any, classes: bool | None) -> Path | str | int | None:
-    if label is not None and (isinstance(label, bool) or not isinstance(label, str | int)):
-        raise DataError(f"{where}: label {_brief(label)} is neither a mask's path nor a class; write text or a whole number")
-    if not isinstance(label, str) or (not Path(label).suffix if classes is None else classes):
-        return label
-    return place_of(path.parent, label)
-
-
-def _brief(value: Any) -> str:
-    """Return a wrong value as an error shows it: a nested one may be of any size and depth."""
-    return type(value).__name__ if isinstance(value, dict | list) else repr(value)[:80]

@@ -27,10 +27,11 @@ def place_of(folder: Path, name: str) -> Path:
     """
     spellings = (unicodedata.normalize(form, one) for one in (name, name.replace("\\", "/")) for form in ("NFC", "NFD"))
     path = folder / name
-    return next((place for one in (name, *spellings) if _is_there(place := folder / one)), path)
+    return next((place for one in (name, *spellings) if is_there(place := folder / one)), path)
 
 
-def _is_there(path: Path) -> bool:
+def is_there(path: Path) -> bool:
+    """Tell whether a path is a file or a folder."""
     try:
         return path.exists()
     except (OSError, ValueError):  # a name that no file can have
@@ -65,17 +66,14 @@ def _format_at(path: Path, time: int) -> VolumeFormat | None:
 def is_dicom(path: Path) -> bool:
     """Tell whether a path is a DICOM file, by its first bytes or its name, or a folder with such a file in it."""
     try:
-        files = islice(path.iterdir(), MOST_FILES) if path.is_dir() else [path]
-        return any(map(_is_dicom_file, files))
+        for one in islice(path.iterdir(), MOST_FILES) if path.is_dir() else [path]:
+            if one.is_file():  # a pipe would never end
+                with one.open("rb") as file:
+                    if file.read(132)[128:] == b"DICM" or one.name.lower().endswith(DICOM):
+                        return True
     except (OSError, ValueError):
-        return False
-
-
-def _is_dicom_file(path: Path) -> bool:
-    if not path.is_file():  # a pipe would never end
-        return False
-    with path.open("rb") as file:
-        return file.read(132)[128:] == b"DICM" or path.name.lower().endswith(DICOM)
+        pass
+    return False
 
 
 def forget_formats() -> None:

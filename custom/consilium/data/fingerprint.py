@@ -35,14 +35,13 @@ def _folder(path: Path) -> list[Any]:
 
 
 def _list(path: Path) -> dict[str, Any]:
-    raw = json.loads(read_text(path, ""))
-    return raw | {split: [_entry(path.parent, entry) for entry in raw.get(split, [])] for split in SPLITS}
-
-
-def _entry(folder: Path, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry with names and sizes in place of paths; a label that is not a file stays."""
-    places = {key: folder / entry[key] for key in ("image", "label") if isinstance(entry.get(key), str)}
-    return entry | {key: _file(place) for key, place in places.items() if place.exists()}
+    raw: dict[str, Any] = json.loads(read_text(path, ""))
+    for split in SPLITS:
+        entries = raw.get(split, [])
+        for number, entry in enumerate(entries):  # names and sizes in place of paths; a label that is not a file stays
+            places = {key: path.parent / entry[key] for key in ("image", "label") if isinstance(entry.get(key), str)}
+            entries[number] = entry | {key: _file(place) for key, place in places.items() if place.exists()}
+    return raw | {split: raw.get(split, []) for split in SPLITS}
 
 
 def _file(path: Path) -> list[Any]:

@@ -51,7 +51,7 @@ class Grid:
         """Return the stored axis, 0 to 2, that `axis` counts along: the one closest to it where the volume lies obliquely."""
         if axis == "stored" or self.affine is None:
             return 2
-        return next(stored for stored in range(3) if self._canonical(stored)[0] == CANONICAL[axis])
+        return next(stored for stored in range(3) if self._orientation[stored][0] == CANONICAL[axis])
 
     def planes(self, axis: Axis) -> int:
         """Return how many planes there are."""
@@ -60,7 +60,7 @@ class Grid:
     def index(self, axis: Axis, number: int) -> int:
         """Return the stored index of a plane: axial ones count upwards, coronal to the front, sagittal to the right."""
         across = self.across(axis)
-        backwards = axis != "stored" and self.affine is not None and self._canonical(across)[1] < 0
+        backwards = axis != "stored" and self.affine is not None and self._orientation[across][1] < 0
         return self.shape[across] - 1 - number if backwards else number
 
     def cut(self, voxels: np.ndarray, axis: Axis, number: int) -> np.ndarray:
@@ -88,21 +88,18 @@ class Grid:
     def _upright(self, axis: Axis) -> bool:
         """Tell whether the second stored axis of a plane is its rows."""
         first, second = self._rest(axis)
-        return self.affine is None or self._canonical(second)[0] > self._canonical(first)[0]
+        return self.affine is None or self._orientation[second][0] > self._orientation[first][0]
 
     def _turned(self, plane: np.ndarray, axis: Axis) -> np.ndarray:
         """Return a view of a stored plane (first, second, ...) as one sees it."""
         if self.affine is not None:
-            steps = [-1 if self._canonical(stored)[1] > 0 else 1 for stored in self._rest(axis)]
+            steps = [-1 if self._orientation[stored][1] > 0 else 1 for stored in self._rest(axis)]
             plane = plane[:: steps[0], :: steps[1]]
         return plane.swapaxes(0, 1) if self._upright(axis) else plane
 
-    def _canonical(self, stored: int) -> tuple[int, int]:
-        """Return the patient's axis (0 right, 1 front, 2 up) closest to a stored one, and its direction."""
-        return self._orientation[stored]
-
     @cached_property
     def _orientation(self) -> list[tuple[int, int]]:
+        """For each stored axis the patient's axis (0 right, 1 front, 2 up) that is closest, and its direction."""
         from nibabel.orientations import io_orientation  # a server, which knows grids by name only, does without
 
         return [(int(axis), int(sign)) for axis, sign in io_orientation(self.affine)]  # half a millisecond: once is enough

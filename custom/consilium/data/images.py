@@ -38,7 +38,8 @@ def read_sample(
     check_values(item, labels, classes)
     image, labels = crop(item, image), labels.map(lambda values: crop(item, values))
     masks = resize_masks(labels, classes, size, settings)[0]
-    return {"image": _tensor(resize(image, size, settings, padding)), "label": torch.from_numpy(masks.view(np.uint8))}
+    resized = np.ascontiguousarray(resize(image, size, settings, padding).transpose(2, 0, 1))
+    return {"image": torch.from_numpy(resized), "label": torch.from_numpy(masks.view(np.uint8))}
 
 
 def read_masks(item: Item, classes: Classes, settings: PictureSettings = DEFAULTS) -> np.ndarray:
@@ -52,7 +53,8 @@ def read_masks(item: Item, classes: Classes, settings: PictureSettings = DEFAULT
 
 def read_picture(item: Item, size: int, settings: PictureSettings = DEFAULTS, padding: Colour = BLACK) -> Tensor:
     """Return a sample's image alone, (3, size, size) of 8 bits. Raises DataError."""
-    return _tensor(resize(crop(item, read_image(item, settings)), size, settings, padding))
+    resized = resize(crop(item, read_image(item, settings)), size, settings, padding)
+    return torch.from_numpy(np.ascontiguousarray(resized.transpose(2, 0, 1)))
 
 
 def crop(item: Item, array: np.ndarray) -> np.ndarray:
@@ -216,10 +218,6 @@ def _padded(array: np.ndarray, size: int, fill: Colour | int = 0) -> np.ndarray:
     found = np.empty((size, size, *array.shape[2:]), array.dtype)
     found[:], found[:rows, :columns] = fill, array
     return found
-
-
-def _tensor(image: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
 
 
 def plane_of(item: Item, path: Path, header: volumes.Header) -> int:

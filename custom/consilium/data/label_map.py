@@ -28,8 +28,8 @@ def relabelled(
     """
     if labels is None and annotated is None:
         return data
-    known = None if labels is None else {str(value): names for value, names in labels.items()}
-    pairs = None if labels is None else tuple(labels.items())
+    pairs = tuple((labels or {}).items())
+    by_name = {str(value): names for value, names in pairs}
 
     def change(items: Collection[Item]) -> Iterator[Item]:
         for item in items:
@@ -38,42 +38,25 @@ def relabelled(
                     f"{data.path}: holds texts, which `labels` and `annotated` of site.yaml are not for; take them out"
                 )
             own = replace(item, annotated=annotated) if item.annotated is None else item
-            if isinstance(item.label, Path) and labels is not None:
-                yield replace(own, annotated=_annotated_classes(own, labels, classes or (), quiet), label_map=pairs)
-            elif known is None or item.label is None or isinstance(item.label, Path):
+            if labels is None or item.label is None:
                 yield own
-            elif names := _names(item, known):
-                yield replace(own, label=_class(item, names, classes, quiet))
+            elif isinstance(item.label, Path):
+                shown = [name for name in classes or () if own.annotated is None or name in own.annotated]
+                mapped = {name for _, names in pairs for name in names}
+                if (lost := [name for name in shown if name not in mapped]) and not quiet:
+                    remedy = "map one to it, or leave it out of `annotated`"
+                    raise DataError(f"{item.label}: no label in site.yaml stands for class {lost[0]!r} of the job; {remedy}")
+                left = tuple(name for name in shown if name in mapped) if lost else own.annotated
+                yield replace(own, annotated=left, label_map=pairs)
+            elif (names := by_name.get(str(item.label))) is None:
+                what = f"class {item.label!r} is not under `labels` of site.yaml"
+                raise DataError(f"{item.image}: {what}; map it, or leave its pictures out with an empty list")
+            elif names:
+                chosen = [name for name in names if classes is None or name in classes]
+                if len(chosen) != 1 and not quiet:
+                    told = ", ".join(map(repr, chosen)) or "none of the job's"
+                    what = f"class {item.label!r} is {told} by site.yaml, and a picture has one class"
+                    raise DataError(f"{item.image}: {what}; map it to one, or leave its pictures out with an empty list")
+                yield replace(own, label=chosen[0] if len(chosen) == 1 else None)
 
     return replace(data, splits={split: tuple(change(items)) for split, items in data.splits.items()})
-
-
-def _annotated_classes(item: Item, labels: Labels, classes: Collection[str], quiet: bool) -> tuple[str, ...] | None:
-    """Return the classes that an item's mask shows, None for all. Raises DataError, unless `quiet`, for one that it is said to
-    show, and that no label stands for.
-    """
-    mapped = {name for names in labels.values() for name in names}
-    shown = [name for name in classes if item.annotated is None or name in item.annotated]
-    lost = [name for name in shown if name not in mapped]
-    if lost and not quiet:
-        remedy = "map one to it, or leave it out of `annotated`"
-        raise DataError(f"{item.label}: no label in site.yaml stands for class {lost[0]!r} of the job; {remedy}")
-    return tuple(name for name in shown if name in mapped) if lost else item.annotated
-
-
-def _names(item: Item, labels: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the job's classes for a picture's class. Raises DataError for a class that is not in the map."""
-    if str(item.label) not in labels:
-        what = f"class {item.label!r} is not under `labels` of site.yaml"
-        raise DataError(f"{item.image}: {what}; map it, or leave its pictures out with an empty list")
-    return labels[str(item.label)]
-
-
-def _class(item: Item, names: Collection[str], classes: Collection[str] | None, quiet: bool) -> str | None:
-    """Return the job's class of a picture; None, or DataError unless `quiet`, where the map gives it none of them or two."""
-    chosen = [name for name in names if classes is None or name in classes]
-    if len(chosen) == 1 or quiet:
-        return chosen[0] if len(chosen) == 1 else None
-    told = ", ".join(map(repr, chosen)) or "none of the job's"
-    what = f"class {item.label!r} is {told} by site.yaml, and a picture has one class"
-    raise DataError(f"{item.image}: {what}; map it to one, or leave its pictures out with an empty list")

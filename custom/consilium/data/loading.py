@@ -4,22 +4,19 @@ Threads, not processes: decoding, numpy and torch release Python's lock, nothing
 processes stay the only ones. A sample depends on its file, its index and a seed, never on the thread that reads it.
 """
 
-import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 AHEAD = 2
 """Batches that are made ready ahead of the one in use."""
 MOST_WORKERS = 8
 """Threads that a site starts unless its site.yaml says how many."""
-FILES_AT_ONCE = 4
-"""Files that a check or statistics read side by side: each picture may take some hundred megabytes."""
 
 
 @dataclass(frozen=True)
@@ -69,16 +66,3 @@ def ahead(calls: Iterator[Callable[[], T]], count: int) -> Generator[T, None, No
         finally:
             for future in waiting:
                 future.cancel()
-
-
-def by_file(items: Sequence[Any], read: Callable[[list[Any]], list[T]]) -> list[T]:
-    """Return what `read` returns for each item, in order; it gets all items of one image file at once, in a thread."""
-    files: dict[Path, list[int]] = {}
-    for index, item in enumerate(items):
-        files.setdefault(item.image, []).append(index)
-    found: dict[int, T] = {}
-    with ThreadPoolExecutor(min(FILES_AT_ONCE, os.cpu_count() or 1)) as pool:
-        results = pool.map(lambda indices: read([items[i] for i in indices]), files.values())
-        for indices, ones in zip(files.values(), results, strict=True):
-            found |= zip(indices, ones, strict=True)
-    return [found[index] for index in range(len(items))]

@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -123,18 +124,14 @@ def find_pairs(folder: Path, files: Sequence[Path], patterns: Sequence[Pattern] 
     return Pairs(pattern, found, alone, [path for path in unused if path not in taken], others, more)
 
 
-def _unnumbered(name: str) -> str:
-    """Return a name without a number at its end, which a sign parts from it."""
-    return _NUMBER.sub("", name)
-
-
 def _numbered(pattern: Pattern, masks: Sequence[Path], unused: Sequence[Path]) -> dict[Path, tuple[Path, ...]]:
     """Return the unused masks that have the name of a used one with a number at its end, or with another number."""
-    cut = _unnumbered if _NUMBER.search(pattern.mask) else str
+    unnumbered = partial(_NUMBER.sub, "")  # a sign parts the number from the name
+    cut = unnumbered if _NUMBER.search(pattern.mask) else str
     own = {(mask.parent, cut(without_ending(mask.name))): mask for mask in masks}
     found: dict[Path, tuple[Path, ...]] = {}
     for path in unused:
-        if mask := own.get((path.parent, _unnumbered(without_ending(path.name)))):
+        if mask := own.get((path.parent, unnumbered(without_ending(path.name)))):
             found[mask] = (*found.get(mask, ()), path)
     return found
 
@@ -165,15 +162,11 @@ def unpaired(pairs: Pairs, folder: Path) -> str:
             some = f"{len(pairs.found)} pictures such as {pairs.found[0][0].path.name}"
             remedy = f"--mask-pattern '{pairs.pattern}' takes {some} and leaves others out, as other sequences; or {remedy}"
         return f"{pairs.alone[0].path}: expected a mask of its name; found {there}; {remedy}"
-    every = len(pairs.found) + len(pairs.alone)
+    every, alone = len(pairs.found) + len(pairs.alone), pairs.alone[0]
+    wanted = next((Path(name).name for one in (alone.full, alone.short) if (name := pairs.pattern.of(one))), "like the others'")
     what = f"by --mask-pattern '{pairs.pattern}' {len(pairs.found)} of {every} pictures have one"
     remedy = f"complete the set, or write --mask-pattern '{pairs.pattern}' to leave pictures without one out"
-    return f"{pairs.alone[0].path}: expected a mask named {_wanted(pairs)}; {what}; found {there}; {remedy}"
-
-
-def _wanted(pairs: Pairs) -> str:
-    image = pairs.alone[0]
-    return next((Path(name).name for one in (image.full, image.short) if (name := pairs.pattern.of(one))), "like the others'")
+    return f"{pairs.alone[0].path}: expected a mask named {wanted}; {what}; found {there}; {remedy}"
 
 
 # roles: which files are masks -------------------------------------------------------------------------------------------------
@@ -194,7 +187,11 @@ def _roles(folder: Path, files: Sequence[Path], every: bool) -> tuple[list[Names
         chosen = {path for path in files if kind_of(without_ending(path.name)) == "mask"}
     named = bool(chosen)
     if not chosen and len(by_parent) > 1:
-        drawn = {one for one, own in by_parent.items() if role[one] is None and all(map(_is_labels, _probes(own)))}
+        drawn = {
+            one
+            for one, own in by_parent.items()
+            if role[one] is None and all(map(_is_labels, own[:: max(1, len(own) // _PROBES)][:_PROBES]))
+        }
         chosen = {path for path in files if path.parent in drawn}
         drop = bool(chosen)
     if not chosen and every:
@@ -216,10 +213,6 @@ def kind_of(name: str) -> str | None:
 def words(name: str) -> list[str]:
     """Return the words of a name: letters between signs, digits and capitals; labelsTr has two."""
     return re.findall(r"[A-Z]?[^\W\d_A-Z]+|[A-Z]+", name)
-
-
-def _probes(files: Sequence[Path]) -> Sequence[Path]:
-    return files[:: max(1, len(files) // _PROBES)][:_PROBES]
 
 
 def _is_labels(path: Path) -> bool:

@@ -1,6 +1,7 @@
 """The patients of a split, by the data list's identifiers."""
 
 import logging
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -16,13 +17,17 @@ def by_patient(data: DataList) -> tuple[tuple[int, ...], ...]:
 
     Samples without a patient are left out: their patient would have no privacy.
     """
-    return _groups(data.splits["training"])
+    found: dict[str, list[int]] = {}
+    for place, item in enumerate(data.splits["training"]):
+        if whose := item_patient(item):
+            found.setdefault(whose, []).append(place)
+    return tuple(map(tuple, found.values()))
 
 
 def most_of_one(samples: Sequence[Any]) -> tuple[int, int]:
     """Return how many patients a split names, and the most samples that one of them has."""
-    groups = _groups(samples)
-    return len(groups), max(map(len, groups), default=0)
+    counts = Counter(whose for item in samples if (whose := item_patient(item)))
+    return len(counts), max(counts.values(), default=0)
 
 
 def together(samples: Sequence[S]) -> list[list[S]]:
@@ -59,14 +64,6 @@ def warn_of_alike(data: DataList) -> None:
             first.setdefault(item_patient(item), f"{split}: {item.name}")
     for group in alike(first):
         _log.warning(f"{ALIKE}: {' ~ '.join(first[one] for one in group)}; give one person one identifier")
-
-
-def _groups(samples: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    found: dict[str, list[int]] = {}
-    for place, item in enumerate(samples):
-        if whose := item_patient(item):
-            found.setdefault(whose, []).append(place)
-    return tuple(map(tuple, found.values()))
 
 
 def item_patient(item: Any) -> str:

@@ -40,23 +40,19 @@ def pixels(shape: Sequence[int]) -> str:
 
 def _orientation(path: Path, picture: Image.Image) -> int:
     """Return the number of EXIF's orientation tag, 1 without one. A PNG's pixels are decoded only where a tag lies behind."""
-    if picture.format == "PNG" and not _TAGS & picture.info.keys() and not _is_tagged_behind(path):
-        return 1
+    if picture.format == "PNG" and not _TAGS & picture.info.keys():
+        behind = False  # metadata behind the pixels PIL finds only by decoding them
+        with path.open("rb") as file:
+            file.seek(8)
+            while len(head := file.read(8)) == 8:
+                length, kind = struct.unpack(">I4s", head)
+                behind = behind or kind == b"IDAT"
+                if behind and kind in _TEXTS:
+                    break
+                file.seek(length + 4, 1)
+            else:
+                return 1
     return int(picture.getexif().get(ORIENTATION, 1))
-
-
-def _is_tagged_behind(path: Path) -> bool:
-    """Tell whether a PNG has metadata behind its pixels, which PIL finds only by decoding them."""
-    behind = False
-    with path.open("rb") as file:
-        file.seek(8)
-        while len(head := file.read(8)) == 8:
-            length, kind = struct.unpack(">I4s", head)
-            behind = behind or kind == b"IDAT"
-            if behind and kind in _TEXTS:
-                return True
-            file.seek(length + 4, 1)
-    return False
 
 
 def _check_turn(path: Path, picture: Image.Image) -> None:
@@ -93,7 +89,12 @@ def _label_values(path: Path, picture: Image.Image, is_gif: bool) -> np.ndarray:
     A palette's numbers are the labels, unless it is of greys and number 0 is not black, or in a GIF, whose writers number
     colours as they like. Raises DataError for colours, and for what is drawn by transparency alone.
     """
-    if (picture.mode == "P" and not _is_grey_palette(picture, is_gif)) or (picture.mode in MODES and picture.mode != "RGB"):
+    by_number = picture.mode in MODES and picture.mode != "RGB"
+    if picture.mode == "P":
+        palette = np.reshape(picture.getpalette() or [0, 0, 0], (-1, 3))
+        used = palette[np.flatnonzero(picture.histogram()[: len(palette)])]
+        by_number = bool((used != used[:, :1]).any()) or not (is_gif or palette[0].any())
+    if by_number:
         return np.asarray(picture)
     array = np.asarray(picture.convert("RGBA"))
     grey, alpha = array[..., 0], array[..., 3]
@@ -105,13 +106,6 @@ def _label_values(path: Path, picture: Image.Image, is_gif: bool) -> np.ndarray:
         what = "mask is drawn by its transparency, which is not read"
         raise DataError(f"{path}: {what}; save it as one channel of label values, without transparency", "mask of colours")
     return grey
-
-
-def _is_grey_palette(picture: Image.Image, is_gif: bool) -> bool:
-    """Tell whether the greys of a palette are the labels, and not its numbers."""
-    palette = np.reshape(picture.getpalette() or [0, 0, 0], (-1, 3))
-    used = palette[np.flatnonzero(picture.histogram()[: len(palette)])]
-    return bool((used == used[:, :1]).all()) and (is_gif or bool(palette[0].any()))
 
 
 def labels(path: Path) -> Labels:

@@ -15,9 +15,7 @@ import numpy as np
 
 from consilium.core.errors import DataError
 from consilium.data.grid import Grid, check_spacing
-from consilium.data.labels import Labels
-from consilium.data.pixel_values import whole_numbers
-from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, most_unpacked, reading
+from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, check_unpacked, reading, refuse, volume_shape
 from consilium.data.volumes import Header
 
 MOST_HEADER = 2**16
@@ -75,11 +73,6 @@ _ANY_HEADER = 47
 """zlib's bits of a window of any size, of a stream of zlib or gzip."""
 
 
-def labels(path: Path, image: Header) -> Labels:
-    """Return the label values on the file's own grid (i, j, k). Raises DataError for values that are not whole numbers."""
-    return Labels(values=whole_numbers(path, voxels(path)))
-
-
 def _layout(path: Path) -> _Layout:
     with path.open("rb") as file:
         head = file.read(MOST_HEADER)
@@ -87,29 +80,20 @@ def _layout(path: Path) -> _Layout:
         found = (_nrrd if head[:4] == b"NRRD" else _metaimage)(path, head)
     except KeyError as error:
         raise DataError(f"{path}: {_UNREADABLE} (its header has no {error.args[0]}); {TAKE_OFF}") from None
-    needed, most = prod(found.grid.shape) * found.dtype.itemsize, most_unpacked(path.stat().st_size)
-    if not 0 < needed <= most:
-        what = f"{'x'.join(map(str, found.grid.shape))} voxels, {needed:,} bytes; at most {most:,} are of a file of its size"
-        raise DataError(f"{path}: {_UNREADABLE} ({what}); cut it into smaller ones", "too large")
+    check_unpacked(path, found.grid.shape, found.dtype.itemsize, _UNREADABLE)
     return found
 
 
-def _refused(path: Path, what: str) -> DataError:
-    return DataError(f"{path}: {what}, which is not read; convert it to NIfTI, or save it in one file as .mha or .nrrd")
-
-
-def _shape(path: Path, sizes: list[int]) -> tuple[int, int, int]:
-    if len(sizes) not in (2, 3):
-        what = f"has {len(sizes)} dimensions, {'x'.join(map(str, sizes))}"
-        raise DataError(f"{path}: {what}; save its sequences or times as volumes of three", "not three dimensions")
-    i, j, k = (*sizes, 1)[:3]
-    return i, j, k
+def _refuse(path: Path, *faults: tuple[bool, str]) -> None:
+    """Raise DataError for the first fault that a file has."""
+    remedy = "which is not read; convert it to NIfTI, or save it in one file as .mha or .nrrd"
+    refuse(path, *((there, f"{what}, {remedy}") for there, what in faults))
 
 
 def _affine(steps: np.ndarray, origin: np.ndarray, signs: Any = (-1, -1, 1)) -> np.ndarray:
     """Return the affine (4, 4) of steps (D, D), a row for each axis, and an origin (D,), in millimetres of a space."""
-    found, count = np.eye(4), len(steps)
-    found[:count, :count], found[:count, 3] = steps.T, origin
+    found, count = np.eye(4), min(3, len(steps))  # a fourth axis is of length 1
+    found[:count, :count], found[:count, 3] = steps[:count, :count].T, origin[:count]
     return np.diag([*signs, 1.0]) @ found
 
 
@@ -128,15 +112,15 @@ def _metaimage(path: Path, head: bytes) -> _Layout:
     def says(*names: str) -> bool:
         return any(fields.get(name, "").lower() in ("true", "1") for name in names)
 
-    if fields["ElementDataFile"] != "LOCAL":
-        raise _refused(path, "has its voxels in another file")
-    if int(fields.get("ElementNumberOfChannels", 1)) != 1:
-        raise _refused(path, "holds several values a voxel")
-    kind = _META_TYPES.get(fields["ElementType"].removeprefix("MET_"))
-    if kind is None or not (says("BinaryData") or "BinaryData" not in fields):
-        raise _refused(path, "holds numbers as text, or of an unknown type")
+    kind = _META_TYPES.get(fields["ElementType"].removeprefix("MET_"), "")
+    _refuse(
+        path,
+        (fields["ElementDataFile"] != "LOCAL", "has its voxels in another file"),
+        (int(fields.get("ElementNumberOfChannels", 1)) != 1, "holds several values a voxel"),
+        (not kind or not (says("BinaryData") or "BinaryData" not in fields), "holds numbers as text, or of an unknown type"),
+    )
     sizes = [int(n) for n in fields["DimSize"].split()]
-    shape, count = _shape(path, sizes), len(sizes)
+    shape, count = volume_shape(path, sizes), len(sizes)
     order = ">" if says("BinaryDataByteOrderMSB", "ElementByteOrderMSB") else "<"
 
     def numbers(names: tuple[str, ...], otherwise: np.ndarray) -> np.ndarray:
@@ -156,17 +140,16 @@ def _nrrd(path: Path, head: bytes) -> _Layout:
     lines = head[: end.start() if end else None].decode("latin-1").splitlines()[1:]
     pairs = (line.partition(":") for line in lines if not line.startswith("#"))
     fields = {name.strip().lower(): value.strip() for name, _, value in pairs if not value.startswith("=")}
-    if {"data file", "datafile"} & fields.keys():
-        raise _refused(path, "has its voxels in another file")
+    _refuse(path, (bool({"data file", "datafile"} & fields.keys()), "has its voxels in another file"))
     if end is None:
         raise DataError(f"{path}: {_UNREADABLE} (its header has no end); {TAKE_OFF}")
-    kind = next((kind for kind, names in _NRRD_TYPES.items() if fields["type"].lower() in names), None)
+    kind = next((kind for kind, names in _NRRD_TYPES.items() if fields["type"].lower() in names), "")
     encoding = fields["encoding"].lower()
     skips = {fields.get(name, "0") for name in ("line skip", "lineskip", "byte skip", "byteskip")}
-    if kind is None or encoding not in ("raw", "gzip", "gz") or skips != {"0"}:
-        raise _refused(path, f"holds {fields['type']} in encoding {encoding}")
+    unknown = not kind or encoding not in ("raw", "gzip", "gz") or skips != {"0"}
+    _refuse(path, (unknown, f"holds {fields['type']} in encoding {encoding}"))
     sizes = [int(n) for n in fields["sizes"].split()]
-    shape, order = _shape(path, sizes), ">" if fields.get("endian", "little").lower() == "big" else "<"
+    shape, order = volume_shape(path, sizes), ">" if fields.get("endian", "little").lower() == "big" else "<"
     grid = Grid(shape, _nrrd_affine(path, fields, len(sizes)))
     return _Layout(np.dtype(order + kind), grid, end.end(), encoding != "raw")
 
@@ -174,20 +157,19 @@ def _nrrd(path: Path, head: bytes) -> _Layout:
 def _nrrd_affine(path: Path, fields: dict[str, str], count: int) -> np.ndarray | None:
     """Return the affine (4, 4) of a NRRD's axes, None where it does not say it."""
     if "space directions" not in fields:
-        spacing = np.array(fields["spacings"].split(), np.float64) if "spacings" in fields else None
-        if spacing is None:
+        if "spacings" not in fields:
             return None
+        spacing = np.array(fields["spacings"].split(), np.float64)
         check_spacing(path, "spacings", spacing.tolist(), _SPACED)
         return _affine(np.diag(spacing), np.zeros(count))
     space = fields.get("space", "lps" if "space dimension" in fields else "").lower()  # as ITK reads it
-    if (signs := _SPACES.get(space)) is None:
-        raise _refused(path, "lies in a space that is not the patient's")
+    _refuse(path, (space not in _SPACES, "lies in a space that is not the patient's"))
     steps = np.array([_vector(one) for one in re.findall(r"\([^)]*\)", fields["space directions"])])
     check_spacing(path, "the length of its space directions", np.linalg.norm(steps, axis=1).tolist(), _SPACED)
     origin = _vector(fields["space origin"]) if "space origin" in fields else np.zeros(steps.shape[1])
     if steps.shape == (2, 3):  # a plane in space: its third step is across, of 1 mm
         steps = np.vstack([steps, np.cross(*steps) / np.linalg.norm(np.cross(*steps))])
-    return _affine(steps, origin, signs)
+    return _affine(steps, origin, _SPACES[space])
 
 
 def _vector(text: str) -> np.ndarray:

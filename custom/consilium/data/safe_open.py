@@ -12,10 +12,12 @@ import stat
 import struct
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Generic, TypeVar
 
 from PIL import Image, UnidentifiedImageError
 
@@ -45,6 +47,7 @@ MOST_PAGES = 4096
 """Of a TIFF."""
 MOST_VOLUME_FILE = MOST_VOLUME + 2**20
 """Bytes of a volume's file that is not compressed, with its header."""
+T = TypeVar("T")
 Stamp = tuple[tuple[int, ...], ...]
 """Of every file: inode, size, and when content and inode changed last."""
 TRACTS, PACKED = "tracts, which are not images", "a packed file"
@@ -69,6 +72,12 @@ _PROGRAMMERS = re.compile(
 TAKE_OFF = "replace it or take it off the list"
 
 
+def refuse(where: object, *faults: tuple[object, str]) -> None:
+    """Raise DataError for the first of some faults that is there: (whether it is, what to say of it) each."""
+    if what := next((what for there, what in faults if there), ""):
+        raise DataError(f"{where}: {what}")
+
+
 def check_file(path: Path, remedy: str = TAKE_OFF, most: int = MOST_BYTES) -> None:
     """Raise DataError unless `path` is a plain file of at most `most` bytes: a pipe or a device would never end."""
     try:
@@ -83,16 +92,36 @@ def check_file(path: Path, remedy: str = TAKE_OFF, most: int = MOST_BYTES) -> No
         raise DataError(f"{path}: cannot be read ({found.st_size:,} bytes, at most {most:,} are); {remedy}")
 
 
+@contextmanager
+def opening(path: Path, remedy: str = TAKE_OFF) -> Iterator[None]:
+    """Turn the operating system's errors in the block, and bytes that are not UTF-8, into a DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: cannot be read (not UTF-8 at byte {error.start}); {remedy}") from None
+
+
 def check_opens(path: Path) -> None:
     """Raise DataError unless a file, or every plain file of a folder, can be opened and read from."""
-    try:
-        files = [one for one in path.iterdir() if one.is_file()] if path.is_dir() else [path]
-        for file in files:
+    with opening(path):
+        for file in [one for one in path.iterdir() if one.is_file()] if path.is_dir() else [path]:
             check_file(file, most=MOST_SLIDE)
             with file.open("rb") as opened:
                 opened.read(1)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); {TAKE_OFF}") from None
+
+
+class Kept(Generic[T]):
+    """A function of a path, and of other values, whose last `most` results are kept while the path's files do not change."""
+
+    def __init__(self, read: Callable[..., T], most: int) -> None:
+        self._read = lru_cache(most)(lambda state, *args: read(*args))
+        self.cache_clear = self._read.cache_clear
+
+    def __call__(self, path: Path, *args: Any) -> T:
+        """Return the function's result, which may be a kept one."""
+        return self._read(stamp(path), path, *args)
 
 
 def stamp(path: Path) -> Stamp:
@@ -102,20 +131,35 @@ def stamp(path: Path) -> Stamp:
     """
     try:
         if not path.is_dir():
-            return (_file_state(path.stat()),)
-        with os.scandir(path) as entries:
-            return tuple(sorted(_file_state(entry.stat()) for entry in entries))
+            found = [path.stat()]
+        else:
+            with os.scandir(path) as entries:
+                found = [entry.stat() for entry in entries]
     except (OSError, ValueError):
         return ()
-
-
-def _file_state(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return tuple(sorted((one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found))
 
 
 def most_unpacked(packed: int) -> int:
     """Return how many bytes files of `packed` bytes may take once they are unpacked."""
     return min(MOST_VOLUME, max(MOST_UNPACKED, LARGEST_RATIO * packed))
+
+
+def check_unpacked(path: Path, shape: Sequence[int], each: int, what: str) -> None:
+    """Raise DataError for a volume of no voxels, or of more bytes (`each` a voxel) than a file of its size may take."""
+    needed, most = prod(shape) * each, most_unpacked(path.stat().st_size)
+    if not 0 < needed <= most:
+        found = f"{'x'.join(map(str, shape))} voxels, {needed:,} bytes; at most {most:,} are of a file of its size"
+        raise DataError(f"{path}: {what} ({found}); cut it into smaller ones", "too large")
+
+
+def volume_shape(path: Path, sizes: Sequence[int]) -> tuple[int, int, int]:
+    """Return three dimensions of two or three, of which further ones are 1. Raises DataError."""
+    if len(sizes) < 2 or any(n != 1 for n in sizes[3:]):
+        what = f"has {len(sizes)} dimensions, {'x'.join(map(str, sizes))}"
+        raise DataError(f"{path}: {what}; save its sequences or times as volumes of three", "not three dimensions")
+    i, j, k = (*sizes, 1)[:3]
+    return int(i), int(j), int(k)
 
 
 def text_lines(path: Path, remedy: str, newline: str | None = None) -> Iterator[str]:
@@ -126,17 +170,16 @@ def text_lines(path: Path, remedy: str, newline: str | None = None) -> Iterator[
     """
     check_file(path, remedy)
     number = 0
-    try:
-        with path.open(encoding="utf-8-sig", newline=newline) as file:
-            while line := file.readline(MOST_CHARACTERS + 2):
-                number, rest = number + 1, line
-                while len(rest) == MOST_CHARACTERS + 2 and not rest.endswith(("\r", "\n")):
-                    rest = file.readline(MOST_CHARACTERS + 2)
-                yield line
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
-    except UnicodeDecodeError:
-        raise DataError(f"{path}: cannot be read (not UTF-8 in or behind line {number + 1}); {remedy}") from None
+    with opening(path, remedy):
+        try:
+            with path.open(encoding="utf-8-sig", newline=newline) as file:
+                while line := file.readline(MOST_CHARACTERS + 2):
+                    number, rest = number + 1, line
+                    while len(rest) == MOST_CHARACTERS + 2 and not rest.endswith(("\r", "\n")):
+                        rest = file.readline(MOST_CHARACTERS + 2)
+                    yield line
+        except UnicodeDecodeError:
+            raise DataError(f"{path}: cannot be read (not UTF-8 in or behind line {number + 1}); {remedy}") from None
 
 
 def check_line(where: str, line: str) -> None:
@@ -160,12 +203,8 @@ def parse_json(where: str, text: str, remedy: str) -> Any:
 def read_text(path: Path, remedy: str, most: int = MOST_BYTES) -> str:
     """Return a file's text in UTF-8, without a byte order mark. Raises DataError."""
     check_file(path, remedy, most)
-    try:
+    with opening(path, remedy):
         return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: cannot be read (not UTF-8 at byte {error.start}); {remedy}") from None
 
 
 @contextmanager
@@ -177,17 +216,13 @@ def reading(path: Path, what: str, remedy: str = TAKE_OFF, most: int = MOST_BYTE
     except DataError:
         raise
     except Exception as error:
-        why = _damage(error) or " ".join(str(error).split())[:200]
+        why = " ".join(str(error).split())[:200]
+        if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile):
+            unpacked = isinstance(error, gzip.BadGzipFile) and "CRC" not in why and "length" not in why
+            cause = "its packed content is cut off or damaged; copy or download it again"
+            why = "its name ends in .gz, and its content is not packed by gzip" if unpacked else cause
         why = "it is damaged, or of another kind than it says" if not why or _PROGRAMMERS.search(why) else why
         raise DataError(f"{path}: {what} ({why}); {remedy}") from None
-
-
-def _damage(error: Exception) -> str:
-    """Return what is wrong with a packed file, "" for any other error."""
-    if isinstance(error, gzip.BadGzipFile) and "CRC" not in str(error) and "length" not in str(error):
-        return "its name ends in .gz, and its content is not packed by gzip"
-    damaged = "its packed content is cut off or damaged; copy or download it again"
-    return damaged if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile) else ""
 
 
 def open_picture(path: Path) -> Image.Image:
@@ -201,9 +236,20 @@ def open_picture(path: Path) -> Image.Image:
         except Image.DecompressionBombError:
             raise _too_large(path, f"over {MOST_PIXELS:,} pixels") from None
         except UnidentifiedImageError:
-            raise _unknown(path) from None
-    if found.format in ("JPEG", "MPO"):
-        _check_scans(path)
+            kind = next((kind for endings, kind in FOREIGN.items() if path.name.lower().endswith(endings)), "")
+            if not kind:  # `reading` makes a line of it
+                raise OSError(f"cannot identify image file: its content is none of {', '.join(FORMATS)}") from None
+            remedy = {TRACTS: "take it off the list", PACKED: "unpack it, and name the file that is in it"}.get(kind, CONVERT)
+            what = f"image cannot be read (its ending is that of {kind})"
+            raise DataError(f"{path}: {what}; {remedy}", "format that is not read") from None
+    if found.format in ("JPEG", "MPO"):  # each scan may be 20 bytes, and goes over the whole picture
+        scans, last = 0, b""
+        with path.open("rb") as file:
+            while block := file.read(2**20):
+                scans += (last + block).count(b"\xff\xda")
+                last = block[-1:]
+        if scans > MOST_SCANS:
+            raise DataError(f"{path}: is a JPEG of {scans:,} scans, at most {MOST_SCANS} are read; save it anew")
     return found
 
 
@@ -231,26 +277,6 @@ def _array_picture(path: Path) -> Image.Image:
             raise DataError(f"{path}: holds numbers beyond 32 bits; save it with smaller ones")
         found = found.astype(np.int32)
     return Image.fromarray(np.ascontiguousarray(found))
-
-
-def _unknown(path: Path) -> Exception:
-    """Return the error for a file that is not a picture; `reading` makes a line of one whose ending names no format."""
-    kind = next((kind for endings, kind in FOREIGN.items() if path.name.lower().endswith(endings)), "")
-    if not kind:
-        return OSError(f"cannot identify image file: its content is none of {', '.join(FORMATS)}")
-    remedy = {TRACTS: "take it off the list", PACKED: "unpack it, and name the file that is in it"}.get(kind, CONVERT)
-    return DataError(f"{path}: image cannot be read (its ending is that of {kind}); {remedy}", "format that is not read")
-
-
-def _check_scans(path: Path) -> None:
-    """Raise DataError for a JPEG of more than MOST_SCANS: each may be 20 bytes, and goes over the whole picture."""
-    scans, last = 0, b""
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            scans += (last + block).count(b"\xff\xda")
-            last = block[-1:]
-    if scans > MOST_SCANS:
-        raise DataError(f"{path}: is a JPEG of {scans:,} scans, at most {MOST_SCANS} are read; save it anew")
 
 
 def pages(path: Path) -> int:

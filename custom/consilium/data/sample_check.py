@@ -2,12 +2,16 @@
 
 import hashlib
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from threading import Lock
+from typing import TypeVar
 
 import numpy as np
 from PIL import Image
@@ -15,6 +19,7 @@ from PIL import Image
 from consilium.core.errors import DataError, UnfitError
 from consilium.data import images, pictures, slides, volumes
 from consilium.data.check_report import PATIENT
+from consilium.data.class_names import class_name
 from consilium.data.datalist import SCORED, DataList, Item, Lost, cropped_item, files_of
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import check_annotated, check_pair, check_values, classes_of, level_of, read_image, read_labels
@@ -39,8 +44,11 @@ _FLAT = 2
 """Grey levels that a picture must span; below it is called constant."""
 _TILT = 1.0
 """Degrees off the patient's axes from which a volume is called oblique."""
+FILES_AT_ONCE = 4
+"""Files that a check or statistics read side by side: each picture may take some hundred megabytes."""
 _one_volume = Lock()
-"""Held while a volume is checked: each may take gigabytes."""
+"""Held while a volume is read for a check or statistics: each may take gigabytes."""
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -64,6 +72,27 @@ class SampleReport:
     hash: bytes | None = None
 
 
+def by_file(items: Sequence[Item], read: Callable[[list[Item]], list[T]]) -> list[T]:
+    """Return what `read` returns for each item, in order; it gets all items of one image file at once, in a thread."""
+    files: dict[Path, list[int]] = {}
+    for index, item in enumerate(items):
+        files.setdefault(item.image, []).append(index)
+
+    def read_file(indices: list[int]) -> list[T]:
+        if not volumes.is_volume(items[indices[0]].image):
+            return read([items[i] for i in indices])
+        with _one_volume:
+            found = read([items[i] for i in indices])
+            volumes.forget()
+            return found
+
+    found: dict[int, T] = {}
+    with ThreadPoolExecutor(min(FILES_AT_ONCE, os.cpu_count() or 1)) as pool:
+        for indices, ones in zip(files.values(), pool.map(read_file, files.values()), strict=True):
+            found |= zip(indices, ones, strict=True)
+    return [found[index] for index in range(len(items))]
+
+
 def check_samples(items: Sequence[Item], settings: PictureSettings, classes: Classes, size: int = 0) -> list[SampleReport]:
     """Return a report of each entry; all entries share one image file, and a volume is read once for all of them.
 
@@ -71,17 +100,14 @@ def check_samples(items: Sequence[Item], settings: PictureSettings, classes: Cla
     """
     if not volumes.is_volume(items[0].image):
         return [_report(item, None, settings, classes, size) for item in items]
-    with _one_volume:
-        try:
-            header, values = volumes.header(items[0].image, items[0].affine), volumes.voxels(items[0].image)
-        except DataError as error:
-            return [SampleReport(error, marks=_marks(item)) for item in items]
-        digest = hashlib.blake2b(repr(values.shape).encode(), digest_size=16)  # equal voxels have equal digests in any type
-        for plane in np.moveaxis(values, 2, 0):
-            digest.update(np.ascontiguousarray(plane, np.float32).tobytes())
-        found = [_report(item, (header, digest.hexdigest()), settings, classes, size) for item in items]
-        volumes.forget()
-        return found
+    try:
+        header, values = volumes.header(items[0].image, items[0].affine), volumes.voxels(items[0].image)
+    except DataError as error:
+        return [SampleReport(error, marks=_marks(item)) for item in items]
+    digest = hashlib.blake2b(repr(values.shape).encode(), digest_size=16)  # equal voxels have equal digests in any type
+    for plane in np.moveaxis(values, 2, 0):
+        digest.update(np.ascontiguousarray(plane, np.float32).tobytes())
+    return [_report(item, (header, digest.hexdigest()), settings, classes, size) for item in items]
 
 
 def _report(
@@ -96,12 +122,14 @@ def _report(
         else:
             image = read_image(item, settings)
             _add_image(found, item, image)
-            is_mask = isinstance(item.label, Path)
             check_class(item, classes)
-            if item.label is not None:
-                _add_label(found, item, image, read_labels(item, settings) if is_mask else None, classes)
-            if isinstance(item.label, Path):
-                _add_turn(found, item, image.shape[0] == image.shape[1])
+            _add_label(found, item, image, read_labels(item, settings) if isinstance(item.label, Path) else None, classes)
+            way = pictures.turn(item.image) if isinstance(item.label, Path) and not volumes.is_volume(item.label) else 1
+            # by sizes alone one cannot tell on which of the two pictures the mask was drawn
+            if way > 1 and (way < 5 or image.shape[0] == image.shape[1]) and pictures.turn(Path(str(item.label))) == 1:
+                what = "its mask is not: it must be drawn on the turned picture"
+                remedy = "save the picture upright and without the tag, as Python's PIL.ImageOps.exif_transpose does"
+                found.warnings.append(("turned by its EXIF tag", f"{what}; {remedy}"))
         if size and found.classes and isinstance(classes, Mapping):
             for part in _parts(item, found.planes, settings):
                 part = part if settings.crop is None else cropped_item(part, settings.crop, SCORED)
@@ -109,16 +137,6 @@ def _report(
     except DataError as error:
         found.stop = error
     return found
-
-
-def _add_turn(found: SampleReport, item: Item, is_square: bool) -> None:
-    """Warn of a picture that is shown turned where its mask's size cannot tell on which of the two it was drawn."""
-    assert isinstance(item.label, Path)
-    way = pictures.turn(item.image)
-    if way > 1 and (way < 5 or is_square) and not volumes.is_volume(item.label) and pictures.turn(item.label) == 1:
-        what = "its mask is not: it must be drawn on the turned picture"
-        remedy = "save the picture upright and without the tag, as Python's PIL.ImageOps.exif_transpose does"
-        found.warnings.append(("turned by its EXIF tag", f"{what}; {remedy}"))
 
 
 def _parts(item: Item, count: int, settings: PictureSettings) -> Iterator[Item]:
@@ -151,7 +169,7 @@ def _check_slide(found: SampleReport, item: Item, settings: PictureSettings, cla
         found.marks = _marks(item, digest.hexdigest())
     check_class(item, classes)
     if not isinstance(item.label, Path):
-        found.classes = () if item.label is None else (str(item.label),)
+        _add_label(found, item, None, None, classes)
         return
     for block in slides.mask_blocks(item.label, (rows, columns)):
         found.values |= block.present()
@@ -178,14 +196,12 @@ def _check_volume(
     if (tilt := header.grid.tilt) > _TILT:
         found.warnings.append(("oblique volume", f"{tilt:.0f} degrees off the patient's axes; its planes are the closest ones"))
     check_class(item, classes)
-    if item.label is None:
-        return
     if not (whole and isinstance(item.label, Path)):
         _add_label(found, plane, image, read_labels(plane, settings) if isinstance(item.label, Path) else None, classes)
-        return
-    if not volumes.is_volume(item.label):
+    elif volumes.is_volume(item.label):
+        _add_label(found, plane, None, volumes.labels(item.label, header, settings.resample_masks), classes)
+    else:
         raise DataError(f"{item.label}: is one picture, its image has {found.planes} planes", "mask of another size")
-    _add_label(found, plane, None, volumes.labels(item.label, header, settings.resample_masks), classes)
 
 
 def check_class(item: Item, classes: Classes) -> None:
@@ -196,9 +212,7 @@ def check_class(item: Item, classes: Classes) -> None:
         if label is not None and not isinstance(label, Path):
             raise DataError(f"label {label!r} is a class; a segmentation job needs a mask", "class instead of a mask")
         return
-    if classes is None or label is None:
-        return
-    if not (label in classes if isinstance(label, str) else isinstance(label, int) and 0 <= label < len(classes)):
+    if classes is not None and label is not None and class_name(label, classes) is None:
         known = ", ".join(classes)[:200]
         raise DataError(f"label {str(label)[:80]!r} is not a class of the job; it has {known}", "undeclared class")
 
@@ -216,7 +230,7 @@ def _add_image(found: SampleReport, item: Item, image: np.ndarray) -> None:
 def _add_label(found: SampleReport, item: Item, image: np.ndarray | None, labels: Labels | None, classes: Classes) -> None:
     """Add what a label shows to its report. `image`: None for all planes of a volume. Raises DataError for an unfit label."""
     if labels is None:
-        found.classes = (str(item.label),)
+        found.classes = () if item.label is None else (str(item.label),)
         return
     if image is not None:
         check_pair(item, image.shape[:2], labels)
@@ -230,22 +244,18 @@ def _add_label(found: SampleReport, item: Item, image: np.ndarray | None, labels
         declared = {0, int(labels.values.max()), *(value for value, _ in item.label_map or ())}
         if what := pictures.altered(item.label, labels.values, declared):
             found.warnings.append(("mask with smoothed edges", f"{what}; {UNSMOOTHED}"))
-    _add_regions(found, item, labels, classes)
+    found.warnings += [("structure that is not read", str(error)) for error in labels.faults.values()]
+    if labels.regions is not None and isinstance(classes, Mapping):
+        wanted = [value for values in classes_of(item, classes).values() for value in values]
+        if not named(wanted, labels.regions):
+            there = ", ".join(name for name in labels.regions if isinstance(name, str) and name) or "none with a name"
+            what = f"there are {there}; map them under `labels` of site.yaml"
+            found.warnings.append(("no structure of the job's classes", what))
     _add_values(found, item, classes)
 
 
-def _add_regions(found: SampleReport, item: Item, labels: Labels, classes: Classes) -> None:
-    """Warn of the regions that cannot be read. Where the file has no region of the job's classes, name those that it has."""
-    found.warnings += [("structure that is not read", str(error)) for error in labels.faults.values()]
-    if labels.regions is None or not isinstance(classes, Mapping):
-        return
-    wanted = [value for values in classes_of(item, classes).values() for value in values]
-    if not named(wanted, labels.regions):
-        there = ", ".join(name for name in labels.regions if isinstance(name, str) and name) or "none with a name"
-        found.warnings.append(("no structure of the job's classes", f"there are {there}; map them under `labels` of site.yaml"))
-
-
 def _add_values(found: SampleReport, item: Item, classes: Classes) -> None:
+    """Warn of a mask without any label, and add the classes that it shows."""
     if found.values <= {0}:
         found.warnings.append(("empty mask", ""))
     if isinstance(classes, Mapping):
@@ -341,34 +351,29 @@ def find_errors(
             groups.setdefault((split, index) if item.slice is None else item.image, []).append(((split, index), item))
 
     def check_group(group: list[tuple[Place, Item]]) -> list[tuple[Place, DataError]]:
-        todo = [(place, item) for place, item in group if not (store and store.fingerprints.passed(item, settings))]
-        if not todo or todo[0][1].slice is None:
-            return check_items(todo)
-        with volumes.held():
-            return check_items(todo)
-
-    def check_items(todo: list[tuple[Place, Item]]) -> list[tuple[Place, DataError]]:
         found = []
-        for place, item in todo:
-            try:
-                noted = [(place[0], name) for name in check(item) or ()]
-            except DataError as error:
-                if not (data.loading.ignore_unfit and isinstance(error, UnfitError)):
-                    found.append((place, error))
-            else:
-                if noted and small is not None:
-                    small.extend(noted)
-                elif store and not noted:
-                    store.fingerprints.note_passed(item, settings)
+        with nullcontext() if group[0][1].slice is None else volumes.held():
+            for place, item in group:
+                try:
+                    mark = store.name(item, settings, "check") if store else ""
+                    if store and store.passed(mark):
+                        continue
+                    noted = [(place[0], name) for name in check(item) or ()]
+                    if small is not None:
+                        small.extend(noted)
+                    if store and not noted and mark == store.name(item, settings, "check"):  # no file has changed
+                        store.note_passed(mark)
+                except DataError as error:
+                    if not (data.loading.ignore_unfit and isinstance(error, UnfitError)):
+                        found.append((place, error))
         return found
 
     if not data.loading.workers:
-        for group in groups.values():
-            yield from check_group(group)
+        yield from chain.from_iterable(map(check_group, groups.values()))
         return
     with ThreadPoolExecutor(data.loading.workers, "consilium-check") as pool:
-        for found in pool.map(check_group, groups.values()):  # groups not begun when the caller stops are never checked
-            yield from found
+        # groups not begun when the caller stops are never checked
+        yield from chain.from_iterable(pool.map(check_group, groups.values()))
 
 
 def count_lost(data: DataList, lost: Collection[Lost]) -> DataList:
@@ -376,7 +381,7 @@ def count_lost(data: DataList, lost: Collection[Lost]) -> DataList:
 
     Raises DataError where no training sample is left: the share that holds them may be back at the next attempt.
     """
-    for _, error in list(lost)[:NAMED]:
+    for _, error in islice(lost, NAMED):
         _log.warning(f"left out: {error}")
     if len(lost) > NAMED:
         _log.warning(f"{data.path}: {len(lost):,} samples are left out; `consilium data check` names all")
@@ -413,28 +418,21 @@ class FileWatch:
         """
         now: dict[Path, Stamp] = {}
         for split, samples in self._samples.items():
-            wrong = None
+            wrong: DataError | None = None
             for index, files in enumerate(samples):
-                wrong = self._fault(split, index, files, now, read)
+                try:
+                    wrong = None
+                    for file in files:
+                        if file not in now:
+                            check_opens(file)
+                            now[file] = stamp(file)
+                    if any(now[file] != self._seen[file] for file in files):
+                        read(split, index)
+                except DataError as error:
+                    wrong = None if isinstance(error, UnfitError) else error
                 if (wrong is None) is self._skip:  # skip: stop at the first good sample; else at the first bad one
                     break
             if wrong is not None:
                 raise wrong
         if not self._skip:
             self._seen |= now
-
-    def _fault(
-        self, split: str, index: int, files: list[Path], now: dict[Path, Stamp], read: Callable[[str, int], object]
-    ) -> DataError | None:
-        try:
-            for file in files:
-                if file not in now:
-                    check_opens(file)
-                    now[file] = stamp(file)
-            if any(now[file] != self._seen[file] for file in files):
-                read(split, index)
-        except UnfitError:
-            return None
-        except DataError as error:
-            return error
-        return None

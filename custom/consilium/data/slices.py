@@ -25,27 +25,35 @@ def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
     a sample that cannot be cut as the settings ask stays one sample.
     """
     lost: list[Lost] = []
-    splits = {split: tuple(_expanded(data, split, settings, lost)) for split in data.splits}
-    return count_lost(replace(data, splits=splits), lost)
-
-
-def _expanded(data: DataList, split: str, settings: PictureSettings, lost: list[Lost]) -> Iterator[Item]:
-    for index, item in enumerate(data.splits[split]):
-        try:
-            yield from list(_opened(item, index, split, settings))
-        except DataError as error:
-            if data.loading.ignore_unfit and isinstance(error, UnfitError):
-                yield item
-            elif data.loading.skip:
-                lost.append((split, error))
-            else:
-                raise
+    splits: dict[str, list[Item]] = {split: [] for split in data.splits}
+    for split, found in splits.items():
+        for index, item in enumerate(data.splits[split]):
+            try:
+                found += list(_opened(item, index, split, settings))
+            except DataError as error:
+                if data.loading.ignore_unfit and isinstance(error, UnfitError):
+                    found.append(item)
+                elif data.loading.skip:
+                    lost.append((split, error))
+                else:
+                    raise
+    return count_lost(replace(data, splits={split: tuple(found) for split, found in splits.items()}), lost)
 
 
 def _opened(item: Item, index: int, split: str, settings: PictureSettings) -> Iterator[Item]:
     """Yield a picture or its tiles; of a volume its planes, or the one that it has or its entry names."""
+    thin, seed, wanted = split == "training", seed_for(index, "empty"), settings.tiles
     if not volumes.is_volume(item.image):
-        yield from _tiles(item, settings, split == "training", seed_for(index, "empty"))
+        if wanted is None or item.tile is not None or not slides.by_tiles(item.image, settings):
+            yield item
+            return
+        if thin and wanted.empty != "keep" and not isinstance(item.label, Path):
+            raise UnfitError(f"{item.image}: has no mask, so task.tiles.empty cannot tell its tiles; write keep")
+        rows, columns = slides.shape(item.image, wanted.level)
+        for number, tile in enumerate(slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size)):
+            one = replace(item, study=item.study or pseudonym_of(item.image), tile=tile)
+            if not thin or wanted.empty == "keep" or _kept(wanted, seed, number) or read_labels(one, settings).present() - {0}:
+                yield one
         return
     header = volumes.header(item.image, item.affine)
     known = replace(
@@ -57,23 +65,7 @@ def _opened(item: Item, index: int, split: str, settings: PictureSettings) -> It
     if item.slice is not None or header.grid.planes(known.axis) == 1:
         yield known
     else:
-        yield from _planes(known, header, settings, split == "training", seed_for(index, "empty"))
-
-
-def _tiles(item: Item, settings: PictureSettings, thin: bool, seed: int) -> Iterator[Item]:
-    """Yield a picture's tiles; of one that is no larger than a tile, or names its own, the item itself."""
-    wanted = settings.tiles
-    if wanted is None or item.tile is not None or not slides.by_tiles(item.image, settings):
-        yield item
-        return
-    if thin and wanted.empty != "keep" and not isinstance(item.label, Path):
-        raise UnfitError(f"{item.image}: has no mask, so task.tiles.empty cannot tell its tiles; write keep")
-    whole = replace(item, study=item.study or pseudonym_of(item.image))
-    rows, columns = slides.shape(item.image, wanted.level)
-    for number, tile in enumerate(slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size)):
-        one = replace(whole, tile=tile)
-        if not thin or wanted.empty == "keep" or _kept(wanted, seed, number) or read_labels(one, settings).present() - {0}:
-            yield one
+        yield from _planes(known, header, settings, thin, seed)
 
 
 def _planes(item: Item, header: volumes.Header, settings: PictureSettings, thin: bool, seed: int) -> Iterator[Item]:
@@ -81,7 +73,15 @@ def _planes(item: Item, header: volumes.Header, settings: PictureSettings, thin:
         what = f"is one picture, and {item.image.name} has several planes"
         raise UnfitError(f"{item.label}: {what}; give a mask of equal grid", "mask of another size")
     slices, count = settings.slices, header.grid.planes(item.axis)
-    labelled = _labelled(item, header, settings) if thin and slices.empty != "keep" else set(range(count))
+    labelled = set(range(count))
+    if thin and slices.empty != "keep":  # planes that show any label
+        if not isinstance(item.label, Path):
+            what = "has no volume as its mask, so task.slices.empty cannot tell its planes"
+            raise UnfitError(f"{item.image}: {what}; write keep")
+        found = volumes.labels(item.label, header, settings.resample_masks)
+        background = {0, *(value for value, classes in item.label_map or () if not classes)}
+        marked = found.where(found.present() - background)
+        labelled = {n for n in range(count) if header.grid.cut(marked, item.axis, n).any()}
     for number in range(0, count, slices.every if thin else 1):
         if number in labelled or _kept(slices, seed, number):
             yield replace(item, slice=number)
@@ -90,14 +90,3 @@ def _planes(item: Item, header: volumes.Header, settings: PictureSettings, thin:
 def _kept(parts: SlicesConfig | TilesConfig, seed: int, number: int) -> bool:
     share = parts.empty if isinstance(parts.empty, float) else 0.0
     return seed_for(seed, "plane", number) % _UNIT < share * _UNIT
-
-
-def _labelled(item: Item, header: volumes.Header, settings: PictureSettings) -> set[int]:
-    """Return the planes that show any label."""
-    if not isinstance(item.label, Path) or not volumes.is_volume(item.label):
-        raise UnfitError(f"{item.image}: has no volume as its mask, so task.slices.empty cannot tell its planes; write keep")
-    found = volumes.labels(item.label, header, settings.resample_masks)
-    axis = item.axis
-    background = {0, *(value for value, classes in item.label_map or () if not classes)}
-    marked = found.where(found.present() - background)
-    return {n for n in range(header.grid.planes(axis)) if header.grid.cut(marked, axis, n).any()}

@@ -7,7 +7,7 @@ no places: they are read whole, up to MOST_PIXELS, and cut.
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from consilium.data.datalist import Tile
 from consilium.data.file_kinds import SLIDES
 from consilium.data.labels import Labels
 from consilium.data.pixel_values import check_numbers, whole_numbers
-from consilium.data.safe_open import MOST_PIXELS, MOST_SLIDE, pages, reading
+from consilium.data.safe_open import MOST_PIXELS, MOST_SLIDE, Kept, pages, reading
 from consilium.data.settings import PictureSettings
 
 logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # a bad file gets one line of ours
@@ -50,12 +50,6 @@ def is_slide(path: Path) -> bool:
     return path.name.lower().endswith(SLIDES)
 
 
-def layout(path: Path) -> Layout:
-    """Return a picture's levels, by its header alone. Raises DataError."""
-    found = path.stat() if path.exists() else None
-    return _layout(path, (found.st_mtime_ns, found.st_size) if found else (0, 0))
-
-
 def shape(path: Path, level: int = 0) -> tuple[int, int]:
     """Return the (rows, columns) of a level. Raises DataError for one that is not there."""
     levels = layout(path).levels
@@ -75,8 +69,11 @@ def read(path: Path, tile: Tile, level: int = 0, what: str = "image") -> np.ndar
         raise UnfitError(f"{path}: tile {list(tile)} is outside its {columns}x{rows} pixels; name one within", "wrong tile")
     if width * height > MOST_PIXELS:
         raise DataError(f"{path}: tile {list(tile)} has over {MOST_PIXELS:,} pixels; name a smaller one", "wrong tile")
+    reader = layout(path).reader
     with reading(path, "tile cannot be read", most=MOST_SLIDE):
-        return check_numbers(path, _READERS[layout(path).reader](path, tile, level, what))
+        if reader == "pictures":
+            return check_numbers(path, _whole(path, what)[y : y + height, x : x + width])
+        return check_numbers(path, (_by_tifffile if reader == "tifffile" else _by_openslide)(path, tile, level, what))
 
 
 def read_labels(path: Path, tile: Tile, wanted: tuple[int, int]) -> Labels:
@@ -120,12 +117,6 @@ def tiles(rows: int, columns: int, size: int, stride: int) -> list[Tile]:
     ]
 
 
-def spread(path: Path, level: int = 0) -> tuple[float, float]:
-    """Return the 0.5 and 99.5 percentiles of some tiles, evenly spread, so that all tiles of a picture get one window."""
-    found = path.stat()
-    return _spread(path, level, (found.st_mtime_ns, found.st_size))
-
-
 def by_tiles(path: Path, settings: PictureSettings) -> bool:
     """Tell whether a picture without a tile of its own is cut into tiles: a slide, or one larger than a tile."""
     if settings.tiles is None:
@@ -149,14 +140,16 @@ def _starts(length: int, size: int, stride: int) -> list[int]:
     return sorted({*range(0, last, stride), last})
 
 
-@lru_cache(maxsize=1024)
-def _spread(path: Path, level: int, stamp: tuple[int, int]) -> tuple[float, float]:
+@partial(Kept, most=1024)
+def spread(path: Path, level: int = 0) -> tuple[float, float]:
+    """Return the 0.5 and 99.5 percentiles of some tiles, evenly spread, so that all tiles of a picture get one window."""
     low, high = np.percentile(np.concatenate([one.reshape(-1) for one in probes(path, level)]), [0.5, 99.5])
     return float(low), float(high)
 
 
-@lru_cache(maxsize=4096)
-def _layout(path: Path, stamp: tuple[int, int]) -> Layout:
+@partial(Kept, most=4096)
+def layout(path: Path) -> Layout:
+    """Return a picture's levels, by its header alone. Raises DataError."""
     with reading(path, "slide cannot be read", most=MOST_SLIDE):
         with path.open("rb") as file:
             tiff = file.read(4) in _MAGIC
@@ -169,65 +162,63 @@ def _layout(path: Path, stamp: tuple[int, int]) -> Layout:
             if not is_slide(path):
                 return Layout((pictures.size(path),), "pictures")
             raise DataError(f"{path}: is a whole slide; install consilium-flare[slides] to read it") from None
-        if (OpenSlide.detect_format(str(path)) or "generic-tiff") != "generic-tiff":
-            if tiff:
-                _check_tiles(path)
-            with OpenSlide(str(path)) as slide:
-                return Layout(tuple((rows, columns) for columns, rows in slide.level_dimensions), "openslide")
-        return _tiff_layout(path)
+        by_openslide = (OpenSlide.detect_format(str(path)) or "generic-tiff") != "generic-tiff"
+        if tiff or not by_openslide:
+            return _tiff_layout(path, by_openslide)
+        with OpenSlide(str(path)) as slide:
+            return Layout(tuple((rows, columns) for columns, rows in slide.level_dimensions), "openslide")
 
 
-def _check_tiles(path: Path) -> None:
-    """Raise UnfitError for a slide in TIFF whose tiles are too large: OpenSlide ends the process when memory is short."""
+def _tiff_layout(path: Path, by_openslide: bool) -> Layout:
+    """Return the levels of a TIFF. Raises UnfitError for one that cannot be read by tiles, and for a file of several pages.
+
+    `by_openslide`: OpenSlide reads it, and ends the process when memory is short: its tiles must not be too large.
+    """
+    from openslide import OpenSlide
     from tifffile import TiffFile
 
     pages(path)
     with TiffFile(path) as file:
-        for page in file.pages:
+        for page in file.pages if by_openslide else ():
             rows, columns = _block(page)
             if page.is_tiled and 4 * rows * columns > MOST_BLOCK_BYTES:
                 what = f"is a slide with tiles of {columns}x{rows} pixels"
                 raise UnfitError(f"{path}: {what}; save it in smaller ones", "too large")
-
-
-def _tiff_layout(path: Path) -> Layout:
-    from tifffile import TiffFile
-
-    pages(path)
-    with TiffFile(path) as file:
+        if by_openslide:
+            with OpenSlide(str(path)) as slide:
+                return Layout(tuple((rows, columns) for columns, rows in slide.level_dimensions), "openslide")
         first = file.pages[0]
         if any(len(series.pages) > 1 for series in file.series):
             raise UnfitError(f"{path}: has {len(file.pages)} pages; save each as a picture of its own", "several pages")
         levels = [level.pages[0] for level in file.series[0].levels]
         for page in levels:
-            _check(path, page)
-        sizes = tuple((int(page.imagelength), int(page.imagewidth)) for page in levels)
-        turned = 274 in first.tags and first.tags[274].value not in (0, 1)
-    if turned:
-        raise UnfitError(f"{path}: is turned by its Orientation tag; save it upright")
-    return Layout(sizes, "tifffile")
-
-
-def _check(path: Path, page: Any) -> None:
-    """Raise UnfitError for a TIFF that cannot be read by tiles."""
-    if page.planarconfig != 1 or page.samplesperpixel not in (1, 3, 4) or page.imagedepth != 1:
-        raise UnfitError(f"{path}: is a TIFF of separate planes or layers; save it as grey or RGB")
-    if page.photometric not in (GREY, INVERTED, COLOURS, PALETTE, JPEG_COLOURS):
-        raise UnfitError(f"{path}: is a TIFF in {page.photometric}; save it as grey or RGB")
-    if page.compression not in COMPRESSIONS:
-        raise UnfitError(f"{path}: is a TIFF compressed as {page.compression}; save it with deflate, LZW, JPEG or JPEG 2000")
-    rows, columns = _block(page)
-    if rows * columns * page.samplesperpixel > MOST_BLOCK or rows * columns * _bytes(page) > MOST_BLOCK_BYTES:
-        what = f"its {page.imagewidth}x{page.imagelength} pixels are stored in blocks of {columns}x{rows}"
-        raise UnfitError(f"{path}: {what}; save it as a tiled TIFF", "too large")
-    needed = -(-page.imagelength // rows) * -(-page.imagewidth // columns)
-    if len(page.dataoffsets) < needed or len(page.databytecounts) < needed:
-        raise ValueError(f"it has {len(page.dataoffsets)} blocks of {needed}")
-
-
-def _bytes(page: Any) -> int:
-    """Return how many bytes a pixel takes."""
-    return int(page.samplesperpixel) * (page.dtype.itemsize if page.dtype is not None else 1)
+            kinds = (GREY, INVERTED, COLOURS, PALETTE, JPEG_COLOURS)
+            faults = (
+                (
+                    page.planarconfig != 1 or page.samplesperpixel not in (1, 3, 4) or page.imagedepth != 1,
+                    "is a TIFF of separate planes or layers; save it as grey or RGB",
+                ),
+                (page.photometric not in kinds, f"is a TIFF in {page.photometric}; save it as grey or RGB"),
+                (
+                    page.compression not in COMPRESSIONS,
+                    f"is a TIFF compressed as {page.compression}; save it with deflate, LZW, JPEG or JPEG 2000",
+                ),
+                (
+                    274 in first.tags and first.tags[274].value not in (0, 1),
+                    "is turned by its Orientation tag; save it upright",
+                ),
+            )
+            if fault := next((why for wrong, why in faults if wrong), ""):
+                raise UnfitError(f"{path}: {fault}")
+            rows, columns = _block(page)
+            each = page.samplesperpixel * (page.dtype.itemsize if page.dtype is not None else 1)
+            if rows * columns * page.samplesperpixel > MOST_BLOCK or rows * columns * each > MOST_BLOCK_BYTES:
+                what = f"its {page.imagewidth}x{page.imagelength} pixels are stored in blocks of {columns}x{rows}"
+                raise UnfitError(f"{path}: {what}; save it as a tiled TIFF", "too large")
+            needed = -(-page.imagelength // rows) * -(-page.imagewidth // columns)
+            if len(page.dataoffsets) < needed or len(page.databytecounts) < needed:
+                raise ValueError(f"it has {len(page.dataoffsets)} blocks of {needed}")
+        return Layout(tuple((int(page.imagelength), int(page.imagewidth)) for page in levels), "tifffile")
 
 
 def _block(page: Any) -> tuple[int, int]:
@@ -248,47 +239,29 @@ def _by_tifffile(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
         found = np.zeros((height, width, page.samplesperpixel), page.dtype)
         for row in range(y // rows, (y + height - 1) // rows + 1):
             for column in range(x // columns, (x + width - 1) // columns + 1):
-                block = _decoded(file, page, row * across + column)
-                if block is not None:
-                    _paste(found, block, (column * columns - x, row * rows - y))
-        return _as_seen(found, page, what)
-
-
-def _decoded(file: Any, page: Any, index: int) -> np.ndarray | None:
-    """Return a stored block (rows, columns, samples), None of one that the file leaves out: nothing was scanned there."""
-    offset, count = page.dataoffsets[index], page.databytecounts[index]
-    if not count:
-        return None
-    rows, columns = _block(page)
-    file.filehandle.seek(offset)
-    data = file.filehandle.read(count)
-    if len(data) < count:
-        raise ValueError("it ends early")
-    if (coded := codestream_shape(data)) and coded[0] * coded[1] > 4 * rows * columns + _SPARE:
-        raise ValueError(f"a block of {columns}x{rows} pixels has {coded[1]}x{coded[0]} in its code")
-    check_decoding_cost(file.filehandle.name, data)
-    block = page.decode(data, index, jpegtables=page.jpegtables, jpegheader=page.jpegheader)[0]
-    found: np.ndarray = block[0]
-    return found
-
-
-def _paste(found: np.ndarray, block: np.ndarray, corner: tuple[int, int]) -> None:
-    """Write a block into a tile at `corner` (x, y), as far as it lies in it."""
-    x, y = corner
-    height, width = min(found.shape[0], y + block.shape[0]), min(found.shape[1], x + block.shape[1])
-    found[max(0, y) : height, max(0, x) : width] = block[max(0, -y) : height - y, max(0, -x) : width - x]
-
-
-def _as_seen(found: np.ndarray, page: Any, what: str) -> np.ndarray:
-    """Return a tile without alpha, dark where the file means dark; the numbers of a mask stay as they are stored."""
-    if found.shape[2] > 1:
-        return found[..., :3]
-    grey = found[..., 0]
-    if what == "image" and page.photometric == PALETTE:
-        return (page.colormap[:, grey] >> 8).astype(np.uint8).transpose(1, 2, 0)
-    if page.photometric == INVERTED:
-        grey = ~grey if grey.dtype == bool else np.iinfo(grey.dtype).max - grey
-    return grey.astype(np.uint8) * (255 if what == "image" else 1) if grey.dtype == bool else grey
+                index, left, top = row * across + column, column * columns - x, row * rows - y
+                offset, count = page.dataoffsets[index], page.databytecounts[index]
+                if not count:  # nothing was scanned there
+                    continue
+                file.filehandle.seek(offset)
+                data = file.filehandle.read(count)
+                if len(data) < count:
+                    raise ValueError("it ends early")
+                if (coded := codestream_shape(data)) and coded[0] * coded[1] > 4 * rows * columns + _SPARE:
+                    raise ValueError(f"a block of {columns}x{rows} pixels has {coded[1]}x{coded[0]} in its code")
+                check_decoding_cost(file.filehandle.name, data)
+                block = page.decode(data, index, jpegtables=page.jpegtables, jpegheader=page.jpegheader)[0][0]
+                part = block[max(0, -top) : height - top, max(0, -left) : width - left]
+                found[max(0, top) : top + len(block), max(0, left) : left + block.shape[1]] = part
+        # without alpha, dark where the file means dark; the numbers of a mask stay as they are stored
+        if found.shape[2] > 1:
+            return found[..., :3]
+        grey = found[..., 0]
+        if what == "image" and page.photometric == PALETTE:
+            return (page.colormap[:, grey] >> 8).astype(np.uint8).transpose(1, 2, 0)
+        if page.photometric == INVERTED:
+            grey = ~grey if grey.dtype == bool else np.iinfo(grey.dtype).max - grey
+        return grey.astype(np.uint8) * (255 if what == "image" else 1) if grey.dtype == bool else grey
 
 
 def _by_openslide(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
@@ -302,15 +275,6 @@ def _by_openslide(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
     return np.clip(seen, 0, 255).astype(np.uint8)
 
 
-def _by_pictures(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
-    x, y, width, height = tile
-    found = path.stat()
-    return _whole(path, what, (found.st_mtime_ns, found.st_size))[y : y + height, x : x + width]
-
-
-@lru_cache(maxsize=2)
-def _whole(path: Path, what: str, stamp: tuple[int, int]) -> np.ndarray:
+@partial(Kept, most=2)
+def _whole(path: Path, what: str) -> np.ndarray:
     return pictures.read(path, what)
-
-
-_READERS = {"tifffile": _by_tifffile, "openslide": _by_openslide, "pictures": _by_pictures}

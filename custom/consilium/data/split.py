@@ -18,10 +18,11 @@ from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.data import volumes
-from consilium.data.datalist import SPLITS, Item, arranged, read_datalist, read_list
+from consilium.data.datalist import SPLITS, Item, arranged, files_of, read_datalist, read_list
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import read_mask
 from consilium.data.patients import linked
+from consilium.data.safe_open import refuse
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,32 @@ def split_list(source: Path, folder: Path, cut: Cut) -> dict[str, Any]:
     Paths are absolute, nothing is copied. Entries keep their own keys; nothing that was read from a file is added.
     Raises DataError for a list or mask that cannot be read, shares of 1 or more, too few groups, or a folder in use.
     """
-    if any((folder / name).exists() for name in ("datalist.json", "split.json", "fold-1")):
-        raise DataError(f"{folder}: holds a cut already; give another folder")
-    if cut.validation + cut.test >= 1:
-        raise DataError(f"--validation and --test: {cut.validation:g} + {cut.test:g} leave nothing to train on; ask for less")
+    left = 1 - cut.validation - cut.test
+    refuse(
+        folder,
+        (
+            any((folder / name).exists() for name in ("datalist.json", "split.json", "fold-1")),
+            "holds a cut already; give another",
+        ),
+        (left <= 0, f"--validation {cut.validation:g} and --test {cut.test:g} leave nothing to train on; ask for less"),
+    )
     samples, more = _read(source)
-    lists = _folds(source, samples, cut) if cut.folds else {"": _once(samples, cut)}
+    lists = {}
+    if cut.folds:
+        if (groups := len(grouped(samples))) < cut.folds:
+            raise DataError(f"{source}: {groups} patients or volumes are too few for {cut.folds} folds; ask for less")
+        names = [f"fold-{i}" for i in range(1, cut.folds + 1)]
+        tests = share_out(samples, dict.fromkeys(names, 1 / cut.folds), cut.seed)
+        for number, name in enumerate(names):
+            rest = [s for other in names if other != name for s in tests[other]]
+            shares = {"training": 1 - cut.validation, "validation": cut.validation}
+            lists[name] = share_out(rest, shares, seed_for(cut.seed, "fold", number)) | {"test": tests[name]}
+    else:
+        kept = [s for s in samples if cut.keep_test and s.split == "test"]
+        test = 0.0 if cut.keep_test else cut.test
+        shares = {"training": 1 - cut.validation - test, "validation": cut.validation, "test": test}
+        lists[""] = share_out([s for s in samples if not (cut.keep_test and s.split == "test")], shares, cut.seed)
+        lists[""]["test"] += kept
     summary: dict[str, Any] = {"source": str(source.resolve()), "seed": cut.seed, "groups": len(grouped(samples))}
     summary["lists"] = {}
     for name, parts in lists.items():
@@ -72,28 +93,6 @@ def split_list(source: Path, folder: Path, cut: Cut) -> dict[str, Any]:
     summary["notes"] = _notes(samples, lists, cut)
     write_atomic(folder / "split.json", json.dumps(summary, indent=1).encode(), PUBLIC)
     return summary
-
-
-def _once(samples: Sequence[Sample], cut: Cut) -> Parts:
-    kept = [s for s in samples if cut.keep_test and s.split == "test"]
-    rest = [s for s in samples if not (cut.keep_test and s.split == "test")]
-    test = 0.0 if cut.keep_test else cut.test
-    shares = {"training": 1 - cut.validation - test, "validation": cut.validation, "test": test}
-    parts = share_out(rest, shares, cut.seed)
-    return parts | {"test": kept} if cut.keep_test else parts
-
-
-def _folds(source: Path, samples: Sequence[Sample], cut: Cut) -> dict[str, Parts]:
-    if (groups := len(grouped(samples))) < cut.folds:
-        raise DataError(f"{source}: {groups} patients or volumes are too few for {cut.folds} folds; ask for less")
-    names = [f"fold-{i}" for i in range(1, cut.folds + 1)]
-    tests = share_out(samples, dict.fromkeys(names, 1 / cut.folds), cut.seed)
-    found = {}
-    for number, name in enumerate(names):
-        rest = [s for other in names if other != name for s in tests[other]]
-        shares = {"training": 1 - cut.validation, "validation": cut.validation}
-        found[name] = share_out(rest, shares, seed_for(cut.seed, "fold", number)) | {"test": tests[name]}
-    return found
 
 
 def share_out(samples: Sequence[Sample], shares: dict[str, float], seed: int) -> Parts:
@@ -153,29 +152,18 @@ def _read(source: Path) -> tuple[list[Sample], dict[str, Any]]:
         entries = raw.get(split) or [{}] * len(data.splits[split])
         for item, entry in zip(data.splits[split], entries, strict=True):
             own = {key: value for key, value in entry.items() if key != "fold"} if isinstance(entry, dict) else {}
-            label = {} if item.label is None else {"label": item.label}
-            if isinstance(item.label, Path):
-                label = {"label": str(item.label.resolve())}
-            whole = own | {"image": str(item.image.resolve())} | label
-            found.append(Sample(split, whole, _keys(item), frozenset(_labels(item))))
+            own |= {"image": str(item.image.resolve())}
+            if item.label is not None:
+                own["label"] = str(item.label.resolve()) if isinstance(item.label, Path) else item.label
+            header = volumes.header(item.image, "sform") if volumes.is_volume(item.image) else None
+            patient, study = (header.patient, header.study) if header else ("", "")
+            whose = (("patient", item.patient or pseudonym(patient)), ("study", item.study or pseudonym(study)))
+            keys = [("file", str(file.resolve())) for file in files_of(item)] + [pair for pair in whose if pair[1]]
+            found.append(Sample(split, own, tuple(keys), frozenset(_labels(item))))
     volumes.forget()
     if not found:
         raise DataError(f"{source}: holds no samples; give a list with some")
     return found, {key: value for key, value in raw.items() if key not in SPLITS}
-
-
-def _keys(item: Item) -> tuple[Hashable, ...]:
-    header = volumes.header(item.image, "sform") if volumes.is_volume(item.image) else None
-    found: list[Hashable] = [("file", str(item.image.resolve()))]
-    if isinstance(item.label, Path):
-        found.append(("file", str(item.label.resolve())))
-    for kind, own, read in (
-        ("patient", item.patient, header.patient if header else ""),
-        ("study", item.study, header.study if header else ""),
-    ):
-        if key := own or pseudonym(read):
-            found.append((kind, key))
-    return tuple(found)
 
 
 def _labels(item: Item) -> set[str]:

@@ -6,20 +6,21 @@ These are plain numbers of a site's own data, without any noise: they are for th
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from consilium.core.errors import DataError
 from consilium.data import slides, volumes
+from consilium.data.class_names import class_name
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import classes_of, level_of, read_labels
 from consilium.data.labels import Labels
-from consilium.data.loading import by_file
 from consilium.data.pixel_values import windowed
+from consilium.data.sample_check import by_file
 from consilium.data.settings import DEFAULTS, PictureSettings, Value
 
 PERCENTILES = (1, 25, 50, 75, 99)
@@ -27,7 +28,6 @@ BINS = 32
 MOST_VALUES = 2**20
 """Values of one image that are sampled, evenly spread."""
 Classes = Mapping[str, Sequence[int]] | Sequence[str] | None
-_VOLUMES = Lock()
 
 
 @dataclass
@@ -55,7 +55,7 @@ def site_stats(data: DataList, classes: Classes = None, settings: PictureSetting
     file's unit; "histogram": shares of 8-bit values in 32 bins; "classes": samples with each, and its share of all pixels.
     """
     items = [item for split in SPLITS for item in data.splits[split]]
-    found = by_file(items, lambda ones: _measure(ones, classes, settings))
+    found = by_file(items, lambda ones: [_measure(one, classes, settings) for one in ones])
     seen = [one for one in found if one is not None]
     stats: dict[str, Any] = {"samples": {split: len(data.splits[split]) for split in SPLITS}}
     stats |= {"unreadable": len(found) - len(seen), "images": len({item.image for item in items})}
@@ -66,57 +66,43 @@ def site_stats(data: DataList, classes: Classes = None, settings: PictureSetting
     stats["intensity"] = {f"p{p}": round(float(v), 4) for p, v in zip(PERCENTILES, medians, strict=False)}
     total = sum((m.histogram for m in seen), np.zeros(BINS, np.int64))
     stats["histogram"] = [round(float(n), 5) for n in total / max(1, total.sum())]
-    return stats | {"classes": _shares(seen)}
+    pixels = max(1, sum(m.pixels for m in seen))
+    stats["classes"] = {}
+    for name in sorted({name for m in seen for name in m.classes}):
+        own = [m.classes[name] for m in seen if m.classes[name]]
+        stats["classes"][name] = {"samples": len(own), "share": round(sum(own) / pixels, 6)}
+    return stats
 
 
-def _measure(items: list[Item], classes: Classes, settings: PictureSettings) -> list[Measure | None]:
-    if not volumes.is_volume(items[0].image):
-        return [_attempt(item, classes, settings) for item in items]
-    with _VOLUMES:
-        found = [_attempt(item, classes, settings) for item in items]
-        volumes.forget()
-        return found
-
-
-def _attempt(item: Item, classes: Classes, settings: PictureSettings) -> Measure | None:
+def _measure(item: Item, classes: Classes, settings: PictureSettings) -> Measure | None:
+    """Return what is measured of an entry, None where it cannot be read."""
     try:
-        found = _volume(item, settings) if volumes.is_volume(item.image) else _picture(item, settings)
+        level, window = level_of(settings), None
+        found = Measure(patient=item.patient, study=item.study)
+        if volumes.is_volume(item.image):
+            header, values = volumes.header(item.image, item.affine), volumes.voxels(item.image)
+            found.size = values.shape[:3]
+            if item.slice is not None or header.grid.planes(settings.slices.axis) == 1:
+                values = header.grid.cut(values, item.axis, item.slice or 0)
+                found.size = values.shape[:2]
+            found.voxel, window = header.grid.voxel, header.window
+            found.patient, found.study = item.patient or pseudonym(header.patient), item.study or pseudonym(header.study)
+            spread = partial(volumes.spread, item.image)
+        elif item.tile is None and slides.by_tiles(item.image, settings):  # some tiles of a large picture
+            found.size, values = slides.shape(item.image, level), np.concatenate(slides.probes(item.image, level))
+            spread = partial(slides.spread, item.image, level)
+        else:
+            values = slides.whole(item.image) if item.tile is None else slides.read(item.image, item.tile, level)
+            found.size, spread = values.shape[:2], partial(volumes.percentiles, values)
+        colours = values.dtype == np.uint8 and values.shape[-1] == 3 and values.ndim > 2
+        flat = values.reshape(-1, 1, 3) if colours else values.reshape(-1)
+        some = flat[:: max(1, len(flat) // MOST_VALUES)]
+        found.percentiles = tuple(float(v) for v in np.percentile(some, PERCENTILES))
+        grey = windowed(some, settings, window, spread)
+        found.histogram = np.bincount(grey.reshape(-1) // (256 // BINS), minlength=BINS)
         _count(found, item, classes, settings)
     except DataError:
         return None
-    return found
-
-
-def _picture(item: Item, settings: PictureSettings) -> Measure:
-    if item.tile is None and slides.by_tiles(item.image, settings):  # some tiles of a large picture
-        level = level_of(settings)
-        some = np.concatenate(slides.probes(item.image, level))
-        large = Measure(slides.shape(item.image, level), patient=item.patient, study=item.study)
-        return _intensities(large, some, settings, None, lambda: slides.spread(item.image, level))
-    values = slides.whole(item.image) if item.tile is None else slides.read(item.image, item.tile, level_of(settings))
-    found = Measure(values.shape[:2], patient=item.patient, study=item.study)
-    return _intensities(found, values, settings, None, lambda: volumes.percentiles(values))
-
-
-def _volume(item: Item, settings: PictureSettings) -> Measure:
-    header, values = volumes.header(item.image, item.affine), volumes.voxels(item.image)
-    whole = item.slice is None and header.grid.planes(settings.slices.axis) > 1
-    size: tuple[int, ...] = values.shape[:3]
-    if not whole:
-        values = header.grid.cut(values, item.axis, item.slice or 0)
-        size = values.shape[:2]
-    patient, study = item.patient or pseudonym(header.patient), item.study or pseudonym(header.study)
-    found = Measure(size, header.grid.voxel, patient=patient, study=study)
-    return _intensities(found, values, settings, header.window, lambda: volumes.spread(item.image))
-
-
-def _intensities(found: Measure, values: np.ndarray, settings: PictureSettings, window: Any, spread: Any) -> Measure:
-    colours = values.dtype == np.uint8 and values.shape[-1] == 3 and values.ndim > 2
-    flat = values.reshape(-1, 1, 3) if colours else values.reshape(-1)
-    some = flat[:: max(1, len(flat) // MOST_VALUES)]
-    found.percentiles = tuple(float(v) for v in np.percentile(some, PERCENTILES))
-    grey = windowed(some, settings, window, spread)
-    found.histogram = np.bincount(grey.reshape(-1) // (256 // BINS), minlength=BINS)
     return found
 
 
@@ -125,17 +111,19 @@ def _count(found: Measure, item: Item, classes: Classes, settings: PictureSettin
     if item.label is None:
         return
     if not isinstance(item.label, Path):
-        named = list(classes) if classes is not None and isinstance(item.label, int) else []
-        name = named[item.label] if isinstance(item.label, int) and 0 <= item.label < len(named) else str(item.label)
-        found.classes[name], found.pixels = 1, 1
+        name = class_name(item.label, list(classes or ()))
+        found.classes[str(item.label) if name is None else name], found.pixels = 1, 1
         return
     for labels in _labels(item, settings):
         found.pixels += int(np.prod(labels.shape))
-        by_value = _pixels(labels)
-        found.labels.update(by_value)
-        wanted = classes_of(item, classes) if isinstance(classes, Mapping) else {str(v): [v] for v in by_value}
-        for name, values in wanted.items():
-            found.classes[name] += int(labels.where(values).sum())
+        if labels.values is None:
+            found.labels.update({name: int(mask.sum()) for name, mask in (labels.regions or {}).items()})
+        else:
+            values, counts = np.unique(labels.values, return_counts=True)
+            found.labels.update({int(v): int(n) for v, n in zip(values, counts, strict=True) if v})
+        by_value = {str(value): [value] for value in labels.present() - {0}}
+        for name, wanted in (classes_of(item, classes) if isinstance(classes, Mapping) else by_value).items():
+            found.classes[name] += int(labels.where(wanted).sum())
 
 
 def _labels(item: Item, settings: PictureSettings) -> Iterable[Labels]:
@@ -149,26 +137,7 @@ def _labels(item: Item, settings: PictureSettings) -> Iterable[Labels]:
     return [volumes.labels(item.label, image, settings.resample_masks)]
 
 
-def _pixels(labels: Labels) -> Counter[Value]:
-    if labels.values is not None:
-        values, counts = np.unique(labels.values, return_counts=True)
-        return Counter({int(v): int(n) for v, n in zip(values, counts, strict=True) if v})
-    return Counter({name: int(mask.sum()) for name, mask in (labels.regions or {}).items()})
-
-
 def _ranges(rows: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, list[float]]:
     """Return [lowest, median, highest] by name; rows may be shorter than the names."""
     columns = {name: [row[i] for row in rows if len(row) > i] for i, name in enumerate(names)}
     return {name: [round(float(v), 4) for v in np.percentile(col, [0, 50, 100])] for name, col in columns.items() if col}
-
-
-def _shares(seen: Sequence[Measure]) -> dict[str, dict[str, float]]:
-    total = sum(m.pixels for m in seen)
-    names = sorted({name for m in seen for name in m.classes})
-    return {
-        name: {
-            "samples": sum(m.classes[name] > 0 for m in seen),
-            "share": round(sum(m.classes[name] for m in seen) / max(1, total), 6),
-        }
-        for name in names
-    }

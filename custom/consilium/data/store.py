@@ -1,8 +1,8 @@
 """Decoded samples on the site's disk, for any number of threads and processes: 8-bit arrays, mapped into memory.
 
-Names are salted hashes of a sample's sources: files' content, settings, the reading code. A changed file, or a job with
-other settings, makes another sample. Nothing here is unpickled, and every file has a checksum: a torn or altered one is made
-again. Where the disk is full or cannot be written to, samples are not kept, and training goes on without.
+Names are salted hashes of a sample's sources: places and states of its files, settings, the reading code. A changed file, or a
+job with other settings, makes another sample. Nothing here is unpickled, and every file has a checksum: a torn or altered one
+is made again. Where the disk is full or cannot be written to, samples are not kept, and training goes on without.
 """
 
 import contextlib
@@ -28,29 +28,27 @@ import PIL
 from consilium.core.errors import DataError
 from consilium.core.storage import PRIVATE, private_folder
 from consilium.data.datalist import Item
-from consilium.data.safe_open import MOST_SLIDE, check_file
+from consilium.data.safe_open import MOST_SLIDE, check_file, opening, stamp
 
 CachedSample = dict[str, np.ndarray]
 """A sample's arrays of 8 bits."""
 FOLDER = "consilium-samples"
 """Name of the subfolder that holds the cache, in the folder of site.yaml's `cache`."""
-VERSION = 2
+VERSION = 3
 """Of the code that reads samples: raise it when the same file becomes another sample."""
 SPARE = 2**30
 """Bytes of the disk that are left free."""
 RECENT = 2.0
-"""Seconds in which a file may change again without a change of its time."""
+"""Seconds in which a file may change again without a change of its time: until then it is known by its content."""
 SALT, DIGEST = 32, 16
 """Bytes of the salt, and of a salted hash."""
-MOST_LINES = 500_000
-"""A longer index is started again."""
 _MAGIC = b"consmp01"
 _HEAD = len(_MAGIC) + 32
-_CHECK = 8
-_LINE = 2 * (2 * DIGEST + _CHECK) + 1
+_MARK = 256
+"""Bytes that the empty file of a passed check counts for: those of its entry on the disk."""
 _APART = frozenset({"image", "label", "patient", "study", "fold"})
 """Fields of an item that a sample does not depend on, or only by their files' content."""
-_OWN = re.compile(r"salt|index|[0-9a-f]{32}\.sample|\.(salt|[0-9a-f]{32})-\d+\.\d{1,9}")
+_OWN = re.compile(r"salt|index|[0-9a-f]{32}\.(sample|passed)|\.(salt|[0-9a-f]{32})-\d+\.\d{1,9}")
 _log = logging.getLogger(__name__)
 
 
@@ -65,10 +63,38 @@ class Store:
         self.folder, self._most, self._began = folder, most, time.time_ns()
         self._lock, self._writes, self._full = threading.RLock(), True, False
         self.salt = make_folder(folder)
-        self._index = _Index(folder / "index", self.salt)
-        self.fingerprints = Fingerprints(self._index, self.salt, self._keep_line)
-        self._used = cache_contents(folder)[1]
+        self._used = sum(size for _, size, _ in _entries(folder))
         self._verified: dict[str, tuple[int, int, int]] = {}
+
+    def name(self, item: Item, settings: str, what: str = "sample") -> str:
+        """Return the name of a sample, or of `what` else is known of an item under these settings.
+
+        Raises DataError where its files cannot be read.
+        """
+        label = self._source(item.label) if isinstance(item.label, Path) else item.label
+        place = (getattr(item, one.name) for one in fields(item) if one.name not in _APART)
+        return salted(self.salt, what, settings, VERSION, PIL.__version__, *place, self._source(item.image), label)
+
+    def _source(self, path: Path) -> str:
+        """Return a salted hash of a file's place and state, of a new file's bytes, or of those of all files of a folder."""
+        if path.is_dir():
+            return salted(self.salt, "folder", *(self._source(one) for one in sorted(path.rglob("*")) if one.is_file()))
+        check_file(path, most=MOST_SLIDE)
+        with opening(path):
+            found = path.stat()
+            if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > RECENT * 1e9:  # its ctime cannot be set back
+                return salted(self.salt, "file", path.absolute(), *stamp(path))
+            with path.open("rb") as file:
+                return salted(self.salt, "content", hashlib.file_digest(file, hashlib.blake2b).hexdigest())
+
+    def passed(self, name: str) -> bool:
+        """Tell whether the check of this name was passed before."""
+        return self._path(name, "passed").exists()
+
+    def note_passed(self, name: str) -> None:
+        """Remember that the check of this name was passed."""
+        if self._writes and self._make_room(_MARK):
+            self._tried(lambda: self._write(self._path(name, "passed"), []))
 
     def get(self, name: str) -> CachedSample | None:
         """Return a sample as read-only arrays on mapped memory; None if it is not there, or damaged."""
@@ -105,18 +131,14 @@ class Store:
             return False
         return self._tried(lambda: self._write(path, [_MAGIC, self._digest(name, body), *body]))
 
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{name}.sample"
+    def _path(self, name: str, kind: str = "sample") -> Path:
+        return self.folder / f"{name}.{kind}"
 
     def _digest(self, name: str, parts: Iterable[bytes | memoryview]) -> bytes:
         found = hashlib.blake2b(name.encode(), key=self.salt, digest_size=_HEAD - len(_MAGIC))
         for part in parts:
             found.update(part)
         return found.digest()
-
-    def _keep_line(self, key: str, value: str) -> None:
-        if self._writes:
-            self._tried(lambda: self._index.put(key, value))
 
     def _tried(self, write: Callable[[], None]) -> bool:
         """Tell whether `write` succeeded. After a disk that is full, or cannot be written to, nothing is tried again."""
@@ -141,10 +163,16 @@ class Store:
             raise
 
     def _make_room(self, size: int) -> bool:
-        """Reserve `size` bytes; evict samples if the cache is full. Tell whether cache and disk have room."""
+        """Reserve `size` bytes; evict what was used longest ago if the cache is full. Tell whether cache and disk have room."""
         with self._lock:
             if not self._full and self._used + size > self._most:
-                self._used = self._evict(self._most - size - self._most // 20)
+                kept = sorted(_entries(self.folder))
+                self._used = sum(each for _, each, _ in kept)
+                for last, each, path in kept:
+                    if self._used <= self._most - size - self._most // 20 or last >= self._began:
+                        break
+                    path.unlink(missing_ok=True)
+                    self._used -= each
                 self._full = self._used + size > self._most
             if self._full:
                 return False
@@ -154,17 +182,6 @@ class Store:
                     return False
             self._used += size
             return True
-
-    def _evict(self, wanted: int) -> int:
-        """Remove samples that were used longest ago, until `wanted` bytes are left; return the bytes that are."""
-        kept = sorted(_samples(self.folder))
-        used = sum(size for _, size, _ in kept)
-        for last, size, path in kept:
-            if used <= wanted or last >= self._began:
-                break
-            path.unlink(missing_ok=True)
-            used -= size
-        return used
 
     def _stop(self, why: str) -> None:
         with self._lock:
@@ -194,114 +211,6 @@ def salted(salt: bytes, *parts: object) -> str:
         text = str(part).encode(errors="surrogateescape")
         found.update(len(text).to_bytes(8, "big") + text)
     return found.hexdigest()
-
-
-class Fingerprints:
-    """Names of samples by content, and which items have passed a check. `index`: what is known of files.
-
-    `keep(key, value)` adds to the index, and handles a full disk.
-    """
-
-    def __init__(self, index: "_Index", salt: bytes, keep: Callable[[str, str], None]) -> None:
-        self._index, self._salt, self._keep = index, salt, keep
-
-    def name(self, item: Item, settings: str) -> str:
-        """Return a sample's name in the store. Raises DataError where its files cannot be read."""
-        label = self._content(item.label) if isinstance(item.label, Path) else item.label
-        return salted(self._salt, "sample", settings, *_position(item), self._content(item.image), label)
-
-    def passed(self, item: Item, settings: str) -> bool:
-        """Tell whether an item passed the check of these settings before, and its files have not changed since."""
-        return self._index.get(self._mark(item, settings)) is not None
-
-    def note_passed(self, item: Item, settings: str) -> None:
-        """Remember that an item passed, unless one of its files is so new that a later change would not show."""
-        if all(_settled(path) for path in _files(item)):
-            self._keep(self._mark(item, settings), salted(self._salt, "passed"))
-
-    def _mark(self, item: Item, settings: str) -> str:
-        versions = [part for path in _files(item) for part in (path.absolute(), *_version(path))]
-        label = None if isinstance(item.label, Path) else item.label
-        return salted(self._salt, "check", settings, *_position(item), label, *versions)
-
-    def _content(self, path: Path) -> str:
-        """Return a salted hash of a file's bytes, or of all files of a folder."""
-        if path.is_dir():
-            files = [one for one in sorted(path.rglob("*")) if one.is_file()]
-            return salted(self._salt, "folder", *map(self._content, files))
-        check_file(path, most=MOST_SLIDE)
-        key = salted(self._salt, "file", path.absolute(), *_version(path))
-        if (found := self._index.get(key)) is not None:
-            return found
-        try:
-            with path.open("rb") as file:
-                found = salted(self._salt, "content", hashlib.file_digest(file, hashlib.blake2b).hexdigest())
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror}); replace it or take it off the list") from None
-        if _settled(path) and key == salted(self._salt, "file", path.absolute(), *_version(path)):
-            self._keep(key, found)
-        return found
-
-
-def _position(item: Item) -> list[object]:
-    """Return the other values that a sample depends on, beside its files' content and the settings."""
-    return [VERSION, PIL.__version__, *(getattr(item, one.name) for one in fields(item) if one.name not in _APART)]
-
-
-def _files(item: Item) -> list[Path]:
-    roots = [item.image, *([item.label] if isinstance(item.label, Path) else [])]
-    return [one for root in roots for one in (sorted(root.rglob("*")) if root.is_dir() else [root])]
-
-
-def _version(path: Path) -> tuple[int, ...]:
-    """Return numbers that change when a file does; its ctime cannot be set back."""
-    try:
-        found = path.stat()
-    except (OSError, ValueError):
-        return ()
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
-
-
-def _settled(path: Path) -> bool:
-    version = _version(path)
-    return bool(version) and time.time_ns() - max(version[1:3]) > RECENT * 1e9
-
-
-class _Index:
-    """Salted hashes by salted hash in the file `path`, so that a large file is read once. Raises OSError.
-
-    Any number of processes append to it: each line is one write with a check of its own; a torn or altered line is ignored.
-    """
-
-    def __init__(self, path: Path, salt: bytes) -> None:
-        self._path, self._salt, self._lock, self._known = path, salt, threading.Lock(), dict[str, str]()
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            return
-        if len(data) > MOST_LINES * _LINE:
-            path.unlink(missing_ok=True)
-            return
-        lines = (line for line in data.decode("ascii", "replace").split("\n") if len(line) == _LINE - 1)
-        parts = ((line[: 2 * DIGEST], line[2 * DIGEST : 4 * DIGEST], line[4 * DIGEST :]) for line in lines)
-        self._known = {key: value for key, value, check in parts if check == self._check(key, value)}
-
-    def get(self, key: str) -> str | None:
-        """Return the value of a key, None if there is none."""
-        return self._known.get(key)
-
-    def put(self, key: str, value: str) -> None:
-        """Keep a value, here and on disk."""
-        with self._lock:
-            self._known[key] = value
-            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, PRIVATE)
-            try:
-                os.write(file, f"{key}{value}{self._check(key, value)}\n".encode())
-            finally:
-                os.close(file)
-
-    def _check(self, key: str, value: str) -> str:
-        return salted(self._salt, "line", key, value)[: 2 * _CHECK]
 
 
 # the folder -------------------------------------------------------------------------------------------------------------
@@ -348,14 +257,14 @@ def _private(name: str, flags: int) -> int:
     return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), PRIVATE)
 
 
-def _samples(folder: Path) -> Iterator[tuple[int, int, Path]]:
-    """Yield (time of last use, bytes, path) of every sample."""
+def _entries(folder: Path) -> Iterator[tuple[int, int, Path]]:
+    """Yield (time of last use, bytes, path) of every sample and passed check."""
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.endswith(".sample"):
+            if entry.name.endswith((".sample", ".passed")):
                 with contextlib.suppress(FileNotFoundError):
                     found = entry.stat(follow_symlinks=False)
-                    yield found.st_atime_ns, found.st_size, Path(entry.path)
+                    yield found.st_atime_ns, found.st_size or _MARK, Path(entry.path)
 
 
 def find_cache(folder: Path) -> Path:
@@ -368,7 +277,7 @@ def find_cache(folder: Path) -> Path:
 
 def cache_contents(folder: Path) -> tuple[int, int]:
     """Return how many samples a cache holds, and their bytes."""
-    sizes = [size for _, size, _ in _samples(folder)]
+    sizes = [size for _, size, path in _entries(folder) if path.suffix == ".sample"]
     return len(sizes), sum(sizes)
 
 

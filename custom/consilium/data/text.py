@@ -8,7 +8,7 @@ record says are refused (chat.MEANINGS), others are ignored.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,9 @@ def read_texts(path: Path, pictures: bool = False) -> DataList:
     if not has_texts(folder):
         raise DataError(f"{path}: holds no training.jsonl or train.jsonl; give a folder with one record a line in it")
     found = {split: [f for n in FILES[split] if (f := folder / n).is_file()] for split in SPLITS}
-    return DataList(folder, {split: tuple(_records(files[0], pictures)) if files else () for split, files in found.items()})
+    return DataList(
+        folder, {split: tuple(read_records(files[0], None, pictures)) if files else () for split, files in found.items()}
+    )
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -112,57 +114,36 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-def _records(path: Path, pictures: bool) -> Iterator[Text]:
-    first = None
-    for number, line in _lines(path):
-        record, form = _record(f"{path}:{number}", path.name, number, line)
-        first = first or (form, number)
-        _check_form(path, number, form, first)
-        yield _with_picture(record, f"{path}:{number}", path.parent, line) if pictures else record
+def read_records(path: Path, bad: list[DataError] | None, pictures: bool = False) -> Iterator[Text]:
+    """Yield the records of a file. With `bad` they need no answer, and why a line cannot be used goes there.
 
-
-def _check_form(path: Path, number: int, form: str, first: tuple[str, int]) -> None:
-    """Raise DataError for a record in another form than the file's first."""
-    if form != first[0]:
-        what = f"a record with {form!r}, where line {first[1]} has {first[0]!r}"
-        raise DataError(f"{path}:{number}: {what}; write one form in a file")
-
-
-def _with_picture(record: Text, where: str, folder: Path, line: str) -> Text:
-    """Return a record with its picture. Raises DataError for a conversation: it does not say which turn the picture is in."""
-    if record.history:
-        raise DataError(f"{where}: a conversation of several turns beside a picture; write one question and its answer")
-    return replace(record, image=_picture(where, folder, line))
-
-
-def _picture(where: str, folder: Path, line: str) -> Path:
-    """Return the picture of a record; a relative path starts at the folder of its file."""
-    named = _parse(where, line).get("image")
-    if not isinstance(named, str) or not named or "\0" in named:
-        raise DataError(f'{where}: needs an "image", the path of its picture; a relative one starts at {folder}')
-    return folder / named
-
-
-def read_records(path: Path, bad: list[DataError], pictures: bool = False) -> Iterator[Text]:
-    """Yield the records of a file that need no answer; why a line cannot be used goes into `bad`. Raises DataError.
-
-    With `pictures` every record needs one.
+    With `pictures` every record needs one: a relative path starts at the folder of its file. Raises DataError.
     """
     first = None
     for number, line in _lines(path):
         where = f"{path}:{number}"
         try:
-            record, form = _record(where, path.name, number, line, answered=False)
+            check_line(where, line)
+            raw = parse_json(where, line, "write one record a line")
+            record, form = _record(where, f"{path.name}:{number}", raw, answered=bad is None)
             first = first or (form, number)
-            _check_form(path, number, form, first)
-            yield _with_picture(record, where, path.parent, line) if pictures else record
+            if form != first[0]:
+                what = f"a record with {form!r}, where line {first[1]} has {first[0]!r}"
+                raise DataError(f"{where}: {what}; write one form in a file")
+            if pictures and record.history:  # it does not say which turn the picture is in
+                raise DataError(f"{where}: a conversation of several turns beside a picture; write one question and its answer")
+            named = raw.get("image")
+            if pictures and (not isinstance(named, str) or not named or "\0" in named):
+                raise DataError(f'{where}: needs an "image", the path of its picture; a relative one starts at {path.parent}')
+            yield replace(record, image=path.parent / named) if pictures else record
         except DataError as error:
+            if bad is None:
+                raise
             bad.append(error)
 
 
-def _record(where: str, file: str, number: int, line: str, answered: bool = True) -> tuple[Text, str]:
+def _record(where: str, name: str, read: Any, answered: bool) -> tuple[Text, str]:
     """Return a line's record and its form; a key whose value is null counts as absent. Not `answered`, it needs no output."""
-    read = _parse(where, line)
     raw = {key: value for key, value in read.items() if value is not None} if isinstance(read, dict) else {}
     chat = chat_of(where, raw)
     if isinstance(read, dict) and "text" in read and (chat is None or (chat.form == "text" and not chat.instruction)):
@@ -177,7 +158,10 @@ def _record(where: str, file: str, number: int, line: str, answered: bool = True
         _text(where, key, value) for key, value in ((keys[0], chat.instruction), ("input", chat.input), ("system", chat.system))
     )
     outputs = ("",) if not answered else _outputs(where, raw) if chat.form == "instruction" else (_answer(where, chat),)
-    labels, final = _texts(where, "labels", raw.get("labels", [])), _final(where, raw.get("final_answer"))
+    labels, value = _texts(where, "labels", raw.get("labels", [])), raw.get("final_answer")
+    if isinstance(value, bool) or not isinstance(value, str | int | float | None) or value in (inf, -inf) or value != value:
+        raise DataError(f"{where}: final_answer: {repr(value)[:80]} is neither text nor a number; write it as a text")
+    final = None if value is None else str(value)
     earlier = (part for pair in chat.history for part in pair)
     if not all(
         is_encodable(part)
@@ -185,9 +169,10 @@ def _record(where: str, file: str, number: int, line: str, answered: bool = True
     ):
         raise DataError(f"{where}: has half a character in it (a surrogate, as \\ud800); write the whole one")
     patient = pseudonym(identifier(where, raw, "patient"))
-    text = Text(f"{file}:{number}", instruction, given, outputs, final, labels, patient=patient, system=system)
-    history = replace(text, history=chat.history, learns_history=chat.learns_history)
-    return replace(history, rejected=chat.rejected or ""), chat.form
+    learns, rejected = chat.learns_history, chat.rejected or ""
+    return Text(
+        name, instruction, given, outputs, final, labels, None, patient, system, chat.history, learns, rejected
+    ), chat.form
 
 
 def _outputs(where: str, raw: dict[str, Any]) -> tuple[str, ...]:
@@ -209,19 +194,6 @@ def _answer(where: str, chat: Chat) -> str:
     if not answer.strip():
         raise DataError(f"{where}: {key}: an empty answer; write its words, or leave the record out")
     return answer
-
-
-def _final(where: str, value: Any) -> str | None:
-    """Return a final answer as text."""
-    endless = isinstance(value, float) and not isfinite(value)
-    if endless or isinstance(value, bool) or not isinstance(value, str | int | float | None):
-        raise DataError(f"{where}: final_answer: {repr(value)[:80]} is neither text nor a number; write it as a text")
-    return None if value is None else str(value)
-
-
-def _parse(where: str, line: str) -> Any:
-    check_line(where, line)
-    return parse_json(where, line, "write one record a line")
 
 
 def _text(where: str, key: str, value: Any) -> str:

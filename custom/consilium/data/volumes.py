@@ -1,14 +1,13 @@
-"""Volumes: headers, voxels and labels. nifti.py, raw_volumes.py and dicom/ have these functions for their formats."""
+"""Volumes: headers, voxels and labels. nifti.py, raw_volumes.py and dicom/ read their formats."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from threading import BoundedSemaphore, local
-from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,8 +15,8 @@ from consilium.core.errors import DataError, UnfitError
 from consilium.data.file_kinds import forget_formats, is_volume, volume_format
 from consilium.data.grid import Grid, disagreement, resampled
 from consilium.data.labels import Labels
-from consilium.data.pixel_values import check_numbers
-from consilium.data.safe_open import Stamp, stamp
+from consilium.data.pixel_values import check_numbers, whole_numbers
+from consilium.data.safe_open import Kept, Stamp, stamp
 from consilium.data.settings import NiftiAffine
 
 __all__ = ["Header", "forget", "header", "held", "is_volume", "labels", "percentiles", "spread", "voxels"]
@@ -45,14 +44,6 @@ class Header:
     affine: NiftiAffine | None = None
 
 
-def header(path: Path, affine: NiftiAffine | None = None) -> Header:
-    """Return a volume's header. Raises DataError.
-
-    `affine`: which place counts in a NIfTI file whose qform and sform disagree.
-    """
-    return _header(path, stamp(path), affine)
-
-
 def voxels(path: Path) -> np.ndarray:
     """Return real numbers (i, j, k), or colours (i, j, k, 3) of 8 bits; the last volumes are kept. Raises DataError."""
     return _once(_voxels, path, stamp(path))
@@ -64,11 +55,6 @@ def labels(path: Path, image: Header, resample: bool = False) -> Labels:
     Raises UnfitError where they lie on another grid, unless `resample`.
     """
     return _once(_labels, path, stamp(path), image, resample)
-
-
-def spread(path: Path) -> tuple[float, float]:
-    """Return the 0.5 and 99.5 percentiles of a volume's voxels, of every n-th of them where there are many."""
-    return _spread(path, stamp(path))
 
 
 @contextmanager
@@ -99,7 +85,7 @@ def _once(read: Callable[..., T], *args: object) -> T:
 
 def forget() -> None:
     """Forget all volumes that are kept in memory."""
-    for kept in (_header, _voxels, _labels, _spread):
+    for kept in (header, _voxels, _labels, spread):
         kept.cache_clear()
     forget_formats()
 
@@ -114,9 +100,19 @@ def percentiles(values: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-@lru_cache(maxsize=4096)
-def _header(path: Path, stamp: Stamp, affine: NiftiAffine | None) -> Header:
-    found = replace(_chosen(path, _reader(path).header(path), affine), affine=affine)
+@partial(Kept, most=4096)
+def header(path: Path, affine: NiftiAffine | None = None) -> Header:
+    """Return a volume's header. Raises DataError.
+
+    `affine`: which place counts in a NIfTI file whose qform and sform disagree; an error where none is chosen.
+    """
+    found: Header = replace(_read("header", path), affine=affine)
+    if found.second is not None and affine is None:
+        what = f"its qform and its sform give its voxels two places ({disagreement(found.grid, found.second)})"
+        remedy = "write nifti_affine: qform or nifti_affine: sform into site.yaml, whichever is right"
+        raise DataError(f"{path}: {what}; {remedy}, or set the other's code to 0", "qform and sform disagree")
+    if found.second is not None and affine == "qform":
+        found = replace(found, grid=found.second)
     place = found.grid.affine
     if place is not None and not (np.isfinite(place).all() and abs(np.linalg.det(place[:3, :3])) > 0):
         what = "its header gives the voxels no size or place (an affine that cannot be inverted)"
@@ -124,25 +120,17 @@ def _header(path: Path, stamp: Stamp, affine: NiftiAffine | None) -> Header:
     return found
 
 
-def _chosen(path: Path, found: Header, affine: NiftiAffine | None) -> Header:
-    """Return a header with the grid that `affine` names. Raises DataError where there are two, and it names none."""
-    if found.second is None or affine == "sform":
-        return found
-    if affine == "qform":
-        return replace(found, grid=found.second)
-    what = f"its qform and its sform give its voxels two places ({disagreement(found.grid, found.second)})"
-    remedy = "write nifti_affine: qform or nifti_affine: sform into site.yaml, whichever is right, or set the other's code to 0"
-    raise DataError(f"{path}: {what}; {remedy}", "qform and sform disagree")
-
-
 @lru_cache(maxsize=KEPT)
 def _voxels(path: Path, stamp: Stamp) -> np.ndarray:
-    return check_numbers(path, _reader(path).voxels(path))
+    return check_numbers(path, _read("voxels", path))
 
 
 @lru_cache(maxsize=KEPT)
 def _labels(path: Path, stamp: Stamp, image: Header, resample: bool) -> Labels:
-    found: Labels = _reader(path).labels(path, image)
+    if volume_format(path) == "dicom":
+        found: Labels = _read("labels", path, image)
+    else:
+        found = Labels(values=whole_numbers(path, _read("voxels", path)))
     if found.regions is not None and found.grid is None:
         return found  # drawn on the image's own grid
     own = found.grid or header(path, image.affine).grid
@@ -154,14 +142,23 @@ def _labels(path: Path, stamp: Stamp, image: Header, resample: bool) -> Labels:
     raise UnfitError(f"{path}: {what}; set task.resample_masks, or fix the file", "mask on another grid")
 
 
-@lru_cache(maxsize=4096)
-def _spread(path: Path, stamp: Stamp) -> tuple[float, float]:
+@partial(Kept, most=4096)
+def spread(path: Path) -> tuple[float, float]:
+    """Return the 0.5 and 99.5 percentiles of a volume's voxels, of every n-th of them where there are many."""
     return percentiles(voxels(path))
 
 
-def _reader(path: Path) -> ModuleType:
-    """Return the module that reads a volume: it has header(path), voxels(path) and labels(path, image). Raises DataError."""
+_DICOM = {"header": "frames", "voxels": "pixels", "labels": "masks"}
+"""Modules of dicom/ by what they read."""
+
+
+def _read(what: str, path: Path, *more: object) -> Any:
+    """Return the header, the voxels or the labels of a volume, by the module of its format. Raises DataError."""
     kind = volume_format(path)
     if kind is None:
         raise DataError(f"{path}: is not a volume; give NIfTI, DICOM, MetaImage or NRRD")
-    return import_module(f"consilium.data.{kind}")
+    try:
+        module = import_module(f"consilium.data.{kind}{f'.{_DICOM[what]}' if kind == 'dicom' else ''}")
+    except ModuleNotFoundError:
+        raise DataError(f"{path}: is DICOM; install consilium-flare[dicom] to read it") from None
+    return getattr(module, what)(path, *more)

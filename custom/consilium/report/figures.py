@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from consilium.core.lazy import Tensor
 from consilium.core.storage import write_figure
 
 ROUNDS = "rounds of training behind the model"
@@ -15,15 +14,6 @@ SHOWN = 12
 """A plot shows at most this many rounds, evenly spread, the first and the last among them."""
 NUMBERED = 14
 """A matrix of more columns shows colours only."""
-
-
-def heat(matrix: Tensor, cell: int = 16) -> np.ndarray:
-    """Return a picture (N cell, N cell, 3) uint8 of a matrix (N, N); dark is 0, bright its largest value."""
-    from matplotlib import colormaps
-
-    values = matrix.double().numpy() / max(float(matrix.max()), 1e-12)
-    picture = (colormaps["viridis"](values)[..., :3] * 255).astype(np.uint8)
-    return picture.repeat(cell, 0).repeat(cell, 1)
 
 
 def draw_matrix(

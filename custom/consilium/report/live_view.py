@@ -5,24 +5,19 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from rich.box import SIMPLE
-from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
-from rich.text import Text
 
 from consilium.core.messages import BYTES_DOWN, BYTES_UP, SPLITS, TRAIN_LOSS, MetricKey, Stage
 from consilium.core.sanitize import LIMIT, line, number_of, shown
 from consilium.report.plain_files import Line, finite, place_of, read_events, round_times
-from consilium.report.tables import fit
-from consilium.tasks.registry import TASKS, Scores
+from consilium.report.tables import Column, Table, terminal
+from consilium.tasks.registry import Scores, task_scores
 
 # progress --------------------------------------------------------------------------------------------------------------
 # How far a run is, for admins who watch a running job and for its result: also of a job that this machine cannot load.
@@ -46,6 +41,7 @@ def progress(folder: Path, waiting: Mapping[str, Any] | None = None) -> dict[str
     rounds, lines = config["training"]["rounds"], read_events(folder / "metrics.jsonl")[0]
     of = {event: [one for one in lines if one["event"] == event] for event in ("started", "concluded", "ended", "refused")}
     here: Line = of["started"][-1] if of["started"] else {"round": 0, "phase": 0, "sites": []}
+    scores = task_scores(config["task"]) or Scores(("loss",), (), {})
     early = {name: of["ended"][-1][name] for name in ENDING} if of["ended"] else None
     return {
         "experiment": folder.name,
@@ -61,19 +57,9 @@ def progress(folder: Path, waiting: Mapping[str, Any] | None = None) -> dict[str
         "ended": early,
         "sites": _sites(lines),
         "refused": [{k: x.get(k) for k in REFUSAL} for x in of["refused"]][-20:],
-        "scores": _scores(config["task"]),
+        "scores": {"leading": list(scores.leading), "headings": dict(scores.headings), "grid": scores.grid},
         "finished": (folder / "results.json").is_file(),
     }
-
-
-def _scores(task: dict[str, Any]) -> Line:
-    """Return leading scores, headings and grid, see tasks.registry.Scores; the loss of a task that is not known here."""
-    try:
-        kind = TASKS[task["name"]]
-    except KeyError:
-        return {"leading": ["loss"], "headings": {}, "grid": ""}
-    found = kind.scores(kind.config.model_validate(kind.completed(task)))
-    return {"leading": list(found.leading), "headings": dict(found.headings), "grid": found.grid}
 
 
 def ending(line: Mapping[str, Any]) -> str:
@@ -133,8 +119,8 @@ def _sites(lines: list[Line]) -> dict[str, Any]:
 
 LINE = 2000
 """Characters of a line at most; names and reasons in it have their own bound."""
-AROUND = 7
-"""Lines of a terminal that the live table does not have for sites: bar, headings, rules, what is left out."""
+AROUND = 10
+"""Lines of a terminal that the live table does not have for sites: bar, headings, rules, notes on what is left out."""
 READY, WAITING, DONE = "ready", "waiting", "done"
 SAID = {
     "warning": ("warning: {}", "text", "yellow"),
@@ -286,29 +272,24 @@ class LiveView(LiveScreen):
         """Return the bar and a row per site."""
         now = self.loading or f"round {min(self.round + 1, self.rounds)}/{self.rounds}"
         bar = self.bar(self._fraction() * self.rounds, now, self._eta())
-        layouts = [partial(self._table, count=n, joint=j) for n, j in ((3, " "), (3, "\n"), (2, "\n"), (1, "\n"), (0, ""))]
-        return Group(bar, *([fit(layouts, self.sites, self.console.width)] if self.sites else []))
+        return Group(bar, *([terminal(self._table(), self.console.width, "a wider terminal has them")] if self.sites else []))
 
-    def _table(self, names: Mapping[str, str], count: int, joint: str) -> Table:
-        """Return a row per site with the first `count` numbers; names keep their width whichever sites are shown."""
+    def _table(self) -> Table:
+        """Return a row per site, as many as the terminal has lines for: those at work first."""
         heading = self.scores.heading(self.score)
-        headings = {"loss": "loss"} | {k: f"{heading}{joint}{k}" for k in (Stage.GLOBAL, Stage.PERSONALIZED)}
-        site = Column("site", no_wrap=True, min_width=max(map(cell_len, names.values())))
-        table = Table(site, Column("now", min_width=16, no_wrap=True), box=SIMPLE, pad_edge=False, caption_justify="left")
-        numbers = list(headings)[:count]
-        for key in numbers:
-            table.add_column(headings[key], justify="right", no_wrap=True)
-        first = sorted(names, key=lambda name: (self.sites[name]["state"] in IDLE, name))  # sites at work where room is short
+        headings = {"loss": "loss"} | {k: f"{heading} {k}" for k in (Stage.GLOBAL, Stage.PERSONALIZED)}
+        first = sorted(self.sites, key=lambda name: (self.sites[name]["state"] in IDLE, name))
         room = max(self.console.height - AROUND, 1)
         left = Counter(IDLE.get(self.sites[name]["state"], "at work") for name in first[room:])
         others = ", ".join(f"{count} {state}" for state, count in left.items())
         said = [self.scores.label(self.score)] if self.scores.grid_of(self.score) else []
         said += [f"and {left.total()} more: {others}"] if left else []
-        table.caption = "; ".join(said) or None
-        for name in sorted(first[:room]):
-            row = self.sites[name]
-            table.add_row(Text(names[name]), Text(row["state"]), *(f"{row[k]:.3f}" if k in row else "" for k in numbers))
-        return table
+        rows = []
+        for name, row in ((name, self.sites[name]) for name in sorted(first[:room])):
+            rows.append([name, row["state"].ljust(16), *(f"{row[key]:.3f}" if key in row else "" for key in headings)])
+        heads = [Column("site", right=False), Column("now", right=False)]
+        heads += [Column(text, rank) for rank, text in enumerate(headings.values(), 1)]
+        return Table("", heads, rows, ["; ".join(said)] if said else [])
 
 
 def reported(metrics: Iterable[str]) -> set[str]:

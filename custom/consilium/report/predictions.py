@@ -7,10 +7,9 @@ import colorsys
 import io
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -19,13 +18,15 @@ from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+from rich.cells import cell_len
 
 from consilium.core.lazy import Tensor
 from consilium.core.messages import Stage
 from consilium.core.sanitize import shown
 from consilium.core.storage import write_atomic
 from consilium.report.plain_files import read_plain
-from consilium.tasks.base import Classified, Examples, Segmented
+from consilium.report.tables import shortened
+from consilium.tasks.base import Examples, Segmented
 
 # image grid ------------------------------------------------------------------------------------------------------------
 # Pieces of a printed figure, to the pixel: texts that fit, pictures with masks drawn on them, parts arranged on a page.
@@ -136,49 +137,45 @@ def arrange(parts: Iterable[tuple[int, int, Image.Image]], size: tuple[int, int]
 PREDICTIONS = "predictions.png"
 SITES = 4
 """A joint page shows at most this many sites."""
-PANEL, SMALL = 300, 212
-"""Pixels of a picture's side: one with masks, one with classes."""
-GAP, MARGIN = 12, 16
+PANEL, GAP, MARGIN = 300, 12, 16
+"""Pixels: a tile's width, between tiles, and around a page."""
 LINE, POINTS = 40, 24
-"""Pixels of a line of text and of its letters."""
-EDGE, NAMES = 48, 190
-"""Pixels of a strip for a site's name, and of one for the names of models."""
+"""Pixels of a line of text and of its letters; a tile is PANEL high, and a line for a score below."""
+EDGE = 48
+"""Pixels of a strip for a site's name."""
 KEYS = 24
 """A key names at most this many classes."""
-MOST_PIXELS, MOST_PARTS = 2**25, 100
-"""Of a page that is read, and parts on it: a run draws 6 pictures at most, and as many predictions of each of its models."""
-LAYOUT, REFERENCE = "layout", "reference"
-"""The PNG's text with the layout, and the name of the parts with a picture and its reference."""
-_Pixels = Annotated[int, Field(ge=0, le=10**6)]
-Box = tuple[_Pixels, _Pixels, _Pixels, _Pixels]
+MOST_PIXELS = 2**25
+"""Of a page that is read: a run draws 6 pictures at most, and as many predictions of each of its models."""
+LAYOUT, PICTURE, REFERENCE = "layout", "picture", "reference"
+"""The PNG's text with the layout, and the columns beside those of models."""
+Tiles = Mapping[str, Sequence[Image.Image]]
+"""Columns of equal numbers of tiles, by their headings."""
+Page = tuple[Tiles, Image.Image]
+"""What a page shows, and the key below."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where parts of a page lie. `rows`: y at which each row begins, and the last one ends; `side`: of a picture.
+    """What a page holds: the headings of its columns, how many rows, and how high its headings are."""
 
-    `boxes`: left, top, right and bottom, for each picture, of its reference (REFERENCE) and of each model's prediction (its
-    stage).
-    """
-
-    rows: Annotated[list[_Pixels], Field(min_length=2)]
-    side: _Pixels
-    boxes: dict[str, list[Box]]
+    titles: Annotated[list[str], Field(min_length=2, max_length=12)]
+    rows: Annotated[int, Field(ge=1, le=100)]
+    top: Annotated[int, Field(ge=0, le=10 * LINE)]
 
 
-Page = tuple[Image.Image, Layout]
 _LAYOUT = TypeAdapter(Layout)
 
 
 def write_predictions(path: Path, found: Mapping[Stage, Examples]) -> None:
     """Draw the examples of every stage there is; without any there is no picture. The file is the user's alone."""
     if any(stage in found for stage in Stage):
-        _write(path, _page({stage: found[stage] for stage in Stage if stage in found}))
+        write_page(path, _page({stage: found[stage] for stage in Stage if stage in found}))
 
 
 def drawn(found: Mapping[Stage, Examples]) -> np.ndarray:
     """Return a page of examples (H, W, 3) uint8, at half the size of a printed one."""
-    body, _ = _page(found)
+    body, _ = _sheet(_page(found))
     return np.asarray(body.resize((body.width // 2, body.height // 2), Image.Resampling.BOX))
 
 
@@ -190,41 +187,38 @@ def join_predictions(pictures: Mapping[str, Path], path: Path) -> bool:
     pages = {site: page for site, picture in pictures.items() if (page := read_page(picture)) is not None}
     if not pages:
         return False
-    body, layout = max(pages.values(), key=lambda page: page[0].width)  # a site that never trained has one model less
-    parts, y = [(EDGE, 0, body.crop((0, 0, body.width, layout.rows[0])))], layout.rows[0]
-    for site, (own, of) in list(pages.items())[:SITES]:
-        name = words(site, (of.side, EDGE), POINTS, bold=True).transpose(Image.Transpose.ROTATE_90)
-        row = own.crop((0, of.rows[0], own.width, of.rows[1]))
-        parts += [(0, y, name), (EDGE, y, row)]
-        y += row.height
-    parts.append((EDGE, y, body.crop((0, layout.rows[-1], body.width, body.height))))
-    _write(path, (arrange(parts), Layout([layout.rows[0], y], layout.side, {})))
+    columns, key = max(pages.values(), key=lambda page: len(page[0]))  # a site that never trained has one model less
+    shown, blank = dict(list(pages.items())[:SITES]), [Image.new("RGB", (PANEL, PANEL + LINE), WHITE)]
+    joint = {title: [tiles.get(title, blank)[0] for tiles, _ in shown.values()] for title in columns}
+    write_page(path, (joint, key), list(shown))
     return True
 
 
 def _page(stages: Mapping[Stage, Examples]) -> Page:
-    """Lay out the examples of all stages, which are of one kind."""
+    """Return the examples of all stages, which are of one kind: a row per picture, its reference, and each model's answer."""
     first = next(iter(stages.values()))
-    return _masks(first, stages) if isinstance(first, Segmented) else _classes(first, stages)  # type: ignore[arg-type]
-
-
-def _masks(first: Segmented, stages: Mapping[Stage, Segmented]) -> Page:
-    """Lay out a row per picture: itself, its reference, and each model's masks with their Dice below."""
-    step, top, high = PANEL + GAP, LINE + 8, PANEL + LINE + GAP
-    titles = ["picture", "reference", *stages]
-    parts = [(i * step, 0, words(title, (PANEL, top), POINTS, bold=True)) for i, title in enumerate(titles)]
-    boxes: dict[str, list[Box]] = {name: [] for name in (REFERENCE, *map(str, stages))}
-    rows = [top + high * index for index in range(len(first.images) + 1)]
-    for y, image, reference in zip(rows, first.images, first.references, strict=False):
-        parts += [(0, y, panel(image, PANEL)), (step, y, overlay(image, reference, PANEL))]
-        boxes[REFERENCE].append((0, y, step + PANEL, y + PANEL))
-    for x, (stage, said) in zip(range(2 * step, 100 * step, step), stages.items(), strict=False):
-        for y, image, masks, dice in zip(rows, first.images, said.predictions, said.dice.tolist(), strict=False):
-            score = words("Dice –" if math.isnan(dice) else f"Dice {dice:.2f}", (PANEL, LINE), POINTS)
-            parts += [(x, y, overlay(image, masks, PANEL)), (x, y + PANEL, score)]
-            boxes[str(stage)].append((x, y, x + PANEL, y + PANEL + LINE))
-    parts.append((0, rows[-1], _key(first.classes, len(titles) * step - GAP, first.grid)))
-    return arrange(parts), Layout(rows, PANEL, boxes)
+    columns: dict[str, list[Image.Image]] = {PICTURE: [panel(image, PANEL) for image in first.images]}
+    if isinstance(first, Segmented):
+        pairs = zip(first.images, first.references, strict=True)
+        columns[REFERENCE] = [overlay(image, masks, PANEL) for image, masks in pairs]
+        for stage, said in stages.items():
+            assert isinstance(said, Segmented)
+            columns[str(stage)] = []
+            for image, masks, dice in zip(first.images, said.predictions, said.dice.tolist(), strict=True):
+                score = words("Dice –" if math.isnan(dice) else f"Dice {dice:.2f}", (PANEL, LINE), POINTS)
+                columns[str(stage)].append(arrange([(0, 0, overlay(image, masks, PANEL)), (0, PANEL, score)]))
+        return columns, _key(first.classes, (2 + len(stages)) * (PANEL + GAP) - GAP, first.grid)
+    true = [first.classes[number] for number in first.references.tolist()]
+    columns[REFERENCE] = [words(name, (PANEL, PANEL), POINTS, bold=True) for name in true]
+    face = font(POINTS - 2)
+    for stage, said in stages.items():
+        columns[str(stage)] = []
+        for name, probabilities in zip(true, said.predictions, strict=True):
+            guess, share = said.classes[int(probabilities.argmax())], float(probabilities.max())
+            mark, number, colour = ("✓ " if guess == name else "✗ "), f" {share:.2f}", RIGHT if guess == name else WRONG
+            short = fit(guess, PANEL - math.ceil(face.getlength(mark + number)), face)  # never cuts the number
+            columns[str(stage)].append(words(f"{mark}{short}{number}", (PANEL, PANEL), POINTS - 2, colour))
+    return columns, Image.new("RGB", (1, 1), WHITE)
 
 
 def _key(classes: tuple[str, ...], width: int, grid: str) -> Image.Image:
@@ -238,56 +232,64 @@ def _key(classes: tuple[str, ...], width: int, grid: str) -> Image.Image:
         draw.rectangle((0, top, side - 1, top + side - 1), colour)
         draw.text((side + 10, LINE / 2), text, BLACK, face, anchor="lm")
         entries.append(entry)
-    if (more := len(classes) - KEYS) > 0:
-        entries.append(words(f"and {more} more", (PANEL, LINE), POINTS, GREY))
-    entries += [words(f"Dice: {grid}", (PANEL, LINE), POINTS, GREY)] * bool(grid)
-    lines: list[list[Image.Image]] = [[]]
+    more = len(classes) - KEYS
+    told = [f"and {more} more"] * (more > 0) + [f"Dice: {grid}"] * bool(grid)
+    entries += [words(text, (PANEL, LINE), POINTS, GREY) for text in told]
+    parts, x, y = list[tuple[int, int, Image.Image]](), 0, 0
     for entry in entries:
-        if sum(part.width + 3 * GAP for part in [*lines[-1], entry]) > width + 3 * GAP:
-            lines.append([])
-        lines[-1].append(entry)
-    parts = []
-    for number, line in enumerate(lines):
-        x = (width - sum(part.width for part in line) - 3 * GAP * (len(line) - 1)) // 2
-        for entry in line:
-            parts.append((x, number * LINE, entry))
-            x += entry.width + 3 * GAP
+        if x and x + entry.width > width:
+            x, y = 0, y + LINE
+        parts.append((x, y, entry))
+        x += entry.width + 3 * GAP
     return arrange(parts, (width, 0))
 
 
-def _classes(first: Classified, stages: Mapping[Stage, Classified]) -> Page:
-    """Lay out a column per picture: itself, its class, and a line per model, green where it is right."""
-    labels = ["reference", *stages]
-    parts = [(0, SMALL + i * LINE, words(name, (NAMES, LINE), POINTS - 2, GREY)) for i, name in enumerate(labels)]
-    boxes: dict[str, list[Box]] = {name: [] for name in (REFERENCE, *map(str, stages))}
-    face, high = font(POINTS - 2), SMALL + len(labels) * LINE + 2 * GAP
-    for index, (image, reference) in enumerate(zip(first.images, first.references.tolist(), strict=True)):
-        x, y = NAMES + GAP + index * (SMALL + GAP), SMALL + LINE
-        parts += [(x, 0, panel(image, SMALL)), (x, SMALL, words(first.classes[reference], (SMALL, LINE), POINTS, bold=True))]
-        boxes[REFERENCE].append((x, 0, x + SMALL, y))
-        for stage, said in stages.items():
-            guess = int(said.predictions[index].argmax())
-            mark, number = "✓ " if guess == reference else "✗ ", f" {float(said.predictions[index, guess]):.2f}"
-            name = fit(said.classes[guess], SMALL - math.ceil(face.getlength(mark + number)), face)  # never cuts the number
-            colour = RIGHT if guess == reference else WRONG
-            parts.append((x, y, words(f"{mark}{name}{number}", (SMALL, LINE), POINTS - 2, colour)))
-            boxes[str(stage)].append((x, y, x + SMALL, y + LINE))
-            y += LINE
-    return arrange(parts, (0, high)), Layout([0, high], SMALL, boxes)
+def _sheet(page: Page, names: Sequence[str] = ()) -> tuple[Image.Image, Layout]:
+    """Return a page of tiles under their headings, `names` of the rows upright at its left edge, and where all lies."""
+    (columns, key), step, high = page, PANEL + GAP, PANEL + LINE + GAP
+    lines = [_two_lines(title) for title in _written(list(columns))]
+    top, left, rows = LINE * (1 + any(second for _, second in lines)) + 8, EDGE * bool(names), len(columns[PICTURE])
+    parts = []
+    for x, heading, tiles in zip(range(left, left + 100 * step, step), lines, columns.values(), strict=False):
+        parts += [
+            (x, y, words(line, (PANEL, LINE), POINTS, bold=True)) for y, line in zip((0, LINE), heading, strict=True) if line
+        ]
+        parts += [(x, top + row * high, tile) for row, tile in enumerate(tiles)]
+    for row, name in enumerate(names):
+        upright = words(name, (PANEL, EDGE), POINTS, bold=True).transpose(Image.Transpose.ROTATE_90)
+        parts.append((0, top + row * high, upright))
+    return arrange([*parts, (left, top + rows * high, key)]), Layout(list(columns), rows, top)
 
 
-def _write(path: Path, page: Page) -> None:
-    notes, file = PngInfo(), io.BytesIO()
-    notes.add_text(LAYOUT, _LAYOUT.dump_json(page[1]).decode())
-    sheet = arrange([(MARGIN, MARGIN, page[0])], (page[0].width + 2 * MARGIN, page[0].height + 2 * MARGIN))
+def _two_lines(name: str) -> tuple[str, str]:
+    """Return a name in two lines; the second is empty where it needs one."""
+    half = name if len(name) <= 20 else name[:20].rpartition(" ")[0] or name[:20]
+    return half, name[len(half) :].strip()
+
+
+def _written(names: Sequence[str]) -> list[str]:
+    """Return names, shortened in the middle until both lines of each fit over a tile, different ones different."""
+    face = font(POINTS, True)
+    for cells in range(max(map(cell_len, names)), 0, -1):
+        found = shortened(names, cells)
+        if all(fit(text, PANEL, face) == shown(text) for name in found.values() for text in _two_lines(name)):
+            break
+    return [found[name] for name in names]
+
+
+def write_page(path: Path, page: Page, names: Sequence[str] = ()) -> None:
+    """Write a page as a PNG of 300 dots per inch, which says where its tiles are."""
+    (body, layout), notes, file = _sheet(page, names), PngInfo(), io.BytesIO()
+    notes.add_text(LAYOUT, _LAYOUT.dump_json(layout).decode())
+    sheet = arrange([(MARGIN, MARGIN, body)], (body.width + 2 * MARGIN, body.height + 2 * MARGIN))
     sheet.save(file, "PNG", pnginfo=notes, dpi=(300, 300), compress_level=3)
     write_atomic(path, file.getvalue())
 
 
 def read_page(path: Path) -> Page | None:
-    """Return a page that a run drew; None where there is none, it is damaged, another program's, or behind a link.
+    """Return a site's page that a run drew; None where there is none, it is damaged, another program's, or behind a link.
 
-    The file may be a stranger's: only PIL's PNG reader sees it, within MOST_PIXELS, and no part may be larger than a run's.
+    The file may be a stranger's: only PIL's PNG reader sees it, within MOST_PIXELS, and all tiles must lie on it.
     """
     if path.parent.is_symlink() or path.parent.parent.is_symlink() or (data := read_plain(path)) is None:
         return None
@@ -297,24 +299,14 @@ def read_page(path: Path) -> Page | None:
             sheet = Image.open(io.BytesIO(data), formats=("PNG",))
         with sheet:
             layout = _LAYOUT.validate_json(str(sheet.info[LAYOUT]))
-            right, bottom = sheet.width - MARGIN, sheet.height - MARGIN
-            if sheet.width * sheet.height > MOST_PIXELS or not _fits(layout, right - MARGIN, bottom - MARGIN):
+            step, high, top = PANEL + GAP, PANEL + LINE + GAP, MARGIN + layout.top
+            right, bottom = MARGIN + len(layout.titles) * step - GAP, top + layout.rows * high
+            if sheet.width * sheet.height > MOST_PIXELS or right > sheet.width or bottom + MARGIN >= sheet.height:
                 return None
-            body = sheet.convert("RGB").crop((MARGIN, MARGIN, right, bottom))
+            body = sheet.convert("RGB")
     except (OSError, KeyError, ValueError, SyntaxError, ValidationError, Image.DecompressionBombError):
         return None  # a torn PNG is a SyntaxError too
-    return body, layout
-
-
-def _fits(layout: Layout, width: int, height: int) -> bool:
-    """Tell whether all parts lie on a page of this size, as many of each model as of references, none larger than is drawn."""
-    boxes = [box for some in layout.boxes.values() for box in some]
-    rows = [*layout.rows, height]
-    return (
-        all(above <= below for above, below in pairwise(rows))
-        and layout.side <= PANEL
-        and len({len(some) for some in layout.boxes.values()}) <= 1
-        and len(boxes) <= MOST_PARTS
-        and all(left < right <= width and top < bottom <= height for left, top, right, bottom in boxes)
-        and all(right - left <= 2 * PANEL + GAP and bottom - top <= PANEL + LINE for left, top, right, bottom in boxes)
-    )
+    columns = {}
+    for x, title in zip(range(MARGIN, right, step), layout.titles, strict=True):
+        columns[title] = [body.crop((x, y, x + PANEL, y + PANEL + LINE)) for y in range(top, bottom, high)]
+    return columns, body.crop((MARGIN, bottom, body.width - MARGIN, body.height - MARGIN))

@@ -1,7 +1,6 @@
 """Tables of a run: closing scores, every model on every site's data, and which class was taken for which."""
 
 import json
-import math
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from math import fsum
@@ -10,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from consilium.core.messages import SKIPPED, MetricKey, Stage
 from consilium.core.sanitize import number_of
@@ -152,7 +152,7 @@ CONFUSION = "confusion/"
 
 @dataclass(frozen=True)
 class CrossSiteMatrix:
-    """A score of every model on every site's data: `values` (models, sites), NaN where there is none.
+    """A score of every model on every site's data: `values` (models, sites), None where there is none.
 
     `models` are named by their sites, or SHARED; `stages`: each model's; `grid`: whose pixels are scored, "" for no masks.
     """
@@ -162,7 +162,7 @@ class CrossSiteMatrix:
     models: tuple[str, ...]
     stages: tuple[Stage, ...]
     sites: tuple[str, ...]
-    values: np.ndarray
+    values: Sequence[Sequence[float | None]]
     grid: str = ""
 
     @property
@@ -174,40 +174,40 @@ class CrossSiteMatrix:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return asdict(self) | {"values": [[None if math.isnan(v) else v for v in row] for row in self.values.tolist()]}
+        return asdict(self)
 
     def table(self) -> Table:
         """Return a row per model."""
-        rows = [[name, *map(number, row)] for name, row in zip(self.models, self.values.tolist(), strict=True)]
+        rows = [[name, *map(number, row)] for name, row in zip(self.models, self.values, strict=True)]
         notes = [WORDS, "(shared): the model that all sites share; each runs it with its own local factors"]
         return Table(self.title, columns("model of", *self.sites), rows, notes[: 1 + (SHARED in self.models)])
 
     def write(self, folder: Path) -> None:
         """Write the matrix as a picture and as JSON."""
-        figures.plot_cross_sites(folder / PICTURE, self.values, self.models, self.sites, self.title)
+        figures.plot_cross_sites(folder / PICTURE, np.array(self.values, float), self.models, self.sites, self.title)
         write_atomic(folder / VALUES, json.dumps(self.to_dict(), indent=1).encode())
 
 
 def cross_site_matrix(metric: str, split: str, rows: Sequence[tuple[str, Stage, Results]], grid: str = "") -> CrossSiteMatrix:
     """Return the matrix of `metric`, of rows (model, stage, metrics by site)."""
     sites = sorted({site for _, _, found in rows for site in found})
-    values = [[found.get(site, {}).get(metric, math.nan) for site in sites] for _, _, found in rows]
-    models, stages = [model for model, _, _ in rows], [stage for _, stage, _ in rows]
-    shaped = np.array(values, float).reshape(len(rows), len(sites))
-    return CrossSiteMatrix(metric, split, tuple(models), tuple(stages), tuple(sites), shaped, grid)
+    values = [[known(found.get(site, {}).get(metric)) for site in sites] for _, _, found in rows]
+    models, stages = tuple(model for model, _, _ in rows), tuple(stage for _, stage, _ in rows)
+    return CrossSiteMatrix(metric, split, models, stages, tuple(sites), values, grid)
+
+
+_MATRIX = TypeAdapter(CrossSiteMatrix)
 
 
 def read_matrix(raw: Any) -> CrossSiteMatrix | None:
     """Return the matrix of a cross_sites.json, which anybody may have written; None if it is invalid."""
     try:
-        models, stages, sites = (tuple(map(str, raw[key])) for key in ("models", "stages", "sites"))
-        cells = [[math.nan if value is None else float(value) for value in row] for row in raw["values"]]
-        values = np.array(cells, float).reshape(len(models), len(sites))
-        metric, split, grid = (str(one) for one in (raw["metric"], raw["split"], raw.get("grid", "")))
-        found = CrossSiteMatrix(metric, split, models, tuple(map(Stage, stages)), sites, values, grid)
-    except (TypeError, ValueError, KeyError, OverflowError, AttributeError):
+        found = _MATRIX.validate_python(raw)
+    except ValidationError:
         return None
-    return found if models and len(stages) == len(models) else None
+    shape = (len(found.models), len(found.sites))
+    whole = len(found.stages) == shape[0] > 0 and [len(row) for row in found.values] == [shape[1]] * shape[0]
+    return found if whole else None
 
 
 def confusions(results: Results, classes: Sequence[str]) -> dict[str, np.ndarray]:

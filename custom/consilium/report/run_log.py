@@ -165,13 +165,12 @@ class RunLog:
             self._curves.append(values)
 
     def figures(self, state: ServerState, matrices: Tensors) -> None:
-        """Keep matrices of sites against sites: values in metrics.jsonl, a picture in TensorBoard, all rounds in a plot."""
+        """Keep matrices of sites against sites: values in metrics.jsonl, all rounds in a plot at the end."""
         for title, matrix in matrices.items():
             stale = {name: state.round - 1 - last for name, last in state.reported.items()}
             line = {"event": "figure", "round": state.round - 1, "title": title, "sites": sorted(state.sites)}
             line |= {"staleness": stale, "values": matrix.tolist()}
             self._line(line)
-            self._events_of("server").image(title, figures.heat(matrix), state.round - 1)
             self._figures.setdefault(title, []).append(line)
 
     def held_out(self, site: str, result: Payload) -> None:

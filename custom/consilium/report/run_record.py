@@ -6,7 +6,7 @@ A run's files may have been written by others, or be torn. `read_run` keeps what
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -222,41 +222,21 @@ class RunRecord:
         return {name: one for name, one in self.versions.items() if name not in MACHINE and one != "not installed"}
 
     @cached_property
-    def base(self) -> str:
-        """The SHA-256 of the frozen weights, from the server's checkpoint; "" where the package has them or it is unknown."""
-        return self._checkpoint[1]
-
-    @cached_property
-    def tensors(self) -> dict[str, tuple[Role, int]] | None:
-        """Role and size of each adapter tensor, from the server's checkpoint; None where that does not hold all that trains."""
-        if getattr(self.config.adapter, "decoder", "freeze") == "keep":
-            return None
-        sizes = self._checkpoint[0]
-        try:
-            return {name: (role, sizes[name]) for name, role in roles_of(self.config.strategy, sizes).items()} or None
-        except ConfigError:  # a tensor that the server alone has
-            return None
-
-    @cached_property
     def trained(self) -> dict[Role, int] | None:
         """How many parameters travel, stay at a site and do not train; None where the run does not tell."""
-        if recorded := next(self.of("parameters"), None):
-            return {role: recorded[role.value] for role in Role}
-        found = self.tensors
-        return None if found is None else {role: sum(size for one, size in found.values() if one is role) for role in Role}
+        recorded = next(self.of("parameters"), None)
+        return None if recorded is None else {role: recorded[role.value] for role in Role}
 
     @cached_property
-    def _checkpoint(self) -> tuple[dict[str, int], str]:
-        """Sizes of the adapter tensors in the server's checkpoint, and the digest of the frozen weights."""
+    def base(self) -> str:
+        """The SHA-256 of the frozen weights, from the server's checkpoint; "" where the package has them or it is unknown."""
         path = self.folder / "server" / "state.safetensors"
         try:
             with safe_open("" if path.is_symlink() else path, framework="np") as file:
-                sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dict
                 meta = json.loads((file.metadata() or {}).get("meta", "{}"))
         except (OSError, SafetensorError, ValueError, RecursionError):
-            return {}, ""
-        adapter = {n.partition("/")[2]: size for n, size in sizes.items() if n.startswith(("initial/", "shared/"))}
-        return adapter, str(meta.get("checkpoint") or "") if isinstance(meta, dict) else ""
+            return ""
+        return str(meta.get("checkpoint") or "") if isinstance(meta, dict) else ""
 
 
 def job_of(folder: Path, plugins: Plugins = None) -> JobConfig:
@@ -358,17 +338,17 @@ def roles_of(strategy: Strategy, names: Iterable[str]) -> dict[str, Role]:
 # Which cells the studies of a workspace have now: written by `study run`, read by reports, comparisons and `use`.
 
 CELLS, KEPT = "cells", "studies.json"
-SEED = "seed"
-"""The axis of seeds in workspaces of former versions, which do not say it."""
+
+
+_CELLS = TypeAdapter(dict[str, dict[str, dict[str, str]]])
 
 
 @dataclass(frozen=True)
 class StudyCell:
-    """A cell of a study: its folder, its values on all axes, and on those that name what is compared."""
+    """A cell of a study: its folder, and its values on all axes."""
 
     folder: Path
     labels: Mapping[str, str]
-    method: Mapping[str, str]
 
     @property
     def name(self) -> str:
@@ -376,27 +356,19 @@ class StudyCell:
         return ",".join(f"{shown(axis)}={shown(value)}" for axis, value in self.labels.items())
 
 
-def keep_cells(workspace: Path, study: str, cells: Mapping[str, Mapping[str, str]], axes: Sequence[str]) -> None:
-    """Keep a study's cells, by folder and in its order, and the `axes` that name what is compared; other studies' stay."""
+def keep_cells(workspace: Path, study: str, cells: Mapping[str, Mapping[str, str]]) -> None:
+    """Keep a study's cells, by folder and in its order; other studies' stay."""
     with locked(workspace):
-        kept = _kept(workspace) | {study: {"axes": list(axes), "cells": {name: dict(one) for name, one in cells.items()}}}
-        write_atomic(workspace / KEPT, json.dumps(kept, indent=1).encode())
+        write_atomic(workspace / KEPT, json.dumps(_kept(workspace) | {study: dict(cells)}, indent=1).encode())
 
 
 def study_cells(workspace: Path) -> list[StudyCell]:
     """Return the cells that have begun and are of a study as it was last run; of a workspace that does not say, all."""
     there = {one.name: one for one in subfolders(workspace / CELLS)}
-    found = {}
-    for one in (kept := _kept(workspace)).values():
-        for name, labels in one["cells"].items():
-            if name in there:
-                found[name] = StudyCell(there[name], labels, {axis: labels[axis] for axis in one["axes"]})
-    if kept:
-        return list(found.values())
-    places = {folder: read_json(folder / "cell.json").get("place") for folder in there.values()}
-    ordered = sorted(places, key=lambda folder: place if isinstance(place := places[folder], int) else 0)
-    labels_of = {folder: _labels(folder) for folder in ordered}
-    return [StudyCell(f, of, {axis: value for axis, value in of.items() if axis != SEED}) for f, of in labels_of.items()]
+    if kept := _kept(workspace):
+        labels = {name: one for cells in kept.values() for name, one in cells.items() if name in there}
+        return [StudyCell(there[name], one) for name, one in labels.items()]
+    return [StudyCell(folder, _labels(folder)) for folder in there.values()]
 
 
 def cell_folder(path: Path) -> Path:
@@ -409,9 +381,12 @@ def cell_folder(path: Path) -> Path:
         return path
     done = [cell for cell in study_cells(study) if (cell.folder / "results.json").is_file()]
     wanted = "" if study == path else ",".join(part.strip() for part in path.name.split(","))
-    if wanted and (meant := [cell for cell in done if cell.name == wanted]):
-        check_names(study, meant)
-        return meant[0].folder
+    if wanted and (meant := [cell.folder for cell in done if cell.name == wanted]):
+        if len(meant) > 1:
+            two = f"{CELLS}/{meant[0].name} and {CELLS}/{meant[1].name}, of two forms of a study or of two studies"
+            remedy = "run `consilium study run` again, which keeps what is the study's now, or move the older folder away"
+            raise ConfigError(f"{shown(study, 200)}: {wanted} is two runs, {two}; {remedy}")
+        return meant[0]
     known = sorted({cell.name for cell in done} - {""})
     raise ConfigError(f"{shown(path)}: which run of the study? Give {shown(study)}/ and one of: {join_names(known)}")
 
@@ -423,23 +398,13 @@ def join_names(names: list[str]) -> str:
 
 def earlier_cells(workspace: Path, study: str, present: Iterable[str]) -> list[Path]:
     """Return the folders of cells that neither a study, which now has those `present`, nor another one here has any more."""
-    known = {*present, *(name for key, one in _kept(workspace).items() if key != study for name in one["cells"])}
+    known = {*present, *(name for key, cells in _kept(workspace).items() if key != study for name in cells)}
     return [one for one in subfolders(workspace / CELLS) if one.name not in known and (one / "cell.json").is_file()]
-
-
-def check_names(workspace: Path, cells: Sequence[StudyCell]) -> None:
-    """Raise ConfigError for two cells of one name."""
-    seen: dict[str, StudyCell] = {}
-    for cell in cells:
-        if cell.name and (other := seen.setdefault(cell.name, cell)) is not cell:
-            two = f"{CELLS}/{other.folder.name} and {CELLS}/{cell.folder.name}, of two forms of a study or of two studies"
-            remedy = "run `consilium study run` again, which keeps what is the study's now, or move the older folder away"
-            raise ConfigError(f"{shown(workspace, 200)}: {cell.name} is two runs, {two}; {remedy}")
 
 
 def values_of_cell(folder: Path) -> str:
     """Return a study's run's values on all axes, as `method=IAT,seed=0`; "" for any other run."""
-    return StudyCell(folder, _labels(folder), {}).name
+    return StudyCell(folder, _labels(folder)).name
 
 
 def _labels(folder: Path) -> dict[str, str]:
@@ -447,12 +412,9 @@ def _labels(folder: Path) -> dict[str, str]:
     return labels if isinstance(labels, dict) else {}
 
 
-def _kept(workspace: Path) -> dict[str, Any]:
-    """Return what is kept of each study that has axes, and cells with a value on each; {} where it is damaged."""
-    found = {}
-    for key, one in read_json(workspace / KEPT).items():
-        cells, axes = (one.get("cells"), one.get("axes")) if isinstance(one, dict) else (None, None)
-        rows = list(cells.values()) if isinstance(cells, dict) and isinstance(axes, list) else [None]
-        if all(isinstance(labels, dict) and set(axes or ()) <= labels.keys() for labels in rows):
-            found[key] = one
-    return found
+def _kept(workspace: Path) -> dict[str, dict[str, dict[str, str]]]:
+    """Return what is kept of each study, the labels of its cells; without what is damaged or of a former version."""
+    try:
+        return _CELLS.validate_python(read_json(workspace / KEPT), strict=True)
+    except ValidationError:
+        return {}

@@ -5,12 +5,11 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
-from consilium.core.sanitize import line, shown
+from consilium.core.sanitize import shown
 from consilium.core.storage import write_figure
+from consilium.report.tables import Column, Table, folding
 
 WIDTH = 80
 Answers = Mapping[str, Mapping[str, Any]]
@@ -19,12 +18,10 @@ Answers = Mapping[str, Mapping[str, Any]]
 
 def text(job: str, sites: Answers) -> str:
     """Return plain text of at most 80 columns: a row for everything a site told, the samples first."""
-    grid = Table(title=line(f"{job}: the sites' data"), title_justify="left", box=SIMPLE, pad_edge=False)
-    for heading, most in (("site", 20), ("what", None), ("counts", None)):
-        grid.add_column(heading, max_width=most, overflow="fold", no_wrap=heading == "what")
+    rows = []
     for name, told in sites.items():
-        for number, (what, said) in enumerate(_rows(told)):
-            grid.add_row(line(name) if number == 0 else "", what, line(said, limit=2000))
+        rows += [[name if number == 0 else "", *pair] for number, pair in enumerate(_rows(told))]
+    grid = folding(Table(f"{job}: the sites' data", [Column(one, right=False) for one in ("site", "what", "counts")], rows))
     console = Console(file=(file := StringIO()), width=WIDTH, force_terminal=False, color_system=None)
     console.print(grid)
     return file.getvalue()

@@ -2,25 +2,25 @@
 
 import csv
 import io
+import itertools
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from rich.box import SIMPLE
 from rich.cells import cell_len
-from rich.console import Console, Group
-from rich.measure import Measurement
+from rich.console import Group
 from rich.table import Table as Grid
 from rich.text import Text
 
 from consilium.core.sanitize import cell, harmless, line, shown
 
-SHORT, NARROW = 16, 14
-"""In characters: names are not shortened below SHORT while another layout is left; shortened headings have NARROW at most."""
-ROOMS = (48, 36, 28, 22)
+NARROW = 14
+"""Characters of a shortened heading at most."""
+ROOMS = (48, 36, 28, 22, 16)
 """Widths to which names are shortened in a table that is too wide, in characters, tried in turn."""
 TEX_COLUMN, TEX_PAGE = 229.0, 469.0
 """Points of a column and of a page of LaTeX's article in two columns; those of journals are not narrower."""
@@ -28,8 +28,6 @@ TEX_LETTER, TEX_GAP, TEX_TEXT = 4.5, 6.0, 60.0
 """Points of most letters in \\footnotesize and between two columns, and the least that a column of text is wrapped to."""
 MOST_ROWS = 50
 """Rows of a table on a printed page."""
-Layout = Callable[[Mapping[str, str]], Grid]
-"""Makes a table; the argument says how each name is written."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Table:
     """A table of text, whose first column names a row. `best`: cells (row, column) to stand out; `sums`: rows of means.
 
     `caption`, `detail_caption`: whole sentences for a paper, of the table and of its columns of details, in place of title and
-    notes.
+    notes. `whole`: no name in it is shortened.
     """
 
     title: str
@@ -61,6 +59,7 @@ class Table:
     sums: Set[int] = frozenset()
     caption: str = ""
     detail_caption: str = ""
+    whole: bool = False
 
 
 def columns(*headings: str) -> list[Column]:
@@ -87,27 +86,38 @@ def few(names: Sequence[str], most: int = 4) -> str:
 def terminal(table: Table, width: int, elsewhere: str = "--format md has them") -> Group:
     """Return a table for a terminal of `width` cells, with its notes.
 
-    A table that is too wide gets headings in two lines, then short ones and shortened names, then loses columns by rank, which
-    it names with where they are (`elsewhere`). If nothing is left to drop, each cell gets a line.
+    A table that is too wide gets headings in two lines, then short ones and, unless they stay whole, shortened names, then
+    loses columns by rank, which it names with where they are (`elsewhere`). If nothing is left to drop, each cell gets a line.
     """
-    names = [shown(row[i]) for row in table.rows for i, one in enumerate(table.columns) if not one.right]
+    texts, right = [[shown(text) for text in row] for row in table.rows], [one.right for one in table.columns]
+    names = [text for row in texts for text, number in zip(row, right, strict=True) if not number]
     longest = max(map(cell_len, [*names, ""]))
-    rooms = [longest, *(room for room in ROOMS if room < longest)]
     headings = [shown(one.heading) for one in table.columns]
     short = shortened(headings, NARROW)
     heads = [headings, list(map(_two_lines, headings)), [short[one] for one in headings]]
+    rooms = [shortened(names, longest), *(shortened(names, room) for room in ROOMS if room < longest and not table.whole)]
+
+    def room(place: int, head: Sequence[str], written: Mapping[str, str]) -> int:
+        """Return the cells that a column takes, with a blank on each side."""
+        parts = [*head[place].split("\n"), *(row[place] if right[place] else written[row[place]] for row in texts)]
+        return 2 + max(map(cell_len, parts))
+
+    looks = [*itertools.product(rooms, heads[:2]), *((written, heads[2]) for written in rooms)]
     most = max(one.rank for one in table.columns)
-    tries = ((keep, head, room) for keep in range(most, -1, -1) for head in heads for room in rooms)
-    for keep, head, room in tries:
+    for keep, (written, head) in itertools.product(range(most, -1, -1), looks):
         places = [i for i, one in enumerate(table.columns) if one.rank <= keep]
-        grid = _grid(table, places, head, shortened(names, room))
-        if needed(grid) <= width:
+        if sum(room(place, head, written) for place in places) <= width:
+            cells = [[row[i] if right[i] else written[row[i]] for i in places] for row in texts]
+            grid = _grid(table, places, [head[i] for i in places], cells)
             break
     else:
-        keep, grid = most, fit([lambda written: _tall(table, headings, written)] * 2, names, width)
+        pairs = [(heading, text) for row in table.rows for heading, text in zip(headings, row, strict=True) if text]
+        starts = {place for place, (heading, _) in enumerate(pairs) if heading == headings[0]}
+        keep, grid = most, folding(Table("", columns("", ""), pairs, sums=starts))
     gone = [one for one, column in zip(headings, table.columns, strict=True) if column.rank > keep]
     notes = [*table.notes, *([f"no room here for: {', '.join(gone)}; {elsewhere}"] if gone else [])]
-    return Group(line(table.title, "italic", 1000), grid, *(line(note, "dim", limit=2000) for note in notes), Text(""))
+    title = [line(table.title, "italic", 1000)] if table.title else []
+    return Group(*title, grid, *(line(note, "dim", limit=2000) for note in notes), Text(""))
 
 
 def _two_lines(heading: str) -> str:
@@ -117,48 +127,32 @@ def _two_lines(heading: str) -> str:
     return heading if middle is None else f"{heading[:middle]}\n{heading[middle + 1 :]}"
 
 
-def _grid(table: Table, places: Sequence[int], heads: Sequence[str], names: Mapping[str, str]) -> Grid:
+def _grid(table: Table, places: Sequence[int], heads: Sequence[str], cells: Sequence[Sequence[str]]) -> Grid:
+    """Return some columns of a table, no cell broken; the best cells and the rows of means are bold."""
     grid = Grid(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-    for i in places:
-        grid.add_column(Text(heads[i]), justify="right" if table.columns[i].right else "left", no_wrap=True)
-    for index, row in enumerate(table.rows):
+    for i, head in zip(places, heads, strict=True):
+        grid.add_column(Text(head), justify="right" if table.columns[i].right else "left", no_wrap=True)
+    for index, row in enumerate(cells):
         if (index in table.sums) != (index - 1 in table.sums):
             grid.add_section()
-        texts = (names.get(shown(row[i]), shown(row[i])) for i in places)
-        style = "bold" if index in table.sums else ""
-        grid.add_row(
-            *(Text(text, "bold" if (index, i) in table.best else style) for i, text in zip(places, texts, strict=True))
-        )
+        bold = [index in table.sums or (index, i) in table.best for i in places]
+        grid.add_row(*(Text(text, "bold" if strong else "") for text, strong in zip(row, bold, strict=True)))
     return grid
 
 
-def _tall(table: Table, headings: Sequence[str], names: Mapping[str, str]) -> Grid:
-    """Return a line per cell: the row's name once, the column's heading, the cell."""
-    grid = Grid(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in (headings[0], "", ""):
-        grid.add_column(Text(heading), justify="left", no_wrap=True)
-    for row in table.rows:
-        grid.add_section()
-        for place, (heading, text) in enumerate(pair for pair in zip(headings[1:], row[1:], strict=True) if pair[1]):
-            written = (shown(one) for one in ("" if place else row[0], heading, text))
-            grid.add_row(*(Text(names.get(one, one)) for one in written))
+def folding(table: Table) -> Grid:
+    """Return a table whose cells are all whole, in as many lines as they need; a row of `sums` begins a section."""
+    headed = any(one.heading for one in table.columns)
+    grid = Grid(box=SIMPLE, pad_edge=False, show_header=headed, title=line(table.title) if table.title else None)
+    grid.title_justify = "left"
+    for place, one in enumerate(table.columns):
+        fixed = place == 0 and not headed
+        grid.add_column(one.heading, justify="right" if one.right and headed else "left", overflow="fold", no_wrap=fixed)
+    for place, row in enumerate(table.rows):
+        if place in table.sums:
+            grid.add_section()
+        grid.add_row(*(line(text, limit=2000) for text in row))
     return grid
-
-
-def fit(layouts: Sequence[Layout], names: Iterable[str], width: int, whole_names: bool = False) -> Grid:
-    """Return the first layout that fits into `width` cells; from the second one on, names may be shortened for it.
-
-    With `whole_names` they are shortened in the last layout only.
-    """
-    names = list(names)
-    whole = {name: name for name in names}
-    longest = max(map(cell_len, [*names, ""]))
-    room = longest
-    for index, layout in enumerate(layouts):
-        room = longest - max(needed(layout(whole)) - width, 0)
-        if room == longest or (index and room >= SHORT and not whole_names):
-            return layout(shortened(names, room))
-    return layouts[-1](shortened(names, max(room, 1)))
 
 
 def shortened(names: Sequence[str], width: int) -> dict[str, str]:
@@ -185,12 +179,6 @@ def _ends(name: str, width: int, mark: str) -> str:
         return name
     cuts = (name[: (kept + 1) // 2] + mark + name[len(name) - kept // 2 :] for kept in range(len(name), -1, -1))
     return next((cut for cut in cuts if cell_len(cut) <= width), mark)
-
-
-def needed(grid: Grid) -> int:
-    """Return the cells a table takes with every column at its full width."""
-    console = Console(width=100_000)
-    return Measurement.get(console, console.options, grid).maximum
 
 
 def markdown(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
@@ -232,16 +220,8 @@ def tex(text: str) -> str:
     return "".join(_TEX.get(c, c) for c in shown(text, 2000))
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A part of a table that fits a column or a page: the points of each of its columns, by place."""
-
-    widths: Mapping[int, float]
-
-    @property
-    def wide(self) -> bool:
-        """Whether it needs the page's width."""
-        return sum(self.widths.values()) > TEX_COLUMN
+_Piece = Mapping[int, float]
+"""A part of a table that fits a column or a page: the points of each of its columns, by place."""
 
 
 def latex(tables: Iterable[Table], notes: Sequence[str] = ()) -> str:
@@ -281,16 +261,16 @@ def _pieces(table: Table, places: Sequence[int]) -> list[_Piece]:
         room = (most - numbers) / max(len(texts), 1)
         widths = whole | {place: min(whole[place], room) for place in texts}
         if sum(widths.values()) <= most and (widths == whole or room >= least):
-            return [_Piece(widths)]
+            return [widths]
     found, first = list[_Piece](), {0: min(whole[0], 2 * TEX_TEXT)}
     part = dict(first)
     for place in places:
         own = min(whole[place], TEX_PAGE - first[0])
         if len(part) > 1 and sum(part.values()) + own > TEX_PAGE:
-            found.append(_Piece(part))
+            found.append(part)
             part = dict(first)
         part[place] = own
-    return [*found, _Piece(part)]
+    return [*found, part]
 
 
 def _points(text: str) -> float:
@@ -313,7 +293,7 @@ def _environment(table: Table, piece: _Piece, rows: range, caption: str) -> list
     """Return a table environment with some columns and rows of a table."""
     wrapped = {
         place: room - TEX_GAP
-        for place, room in piece.widths.items()
+        for place, room in piece.items()
         if not table.columns[place].right and max(map(_points, _cells(table, place)), default=0) > room - TEX_GAP
     }
 
@@ -340,12 +320,12 @@ def _environment(table: Table, piece: _Piece, rows: range, caption: str) -> list
             return rf">{{\raggedright\arraybackslash}}p{{{wrapped[place]:.0f}pt}}"
         return "r" if table.columns[place].right else "l"
 
-    star = "*" if piece.wide else ""
-    body = [line_of(written(row, place) for place in piece.widths) for row in rows]
+    star = "*" if sum(piece.values()) > TEX_COLUMN else ""
+    body = [line_of(written(row, place) for place in piece) for row in rows]
     under = [tex(" ".join(map(sentence, table.notes)))] if table.notes and not caption else []
     lines = [rf"\begin{{table{star}}}[t]", r"\centering\footnotesize\setlength{\tabcolsep}{3pt}"]
     lines += [rf"\caption{{{tex(sentence(caption or table.title))}}}\smallskip"]
-    lines += [rf"\begin{{tabular}}{{{''.join(map(align, piece.widths))}}}", r"\toprule", line_of(map(head, piece.widths))]
+    lines += [rf"\begin{{tabular}}{{{''.join(map(align, piece))}}}", r"\toprule", line_of(map(head, piece))]
     lines += [r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
     return [*lines, *(rf"\par\smallskip\raggedright {one}" for one in under), rf"\end{{table{star}}}", ""]
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Sequence
 
 from consilium.config.job import JobConfig
 from consilium.estimates.communication import moved, own_cost
@@ -38,13 +37,13 @@ def count_flops(study: Study) -> float | None:
     return total
 
 
-def bytes_of(cell: Cell, count: int = 0) -> int | None:
-    """Return the bytes of tensors up and down of a whole run of `count` sites, all together; 0 where data are pooled.
+def bytes_of(cell: Cell) -> int | None:
+    """Return the bytes of tensors up and down of a whole run, of all sites together; 0 where data are pooled.
 
-    Without a count the study or generated data say it; None where these do not.
+    The study or generated data say how many sites there are; None where these do not.
     """
     job = assemble_job(cell.load(), cell.base)
-    count = count or _sites_of(cell, job.config)
+    count = _sites_of(cell, job.config)
     if not count:
         return None
     if job.strategy.traits.pools_data:
@@ -56,27 +55,6 @@ def bytes_of(cell: Cell, count: int = 0) -> int | None:
 
 def _sites_of(cell: Cell, config: JobConfig) -> int:
     """Return how many sites the study or generated data say a cell has; 0 where these do not."""
-    return len(site_names(cell.sites, None)) if cell.sites or config.data.phantoms is not None else 0
-
-
-def fewer_steps(cells: Sequence[Cell]) -> list[Cell]:
-    """Return the cells on pooled data that see fewer samples a round than the sites of a federated cell do together.
-
-    A cell is held against those that differ from it on one axis. Epochs, and a number of sites that is not known, are left out.
-    """
-    pooled: list[tuple[Cell, float]] = []
-    others: list[tuple[Cell, float]] = []
-    for cell in cells:
-        config = cell.load()
-        seen = (config.training.local_steps or 0) * config.training.batch_size
-        if config.strategy.traits.pools_data:
-            pooled.append((cell, seen))
-        else:
-            sites = _sites_of(cell, config) or (cell.counts.sites if cell.counts else 0)
-            others.append((cell, seen * sites * config.federation.fraction_train))
-    return [cell for cell, seen in pooled if any(0 < seen < whole and _near(cell, other) for other, whole in others)]
-
-
-def _near(one: Cell, other: Cell) -> bool:
-    """Tell whether two cells of a study differ on one axis."""
-    return sum(one.labels[axis] != other.labels[axis] for axis in one.labels) == 1
+    if cell.sites or config.data.phantoms is not None:
+        return len(site_names(cell.sites, None))
+    return cell.counts.sites if cell.counts else 0

@@ -17,9 +17,8 @@ from consilium.report.plain_files import read_json
 from consilium.study.study import Study, studies_folder
 
 RECORD = "cell.json"
-State = Literal["waiting", "running", "locked", "interrupted", "failed", "done", "other data"]
-"""`locked`: another process runs it; `interrupted`: it resumes from its checkpoint, also where its scores are gone; `other
-data`: it will run anew, see `held`."""
+State = Literal["waiting", "running", "locked", "interrupted", "failed", "done"]
+"""`locked`: another process runs it; `interrupted`: it resumes from its checkpoint, also where its scores are gone."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,7 @@ class CellRecord:
 
     def outdated(self, code: str) -> bool:
         """Tell whether a cell ran by other code than this, to its end or not. One of a version that noted none did not."""
-        return self.state not in ("locked", "other data") and self.code not in ("", code)
-
-    def held(self, data: str) -> "CellRecord":
-        """Return the record as it stands to these data: a run on others will run anew."""
-        other = self.state in ("done", "failed", "interrupted") and self.data not in ("", data)
-        return replace(self, state="other data") if other else self
+        return self.state != "locked" and self.code not in ("", code)
 
 
 _RECORD = TypeAdapter(CellRecord)

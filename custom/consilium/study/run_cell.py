@@ -5,7 +5,6 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from filelock import Timeout
@@ -108,30 +107,15 @@ def _run(planned: Planned, observer: Observer) -> CellRecord:
 def set_aside(planned: Planned) -> None:
     """Set a run aside that is on other data, or by other code, and restore an earlier one that ran with these."""
     folder, before = planned.cell.folder, stored(planned.cell.folder)
+    aside = folder.parent.parent / "set-aside"
+    if before.data not in ("", planned.data) or _unwanted(before, planned):
+        place = private_folder(aside) / f"{folder.name}-{before.data}-{before.code}"
+        while place.exists():  # an earlier one failed in between
+            place = place.with_name(f"{place.name}-former")
+        folder.rename(place)
     if not folder.exists():
-        before = _restored(folder, planned.data, f"{planned.data}-{planned.code}")
-    if before.data and before.data != planned.data:
-        before = _exchanged(folder, before.data, planned.data)
-    if _unwanted(before, planned):
-        _exchanged(folder, f"{planned.data}-{before.code}", f"{planned.data}-{planned.code}")
-
-
-def _exchanged(folder: Path, old: str, new: str) -> CellRecord:
-    """Set a cell's folder aside under `old`, its data and code; restore the one under `new`, if any; return its record."""
-    place = private_folder(folder.parent.parent / "set-aside") / f"{folder.name}-{old}"
-    while place.exists():  # an earlier one failed in between
-        place = place.with_name(f"{place.name}-former")
-    folder.rename(place)
-    return _restored(folder, new)
-
-
-def _restored(folder: Path, *names: str) -> CellRecord:
-    """Restore the first run that was set aside under one of these names, where there is one; return the cell's record."""
-    for name in names:
         with suppress(FileNotFoundError):
-            (folder.parent.parent / "set-aside" / f"{folder.name}-{name}").rename(folder)
-            break
-    return stored(folder)
+            (aside / f"{folder.name}-{planned.data}-{planned.code}").rename(folder)
 
 
 def simulate_cell(planned: Planned, observer: Observer) -> None:

@@ -1,46 +1,34 @@
-"""What a person sees of a study: a live grid with a sign per cell, lines where there is no terminal, and a table."""
+"""What a person sees of a study: a bar and the cells that run, lines where there is no terminal, and a table."""
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Self
 
-from rich.box import SIMPLE
-from rich.console import Console, Group, RenderableType
-from rich.table import Column, Table
+from rich.console import Console, Group
 from rich.text import Text
 
 from consilium.core.sanitize import shown
 from consilium.report.live_view import LiveScreen
-from consilium.report.tables import Column as Heading
-from consilium.report.tables import Table as TextTable
-from consilium.report.tables import fit, terminal
+from consilium.report.tables import Column, Table, duration
 from consilium.study.plan import Planned
 from consilium.study.records import CellRecord, record_of
 from consilium.study.run_cell import finished
 from consilium.study.runner import Progress as Part
 from consilium.study.study import Cell
 
-SIGNS = {"waiting": ".", "interrupted": "~", "running": ">", "locked": "=", "failed": "x", "done": "#"}
-"""Plain letters: a cell each, in every terminal."""
 Records = Mapping[str, CellRecord]
 """By cell."""
-
-
-def duration(seconds: float) -> str:
-    """Return a time as people say it: 42 s, 7 min, 3.5 h."""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 class StudyView(LiveScreen):
     """Takes the progress of `run_study`.
 
-    A row for each value of the first axis, a sign for each cell of the others in their order, an ETA by finished cells.
+    A bar, a line for each cell that runs, an ETA by finished cells.
     """
 
     def __init__(self, console: Console, title: str, cells: Sequence[Planned], workers: int) -> None:
         self.title, self.cells, self.workers = title, [one.cell for one in cells], workers
-        self.records = {one.cell.id: _before(one) for one in cells}
+        self.records = {one.cell.id: record_of(one.cell.folder) if finished(one) else CellRecord() for one in cells}
         self.parts: dict[str, tuple[float, str, float]] = {}  # fraction, place, when it began here
         super().__init__(console, title, len(cells))  # which renders
 
@@ -83,54 +71,23 @@ class StudyView(LiveScreen):
         return duration(max(left, 0.0) * sum(took) / len(took) / max(min(self.workers, left), 1))
 
     def render(self) -> Group:
-        """Return the bar, the grid and what is running."""
+        """Return the bar and what is running."""
         done = self._count("done", "failed") + sum(part for part, *_ in self.parts.values())
-        bar = self.bar(done, f"{shown(self.title, 40)} {self._place()}", self.eta())
+        failed = f", {count} failed" if (count := self._count("failed")) else ""
+        bar = self.bar(done, f"{shown(self.title, 40)} {self._place()}{failed}", self.eta())
         running = [f"{c.name}: {self.parts[c.id][1]}" for c in self.cells if c.id in self.parts]
         lines = [Text(shown(text), no_wrap=True, overflow="ellipsis") for text in running]
-        return Group(bar, fit([self._grid] * 2, self._rows(), self.console.width), *lines)
-
-    def _rows(self) -> dict[str, list[Cell]]:
-        """Return the cells by their value on the first axis."""
-        found: dict[str, list[Cell]] = {}
-        for cell in self.cells:
-            found.setdefault(shown(next(iter(cell.labels.values()))), []).append(cell)
-        return found
-
-    def _grid(self, names: Mapping[str, str]) -> Table:
-        first, *others = self.cells[0].labels
-        there = {self._state(cell) for cell in self.cells}
-        legend = "  ".join(f"{sign} {state}" for state, sign in SIGNS.items() if state in there)
-        signs = Column(" x ".join(others) or "cell", overflow="fold", max_width=40)
-        table = Table(Column(first, no_wrap=True), signs, box=SIMPLE, pad_edge=False)
-        table.caption, table.caption_justify = Text(legend), "left"
-        for name, cells in self._rows().items():
-            table.add_row(Text(names[name]), Text("".join(SIGNS[self._state(cell)] for cell in cells)))
-        return table
-
-    def _state(self, cell: Cell) -> str:
-        return "running" if cell.id in self.parts else self.records[cell.id].state
+        return Group(bar, *lines)
 
 
-def _before(planned: Planned) -> CellRecord:
-    """Return how far a cell is, to one who is about to run it: a failed one goes on, one of other data or code begins."""
-    record = record_of(planned.cell.folder)
-    if finished(planned) or record.state in ("waiting", "locked"):
-        return record
-    goes_on = record.data == planned.data and record.state != "done" and not record.outdated(planned.code)
-    return replace(record, state="interrupted" if goes_on else "waiting")
-
-
-def cells_table(
-    title: str, cells: Sequence[Cell], records: Records, sizes: Mapping[str, int | None], width: int
-) -> RenderableType:
-    """Return a row per cell: its values, how far it is, what it took and will send; as narrow as `width` asks."""
-    heads = [*(Heading(axis, right=False) for axis in cells[0].labels), Heading("state", right=False)]
-    heads += [Heading("took"), Heading("MB"), Heading("folder", right=False)]
+def cells_table(title: str, cells: Sequence[Cell], records: Records, sizes: Mapping[str, int | None]) -> Table:
+    """Return a row per cell: its values, how far it is, what it took and will send."""
+    heads = [*(Column(axis, right=False) for axis in cells[0].labels), Column("state", right=False)]
+    heads += [Column("took"), Column("MB"), Column("folder", right=False)]
     rows = []
     for cell in cells:
         record, size = records[cell.id], sizes.get(cell.id)
         took = duration(record.seconds) if record.seconds else ""
         sent = "" if size is None else f"{size / 1e6:,.1f}"
         rows.append([*cell.labels.values(), record.state, took, sent, cell.id])
-    return terminal(TextTable(title, heads, rows), width)
+    return Table(title, heads, rows)

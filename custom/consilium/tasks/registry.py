@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from consilium.core.errors import ConfigError
 from consilium.core.registry import Registry
 from consilium.core.schema import Section
 from consilium.data.check_report import Findings
@@ -133,3 +134,12 @@ TASKS: Registry[TaskKind] = Registry(
     "consilium.tasks",
     "consilium.tasks.registry:TaskKind",
 )
+
+
+def task_scores(task: Mapping[str, Any]) -> Scores | None:
+    """Return how the scores of a `task:` section are shown; None for a task that is not known here, or not such a section."""
+    try:
+        kind = TASKS[str(task.get("name"))]
+        return kind.scores(kind.config.model_validate(kind.completed(task)))
+    except (ConfigError, KeyError, ValueError):
+        return None

@@ -79,7 +79,7 @@ def moved(initial: Tensors) -> Tensors:
 def batches() -> Iterator[tuple[int, list[int], int]]:
     """Yield (seed, batch, the record that joins it), the record at any place in it."""
     draw = random.Random(0)
-    for seed in range(4):
+    for seed in range(2):
         order = draw.sample(range(RECORDS), RECORDS)
         size = draw.randint(0, RECORDS - 1)
         yield seed, order[:size], order[size]

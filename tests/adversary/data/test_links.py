@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
@@ -97,7 +96,7 @@ def survey(folder: Path) -> None:
 
 def matrix(folder: Path) -> None:
     """Write the scores of every site's model on every site's data."""
-    CrossSiteMatrix("dice", "test", ("a",), (Stage.GLOBAL,), ("a",), np.ones((1, 1))).write(folder)
+    CrossSiteMatrix("dice", "test", ("a",), (Stage.GLOBAL,), ("a",), [[1.0]]).write(folder)
 
 
 def look_at_a_site(folder: Path) -> None:

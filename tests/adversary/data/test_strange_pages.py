@@ -10,26 +10,24 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from consilium.core.messages import Stage
+from consilium.report import predictions
 from consilium.report.compare.figures import draw_examples
-from consilium.report.predictions import LAYOUT, REFERENCE, join_predictions, write_predictions
+from consilium.report.predictions import LAYOUT, join_predictions, write_predictions
 from consilium.use.bundle_template import read
 from tests.report.runs import group_of, make
 from tests.report.test_examples import masks
 
-PAGE: dict[str, Any] = {
-    "rows": [20, 100],
-    "side": 60,
-    "boxes": {REFERENCE: [[0, 20, 60, 80]], str(Stage.GLOBAL): [[60, 20, 120, 80]]},
-}
+PAGE: dict[str, Any] = {"titles": ["picture", "reference", str(Stage.GLOBAL)], "rows": 1, "top": 48}
 EPS = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 200 200\n%%layout: {layout}\n%%EndComments\nshowpage\n"
 
 
-def page(path: Path, layout: Any = PAGE, size: tuple[int, int] = (200, 200)) -> Path:
+def page(path: Path, layout: Any = PAGE, size: tuple[int, int] | None = None) -> Path:
     """Write a page of one colour with this layout."""
     notes = PngInfo()
     notes.add_text(LAYOUT, json.dumps(layout))
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("1", size).save(path, pnginfo=notes)
+    room = predictions.PANEL + 12  # a tile and the gap behind it
+    Image.new("1", size or (2 * 16 + 3 * room, 2 * 16 + 48 + room + 40 + 9)).save(path, pnginfo=notes)
     return path
 
 
@@ -63,13 +61,13 @@ def wrong(**values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "layout",
     [
-        wrong(boxes=PAGE["boxes"] | {REFERENCE: [[0, 0, 10**6, 10**6]]}),  # 3 TB, once it is cut out
-        wrong(boxes=PAGE["boxes"] | {REFERENCE: [[60, 20, 0, 80]]}),
-        wrong(boxes=PAGE["boxes"] | {REFERENCE: [[0, 20, 60, 80]] * 9}),  # other numbers of both
-        wrong(boxes={name: boxes * 400 for name, boxes in PAGE["boxes"].items()}),
-        wrong(rows=[20, 10**6]),
-        wrong(rows=[100, 20]),
-        wrong(side=10**6),
+        wrong(rows=10**6),  # 3 TB, once they are cut out
+        wrong(rows=0),
+        wrong(rows=2),  # which do not fit
+        wrong(titles=["picture"] * 10**4),
+        wrong(titles=["picture", "reference", "global", "personalized"]),
+        wrong(top=10**6),
+        wrong(top=-9),
     ],
 )
 def test_parts_that_no_run_draws_are_no_page(layout: Any, tmp_path: Path) -> None:

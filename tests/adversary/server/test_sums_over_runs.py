@@ -14,30 +14,28 @@ from typer.testing import CliRunner
 from consilium import __version__
 from consilium.cli.main import app
 from consilium.client.build import build_guard
-from consilium.client.client import Client
-from consilium.config.job import JobConfig, load_job
+from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig, load_site
 from consilium.core.errors import ConfigError, ConsiliumError, RefusedError
 from consilium.core.messages import Hello, Kind, Payload, Tensors
 from consilium.core.seeding import seed_for
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.federation.job import Job, assemble_job
+from consilium.federation.job import Job
 from consilium.privacy.guard.release_checks import upload_shapes
 from consilium.privacy.ledger import audit
 from consilium.privacy.secagg import sum_ledger
 from consilium.privacy.secagg.simulated import make_simulated_identities, read_root, read_simulated_identity
 from consilium.privacy.secagg.sum_ledger import SumLedger
-from consilium.runtime.engine import LocalTransport, simulate
+from consilium.runtime.engine import LocalTransport
 from consilium.runtime.worker_pool import SimulatedSite
 from consilium.server.coordinator import Coordinator
 from consilium.server.masked_round import MaskedRounds, aggregate_for
-from tests.conftest import JOBS, assembled, small_config, training_only
+from tests.conftest import assembled, small_config, training_only
 
 FOUR = ["site-1", "site-2", "site-3", "site-4"]
 THREE = FOUR[:3]
 SAMPLES = {name: 10 * number for number, name in enumerate([*FOUR, "site-5", "site-6"], 1)}
 NOISE = {"unit": "site", "trust": "distributed", "noise_multiplier": 1.0, "clip": 1.0}
-WHY = "without noise"
 
 
 def job_of(**sections: Any) -> Job:
@@ -157,16 +155,10 @@ def test_two_runs_do_not_show_the_hospital_that_joins_or_leaves(sets: Any, hospi
     "changed",
     [
         {"training": {"lr": 1e-4}},
-        pytest.param({"training": {"seed": 5}}, marks=pytest.mark.slow),
-        pytest.param({"training": {"local_steps": 9, "optimizer": "sgd"}}, marks=pytest.mark.slow),
-        {"adapter": {"rank": 2}},
         {"adapter": {"targets": "qv"}},
-        pytest.param({"name": "another_study"}, marks=pytest.mark.slow),
         {"secure_aggregation": {"threshold": 4}},
+        pytest.param({"adapter": {"kind": "bottleneck"}}, marks=pytest.mark.slow),
         pytest.param({"strategy": {"name": "ffa_lora"}}, marks=pytest.mark.slow),
-        {"adapter": {"targets": "encoder-qkv"}},
-        {"adapter": {"kind": "full"}},
-        {"adapter": {"kind": "bottleneck"}},
     ],
     ids=str,
 )
@@ -191,14 +183,6 @@ def test_an_epsilon_without_noise_worth_the_name_is_refused() -> None:
     noise = {name: value for name, value in NOISE.items() if name != "noise_multiplier"}
     with pytest.raises(ConfigError, match=r"privacy\.epsilon: 1000.*lower epsilon"):
         job_of(privacy=noise | {"epsilon": 1000.0, "delta": 1e-5})
-
-
-@pytest.mark.slow
-def test_a_hospital_that_is_ill_for_a_day_stops_the_others_for_a_day(hospitals: Hospitals) -> None:
-    hospitals.sum(FOUR)
-    with pytest.raises(ConsiliumError, match="3 of 3 sites say `sums`"):
-        hospitals.sum(THREE)
-    hospitals.sum(FOUR, job_of(training={"lr": 1e-4}))
 
 
 @pytest.mark.slow
@@ -525,29 +509,6 @@ def test_the_limit_that_the_page_names_sums_of_which_no_hospital_has_seen_all(ho
     one, two, three = (hospitals.sum(names) for names in sets)
     half_sum = {n: (one[n] + two[n] - three[n]) / 2 for n in one}
     assert shows(half_sum, {n: torch.zeros_like(t) for n, t in half_sum.items()}, "site-3")
-
-
-@pytest.mark.slow
-def test_two_simulations_show_what_the_rule_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A simulation's hospitals live in its workspace and remember nothing of another, so masks hide within a run only.
-
-    By real training: the two aggregates and the weights, which are public, give site-4's update to rounding. What it trained
-    is caught where it leaves the site, before its masks.
-    """
-    trained: dict[str, Payload] = {}
-    train = Client.train
-    monkeypatch.setattr(Client, "train", lambda self, run, payload: trained.setdefault(self.name, train(self, run, payload)))
-    job = assemble_job(load_job(JOBS / "quickstart_secagg" / "app" / "config" / "job.yaml", {"training.rounds": 1}))
-    sums = []
-    for names in (THREE, FOUR):
-        folder = tmp_path / str(len(names))
-        trained.clear()
-        coordinator = simulate(job, {name: SiteConfig() for name in names}, folder, lambda event: None)
-        weight = sum(site.num_samples for site in coordinator.sites.values())
-        sums.append({n: (t.double() - job.initial[n].double()) * weight for n, t in coordinator.state.shared.items()})
-    weight, own = coordinator.sites["site-4"].num_samples, trained["site-4"].tensors
-    off = max(float(((sums[1][n] - sums[0][n]) / weight - own[n].double()).abs().max()) for n in own)
-    assert off < 5e-6 < 1e-3 < max(float(t.abs().max()) for t in own.values())
 
 
 def test_a_ledger_with_more_overlaps_than_can_be_worked_out_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

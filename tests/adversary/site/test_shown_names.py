@@ -91,13 +91,13 @@ def found(tmp_path: Path) -> dict[str, Any]:
 
 def test_status(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    cli_jobs.show(found(tmp_path))
+    cli_jobs.show(cli_jobs.lines_of(found(tmp_path)))
     text = capsys.readouterr().out
     check(text)
     assert text.count("owned") == 10
     assert max(map(len, text.splitlines())) < 700  # a number of 300 digits is not written out
     one = {k: HOSTILE for k in ("experiment", "status", "submit_time_iso", "duration", "submitter_name", "job_id")}
-    cli_jobs._list([one])
+    cli_jobs.show(cli_jobs._lines_of_all([one]))
     check(capsys.readouterr().out)
 
 
@@ -142,7 +142,7 @@ def test_the_report_on_a_data_list(capsys: pytest.CaptureFixture[str]) -> None:
     found.images_of_class[HOSTILE] = Counter({"training": 1})
     found.problem(HOSTILE, HOSTILE)
     found.warn(HOSTILE, HOSTILE)
-    data_check._print({HOSTILE: found, "two": found}, {HOSTILE: [HOSTILE]}, [HOSTILE], Path(HOSTILE))
+    cli_jobs.show(data_check._lines({HOSTILE: found, "two": found}, {HOSTILE: [HOSTILE]}, [HOSTILE], Path(HOSTILE)))
     check(capsys.readouterr().out)
 
 

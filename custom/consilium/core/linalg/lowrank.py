@@ -21,7 +21,7 @@ Product = tuple[Tensor, Tensor]
 
 COSTS = {"qr": 2.6e-10, "core": 1.0e-9, "pass": 0.9e-10, "full": 5e-10}
 """Seconds per (out + in) k^2 of QR, per k^3 of a core's SVD, per out * in of a column's way through W and W', per
-out * in * min(out, in) of a full SVD; one core. Only ratios matter. `python -m tests.benchmarks.server_round --constants`."""
+out * in * min(out, in) of a full SVD; measured on one core. Only ratios matter."""
 
 BASIS = 8 * BLOCK
 """Columns of the Krylov basis in which a dense W's certificate holds, typically."""

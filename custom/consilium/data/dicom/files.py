@@ -22,7 +22,7 @@ from consilium.core.errors import DataError
 from consilium.data.dicom.parsing import MOST_OF_FOLDER, Budget, parse
 from consilium.data.file_kinds import MOST_FILES, is_dicom
 from consilium.data.identifiers import canonical
-from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, check_file
+from consilium.data.safe_open import MOST_VOLUME_FILE, TAKE_OFF, check_file, refuse
 
 OTHERS = frozenset(
     {
@@ -37,7 +37,7 @@ OTHERS = frozenset(
 SEGMENTATIONS = frozenset({"1.2.840.10008.5.1.4.1.1.66.4", "1.2.840.10008.5.1.4.1.1.66.7"})
 CONTOURS = "1.2.840.10008.5.1.4.1.1.481.3"
 PARAMETRIC = "1.2.840.10008.5.1.4.1.1.30"
-_PIXELS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
+PIXELS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
 
 logging.getLogger("pydicom").setLevel(logging.CRITICAL + 1)
 pydicom.config.settings.reading_validation_mode = pydicom.config.IGNORE
@@ -50,7 +50,9 @@ with suppress(ImportError):
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turn any exception of the block into a DataError that quotes nothing of the file."""
-    _silence()
+    # pydicom's warnings are ignored before all other rules: other code may have added or restored some
+    if getattr(warnings.filters[0][3] if warnings.filters else None, "pattern", "") != "pydicom":
+        warnings.filterwarnings("ignore", module="pydicom")
     try:
         yield
     except DataError:
@@ -69,13 +71,6 @@ def _why(error: Exception) -> str:
     if isinstance(error, EOFError | struct.error | zlib.error):
         return "it is damaged, or ends early"
     return "an element that is needed is missing, or has a value that the standard does not allow"
-
-
-def _silence() -> None:
-    """Put the rule that ignores pydicom's warnings before all others: other code may have added or restored some."""
-    first = warnings.filters[0][3] if warnings.filters else None
-    if getattr(first, "pattern", "") != "pydicom":
-        warnings.filterwarnings("ignore", module="pydicom")
 
 
 def open_file(path: Path, pixels: bool = False, budget: Budget | None = None) -> Dataset:
@@ -100,12 +95,16 @@ def series(path: Path) -> list[tuple[Path, Dataset]]:
     budget = Budget(path, MOST_OF_FOLDER)
     found = [(file, elements) for file in _files(path) if is_image(elements := open_file(file, budget=budget))]
     found = [(f, e) for f, e in found if "LOCALIZER" not in _words(e, "ImageType")] or found
-    if not found:
-        raise DataError(f"{path}: holds no DICOM image; {TAKE_OFF}")
-    if (count := len({e.get("SeriesInstanceUID") for _, e in found})) > 1:
-        raise DataError(f"{path}: holds {count} series; give each a folder of its own")
-    if len({(whose(e), e.get("StudyInstanceUID")) for _, e in found}) > 1:
-        raise DataError(f"{path}: holds images of several patients or studies; give each a folder of its own")
+    count, people = (
+        len({e.get("SeriesInstanceUID") for _, e in found}),
+        {(whose(e), e.get("StudyInstanceUID")) for _, e in found},
+    )
+    refuse(
+        path,
+        (not found, f"holds no DICOM image; {TAKE_OFF}"),
+        (count > 1, f"holds {count} series; give each a folder of its own"),
+        (len(people) > 1, "holds images of several patients or studies; give each a folder of its own"),
+    )
     return found
 
 
@@ -134,11 +133,6 @@ def is_beside(elements: Dataset) -> bool:
     """Tell whether elements are those of an object beside images: a segmentation, a report, a presentation state."""
     kind = elements.get("SOPClassUID")
     return kind in OTHERS or bool(kind and "Rows" not in elements and "Image Storage" not in pydicom.uid.UID(kind).name)
-
-
-def has_pixels(elements: Dataset) -> bool:
-    """Tell whether a file opened with its pixels has any."""
-    return any(name in elements for name in _PIXELS)
 
 
 def whose(elements: Dataset) -> str:

@@ -6,6 +6,7 @@ slices along the normal of columns and rows, so that a plane across the last axi
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from consilium.core.errors import DataError
 from consilium.data.dicom.files import CONTOURS, PARAMETRIC, SEGMENTATIONS, reading, series, whose
 from consilium.data.file_kinds import MOST_FILES
 from consilium.data.grid import Grid, check_spacing
-from consilium.data.safe_open import most_unpacked
+from consilium.data.safe_open import most_unpacked, refuse
 from consilium.data.volumes import Header
 
 Window = tuple[float, float]
@@ -56,11 +57,28 @@ def scale_of(file: Path, own: Dataset) -> Scale:
     slope, intercept = _first_number(own, "RescaleSlope", 1.0), _first_number(own, "RescaleIntercept", 0.0)
     if not slope:
         raise DataError(f"{file}: its RescaleSlope is 0; replace it or take it off the list")
-    window, curve = _window(own)
+    number = partial(_first_number, own)
+    window: Window | None = None  # the first of several (DICOM PS3.3, C.11.2.1.2)
+    curve = ""
+    if own.get("WindowCenter") in (None, "") or own.get("WindowWidth") in (None, ""):
+        curve = "LUT" if own.get("VOILUTSequence") else ""
+    else:
+        center, width = number("WindowCenter", 0.0), number("WindowWidth", 0.0)
+        function = str(own.get("VOILUTFunction") or "LINEAR")
+        if width >= 1 or (width > 0 and function != "LINEAR"):
+            window = (center - width / 2, center + width / 2 - (function == "LINEAR"))
+            curve = "SIGMOID" if function == "SIGMOID" else ""
+    padding: Window | None = None
+    if own.get("PixelPaddingValue") is not None:
+        both = (first := number("PixelPaddingValue", 0.0), number("PixelPaddingRangeLimit", first))
+        if signed:  # some write -2000 as 63536
+            allocated = int(own.get("BitsAllocated") or 16)
+            both = tuple(value - 2.0**allocated if value >= 2.0 ** (allocated - 1) else value for value in both)  # type: ignore[assignment]
+        padding = min(both), max(both)
     inverted = own.get("PhotometricInterpretation") == "MONOCHROME1"
     if inverted and "ModalityLUTSequence" in own:
         raise DataError(f"{file}: has a table of values and the largest is the darkest (MONOCHROME1), which is not read")
-    return Scale(slope, intercept, window, curve, stored, inverted, _padding(own), own)
+    return Scale(slope, intercept, window, curve, stored, inverted, padding, own)
 
 
 def _first_number(own: Dataset, keyword: str, otherwise: float) -> float:
@@ -72,30 +90,6 @@ def _first_number(own: Dataset, keyword: str, otherwise: float) -> float:
     if not np.isfinite(found):
         raise ValueError(keyword)
     return found
-
-
-def _window(own: Dataset) -> tuple[Window | None, str]:
-    """Return the values that are shown, by the first of several windows (DICOM PS3.3, C.11.2.1.2), and how if not evenly."""
-    if own.get("WindowCenter") in (None, "") or own.get("WindowWidth") in (None, ""):
-        return None, "LUT" if own.get("VOILUTSequence") else ""
-    center, width = _first_number(own, "WindowCenter", 0.0), _first_number(own, "WindowWidth", 0.0)
-    function = str(own.get("VOILUTFunction") or "LINEAR")
-    if (width < 1 and function == "LINEAR") or width <= 0:
-        return None, ""
-    if function == "LINEAR":
-        return (center - width / 2, center + width / 2 - 1), ""
-    return (center - width / 2, center + width / 2), "SIGMOID" if function == "SIGMOID" else ""
-
-
-def _padding(own: Dataset) -> Window | None:
-    if own.get("PixelPaddingValue") is None:
-        return None
-    first = _first_number(own, "PixelPaddingValue", 0.0)
-    last = _first_number(own, "PixelPaddingRangeLimit", first)
-    bits = int(own.get("BitsAllocated") or 16)
-    if own.get("PixelRepresentation"):  # some write -2000 as 63536
-        first, last = (value - 2.0**bits if value >= 2.0 ** (bits - 1) else value for value in (first, last))
-    return min(first, last), max(first, last)
 
 
 def shown(scale: Scale) -> Window | None:
@@ -124,19 +118,13 @@ def in_unit(stored: np.ndarray, scale: Scale) -> np.ndarray:
         values = np.asarray(apply_modality_lut(stored, scale.tables), np.float64)
     else:
         values = stored.astype(np.float64) * scale.slope + scale.intercept
-    if scale.curve:
-        values = _curved(values, scale)
-        values = 1 - values if scale.inverted else values
-    return values.astype(np.float32)
-
-
-def _curved(values: np.ndarray, scale: Scale) -> np.ndarray:
-    """Return values (H, W) as the file shows them, 0 (black) to 1 (white)."""
     if scale.curve == "SIGMOID" and scale.window is not None:
         low, high = scale.window
-        return 1 / (1 + np.exp(np.clip(-4 * (values - (low + high) / 2) / (high - low), -80, 80)))
-    table = np.asarray(apply_voi(np.rint(values).astype(np.int64), scale.tables), np.float64)
-    return table / (2.0 ** int(scale.tables.VOILUTSequence[0].LUTDescriptor[2]) - 1)
+        values = 1 / (1 + np.exp(np.clip(-4 * (values - (low + high) / 2) / (high - low), -80, 80)))
+    elif scale.curve:
+        table = np.asarray(apply_voi(np.rint(values).astype(np.int64), scale.tables), np.float64)
+        values = table / (2.0 ** int(scale.tables.VOILUTSequence[0].LUTDescriptor[2]) - 1)
+    return (1 - values if scale.curve and scale.inverted else values).astype(np.float32)
 
 
 SLICE_TOLERANCE = 0.25
@@ -210,7 +198,7 @@ def stack(path: Path) -> Stack:
     if len(frames) > 1 and len(files) > 1 and any(frame.place is None for frame in frames):
         raise DataError(f"{path}: holds {len(files)} images that do not say where they lie; name each by its file")
     kind = str(first.get("SOPClassUID") or "")
-    ordered, count, affine = (on_lattice if kind in SEGMENTATIONS else in_order)(path, frames)
+    ordered, count, affine = in_order(path, frames, kind in SEGMENTATIONS)
     rows, columns = ordered[0].shape
     middle = ordered[len(ordered) // 2]
     sides = [float(side) for side in np.atleast_1d(middle.own.get("PixelSpacing") or ())] if affine is None else []
@@ -290,57 +278,35 @@ Order = tuple[list[Frame], int, np.ndarray | None]
 """Frames along their normal, the number of slices, and the affine (4, 4) to mm, None where frames have no position."""
 
 
-def in_order(path: Path, frames: Sequence[Frame]) -> Order:
+def in_order(path: Path, frames: Sequence[Frame], on_lattice: bool) -> Order:
     """Return the frames of an image in order, a slice each.
 
-    Raises DataError for an uneven stack: different sizes or directions, two frames at one position, a missing one.
+    `on_lattice`: those of a segmentation, of which several may share a position, and empty slices have none. Raises DataError
+    for frames that are not parallel, and for an uneven stack: different sizes, two frames at one position, a missing one.
     """
-    if any(frame.shape != frames[0].shape for frame in frames):
+    if not on_lattice and any(frame.shape != frames[0].shape for frame in frames):
         raise DataError(f"{path}: holds images of several sizes; give each series a folder of its own")
-    if (places := _places(path, frames)) is None:
-        return list(frames), len(frames), None
-    heights, order, origins = _sorted(places)
-    step = (origins[-1] - origins[0]) / (len(order) - 1) if len(order) > 1 else places[0].normal * places[0].depth
-    _check_even(path, heights, origins, step)
-    return [frames[n] for n in order], len(order), _affine(places[0], step, origins[0])
-
-
-def on_lattice(path: Path, frames: Sequence[Frame]) -> Order:
-    """Return the frames of a segmentation in order: several may share a position, and empty slices have none."""
-    if (places := _places(path, frames)) is None:
-        return list(frames), len(frames), None
-    heights, order, origins = _sorted(places)
-    gaps = np.diff(heights)
-    least = min(gaps[gaps > _SAME], default=places[0].depth)
-    count = round(float(heights[-1] - heights[0]) / least)
-    if count + 1 > MOST_FILES:
-        raise DataError(f"{path}: its segments lie {least:.4f} mm apart over {count * least:.0f} mm; replace it")
-    step = (origins[-1] - origins[0]) / count if count else places[0].normal * places[0].depth
-    return [frames[n] for n in order], count + 1, _affine(places[0], step, origins[0])
-
-
-def _places(path: Path, frames: Sequence[Frame]) -> list[Place] | None:
-    """Return the positions of frames, None where one is missing. Raises DataError where they are not parallel."""
     places = [frame.place for frame in frames if frame.place is not None]
     if len(places) < len(frames):
-        return None
-    for place in places:
-        if not (np.allclose(place.i, places[0].i, atol=_SAME) and np.allclose(place.j, places[0].j, atol=_SAME)):
-            raise DataError(f"{path}: holds images turned or scaled differently; give each series a folder of its own")
-    return places
-
-
-def _sorted(places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return sorted heights along the normal (N,), the order (N,), and the sorted positions of first pixels (N, 3)."""
-    heights = np.array([place.origin @ places[0].normal for place in places])
+        return list(frames), len(frames), None
+    one = places[0]
+    if not all(np.allclose(place.i, one.i, atol=_SAME) and np.allclose(place.j, one.j, atol=_SAME) for place in places):
+        raise DataError(f"{path}: holds images turned or scaled differently; give each series a folder of its own")
+    heights = np.array([place.origin @ one.normal for place in places])  # along the normal
     order = np.argsort(heights, kind="stable")
-    return heights[order], order, np.array([places[n].origin for n in order])
-
-
-def _affine(place: Place, step: np.ndarray, origin: np.ndarray) -> np.ndarray:
+    heights, origins, count = heights[order], np.array([places[n].origin for n in order]), len(order) - 1
+    if on_lattice:
+        gaps = np.diff(heights)
+        least = min(gaps[gaps > _SAME], default=one.depth)
+        count = round(float(heights[-1] - heights[0]) / least)
+        if count + 1 > MOST_FILES:
+            raise DataError(f"{path}: its segments lie {least:.4f} mm apart over {count * least:.0f} mm; replace it")
+    step = (origins[-1] - origins[0]) / count if count else one.normal * one.depth
+    if not on_lattice:
+        _check_even(path, heights, origins, step)
     affine = np.eye(4)
-    affine[:3] = np.stack([place.i, place.j, step, origin], axis=1)
-    return _TO_RAS @ affine
+    affine[:3] = np.stack([one.i, one.j, step, origins[0]], axis=1)
+    return [frames[n] for n in order], count + 1, _TO_RAS @ affine
 
 
 def _check_even(path: Path, heights: np.ndarray, origins: np.ndarray, step: np.ndarray) -> None:
@@ -348,21 +314,21 @@ def _check_even(path: Path, heights: np.ndarray, origins: np.ndarray, step: np.n
     gaps = np.diff(heights)
     if not len(gaps):
         return
-    if taken := int((gaps < _SAME).sum()):
-        remedy = "save each echo, phase or time as a series of its own"
-        raise DataError(f"{path}: holds {len(heights)} images at {len(heights) - taken} places; {remedy}")
-    usual = float(np.median(gaps))
+    taken, usual = int((gaps < _SAME).sum()), float(np.median(gaps))
     wide = np.flatnonzero(gaps > (1 + SLICE_TOLERANCE) * usual)
-    if len(wide):
-        missing, at = int((np.rint(gaps[wide] / usual) - 1).clip(1).sum()), int(wide[0])
-        where = f"between slices {at} and {at + 1} lie {gaps[at]:.2f} mm, elsewhere {usual:.2f}"
-        raise DataError(f"{path}: {missing} slices are missing or uneven ({where}); complete the series")
+    at = int(wide[0]) if len(wide) else 0
+    missing = int((np.rint(gaps[wide] / max(usual, _SAME)) - 1).clip(1).sum())
+    where = f"between slices {at} and {at + 1} lie {gaps[at]:.2f} mm, elsewhere {usual:.2f}"
     even = origins[0] + np.arange(len(origins))[:, None] * step
-    if (
-        float(np.linalg.norm(origins - even, axis=1).max()) > SLICE_TOLERANCE * usual
-        or gaps.min() < (1 - SLICE_TOLERANCE) * usual
-    ):
-        raise DataError(f"{path}: its slices lie unevenly, {gaps.min():.2f} to {gaps.max():.2f} mm apart; resample the series")
+    off = float(np.linalg.norm(origins - even, axis=1).max()) > SLICE_TOLERANCE * usual
+    uneven = off or gaps.min() < (1 - SLICE_TOLERANCE) * usual
+    count, remedy = len(heights), "save each echo, phase or time as a series of its own"
+    refuse(
+        path,
+        (taken, f"holds {count} images at {count - taken} places; {remedy}"),
+        (len(wide), f"{missing} slices are missing or uneven ({where}); complete the series"),
+        (uneven, f"its slices lie unevenly, {gaps.min():.2f} to {gaps.max():.2f} mm apart; resample the series"),
+    )
 
 
 def _check_size(path: Path, files: Mapping[Path, Dataset]) -> None:

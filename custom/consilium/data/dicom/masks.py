@@ -56,11 +56,11 @@ def contours(path: Path, elements: Dataset, image: Header) -> Labels:
     structures = {str(roi.get("ROINumber")): roi for roi in elements.get("StructureSetROISequence") or []}
     every = [(structures.get(str(roi.get("ReferencedROINumber"))), roi) for roi in elements.get("ROIContourSequence") or []]
     drawn = [(about, roi) for about, roi in every if about is not None and roi.get("ContourSequence")]
-    if (needed := len(drawn) * prod(image.grid.shape)) > MOST_VOLUME:
+    needed, count = len(drawn) * prod(image.grid.shape), sum(len(roi.ContourSequence) for _, roi in drawn)
+    if needed > MOST_VOLUME or count > MOST_CONTOURS:
         found = f"{len(drawn)} structures, {needed:,} bytes; at most {MOST_VOLUME:,} are"
+        found = found if needed > MOST_VOLUME else f"{count:,} contours, at most {MOST_CONTOURS:,} are"
         raise DataError(f"{path}: cannot be read as masks ({found}); leave structures out")
-    if (count := sum(len(roi.ContourSequence) for _, roi in drawn)) > MOST_CONTOURS:
-        raise _too_much(path, f"{count:,} contours, at most {MOST_CONTOURS:,} are")
     planes: list[tuple[str, Planes]] = []
     faults: dict[Value, DataError] = {}
     for about, roi in drawn:
@@ -76,7 +76,8 @@ def contours(path: Path, elements: Dataset, image: Header) -> Labels:
             faults[name] = DataError(f"{path}: structure {name!r} {why}", error.kind)
     polygons = (polygon for _, one in planes for some in one.values() for polygon in some)
     if (lines := sum(int(_span(polygon, image.grid.shape[:2]).sum()) for polygon in polygons)) > MOST_CROSSINGS:
-        raise _too_much(path, f"edges that cross {lines:,} lines of voxels, at most {MOST_CROSSINGS:,} are")
+        found = f"edges that cross {lines:,} lines of voxels, at most {MOST_CROSSINGS:,} are"
+        raise DataError(f"{path}: cannot be read as masks ({found}); leave structures out")
     nothing = np.zeros(image.grid.shape[::-1], bool).T  # slices in one piece
     regions: dict[Value, np.ndarray] = {name: nothing for name in map(_name, structures.values())}
     for name, one in planes:
@@ -92,17 +93,16 @@ def _name(structure: Dataset) -> str:
     return str(structure.get("ROIName") or "").strip()
 
 
-def _too_much(path: Path, found: str) -> DataError:
-    return DataError(f"{path}: cannot be read as masks ({found}); leave structures out")
-
-
 def _planes(path: Path, sequence: Iterable[Dataset], grid: Grid) -> Planes:
     """Return the closed contours of a structure by plane."""
     found: Planes = {}
     for contour in sequence:
         if contour.get("ContourGeometricType") not in CLOSED or not len(points := _points(path, contour)):
             continue
-        voxel = _voxels(points, grid)
+        if grid.affine is None or not np.isfinite(points).all():
+            raise ValueError("a contour's points lie nowhere")
+        own = points * [-1, -1, 1] - grid.affine[:3, 3]  # DICOM's points (N, 3) in mm
+        voxel = np.linalg.solve(grid.affine[:3, :3], own.T).T
         plane = round(float(np.median(voxel[:, 2])))
         if np.abs(voxel[:, 2] - plane).max() > SLICE_TOLERANCE or not 0 <= plane < grid.shape[2]:
             if grid.shape[2] == 1:
@@ -125,14 +125,6 @@ def _points(path: Path, contour: Dataset) -> np.ndarray:
         what = f"has a contour with a number of over {_LONGEST_NUMBER} characters"
         raise DataError(f"{path}: {what}; replace it or take it off the list", TOO_LARGE)
     return np.array(values).astype(np.float64).reshape(-1, 3)
-
-
-def _voxels(points: np.ndarray, grid: Grid) -> np.ndarray:
-    """Return DICOM's points (N, 3) in mm as voxels (i, j, k)."""
-    if grid.affine is None or not np.isfinite(points).all():
-        raise ValueError("a contour's points lie nowhere")
-    own = points * [-1, -1, 1] - grid.affine[:3, 3]
-    return np.linalg.solve(grid.affine[:3, :3], own.T).T
 
 
 def inside(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
@@ -222,13 +214,30 @@ def _segments(path: Path, elements: Dataset, image: Grid) -> Labels:
         if grid.affine is None or image.affine is None:
             raise DataError(f"{path}: does not say where its segments lie on the image; save it with positions")
         places = [_onto(frame, grid) for frame in found.frames]
-    masks = _empty(path, elements, grid)
+    segments = [
+        (int(one.SegmentNumber), str(one.get("SegmentLabel") or "").strip()) for one in elements.get("SegmentSequence") or []
+    ]
+    if (needed := len(segments) * prod(grid.shape)) > MOST_VOLUME:
+        found_there = f"{len(segments)} segments, {needed:,} bytes; at most {MOST_VOLUME:,} are"
+        raise DataError(f"{path}: cannot be read as masks ({found_there}); leave segments out")
+    masks = {number: np.zeros(grid.shape[::-1], bool).T for number, _ in segments if number}
     by_number = {frame.number: (frame, place) for frame, place in zip(found.frames, places, strict=True)}
     for number, picture in enumerate(pictures(path)):
         frame, place = by_number[number]
         for segment, mask in _split(picture, frame, elements):
-            _mark(path, masks[segment], mask, place)
-    return Labels(regions=_by_number_and_label(elements, masks), grid=None if grid is image else grid)
+            if place is None:
+                raise DataError(f"{path}: its segments lie on no even grid; save them on their image's planes")
+            region, (rows, columns) = masks[segment], np.nonzero(mask)
+            voxel = place[:, :1] + place[:, 1:] @ np.stack([columns, rows])
+            inside = ((voxel >= 0) & (voxel < np.array(region.shape)[:, None])).all(0)
+            if region.shape[2] > 1 and not inside.all():
+                raise DataError(f"{path}: marks voxels outside its image; give the image it was drawn on")
+            region[tuple(voxel[:, inside])] = True
+    regions: dict[Value, np.ndarray] = dict(masks.items())
+    for number, name in segments:
+        if name and number in masks:  # segments of one label are one region
+            regions[name] = regions[name] | masks[number] if name in regions else masks[number]
+    return Labels(regions=regions, grid=None if grid is image else grid)
 
 
 def _onto(frame: Frame, grid: Grid) -> np.ndarray | None:
@@ -236,8 +245,11 @@ def _onto(frame: Frame, grid: Grid) -> np.ndarray | None:
 
     None where its pixels do not match voxels of the grid. A frame beside a single-plane image gets a place outside.
     """
-    if frame.place is None or grid.affine is None:
-        return _onto_source(frame, grid)
+    if frame.place is None or grid.affine is None:  # by the frame of the source image
+        sources = frame.own.get("SourceImageSequence")
+        number = int((sources[0].get("ReferencedFrameNumber") if sources else None) or 1) - 1
+        fits = frame.shape[::-1] == grid.shape[:2] and (sources or grid.shape[2] == 1) and grid.affine is None
+        return np.array([[0, 1, 0], [0, 0, 1], [number, 0, 0]]) if fits else None
     steps = np.stack([frame.place.origin, frame.place.i, frame.place.j], axis=1) * _TO_RAS[:, None]
     found = np.linalg.solve(grid.affine[:3, :3], steps - np.outer(grid.affine[:3, 3], [1, 0, 0]))
     if grid.shape[2] == 1 and abs(found[2, 0]) > TOLERANCE:
@@ -247,24 +259,6 @@ def _onto(frame: Frame, grid: Grid) -> np.ndarray | None:
     off = np.abs((found - whole) @ [[1, 1, 1, 1], [0, columns - 1, 0, columns - 1], [0, 0, rows - 1, rows - 1]]).max()
     straight = (np.abs(whole[:, 1:]).sum(0) == 1).all()
     return whole.astype(np.int64) if off <= TOLERANCE and straight else None
-
-
-def _onto_source(frame: Frame, grid: Grid) -> np.ndarray | None:
-    """Return the same by the referenced frame of the source image, where positions are missing."""
-    sources = frame.own.get("SourceImageSequence")
-    number = int((sources[0].get("ReferencedFrameNumber") if sources else None) or 1) - 1
-    fits = frame.shape[::-1] == grid.shape[:2] and (sources or grid.shape[2] == 1) and grid.affine is None
-    return np.array([[0, 1, 0], [0, 0, 1], [number, 0, 0]]) if fits else None
-
-
-def _empty(path: Path, elements: Dataset, grid: Grid) -> dict[int, np.ndarray]:
-    """Return an empty mask for every segment. Raises DataError for masks of over MOST_VOLUME bytes."""
-    numbers = [int(segment.SegmentNumber) for segment in elements.get("SegmentSequence") or []]
-    needed = len(numbers) * prod(grid.shape)
-    if needed > MOST_VOLUME:
-        found = f"{len(numbers)} segments, {needed:,} bytes; at most {MOST_VOLUME:,} are"
-        raise DataError(f"{path}: cannot be read as masks ({found}); leave segments out")
-    return {number: np.zeros(grid.shape[::-1], bool).T for number in numbers if number}
 
 
 def _split(picture: np.ndarray, frame: Frame, elements: Dataset) -> Iterator[tuple[int, np.ndarray]]:
@@ -277,25 +271,3 @@ def _split(picture: np.ndarray, frame: Frame, elements: Dataset) -> Iterator[tup
         yield int(frame.own.ReferencedSegmentNumber), picture >= HALF * float(elements.MaximumFractionalValue)
     else:
         yield int(frame.own.ReferencedSegmentNumber), picture > 0
-
-
-def _mark(path: Path, region: np.ndarray, mask: np.ndarray, place: np.ndarray | None) -> None:
-    """Add a frame's mask (H, W) to a region (i, j, k). Raises DataError for pixels outside of a volume."""
-    if place is None:
-        raise DataError(f"{path}: its segments lie on no even grid; save them on their image's planes")
-    rows, columns = np.nonzero(mask)
-    voxel = place[:, :1] + place[:, 1:] @ np.stack([columns, rows])
-    inside = ((voxel >= 0) & (voxel < np.array(region.shape)[:, None])).all(0)
-    if region.shape[2] > 1 and not inside.all():
-        raise DataError(f"{path}: marks voxels outside its image; give the image it was drawn on")
-    region[tuple(voxel[:, inside])] = True
-
-
-def _by_number_and_label(elements: Dataset, masks: dict[int, np.ndarray]) -> dict[Value, np.ndarray]:
-    """Return masks by number and by label; segments of one label are one region."""
-    found: dict[Value, np.ndarray] = {number: mask for number, mask in masks.items()}
-    for segment in elements.get("SegmentSequence") or []:
-        name, number = str(segment.get("SegmentLabel") or "").strip(), int(segment.SegmentNumber)
-        if name and number in masks:
-            found[name] = found[name] | masks[number] if name in found else masks[number]
-    return found

@@ -4,7 +4,7 @@ Own code, because files differ from the standard: a table's entries have 8 bits,
 descriptor says. Entries of big-endian files are big-endian.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +21,23 @@ _DARK = 2**12
 _SAVE = "save it as RGB"
 
 
-class Palette:
-    """The colours of one file. Raises DataError for tables that are missing, too short or too long."""
+def palette(file: Path, elements: Dataset) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function that turns stored values (H, W) into a file's colours (H, W, 3) of 8 bits.
 
-    def __init__(self, file: Path, elements: Dataset) -> None:
-        tables = [_entries(file, elements, colour) for colour in ("Red", "Green", "Blue")]
-        if len({len(table) for table in tables}) > 1:
-            lengths = ", ".join(f"{len(table):,}" for table in tables)
-            raise DataError(f"{file}: its palette has {lengths} reds, greens and blues; {_SAVE}")
-        words = np.stack(tables, 1)
-        first, bits = _descriptor(file, elements, "Red")[1:]
-        signed = first >= 2**15 and elements.get("PixelRepresentation")
-        self._first = first - 2**16 if signed else first
-        self._colours = (words >> (_bits(int(words.max()), bits) - 8)).astype(np.uint8)
-
-    def colours(self, stored: np.ndarray) -> np.ndarray:
-        """Return stored values (H, W) as colours (H, W, 3); values outside of the table get its first or last colour."""
-        index = stored.astype(np.int64) - self._first
-        found: np.ndarray = self._colours[index.clip(0, len(self._colours) - 1)]
-        return found
-
-
-def _bits(most: int, described: int) -> int:
-    """Return how many bits the words of tables have whose largest is `most`."""
-    if 8 <= described < 16 and most < 1 << described:
-        return described
-    return 16 if most >= _DARK else max(8, most.bit_length())
+    Values outside of the table get its first or last colour. Raises DataError for tables that are missing, too short or too
+    long.
+    """
+    tables = [_entries(file, elements, colour) for colour in ("Red", "Green", "Blue")]
+    if len({len(table) for table in tables}) > 1:
+        lengths = ", ".join(f"{len(table):,}" for table in tables)
+        raise DataError(f"{file}: its palette has {lengths} reds, greens and blues; {_SAVE}")
+    words = np.stack(tables, 1)
+    (_, first, described), most = _descriptor(file, elements, "Red"), int(words.max())
+    first -= 2**16 if first >= 2**15 and elements.get("PixelRepresentation") else 0
+    bits = 16 if most >= _DARK else max(8, most.bit_length())
+    bits = described if 8 <= described < 16 and most < 1 << described else bits
+    colours = (words >> (bits - 8)).astype(np.uint8)
+    return lambda stored: colours[(stored.astype(np.int64) - first).clip(0, len(colours) - 1)]
 
 
 def _descriptor(file: Path, elements: Dataset, colour: str) -> tuple[int, int, int]:

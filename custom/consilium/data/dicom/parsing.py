@@ -6,12 +6,13 @@ pydicom makes up to 1.3 kB of an item of 8 bytes and hundreds of bytes of a numb
 import io
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from pydicom import DataElement, Dataset, dcmread
-from pydicom.datadict import dictionary_has_tag, dictionary_VR, tag_for_keyword
+from pydicom.datadict import DicomDictionary as _VR
+from pydicom.datadict import tag_for_keyword
 from pydicom.dataelem import RawDataElement
 from pydicom.dataset import FileMetaDataset
 from pydicom.filereader import _read_file_meta_info, data_element_generator, read_dataset, read_preamble
@@ -145,48 +146,35 @@ def parse(path: Path, pixels: bool, budget: Budget | None = None) -> Dataset:
     `budget`: of the folder that the file is in.
     """
     budget = budget or Budget(path)
+    size = path.stat().st_size
     try:
-        return _parsed(path, pixels, budget)
+        with path.open("rb") as file:
+            metered: Any = _Metered(file, size, budget)
+            read_preamble(metered, True)
+            meta = _read_file_meta_info(metered)
+            if meta.get("TransferSyntaxUID") == DeflatedExplicitVRLittleEndian:
+                found = _inflated(file, meta, most_unpacked(size), pixels, budget)
+            else:
+                file.seek(0)
+                found = dcmread(metered, stop_before_pixels=not pixels, force=True)
+                found.buffer = None
+        unread = list(_unread(found._dict.values()))
+        if sum(len(one.value or b"") for one in unread) > _UNCOUNTED:
+            for one in unread:
+                _count(one, budget)
+        return found
     except Exception as error:
         raise (budget.error or error) from None  # pydicom turns errors between items into an OSError
 
 
-def _parsed(path: Path, pixels: bool, budget: Budget) -> Dataset:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        metered: Any = _Metered(file, size, budget)
-        read_preamble(metered, True)
-        meta = _read_file_meta_info(metered)
-        if meta.get("TransferSyntaxUID") == DeflatedExplicitVRLittleEndian:
-            found = _inflated(file, meta, most_unpacked(size), pixels, budget)
-        else:
-            file.seek(0)
-            found = dcmread(metered, stop_before_pixels=not pixels, force=True)
-            found.buffer = None
-    unread = list(_unread(found))
-    if sum(len(one.value or b"") for one in unread) > _UNCOUNTED:
-        for one in unread:
-            _count(one, budget)
-    return found
-
-
-def _unread(elements: Dataset) -> Iterator[RawDataElement]:
-    """Yield the sequences that pydicom has not parsed yet."""
-    for one in elements._dict.values():
-        yield from _unread_of(one)
-
-
-def _unread_of(one: RawDataElement | DataElement) -> Iterator[RawDataElement]:
-    if isinstance(one, RawDataElement):
-        if one.value and (one.VR == "SQ" or (one.VR in (None, "UN") and _is_sequence(one.tag))):
+def _unread(elements: Iterable[RawDataElement | DataElement]) -> Iterator[RawDataElement]:
+    """Yield the sequences among elements, and in their items, that pydicom has not parsed yet."""
+    for one in elements:
+        if isinstance(one, DataElement):
+            for item in one.value if one.VR == "SQ" else ():
+                yield from _unread(item._dict.values())
+        elif one.value and (one.VR == "SQ" or (one.VR in (None, "UN") and _VR.get(one.tag, [""])[0] == "SQ")):
             yield one
-    elif one.VR == "SQ":
-        for item in one.value:
-            yield from _unread(item)
-
-
-def _is_sequence(tag: int) -> bool:
-    return dictionary_has_tag(tag) and dictionary_VR(tag) == "SQ"
 
 
 def _count(sequence: RawDataElement, budget: Budget, level: int = 0) -> None:
@@ -201,9 +189,8 @@ def _count(sequence: RawDataElement, budget: Budget, level: int = 0) -> None:
         if (group, number) == _END:
             return
         own: Any = items if length == 0xFFFFFFFF else _Metered(io.BytesIO(file.read(length)), length, budget)
-        for one in data_element_generator(own, sequence.is_implicit_VR, sequence.is_little_endian):
-            for below in _unread_of(one):
-                _count(below, budget, level + 1)
+        for below in _unread(data_element_generator(own, sequence.is_implicit_VR, sequence.is_little_endian)):
+            _count(below, budget, level + 1)
 
 
 def _inflated(file: IO[bytes], meta: FileMetaDataset, most: int, pixels: bool, budget: Budget) -> Dataset:

@@ -13,10 +13,10 @@ from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian, JPE
 
 from consilium.core.errors import DataError
 from consilium.data.codestreams import check_decoding_cost, codestream_shape
-from consilium.data.dicom.files import SEGMENTATIONS, has_pixels, open_file, reading
+from consilium.data.dicom.files import PIXELS, SEGMENTATIONS, open_file, reading
 from consilium.data.dicom.frames import Stack, count_of, in_unit, stack
-from consilium.data.dicom.palette import Palette
-from consilium.data.safe_open import TAKE_OFF
+from consilium.data.dicom.palette import palette
+from consilium.data.safe_open import TAKE_OFF, refuse
 
 _SPARE = 2**20
 _LARGEST = 4
@@ -31,11 +31,13 @@ def check_codes(file: Path, elements: Dataset, count: int) -> None:
     pixels = shape[0] * shape[1] * int(elements.SamplesPerPixel) * int(elements.BitsAllocated) // 8
     most, runs = _LARGEST * pixels + _SPARE, elements.file_meta.TransferSyntaxUID == RLELossless
     for number, code in enumerate(generate_frames(elements.PixelData, number_of_frames=count)):
-        if len(code) > most:
-            raise DataError(f"{file}: frame {number} takes {len(code):,} bytes, at most {most:,} are read; replace it")
-        if (found := codestream_shape(code)) and found != shape:
-            what = f"{found[0]}x{found[1]} pixels in its code, {shape[0]}x{shape[1]} in its header"
-            raise DataError(f"{file}: frame {number} has {what}; replace it or take it off the list")
+        found = codestream_shape(code) or shape
+        named = f"{found[0]}x{found[1]} pixels in its code, {shape[0]}x{shape[1]} in its header"
+        refuse(
+            file,
+            (len(code) > most, f"frame {number} takes {len(code):,} bytes, at most {most:,} are read; replace it"),
+            (found != shape, f"frame {number} has {named}; {TAKE_OFF}"),
+        )
         check_decoding_cost(f"{file}: frame {number}", code)
         if runs and _LONGEST_RUN * len(code) > 64 * _SPARE and (length := sum(_lengths(code))) > 2 * pixels:
             raise DataError(f"{file}: frame {number} becomes {length:,} bytes of {pixels:,}; replace it")
@@ -77,7 +79,12 @@ def voxels(path: Path, padding: bool = False) -> np.ndarray:
 def _filled(found: Stack) -> tuple[np.ndarray, np.ndarray]:
     """Return values (i, j, k, ...) and a mask of padding, of that shape, or of one voxel without any padding."""
     shape = found.header.grid.shape
-    values = np.empty((*shape[::-1], 3) if found.colours else shape[::-1], _dtype(found)).swapaxes(0, 2)  # slices in one piece
+    kinds = {(one.BitsAllocated, one.get("PixelRepresentation")) for one in found.files.values()}
+    bits, signed = next(iter(kinds))
+    plain = len(kinds) == 1 and bits in (1, 8, 16, 32) and all(frame.scale.is_identity for frame in found.frames)
+    dtype = np.dtype(f"{'i' if signed else 'u'}{max(1, bits // 8)}" if plain else np.float32)
+    dtype = np.dtype(np.uint8) if found.colours else dtype
+    values = np.empty((*shape[::-1], 3) if found.colours else shape[::-1], dtype).swapaxes(0, 2)  # slices in one piece
     padded = any(frame.scale.padding for frame in found.frames) and not found.colours
     filled = np.zeros(shape[::-1] if padded else (1, 1, 1), bool).T
     places = {(frame.file, frame.number): k for k, frame in enumerate(found.frames)}
@@ -91,29 +98,22 @@ def _filled(found: Stack) -> tuple[np.ndarray, np.ndarray]:
     return values, filled
 
 
-def _dtype(found: Stack) -> np.dtype:
-    if found.colours:
-        return np.dtype(np.uint8)
-    kinds = {(f.BitsAllocated, f.get("PixelRepresentation"), "PixelData") for f in found.files.values()}
-    bits, signed, _ = kinds.pop()
-    if kinds or not all(frame.scale.is_identity for frame in found.frames) or bits not in (1, 8, 16, 32):
-        return np.dtype(np.float32)
-    return np.dtype(f"{'i' if signed else 'u'}{max(1, bits // 8)}")
-
-
 def pictures(file: Path) -> Iterator[np.ndarray]:
     """Yield the frames of one file as stored: (H, W), or colours (H, W, 3) of 8 bits. Use within `reading`."""
     elements = open_file(file, pixels=True)
-    syntax = _syntax(elements)
-    _check_pixels(file, elements, syntax)
+    syntax = _syntax(file, elements)
     if elements.BitsAllocated == 1 and not syntax.is_encapsulated:
-        yield from _unpacked(elements)
+        pixels = int(elements.Rows) * int(elements.Columns)
+        for first in range(0, count_of(elements) * pixels, pixels):  # pydicom fails where a frame ends within a byte
+            packed = np.frombuffer(elements.PixelData, np.uint8, -(-(first + pixels) // 8) - first // 8, first // 8)
+            bits = np.unpackbits(packed, bitorder="little")[first % 8 : first % 8 + pixels]
+            yield bits.reshape(elements.Rows, elements.Columns)
         return
-    palette = Palette(file, elements) if elements.get("PhotometricInterpretation") == "PALETTE COLOR" else None
+    colours = palette(file, elements) if elements.get("PhotometricInterpretation") == "PALETTE COLOR" else None
     stored = _decoded(file, elements, syntax) if syntax.is_encapsulated else iter_pixels(elements, allow_excess_frames=False)
     for picture in stored:
-        if palette is not None:
-            yield palette.colours(picture)
+        if colours is not None:
+            yield colours(picture)
         elif picture.ndim == 2:
             yield picture
         else:
@@ -143,53 +143,42 @@ def _decoded(file: Path, elements: Dataset, syntax: UID) -> Iterator[np.ndarray]
         else:
             what = f"frame {number}: no decoder here reads its code of {syntax.name}"
             raise DataError(f"{file}: cannot be read as DICOM ({what}); {TAKE_OFF}")
-        yield picture if one.PixelRepresentation == signed else _signed(picture, int(elements.BitsStored), bool(signed))
+        if one.PixelRepresentation != signed:  # the lowest bits are a number with a sign, or without
+            bits = int(elements.BitsStored)
+            whole = picture.astype(np.int64) & (1 << bits) - 1
+            whole = np.where(whole >> bits - 1, whole - (1 << bits), whole) if signed else whole
+            picture = whole.astype(f"{'i' if signed else 'u'}{picture.itemsize}")
+        yield picture
 
 
-def _signed(picture: np.ndarray, bits: int, signed: bool) -> np.ndarray:
-    """Return the lowest `bits` of whole numbers as numbers with a sign, or without."""
-    whole = picture.astype(np.int64) & (1 << bits) - 1
-    whole = np.where(whole >> bits - 1, whole - (1 << bits), whole) if signed else whole
-    return whole.astype(f"{'i' if signed else 'u'}{picture.itemsize}")
+def _syntax(file: Path, elements: Dataset) -> UID:
+    """Return the transfer syntax; a file without a meta header is uncompressed.
 
-
-def _unpacked(elements: Dataset) -> Iterator[np.ndarray]:
-    """Yield frames of one bit a pixel: pydicom fails where a frame ends within a byte."""
-    pixels = int(elements.Rows) * int(elements.Columns)
-    for number in range(count_of(elements)):
-        first, last = number * pixels, (number + 1) * pixels
-        packed = np.frombuffer(elements.PixelData, np.uint8, -(-last // 8) - first // 8, first // 8)
-        bits = np.unpackbits(packed, bitorder="little")[first % 8 : first % 8 + pixels]
-        yield bits.reshape(elements.Rows, elements.Columns)
-
-
-def _syntax(elements: Dataset) -> UID:
-    """Return the transfer syntax; a file without a meta header is uncompressed."""
+    Raises DataError for missing pixels, or a transfer syntax without a decoder.
+    """
     meta = elements.file_meta
     if "TransferSyntaxUID" not in meta:
         implicit, little = elements.original_encoding
         if not little:
             raise ValueError("big endian without a transfer syntax")
         meta.TransferSyntaxUID = ImplicitVRLittleEndian if implicit else ExplicitVRLittleEndian
-    return UID(meta.TransferSyntaxUID)
-
-
-def _check_pixels(file: Path, elements: Dataset, syntax: UID) -> None:
-    """Raise DataError for missing pixels, or a transfer syntax without a decoder."""
-    if not has_pixels(elements):
+    syntax = UID(meta.TransferSyntaxUID)
+    if not any(name in elements for name in PIXELS):
         raise DataError(f"{file}: has no pixels, or ends within them; {TAKE_OFF}")
-    if int(elements.get("HighBit", elements.BitsStored - 1)) != elements.BitsStored - 1:
-        raise DataError(f"{file}: its stored bits are not the lowest ones; {TAKE_OFF}")
-    try:
+    known = False
+    with suppress(NotImplementedError):
         known = get_decoder(syntax).is_available
-    except NotImplementedError:
-        known = False
     if not known:
         what = "in a way unknown here" if syntax.is_private or syntax.name == syntax else f"as {syntax.name}"
         raise DataError(f"{file}: is compressed {what}, which is not read; {_SAVE_AS}")
-    if syntax == JPEGExtended12Bit and elements.BitsStored != 8:
-        raise DataError(f"{file}: is a JPEG of {elements.BitsStored} bits, which is not read; {_SAVE_AS}")
+    bits = int(elements.BitsStored)
+    plain = "PixelData" in elements and not syntax.is_encapsulated
+    refuse(
+        file,
+        (int(elements.get("HighBit", bits - 1)) != bits - 1, f"its stored bits are not the lowest ones; {TAKE_OFF}"),
+        (syntax == JPEGExtended12Bit and bits != 8, f"is a JPEG of {bits} bits, which is not read; {_SAVE_AS}"),
+        (plain and len(elements.PixelData) < get_expected_length(elements), f"its pixels end early; {TAKE_OFF}"),
+    )
     if syntax.is_encapsulated:
         check_codes(file, elements, count_of(elements))
-    elif "PixelData" in elements and len(elements.PixelData) < get_expected_length(elements):
-        raise DataError(f"{file}: its pixels end early; {TAKE_OFF}")
+    return syntax

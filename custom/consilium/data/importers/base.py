@@ -1,10 +1,12 @@
 """Shared by the importers: records of samples, finding files and folders, label pictures, one-line errors."""
 
+import csv
 import io
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ from PIL import Image
 from consilium.core.errors import DataError
 from consilium.data import pictures
 from consilium.data.pairs import Pattern, composed
-from consilium.data.safe_open import open_picture, reading
+from consilium.data.safe_open import open_picture, reading, text_lines
 
 NO_PATIENTS = "names no patients, so one patient's pictures may be in two splits"
+GIVE = "give the publisher's file"
 UNREADABLE = ("cannot be read as a picture", "replace it")
 RUN_LENGTHS = 3
 """zlib's strategy for runs: on label pictures it is twice as fast as the default, and smaller."""
@@ -164,6 +167,22 @@ def partner(stem: str, among: dict[str, Path], image: Path, what: str) -> Path:
     if len(alike) != 1:
         raise DataError(f"{image}: expected a {what} named {stem}; found none among {len(among)}; complete the set")
     return alike[0]
+
+
+def csv_lines(path: Path) -> list[tuple[int, list[str]]]:
+    """Return the rows of a publisher's table, each with its line's number. Raises DataError."""
+    reader = csv.reader(text_lines(path, GIVE, newline=""))
+    try:
+        return [(reader.line_num, row) for row in reader if row]
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}: expected rows of CSV; found otherwise ({error}); {GIVE}") from None
+
+
+def csv_rows(path: Path, *columns: str) -> list[dict[str, str]]:
+    """Return the rows of a publisher's table by heading, [] where a column is not there. Raises DataError."""
+    (_, head), *rows = csv_lines(path) or [(0, [])]
+    found = [dict(zip_longest(head, row[: len(head)], fillvalue="")) for _, row in rows]
+    return found if set(columns) <= set(head) else []
 
 
 def numeric(path: Path) -> tuple[int, str]:

@@ -60,13 +60,22 @@ def read_own(source: Path, options: Options) -> ImportResult:
     below = subfolders(source)
     roles = {kind_of(one.name) for one in below} | {"image" for one in source.iterdir() if _is_picture(one)}
     plain = [one for one in below if kind_of(one.name) is None and any(map(_is_picture, one.iterdir()))]
-    one_site = roles >= {"image", "mask"} or ("mask" in roles and bool(plain)) or _of_patients(below, options)
+    patients = options.patient_folders is not False and (
+        are_patients(one.name for one in below)
+        or (options.patient_folders is True and bool(below) and not any(map(_has_below, below)))
+    )
+    one_site = roles >= {"image", "mask"} or ("mask" in roles and bool(plain)) or patients
     asked = [] if one_site else _asked(source, below, options)
     sites = {one.name: site for one in asked if (site := _site(one, replace(options, only=())))}
     notes: list[str] = []
-    one = _of_patients_and_classes(source, sites) if options.patient_folders else None
-    if one is not None or not sites or all(map(_named_split, sites)):
-        whole = one or _site(source, options)
+    whole = None
+    if options.patient_folders and all(isinstance(own.label, str) for found, _ in sites.values() for own in found):
+        called = any(map(_SITE.search, sites))
+        whole = (None if called else _of_classes_by_patient(source)) or _of_patients_by_class(source, True)
+        if whole is None and _classes_with_patients(sites):
+            whole = _of_classes_by_patient(source, True)
+    if whole is not None or not sites or all(map(_named_split, sites)):
+        whole = whole or _site(source, options)
         if whole is None:
             for path in sorted(source.glob("[!.]*.[cC][sS][vV]")):
                 open_table(path, {})  # says what is wrong with it
@@ -117,14 +126,6 @@ def _asked(source: Path, below: Sequence[Path], options: Options) -> Sequence[Pa
     return [one for one in below if one.name in asked]
 
 
-def _of_patients(below: Sequence[Path], options: Options) -> bool:
-    """Tell whether folders are of one site's patients, and not of sites, by the option or by their names."""
-    named = are_patients(one.name for one in below)
-    return options.patient_folders is not False and (
-        named or (options.patient_folders is True and bool(below) and not any(map(_has_below, below)))
-    )
-
-
 def _check_sites(source: Path, counts: Mapping[str, int], options: Options) -> None:
     """Raise DataError for many sites, or for some with hardly a picture, that may be patients."""
     half = sorted(counts.values())[len(counts) // 2]
@@ -144,7 +145,9 @@ def _classes_with_patients(sites: Mapping[str, Site]) -> str:
     All have classes, which no two have in common, or which have numbers as patients have, or they are called after classes.
     """
     classes = {name: {one.label for one in found if isinstance(one.label, str)} for name, (found, _) in sites.items()}
-    if not classes or not all(classes.values()) or any(map(_SITE.search, classes)) or _have_patients(sites):
+    if not classes or not all(classes.values()) or any(map(_SITE.search, classes)):
+        return ""
+    if any(one.is_patient for found, _ in sites.values() for one in found):
         return ""
     told = "; ".join(f"{name}: {', '.join(sorted(own)[:3])}" for name, own in list(classes.items())[:2])
     every = set().union(*classes.values())
@@ -154,10 +157,6 @@ def _classes_with_patients(sites: Mapping[str, Site]) -> str:
     if padded or any(map(_NUMBER.search, every)):
         return f"its folders have numbers for classes ({told})"
     return f"its folders are called after classes ({told})" if any(map(_DIAGNOSIS.search, classes)) else ""
-
-
-def _have_patients(sites: Mapping[str, Site]) -> bool:
-    return any(one.is_patient for found, _ in sites.values() for one in found)
 
 
 def _check_classes(source: Path, sites: Mapping[str, Site], options: Options) -> None:
@@ -171,23 +170,21 @@ def _check_classes(source: Path, sites: Mapping[str, Site], options: Options) ->
     if len(sites) > 1 and all(re.fullmatch(r"(?i)(cv[ _-]?)?fold[ _-]?\d+", name) for name in sites):
         remedy = "import each by itself and join the lists, or rename the folders if they are sites"
         raise DataError(f"{source}: {', '.join(list(sites)[:3])} are called after folds of one site's data; {remedy}")
-    if options.patient_folders and (why := _classes_with_patients(sites)):
-        what = f"{why}, and not every folder has a folder for each patient in it"
-        raise DataError(f"{source}: {what}; move every picture into the folder of a patient in the folder of its class")
     masked = [name for name, (found, _) in sites.items() if any(isinstance(one.label, Path) for one in found)]
-    if options.patient_folders is None and not options.sites and (called := _called_after_classes(masked)):
-        what = f"{', '.join(called[:3])} are called after classes, and their pictures have masks"
-        remedy = "--sites 1 makes one site of all, --no-patient-folders a site of each"
-        raise DataError(f"{source}: {what}; write which: {remedy}")
-    if options.patient_folders is None and (why := _classes_with_patients(sites)):
-        what = f"{why}, so they may be classes with a folder for each patient"
-        remedy = "--patient-folders reads them so, --no-patient-folders makes a site of each"
-        raise DataError(f"{source}: {what}; write which: {remedy}")
-
-
-def _called_after_classes(names: Sequence[str]) -> list[str]:
-    """Return the names that classes have, [] where some folder is called as a site."""
-    return [] if any(map(_SITE.search, names)) else list(filter(_DIAGNOSIS.search, names))
+    called = [] if any(map(_SITE.search, masked)) else list(filter(_DIAGNOSIS.search, masked))
+    why = _classes_with_patients(sites)
+    what = ""
+    if options.patient_folders and why:
+        what = f"{why}, and not every folder has a folder for each patient in it"
+        what += "; move every picture into the folder of a patient in the folder of its class"
+    elif options.patient_folders is None and not options.sites and called:
+        what = f"{', '.join(called[:3])} are called after classes, and their pictures have masks; write which: "
+        what += "--sites 1 makes one site of all, --no-patient-folders a site of each"
+    elif options.patient_folders is None and why:
+        what = f"{why}, so they may be classes with a folder for each patient; write which: "
+        what += "--patient-folders reads them so, --no-patient-folders makes a site of each"
+    if what:
+        raise DataError(f"{source}: {what}")
 
 
 def _left_pictures(folder: Path, samples: Sequence[SourceSample]) -> str:
@@ -233,7 +230,12 @@ def _site(folder: Path, options: Options) -> Site | None:
     if what := lone_masks(folder):
         raise DataError(f"{folder}: holds {what}")
     if classes:
-        return _of_classes(folder)
+        read = list(read_folders(folder))
+        split = {split for split, _, _ in read} != {"training"}
+        return [
+            SourceSample(folder.resolve().name, str(path.relative_to(folder)), path, label, split=part if split else None)
+            for part, path, label in read
+        ], []
     asked = options.patient_folders is True
     by_class = None if options.patient_folders is False else _of_patients_by_class(folder, asked)
     if by_class is not None and any(_DIAGNOSIS.search(str(one.label)) for one in by_class[0]):
@@ -271,16 +273,6 @@ def _of_table(table: Table, folder: Path, options: Options) -> Site:
     return samples, [f"{table.path.name} was read", *table.notes]
 
 
-def _of_classes(folder: Path) -> Site:
-    found = list(read_folders(folder))
-    split = {split for split, _, _ in found} != {"training"}
-    name = folder.resolve().name
-    return [
-        SourceSample(name, str(picture.relative_to(folder)), picture, label, split=part if split else None)
-        for part, picture, label in found
-    ], []
-
-
 def _of_classes_by_patient(folder: Path, asked: bool = False) -> Site | None:
     """Return the pictures of folders of classes with a folder for each patient in them, None of any other layout.
 
@@ -294,12 +286,9 @@ def _of_classes_by_patient(folder: Path, asked: bool = False) -> Site | None:
     below = (three.name for own in classes.values() for two in own for three in subfolders(two))
     if any(map(_DIAGNOSIS.search, below)):
         return None  # a folder for each class in those of patients
-    return [
-        SourceSample(folder.resolve().name, check_identifier(str(two), "patient", two.name), path, one.name, is_patient=True)
-        for one, own in classes.items()
-        for two in own
-        for path in files(two, PICTURES)
-    ], []
+    return _of_patients(
+        folder, [(two, one, path) for one, own in classes.items() for two in own for path in files(two, PICTURES)]
+    )
 
 
 def _of_patients_by_class(folder: Path, asked: bool = False) -> Site | None:
@@ -315,22 +304,16 @@ def _of_patients_by_class(folder: Path, asked: bool = False) -> Site | None:
     found = [(one, two, path) for one, inner in patients.items() for two in inner for path in files(two, PICTURES)]
     if not found or any(path.parent != two for _, two, path in found) or len({one for one, _, _ in found}) < len(patients):
         return None
+    return _of_patients(folder, found)
+
+
+def _of_patients(folder: Path, found: Sequence[tuple[Path, Path, Path]]) -> Site:
+    """Return pictures by the folders of their patient and of their class."""
+    site = folder.resolve().name
     return [
-        SourceSample(folder.resolve().name, check_identifier(str(one), "patient", one.name), path, two.name, is_patient=True)
-        for one, two, path in found
+        SourceSample(site, check_identifier(str(patient), "patient", patient.name), path, label.name, is_patient=True)
+        for patient, label, path in found
     ], []
-
-
-def _of_patients_and_classes(source: Path, sites: Mapping[str, Site]) -> Site | None:
-    """Return one site of what was read as sites and is, as the user says, of patients; None where it is of sites."""
-    if not all(isinstance(one.label, str) for found, _ in sites.values() for one in found):
-        return None
-    named = None if any(map(_SITE.search, sites)) else _of_classes_by_patient(source)
-    return (
-        named
-        or _of_patients_by_class(source, True)
-        or (_of_classes_by_patient(source, True) if _classes_with_patients(sites) else None)
-    )
 
 
 def _holds_patients(source: Path) -> bool:
@@ -383,7 +366,12 @@ def _of_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
             notes.append(f"{len(some)} {what}, the first {some[0].relative_to(folder)}")
     splits = [_split(image) for image, _ in pairs.found]
     published = None not in splits and len(set(splits)) > 1
-    whose = _patients(folder, [image for image, _ in pairs.found], options)
+    whose: list[str] = []
+    parts = [[part for part in image.short.split("/")[:-1] if not _named_split(part)] for image, _ in pairs.found]
+    if options.patient_folders is not False and all(parts):
+        levels = [[own[level] for own in parts] for level in range(min(map(len, parts)))]
+        named = next((level for level in levels if are_patients(set(level))), levels[0] if options.patient_folders else [])
+        whose = [check_identifier(str(folder), "patient", name) for name in named]
     together = len({image.short.rpartition("/")[0] for image, _ in pairs.found}) >= _MANY  # may be patients
     if whose:
         notes.append(f"folders are taken as {len(set(whose))} patients, such as {whose[0]}; --no-patient-folders does not")
@@ -402,16 +390,6 @@ def _of_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
         )
         for number, ((image, mask), split) in enumerate(zip(pairs.found, splits, strict=True))
     ], notes
-
-
-def _patients(folder: Path, images: Sequence[Names], options: Options) -> list[str]:
-    """Return whose each picture is by a folder of its path, [] where no folders are of patients."""
-    parts = [[part for part in image.short.split("/")[:-1] if not _named_split(part)] for image in images]
-    if options.patient_folders is False or not all(parts):
-        return []
-    levels = [[own[level] for own in parts] for level in range(min(map(len, parts)))]
-    named = next((level for level in levels if are_patients(set(level))), levels[0] if options.patient_folders else [])
-    return [check_identifier(str(folder), "patient", name) for name in named]
 
 
 def _split(image: Names) -> str | None:

@@ -43,7 +43,13 @@ def labelled(
     found = [replace(one, site=names[one.site]) for one in samples]
     notes = [*renamed_notes(names), *notes]
     notes += [] if all(one.is_patient for one in found) else [f"{source.name} {NO_PATIENTS}{unknown}"]
-    notes += [] if options.resplit else _of_two_splits(found)
+    splits: dict[tuple[str, str], set[str | None]] = {}
+    for one in found:
+        if one.is_patient and not options.resplit:
+            splits.setdefault((one.site, one.group), set()).add(one.split)
+    if cut := sorted(whose for whose, own in splits.items() if len(own) > 1):
+        what = f"{len(cut)} patients are in several splits of the source, such as {cut[0][1]} of {cut[0][0]}"
+        notes.append(f"{what}; --resplit cuts anew")
     masks, classed = ([one for one in found if isinstance(one.label, Path) is kind] for kind in (True, False))
     if not masks:
         return _result_by_class_name(classed, notes)
@@ -59,19 +65,11 @@ def labelled(
     where = "without --only, sites with masks are in segmentation/ and those with classes in classification/"
     apart = [f"a job has masks or classes: {where}"]
     beside = _result_by_class_name(classed, apart) if classed else None
-    masks = [_united(one, number) for number, one in enumerate(masks)]
+    for number, one in enumerate(masks):
+        if one.more and isinstance(one.label, Path):  # one mask to write of all that its picture has
+            mask = mask_png(f"{number:05}-{one.label.stem}", union, *_masks(one))
+            masks[number] = replace(one, label=mask, more=())
     return ImportResult(masks, _classes(source, values, named), [*notes, *(apart if beside else [])], beside)
-
-
-def _of_two_splits(samples: Sequence[SourceSample]) -> list[str]:
-    """Return a note of patients whose samples the source has in several splits of a site, [] for none."""
-    splits: dict[tuple[str, str], set[str | None]] = {}
-    for one in samples:
-        if one.is_patient:
-            splits.setdefault((one.site, one.group), set()).add(one.split)
-    if not (cut := sorted(whose for whose, own in splits.items() if len(own) > 1)):
-        return []
-    return [f"{len(cut)} patients are in several splits of the source, such as {cut[0][1]} of {cut[0][0]}; --resplit cuts anew"]
 
 
 def named_values(folder: Path) -> dict[str, list[int]]:
@@ -158,13 +156,6 @@ def _label_arrays(item: Item) -> Sequence[Labels]:
 
 def _masks(sample: SourceSample) -> list[Path]:
     return [mask for mask in (sample.label, *sample.more) if isinstance(mask, Path)]
-
-
-def _united(sample: SourceSample, number: int) -> SourceSample:
-    """Return a sample with one mask to write of all that its picture has, whose name begins with a number of its own."""
-    if not sample.more or not isinstance(sample.label, Path):
-        return sample
-    return replace(sample, label=mask_png(f"{number:05}-{sample.label.stem}", union, *_masks(sample)), more=())
 
 
 def union(*masks: Path) -> np.ndarray:

@@ -54,7 +54,31 @@ def read_pannuke(source: Path, options: Options) -> ImportResult:
     if not arrays:
         raise wrong_layout(source, PANNUKE_LAYOUT)
     published = numbers == set(FOLDS) and len(arrays) == len(FOLDS) and not options.resplit
-    found = [one for path in arrays for one in _read_fold(source, path, published, options.types)]
+    numbered = np.arange(1, len(PANNUKE_TYPES) + 1) if options.types else 1
+
+    def picture(images: np.ndarray, index: int) -> bytes:
+        return png(np.clip(images[index], 0, 255))
+
+    def labels(masks: np.ndarray, index: int) -> np.ndarray:
+        return ((np.asarray(masks[index, :, :, : len(PANNUKE_TYPES)]) > 0) * numbered).max(axis=2)
+
+    found = []
+    for path in arrays:
+        parts = ["masks" if part.lower() == "images" else part for part in path.parent.relative_to(source).parts]
+        beside = next((p for p in (path.with_name("masks.npy"), source.joinpath(*parts, "masks.npy")) if p.is_file()), None)
+        if beside is None:
+            raise wrong_layout(path.parent, f"masks.npy there, or in {source.joinpath(*parts)}")
+        images, masks, tissues = _load(path), _load(beside), _load(path.with_name("types.npy"))
+        if not len(images) == len(masks) == len(tissues) or masks.ndim != 4 or masks.shape[3] < len(PANNUKE_TYPES):
+            shapes = ", ".join(str(array.shape) for array in (images, masks, tissues))
+            raise DataError(f"{path}: expected N images (N, H, W, 3), masks (N, H, W, 6) and N types; found {shapes}")
+        fold = _fold_number(source, path)
+        start = f"fold{fold}" if fold else slug(str(path.parent.relative_to(source))) or "pannuke"
+        for index, tissue in enumerate(tissues):
+            name = f"{start}-{index:05d}"
+            image = DerivedFile("images", f"{name}.png", partial(picture, images, index))
+            label, split = mask_png(name, labels, masks, index), FOLDS[fold] if published else None
+            found.append(SourceSample(slug(str(tissue)), name, image, label, split=split))
     rotation = "folds 1, 2 and 3 are training, validation and test; --validation and --test are not used"
     note = rotation if published else f"pannuke: {NO_PATIENTS}"
     return ImportResult(found, _classes(PANNUKE_TYPES) if options.types else NUCLEUS, [note])
@@ -66,44 +90,11 @@ def _fold_number(source: Path, path: Path) -> str:
     return found[-1] if found else ""
 
 
-def _read_fold(source: Path, path: Path, published: bool, types: bool) -> list[SourceSample]:
-    images, masks, tissues = _load(path), _load(_masks_beside(source, path)), _load(path.with_name("types.npy"))
-    if not len(images) == len(masks) == len(tissues) or masks.ndim != 4 or masks.shape[3] < len(PANNUKE_TYPES):
-        shapes = ", ".join(str(array.shape) for array in (images, masks, tissues))
-        raise DataError(f"{path}: expected N images (N, H, W, 3), masks (N, H, W, 6) and N types; found {shapes}")
-    fold = _fold_number(source, path)
-    start = f"fold{fold}" if fold else slug(str(path.parent.relative_to(source))) or "pannuke"
-    found = []
-    for index, tissue in enumerate(tissues):
-        name, site = f"{start}-{index:05d}", slug(str(tissue))
-        image = DerivedFile(
-            "images", f"{name}.png", partial(lambda images, index: png(np.clip(images[index], 0, 255)), images, index)
-        )
-        label = mask_png(name, _pannuke_mask, masks, index, types)
-        found.append(SourceSample(site, name, image, label, split=FOLDS[fold] if published else None))
-    return found
-
-
-def _masks_beside(source: Path, path: Path) -> Path:
-    """Return masks.npy in the same folder, or where the path says masks instead of images."""
-    parts = ["masks" if part.lower() == "images" else part for part in path.parent.relative_to(source).parts]
-    found = next((p for p in (path.with_name("masks.npy"), source.joinpath(*parts, "masks.npy")) if p.is_file()), None)
-    if found is None:
-        raise wrong_layout(path.parent, f"masks.npy there, or in {source.joinpath(*parts)}")
-    return found
-
-
 def _load(path: Path) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="r")
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: expected a NumPy array; found none that can be read ({error})") from None
-
-
-def _pannuke_mask(masks: np.ndarray, index: int, types: bool) -> np.ndarray:
-    present = np.asarray(masks[index, :, :, : len(PANNUKE_TYPES)]) > 0
-    numbers = np.arange(1, len(PANNUKE_TYPES) + 1) if types else 1
-    return (present * numbers).max(axis=2)
 
 
 def read_monuseg(source: Path, options: Options) -> ImportResult:
@@ -112,26 +103,19 @@ def read_monuseg(source: Path, options: Options) -> ImportResult:
     One site, because the names tell patients (TCGA barcodes) but no organs; --sites deals the patients out.
     Raises DataError for another layout.
     """
-    found = [_polygons("monuseg", image, xml, None, None) for image, xml in _monuseg_training(source)]
+    kept = next((one for one in folders(source) if one.name.lower().replace(" ", "").startswith("monusegtestdata")), None)
+    both = ((child(one, "Tissue Images"), child(one, "Annotations")) for one in folders(source))
+    parts: list[tuple[Path, Path, str | None]] = [(one, two, None) for one, two in both if one and two]
+    parts += [(kept, kept, "test")] if parts and kept else []
+    found = []
+    for images, annotations, split in parts:
+        xmls = by_stem(files(annotations, [".xml"]))
+        for image in files(images, [".tif"]):
+            xml = partner(image.stem, xmls, image, "annotation (*.xml)")
+            found.append(_polygons("monuseg", image, xml, None, split))
     if not found:
         raise wrong_layout(source, MONUSEG_LAYOUT)
-    kept = next((one for one in folders(source) if one.name.lower().replace(" ", "").startswith("monusegtestdata")), None)
-    if kept is not None:
-        annotations = by_stem(files(kept, [".xml"]))
-        for image in files(kept, [".tif"]):
-            xml = partner(image.stem, annotations, image, "annotation (*.xml)")
-            found.append(_polygons("monuseg", image, xml, None, "test"))
     return ImportResult(found, NUCLEUS)
-
-
-def _monuseg_training(source: Path) -> list[tuple[Path, Path]]:
-    found = []
-    for folder in folders(source):
-        images, annotations = child(folder, "Tissue Images"), child(folder, "Annotations")
-        if images and annotations:
-            xmls = by_stem(files(annotations, [".xml"]))
-            found += [(p, partner(p.stem, xmls, p, "annotation (*.xml)")) for p in files(images, [".tif"])]
-    return found
 
 
 def read_monusac(source: Path, options: Options) -> ImportResult:
@@ -149,46 +133,43 @@ def read_monusac(source: Path, options: Options) -> ImportResult:
         if not re.match(r"TCGA-\w+-\w+", xml.stem):
             raise DataError(f"{xml}: expected a name that starts with a TCGA barcode (TCGA-A2-A0ES); found {xml.stem}")
         test = any("testing" in part.lower() for part in xml.relative_to(source).parts[:-1])
-        types = MONUSAC_TYPES
         site = slug("tcga-" + xml.stem.split("-")[1])
-        found.append(_polygons(site, image, xml, (types, options.types), "test" if test else None))
+        found.append(_polygons(site, image, xml, options.types, "test" if test else None))
     if not found:
         raise wrong_layout(source, MONUSAC_LAYOUT)
     return ImportResult(found, _classes(MONUSAC_TYPES) if options.types else NUCLEUS)
 
 
-def _polygons(site: str, image: Path, xml: Path, types: tuple[list[str], bool] | None, split: str | None) -> SourceSample:
-    """Return a sample whose mask is drawn from an Aperio XML's regions; its patient is the barcode's first three fields."""
+def _polygons(site: str, image: Path, xml: Path, apart: bool | None, split: str | None) -> SourceSample:
+    """Return a sample whose mask is drawn from an Aperio XML's regions; its patient is the barcode's first three fields.
+
+    `apart`: whether MoNuSAC's classes are labels of their own; None for regions without a class.
+    """
     patient = "-".join(image.stem.split("-")[:3])
-    return SourceSample(site, patient, image, mask_png(image.stem, _draw, image, xml, types), split=split, is_patient=True)
+    return SourceSample(site, patient, image, mask_png(image.stem, _draw, image, xml, apart), split=split, is_patient=True)
 
 
-def _draw(image: Path, xml: Path, types: tuple[list[str], bool] | None) -> np.ndarray:
+def _draw(image: Path, xml: Path, apart: bool | None) -> np.ndarray:
     """Return the filled regions, as 1 or by type; later regions lie on top."""
     canvas = Image.new("L", pictures.size(image)[::-1], 0)
     draw = ImageDraw.Draw(canvas)
     try:
         root = ElementTree.parse(xml).getroot()
         for annotation in root.iter("Annotation"):
-            value = 1 if types is None else _type_value(xml, annotation, *types)
-            for region in annotation.iter("Region"):
+            regions, value = list(annotation.iter("Region")), 1
+            if apart is not None and regions:
+                named = next((one.attrib.get("Name", "") for one in annotation.iter("Attribute")), "").strip().lower()
+                if named not in (*MONUSAC_TYPES, "ambiguous"):
+                    what = f"expected a class of {', '.join(MONUSAC_TYPES)} or ambiguous; found {named!r}"
+                    raise DataError(f"{xml}: {what}")
+                value = 0 if named == "ambiguous" else MONUSAC_TYPES.index(named) + 1 if apart else 1
+            for region in regions:
                 points = [(float(v.attrib["X"]), float(v.attrib["Y"])) for v in region.iter("Vertex")]
                 if value and len(points) > 2:
                     draw.polygon(points, fill=value)
     except (OSError, ElementTree.ParseError, KeyError, ValueError) as error:
         raise DataError(f"{xml}: expected Aperio regions of vertices with X and Y; found otherwise ({error})") from None
     return np.asarray(canvas)
-
-
-def _type_value(xml: Path, annotation: ElementTree.Element, types: list[str], apart: bool) -> int:
-    """Return the label value of an annotation's cell class, 0 for Ambiguous."""
-    names = [one.attrib.get("Name", "").strip().lower() for one in annotation.iter("Attribute")]
-    name = names[0] if names else ""
-    if name == "ambiguous" or not any(True for _ in annotation.iter("Region")):
-        return 0
-    if name not in types:
-        raise DataError(f"{xml}: expected a class of {', '.join(types)} or ambiguous; found {name!r}")
-    return types.index(name) + 1 if apart else 1
 
 
 SETS = {

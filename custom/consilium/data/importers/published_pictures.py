@@ -1,12 +1,10 @@
 """Published pictures with masks or classes: polyps, fundus, OCT and others. Each set is a declaration, below its reader."""
 
-import csv
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +21,7 @@ from consilium.data.importers.base import (
     by_stem,
     check_sizes,
     child,
+    csv_rows,
     files,
     folders,
     grey,
@@ -42,18 +41,9 @@ Pairs = Sequence[tuple[str, str]]
 """Names of folders of pictures and of masks that lie beside each other."""
 
 
-class Drawn(NamedTuple):
-    """A picture with the files that its mask is made from. `name`: of the mask's file, by default the picture's.
-
-    `group`: samples that no split may separate, by default the picture alone; see SourceSample.
-    """
-
-    image: Path
-    drawings: tuple[Path, ...]
-    split: str | None = None
-    name: str = ""
-    group: str = ""
-    is_patient: bool = False
+def drawn(image: Path, drawings: Sequence[Path], split: str | None = None, group: str = "") -> SourceSample:
+    """Return a picture with the files that its mask is made from, of no site yet; its group is by default the picture."""
+    return SourceSample("", group or image.stem, image, drawings[0], split=split, more=tuple(drawings[1:]))
 
 
 @dataclass(frozen=True)
@@ -67,20 +57,31 @@ class PictureSet:
 
     folder: str
     layout: str
-    read: Callable[[Path], Iterable[Drawn]]
+    read: Callable[[Path], Iterable[SourceSample]]
     label: Callable[..., Path | DerivedFile]
     has_split: bool = False
     has_frames: bool = False
     is_scattered: bool = False
 
+    def fits(self, folder: Path) -> bool:
+        """Tell whether a folder is called after the set."""
+        plain = re.sub(r"[^a-z0-9]", "", folder.name.lower())
+        return not folder.name.startswith(".") and plain.startswith(self.folder)
 
-def samples(site: str, drawn: Iterable[Drawn], label: Callable[..., Path | DerivedFile]) -> Iterator[SourceSample]:
-    """Yield a site's pictures with their labels. Raises DataError where a drawing has another size than its picture."""
-    for one in drawn:
-        for drawing in one.drawings:
-            check_sizes(one.image, drawing)
-        mask = label(one.name or one.image.stem, *one.drawings)
-        yield SourceSample(site, one.group or one.image.stem, one.image, mask, split=one.split, is_patient=one.is_patient)
+
+def with_masks(
+    site: str, found: Iterable[SourceSample], label: Callable[..., Path | DerivedFile], prefix: str = ""
+) -> Iterator[SourceSample]:
+    """Yield a site's pictures with their masks, `prefix` before the names of those to write.
+
+    Raises DataError where a drawing has another size than its picture.
+    """
+    for one in found:
+        assert isinstance(one.image, Path)
+        drawings = [path for path in (one.label, *one.more) if isinstance(path, Path)]
+        for path in drawings:
+            check_sizes(one.image, path)
+        yield replace(one, site=site, label=label(f"{prefix}{one.image.stem}", *drawings), more=())
 
 
 def read_sets(sets: dict[str, PictureSet], classes: dict[str, list[int]], source: Path, options: Options) -> ImportResult:
@@ -88,8 +89,13 @@ def read_sets(sets: dict[str, PictureSet], classes: dict[str, list[int]], source
     found: list[SourceSample] = []
     asked = asked_sites(sets, options.only, {})
     for site, one in ((site, one) for site, one in sets.items() if site in asked):
-        for folder in _set_folders(source, one):
-            own = list(samples(site, one.read(folder), one.label))
+        below = [p for p in sorted(source.iterdir()) if p.is_dir() and one.fits(p)]
+        whole = one.fits(source.resolve()) or (len(below) > 1 and one.is_scattered)
+        if len(below) > 1 and not whole:
+            names = ", ".join(p.name for p in below)
+            raise DataError(f"{source}: expected one folder for {one.folder}; found {names}; put them into one folder")
+        for folder in [source] if whole else below:
+            own = list(with_masks(site, one.read(folder), one.label))
             if not own:
                 raise wrong_layout(folder, one.layout)
             found += own
@@ -107,21 +113,6 @@ def sets_layout(sets: dict[str, PictureSet]) -> str:
     return f"folders {', '.join(one.layout for one in sets.values())}, or some of them"
 
 
-def _set_folders(source: Path, one: PictureSet) -> list[Path]:
-    """Return the folders of a picture set below `source`; [source] where the set spans several. Raises DataError for two."""
-
-    def fits(folder: Path) -> bool:
-        return not folder.name.startswith(".") and re.sub(r"[^a-z0-9]", "", folder.name.lower()).startswith(one.folder)
-
-    found = [p for p in sorted(source.iterdir()) if p.is_dir() and fits(p)]
-    if fits(source.resolve()) or (len(found) > 1 and one.is_scattered):
-        return [source]
-    if len(found) > 1:
-        names = ", ".join(p.name for p in found)
-        raise DataError(f"{source}: expected one folder for {one.folder}; found {names}; put them into one folder")
-    return found
-
-
 def folder_pair(folder: Path, pairs: Pairs) -> tuple[Path, Path]:
     """Return the folders of pictures and masks, at any depth; those of PNG before others. Raises DataError."""
     found = [(child(one, a), child(one, b)) for one in folders(folder) for a, b in pairs]
@@ -131,11 +122,11 @@ def folder_pair(folder: Path, pairs: Pairs) -> tuple[Path, Path]:
     return min(both, key=lambda pair: not files(pair[0], [".png"]))
 
 
-def match(images: Path, masks: Path, split: str | None = None, prefix: str = "") -> list[Drawn]:
+def match(images: Path, masks: Path, split: str | None = None, prefix: str = "") -> list[SourceSample]:
     """Return a folder's pictures with the masks of the same names, `prefix` before them. Raises DataError."""
     known = by_stem(files(masks, PICTURE_ENDINGS))
     pictures = files(images, PICTURE_ENDINGS)
-    return [Drawn(p, (partner(prefix + p.stem, known, p, "mask"),), split) for p in pictures]
+    return [drawn(p, [partner(prefix + p.stem, known, p, "mask")], split) for p in pictures]
 
 
 def find_folder(name: str, source: Path) -> Path | None:
@@ -143,34 +134,29 @@ def find_folder(name: str, source: Path) -> Path | None:
     return next((one for one in folders(source) if one.resolve().name.lower() == name.lower()), None)
 
 
-def cut_at_half(name: str, mask: Path) -> Path | DerivedFile:
-    """Return a mask of 0 and 255 as it is; binarize any other (JPEG above all) at 128 into a new file."""
-    return mask if usable(mask, (0, 255)) else mask_png(mask.stem, lambda path: np.where(grey(path) >= 128, 255, 0), mask)
-
-
-def grouped_by_video(drawn: Iterable[Drawn], folder: Path | None) -> list[Drawn]:
+def grouped_by_video(frames: Iterable[SourceSample], folder: Path | None) -> list[SourceSample]:
     """Return frames in the order of their numbers, each in the group of its video, else in one of RUNS runs of frames.
 
     Videos come from the columns frame_id and sequence_id of a metadata.csv below `folder`, where there is one.
     """
     videos: dict[str, str] = {}
     for path in files(folder, ["metadata.csv"]) if folder else []:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.DictReader(file))
-        if rows and {"frame_id", "sequence_id"} <= rows[0].keys():
+        if rows := csv_rows(path, "frame_id", "sequence_id"):
             videos = {row["frame_id"].strip(): f"sequence-{row['sequence_id'].strip()}" for row in rows}
             break
-    ordered = sorted(drawn, key=lambda one: numeric(one.image))
-    groups = (videos.get(str(numeric(one.image)[0]), f"run-{n * RUNS // len(ordered)}") for n, one in enumerate(ordered))
-    return [one._replace(group=g, is_patient=g.startswith("sequence-")) for one, g in zip(ordered, groups, strict=True)]
+    ordered = sorted(frames, key=lambda one: numeric(Path(str(one.image))))
+    groups = (
+        videos.get(str(numeric(Path(str(one.image)))[0]), f"run-{n * RUNS // len(ordered)}") for n, one in enumerate(ordered)
+    )
+    return [replace(one, group=g, is_patient=g.startswith("sequence-")) for one, g in zip(ordered, groups, strict=True)]
 
 
-def _polyps(pairs: Pairs, has_frames: bool, folder: Path) -> list[Drawn]:
+def _polyps(pairs: Pairs, has_frames: bool, folder: Path) -> list[SourceSample]:
     found = match(*folder_pair(folder, pairs))
-    return grouped_by_video(found, folder) if has_frames else sorted(found, key=lambda one: numeric(one.image))
+    return grouped_by_video(found, folder) if has_frames else sorted(found, key=lambda one: numeric(Path(str(one.image))))
 
 
-def _etis(folder: Path) -> list[Drawn]:
+def _etis(folder: Path) -> list[SourceSample]:
     """ETIS-LaribPolypDB: N.tif with 'Ground Truth'/pN.tif beside their folder, or within it; elsewhere images/ and masks/."""
     masks = child(folder.resolve().parent, "Ground Truth")
     if not masks or not any(p.suffix.lower() in PICTURE_ENDINGS for p in folder.iterdir()):
@@ -189,18 +175,18 @@ def read_pranet(source: Path, options: Options) -> ImportResult:
     train, test = find_folder("TrainDataset", source), find_folder("TestDataset", source)
     if train is None and test is None:
         raise wrong_layout(source, PRANET_LAYOUT)
-    parts: dict[str, list[Drawn]] = {"cvc-clinicdb": [], "kvasir-seg": []}
+    parts: dict[str, list[SourceSample]] = {"cvc-clinicdb": [], "kvasir-seg": []}
     trained = set(parts)
     for one in match(*folder_pair(train, PRANET_PAIRS)) if train else []:
-        parts["cvc-clinicdb" if one.image.stem.isdigit() else "kvasir-seg"].append(one)
+        parts["cvc-clinicdb" if one.group.isdigit() else "kvasir-seg"].append(one)
     for folder in sorted(test.iterdir()) if test else []:
         if folder.is_dir() and (site := PRANET_SITES.get(folder.name.lower())):
             parts.setdefault(site, []).extend(match(*folder_pair(folder, PRANET_PAIRS), "test"))
     found: list[SourceSample] = []
-    for site, drawn in sorted(parts.items()):
-        by_stem(one.image for one in drawn)
-        ordered = sorted(drawn, key=lambda one: numeric(one.image))
-        found += samples(site, ordered if site == "kvasir-seg" else grouped_by_video(ordered, None), cut_at_half)
+    for site, own in sorted(parts.items()):
+        by_stem(Path(str(one.image)) for one in own)
+        ordered = sorted(own, key=lambda one: numeric(Path(str(one.image))))
+        found += with_masks(site, ordered if site == "kvasir-seg" else grouped_by_video(ordered, None), CUT_AT_HALF)
     if options.resplit:
         return ImportResult(found, POLYP, [f"kvasir-seg: {NO_PATIENTS}", f"the other sets {NAMES_NO_VIDEOS}"])
     notes = ["the published split is by picture: frames of one video may be in training and in test; --resplit cuts anew"]
@@ -208,29 +194,29 @@ def read_pranet(source: Path, options: Options) -> ImportResult:
     return ImportResult(found, POLYP, notes)
 
 
-def _refuge(folder: Path) -> Iterator[Drawn]:
+def _refuge(folder: Path) -> Iterator[SourceSample]:
     """REFUGE: *.jpg and *.bmp of the same name; V* is the validation split, T* the test split, g* and n* are for training."""
     shown = (p for p in files(folder, [".jpg", ".jpeg"]) if "illustration" not in str(p.relative_to(folder)).lower())
     images = by_stem(shown)
     for mask in by_stem(files(folder, [".bmp"])).values():
         image = partner(mask.stem, images, mask, "picture (*.jpg)")
-        yield Drawn(image, (mask,), {"V": "validation", "T": "test"}.get(mask.stem[0]), mask.stem, mask.stem)
+        yield drawn(image, [mask], {"V": "validation", "T": "test"}.get(mask.stem[0]), mask.stem)
 
 
-def _refuge_mask(mask: Path) -> np.ndarray:
+def cup_from_dark(only: bool, mask: Path) -> np.ndarray:
+    """Return labels (H, W) of a mask that is dark in the cup and bright in the background, cut at 50 and 200.
+
+    Edges may be smoothed unless there are `only` 0, 128 and 255; then corners must be background. Raises DataError.
+    """
     values = grey(mask)
-    unknown = (values != 0) & (values != 128) & (values != 255)
-    if unknown.any():
-        raise DataError(f"{mask}: expected 0 (cup), 128 (rim) and 255 (background); found {values[unknown].min()}")
-    return cup_from_dark(values)
-
-
-def cup_from_dark(values: np.ndarray) -> np.ndarray:
-    """Return labels (H, W) of grey values where the cup is dark and the background bright, cut at 50 and 200."""
+    if only and (unknown := values[~np.isin(values, (0, 128, 255))]).size:
+        raise DataError(f"{mask}: expected 0 (cup), 128 (rim) and 255 (background); found {unknown.min()}")
+    if not only and values[[0, 0, -1, -1], [0, -1, 0, -1]].min() <= 200:
+        raise DataError(f"{mask}: expected 255 (background) in the corners, 128 (rim) and 0 (cup); found a dark corner")
     return (values <= 50).astype(np.uint8) + (values <= 200)
 
 
-def _drishti(folder: Path) -> Iterator[Drawn]:
+def _drishti(folder: Path) -> Iterator[SourceSample]:
     """Drishti-GS1: pictures in folders named Images; soft maps of disc and cup; a folder Test* is the test split."""
     images = by_stem(p for p in files(folder, [".png"]) if "images" in [part.lower() for part in p.relative_to(folder).parts])
     for disc in files(folder, ["_odsegsoftmap.png"]):
@@ -239,7 +225,7 @@ def _drishti(folder: Path) -> Iterator[Drawn]:
         if not cup.is_file():
             raise DataError(f"{disc}: expected {cup.name} beside it; found none; complete the set")
         test = any(part.lower().startswith("test") for part in disc.relative_to(folder).parts)
-        yield Drawn(image, (disc, cup), "test" if test else None, stem, stem)
+        yield drawn(image, [disc, cup], "test" if test else None, stem)
 
 
 def _rim_and_cup(disc: Path, cup: Path) -> np.ndarray:
@@ -247,7 +233,7 @@ def _rim_and_cup(disc: Path, cup: Path) -> np.ndarray:
     return np.select([grey(cup) >= 128, grey(disc) >= 128], [2, 1], 0)
 
 
-def _rim_one(folder: Path) -> Iterator[Drawn]:
+def _rim_one(folder: Path) -> Iterator[SourceSample]:
     """RIM-ONE DL: pictures in one of two published partitions, drawings of disc and cup elsewhere.
 
     Both partitions hold the same pictures; the random one comes before that by hospital. Of several drawings of a picture
@@ -264,20 +250,18 @@ def _rim_one(folder: Path) -> Iterator[Drawn]:
     for image in by_stem(files(part, [".png"])).values():
         disc = partner(image.stem, first, image, "drawing (*-1-Disc-T.png)")
         cup = partner(f"{disc.stem[: -len('Disc-T')]}Cup-T", cups, disc, "drawing")
-        yield Drawn(image, (disc, cup), "test" if image.relative_to(part).parts[0].lower() == "test_set" else None)
+        yield drawn(image, [disc, cup], "test" if image.relative_to(part).parts[0].lower() == "test_set" else None)
 
 
-def _labelled(folder: Path) -> list[Drawn]:
+def _labelled(folder: Path) -> list[SourceSample]:
     """ORIGA and G1020 in their Kaggle layout: Images/ with Masks/, or both with _Square. MATLAB's .mat files are refused."""
     if files(folder, [".mat"]) and not any(child(one, m) for one in folders(folder) for m in ("Masks", "Masks_Square")):
         raise DataError(f"{folder}: expected Masks/*.png with pixels 1 and 2; found .mat annotations only, which are not read")
     return match(*folder_pair(folder, [("Images", "Masks"), ("Images_Square", "Masks_Square")]))
 
 
-def _rim_and_cup_values(name: str, mask: Path) -> Path:
-    if not usable(mask, (0, 1, 2)):
-        raise DataError(f"{mask}: expected one channel of 0, 1 (rim) and 2 (cup); found other values or colours")
-    return mask
+def _no_rim_and_cup(mask: Path) -> np.ndarray:
+    raise DataError(f"{mask}: expected one channel of 0, 1 (rim) and 2 (cup); found other values or colours")
 
 
 def read_feddg(source: Path, options: Options) -> ImportResult:
@@ -295,21 +279,14 @@ def read_feddg(source: Path, options: Options) -> ImportResult:
             rois = child(part, "ROIs") if part else None
             if rois is None:
                 raise wrong_layout(part or domain or source, "ROIs/image and ROIs/mask" if part else "train/ROIs and test/ROIs")
-            drawn = match(*folder_pair(rois, [("image", "mask")]), "test" if split == "test" else None)
-            named = (d._replace(name=f"{split}-{d.image.stem}", group=re.sub(r"-[LR]$", "", d.image.stem)) for d in drawn)
-            found += samples(site, named, partial(mask_from, _feddg_mask))
+            own = match(*folder_pair(rois, [("image", "mask")]), "test" if split == "test" else None)
+            eyes = (replace(one, group=re.sub(r"-[LR]$", "", one.group)) for one in own)
+            found += with_masks(site, eyes, partial(mask_from, partial(cup_from_dark, False), ()), f"{split}-")
     if not found:
         raise wrong_layout(source, FEDDG_LAYOUT)
     there = sorted({one.site for one in found})
     notes = [", ".join(f"{name}: {DOMAINS[name]}" for name in there), f"{', '.join(there)}: {NO_PATIENTS}"]
     return ImportResult(found, DISC_AND_CUP, notes)
-
-
-def _feddg_mask(mask: Path) -> np.ndarray:
-    values = grey(mask)
-    if values[[0, 0, -1, -1], [0, -1, 0, -1]].min() <= 200:
-        raise DataError(f"{mask}: expected 255 (background) in the corners, 128 (rim) and 0 (cup); found a dark corner")
-    return cup_from_dark(values)
 
 
 def read_tnbc(source: Path, options: Options) -> ImportResult:
@@ -322,61 +299,60 @@ def read_tnbc(source: Path, options: Options) -> ImportResult:
         annotated = child(slide.parent, truth := "GT_" + slide.name.split("_")[1])
         if annotated is None:
             raise wrong_layout(slide.parent, f"{truth} beside {slide.name}")
-        drawn = (one._replace(group=slide.name, is_patient=True) for one in match(slide, annotated))
-        found += samples("tnbc", drawn, _nuclei)
+        own = (replace(one, group=slide.name, is_patient=True) for one in match(slide, annotated))
+        found += with_masks("tnbc", own, partial(mask_from, lambda path: grey(path) > 0, (0, 1)))
     if not found:
         raise wrong_layout(source, TNBC_LAYOUT)
     return ImportResult(found, NUCLEUS)
 
 
-def _nuclei(name: str, mask: Path) -> Path | DerivedFile:
-    return mask if usable(mask, (0, 1)) else mask_png(name, lambda path: grey(path) > 0, mask)
-
-
-def mask_from(make: Callable[..., np.ndarray], name: str, *drawings: Path) -> DerivedFile:
-    """Return the label picture to write that `make(*drawings)` returns."""
-    return mask_png(name, make, *drawings)
+def mask_from(make: Callable[..., np.ndarray], allowed: Sequence[int], name: str, *drawings: Path) -> Path | DerivedFile:
+    """Return a mask of `allowed` values alone as it is, of any other the label picture to write: `make(*drawings)`."""
+    return drawings[0] if allowed and usable(drawings[0], allowed) else mask_png(name, make, *drawings)
 
 
 PLAIN = [("images", "masks")]
+CUT_AT_HALF = partial(mask_from, lambda path: np.where(grey(path) >= 128, 255, 0), (0, 255))
+"""Masks that are not of 0 and 255, JPEG above all, are cut at 128."""
 POLYPS = {
     # Jha et al., Kvasir-SEG (2020): no patients are named
-    "kvasir-seg": PictureSet("kvasirseg", "Kvasir-SEG (images/, masks/)", partial(_polyps, PLAIN, False), cut_at_half),
+    "kvasir-seg": PictureSet("kvasirseg", "Kvasir-SEG (images/, masks/)", partial(_polyps, PLAIN, False), CUT_AT_HALF),
     # Bernal et al., WM-DOVA maps (2015): a metadata.csv names the videos
     "cvc-clinicdb": PictureSet(
         "cvcclinic", "CVC-ClinicDB (Original/, Ground Truth/)", partial(_polyps, [("Original", "Ground Truth")], True),
-        cut_at_half, has_frames=True,
+        CUT_AT_HALF, has_frames=True,
     ),
     # Bernal et al. (2012)
     "cvc-colondb": PictureSet(
-        "cvccolon", "CVC-ColonDB (images/, masks/)", partial(_polyps, PLAIN, True), cut_at_half, has_frames=True
+        "cvccolon", "CVC-ColonDB (images/, masks/)", partial(_polyps, PLAIN, True), CUT_AT_HALF, has_frames=True
     ),
     # Silva et al. (2014)
     "etis-laribpolypdb": PictureSet(
-        "etis", "ETIS-LaribPolypDB (ETIS-LaribPolypDB/N.tif, Ground Truth/pN.tif; or images/, masks/)", _etis, cut_at_half,
+        "etis", "ETIS-LaribPolypDB (ETIS-LaribPolypDB/N.tif, Ground Truth/pN.tif; or images/, masks/)", _etis, CUT_AT_HALF,
         has_frames=True,
     ),
 }  # fmt: skip
 FUNDUS = {
     # Orlando et al., REFUGE (2020)
     "refuge": PictureSet(
-        "refuge", "REFUGE (*.jpg, Disc_Cup_Masks/*.bmp)", _refuge, partial(mask_from, _refuge_mask), has_split=True
+        "refuge", "REFUGE (*.jpg, Disc_Cup_Masks/*.bmp)", _refuge, partial(mask_from, partial(cup_from_dark, True), ()),
+        has_split=True,
     ),
     # Zhang et al., ORIGA-light (2010)
-    "origa": PictureSet("origa", "ORIGA (Images/, Masks/)", _labelled, _rim_and_cup_values),
+    "origa": PictureSet("origa", "ORIGA (Images/, Masks/)", _labelled, partial(mask_from, _no_rim_and_cup, (0, 1, 2))),
     # Bajwa et al., G1020 (2020)
-    "g1020": PictureSet("g1020", "G1020 (Images/, Masks/)", _labelled, _rim_and_cup_values),
+    "g1020": PictureSet("g1020", "G1020 (Images/, Masks/)", _labelled, partial(mask_from, _no_rim_and_cup, (0, 1, 2))),
     # Sivaswamy et al., Drishti-GS (2014)
     "drishti-gs1": PictureSet(
         "drishti", "Drishti-GS1 (Images/, *_ODsegSoftmap.png, *_cupsegSoftmap.png)", _drishti,
-        partial(mask_from, _rim_and_cup), has_split=True,
+        partial(mask_from, _rim_and_cup, ()), has_split=True,
     ),
     # Fumero Batista et al., RIM-ONE DL (2020)
     "rim-one-dl": PictureSet(
         "rimone",
         "RIM-ONE_DL_images (partitioned_randomly/ or partitioned_by_hospital/ with training_set/ and test_set/) with "
         "RIM-ONE_DL_reference_segmentations (*-N-Disc-T.png, *-N-Cup-T.png)",
-        _rim_one, partial(mask_from, _rim_and_cup), has_split=True, is_scattered=True,
+        _rim_one, partial(mask_from, _rim_and_cup, ()), has_split=True, is_scattered=True,
     ),
 }  # fmt: skip
 DOMAINS = {

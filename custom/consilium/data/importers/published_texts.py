@@ -4,29 +4,40 @@ BoolQ, PIQA, HellaSwag, WinoGrande and MedMCQA have test sets without labels. Th
 here, and validation is cut from the training set.
 """
 
-import csv
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from consilium.core.errors import DataError
-from consilium.data.importers.base import Importer, ImportResult, Options, TextRecord, files, wrong_layout
+from consilium.data.importers.base import (
+    GIVE,
+    Importer,
+    ImportResult,
+    Options,
+    TextRecord,
+    csv_lines,
+    csv_rows,
+    files,
+    wrong_layout,
+)
 from consilium.data.patients import linked
 from consilium.data.safe_open import MOST_CHARACTERS, check_file, check_line, parse_json, read_text, text_lines
 from consilium.data.site_names import slug
 
-REMEDY = "give the publisher's file"
 RESULT = "The answer is:"
 SIZES = ("xl", "l", "m", "s", "xs", "debiased")
 """Of WinoGrande's training set."""
 DEVELOPMENT = "the publisher's development set is the test split, because the test set has no labels"
 Record = dict[str, Any]
+Convert = Callable[[str, Record, str], tuple[str, Record] | None]
+"""(where, raw, label) to a record's group and the record, or None for a record without an answer."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +45,15 @@ class TextSet:
     """A published set of texts that becomes one site.
 
     `parts`: names of each file, the first that is there is read ({size} for --size), and its split; a last name "" says that
-    the file may be missing. `fields`: keys and types of a record. `convert(where, raw, label)`: the record's group and the
-    record, or None for a record without an answer. `labels`: labels come in NAME-labels.lst beside NAME.jsonl. `unanswered`:
-    how a note calls the records left out.
+    the file may be missing. `fields`: keys and types of a record. `labels`: labels come in NAME-labels.lst beside NAME.jsonl.
+    `unanswered`: how a note calls the records left out.
     """
 
     site: str
     layout: str
     parts: tuple[tuple[tuple[str, ...], str | None], ...]
     fields: Mapping[str, type]
-    convert: Callable[[str, Record, str], tuple[str, Record] | None]
+    convert: Convert
     labels: bool = False
     unanswered: str = ""
     notes: tuple[str, ...] = ()
@@ -60,7 +70,15 @@ class TextSet:
                 continue
             path = find(source, named, self.layout)
             raws = _read_records(path, self.fields)
-            labels = _read_labels(path, len(raws)) if self.labels else [""] * len(raws)
+            labels = [""] * len(raws)
+            if self.labels:
+                beside = path.with_name(f"{path.stem}-labels.lst")
+                if not beside.is_file():
+                    raise DataError(f"{path}: expected {beside.name} beside it; found none; complete the set")
+                labels = read_text(beside, GIVE).split()
+                if len(labels) != len(raws):
+                    what = f"expected {len(raws)} labels, as many as {path.name} has records; found {len(labels)}"
+                    raise DataError(f"{beside}: {what}; {GIVE}")
             total += len(raws)
             for number, (raw, label) in enumerate(zip(raws, labels, strict=True), start=1):
                 if found := self.convert(f"{path}: record {number}", raw, label):
@@ -87,45 +105,35 @@ def find(source: Path, names: Sequence[str], layout: str) -> Path:
 def _read_records(path: Path, fields: Mapping[str, type]) -> list[Record]:
     """Return the records of a JSON list or of JSON lines. Raises DataError, naming file and record or line."""
     if path.suffix.lower() == ".json" and not _is_lines(path, fields):
-        raw = parse_json(str(path), read_text(path, REMEDY), REMEDY)
+        raw = parse_json(str(path), read_text(path, GIVE), GIVE)
         if not isinstance(raw, list):
-            raise DataError(f"{path}: expected a list of records; found a {type(raw).__name__}; {REMEDY}")
+            raise DataError(f"{path}: expected a list of records; found a {type(raw).__name__}; {GIVE}")
         found = [(f"{path}[{index}]", record) for index, record in enumerate(raw)]
     else:
         found = []
-        for number, line in enumerate(text_lines(path, REMEDY), start=1):
+        for number, line in enumerate(text_lines(path, GIVE), start=1):
             if line.strip():
                 check_line(where := f"{path}:{number}", line)
-                found.append((where, parse_json(where, line, REMEDY)))
+                found.append((where, parse_json(where, line, GIVE)))
     for where, one in found:
         if not (isinstance(one, dict) and all(isinstance(one.get(key), kind) for key, kind in fields.items())):
             expected = ", ".join(f"{key} ({kind.__name__})" for key, kind in fields.items())
             there = (
                 ", ".join(f"{k} ({type(v).__name__})" for k, v in one.items()) if isinstance(one, dict) else type(one).__name__
             )
-            raise DataError(f"{where}: expected {expected}; found {there[:200] or 'nothing'}; {REMEDY}")
+            raise DataError(f"{where}: expected {expected}; found {there[:200] or 'nothing'}; {GIVE}")
     return [one for _, one in found]
 
 
 def _is_lines(path: Path, fields: Iterable[str]) -> bool:
     """Tell whether a .json file has a record a line, as MedMCQA's have: its first line is one, or one of several."""
-    first, *more = islice((line.strip() for line in text_lines(path, REMEDY) if line.strip()), 2) or [""]
+    first, *more = islice((line.strip() for line in text_lines(path, GIVE) if line.strip()), 2) or [""]
     if not (first.startswith("{") and (first.endswith("}") or len(first) > MOST_CHARACTERS)):
         return False
     if more:
         return True
-    found = parse_json(f"{path}:1", first, REMEDY)
+    found = parse_json(f"{path}:1", first, GIVE)
     return isinstance(found, dict) and set(fields) <= found.keys()
-
-
-def _read_labels(path: Path, count: int) -> list[str]:
-    labels = path.with_name(f"{path.stem}-labels.lst")
-    if not labels.is_file():
-        raise DataError(f"{path}: expected {labels.name} beside it; found none; complete the set")
-    found = read_text(labels, REMEDY).split()
-    if len(found) != count:
-        raise DataError(f"{labels}: expected {count} labels, as many as {path.name} has records; found {len(found)}; {REMEDY}")
-    return found
 
 
 def one_split_per_prompt(lines: Iterable[TextRecord]) -> list[TextRecord]:
@@ -145,22 +153,48 @@ def _task(instruction: str, output: str, text: str = "") -> Record:
 def _choice(where: str, task: str, text: str, options: Sequence[Any], label: str, first: int | None) -> Record:
     """Return a record whose answer is a letter; `label` counts the options from `first`, or is a letter. Raises DataError."""
     if odd := [option for option in options if not isinstance(option, str)]:
-        raise DataError(f"{where}: {text[:60]!r}: expected options that are texts; found {repr(odd[0])[:60]}; {REMEDY}")
+        raise DataError(f"{where}: {text[:60]!r}: expected options that are texts; found {repr(odd[0])[:60]}; {GIVE}")
     letters = [chr(ord("A") + index) for index in range(len(options))]
     known = letters if first is None else [str(first + index) for index in range(len(options))]
     if label not in known:
         what = f"expected a label from {known[0]} to {known[-1]}; found {label[:20]!r}"
-        raise DataError(f"{where}: {text[:60]!r}: {what}; {REMEDY}")
+        raise DataError(f"{where}: {text[:60]!r}: {what}; {GIVE}")
     asked = f"{task} Answer with {', '.join(letters[:-1])} or {letters[-1]}."
     shown = "\n".join(f"{letter}. {option}" for letter, option in zip(letters, options, strict=True))
     return _task(asked, letters[known.index(label)], f"{text}\n{shown}") | {"labels": letters}
+
+
+def choice(
+    task: str,
+    text: str,
+    options: Sequence[str],
+    first: int | None,
+    label: str = "",
+    group: Callable[[Record], str] = lambda raw: "",
+    kept: str = "",
+) -> Convert:
+    """Return the conversion of a multiple choice: `text` in the record's own keys, and the keys of its options.
+
+    One key is that of a list, or of a map by letter. `label`: the answer's key, "" for a file of labels; `first`: its first
+    number, None for letters; `group`: see TextSet; `kept`: a key that the record keeps.
+    """
+
+    def convert(where: str, raw: Record, given: str) -> tuple[str, Record]:
+        found = raw[options[0]] if len(options) == 1 else [raw.get(key) for key in options]
+        if isinstance(found, dict) and list(found) not in (list("ABCD"), list("ABCDE")):
+            raise DataError(f"{where}: expected options A to D or E; found {', '.join(found)[:80]}; {GIVE}")
+        every = list(found.values()) if isinstance(found, dict) else found
+        record = _choice(where, task, text.format_map(raw), every, str(raw[label]) if label else given, first)
+        return group(raw), record | ({kept: str(raw.get(kept) or "")} if kept else {})
+
+    return convert
 
 
 def _gsm8k(where: str, raw: Record, label: str) -> tuple[str, Record]:
     """Remove the calculator's notes <<...>> from an answer; `final_answer` is the text after ####."""
     steps, mark, result = raw["answer"].rpartition("####")
     if not mark or not result.strip():
-        raise DataError(f"{where}: expected an answer with its result behind ####; found {raw['answer'][-80:]!r}; {REMEDY}")
+        raise DataError(f"{where}: expected an answer with its result behind ####; found {raw['answer'][-80:]!r}; {GIVE}")
     output = re.sub(r"<<[^<>]*>>", "", steps) + f"#### {result.strip()}"
     return "", _task(raw["question"], output) | {"final_answer": result.strip().replace(",", "")}
 
@@ -186,24 +220,6 @@ def _boolq(where: str, raw: Record, label: str) -> tuple[str, Record]:
     return str(raw.get("title") or raw["passage"]), record | {"labels": ["True", "False"]}
 
 
-def _piqa(where: str, raw: Record, label: str) -> tuple[str, Record]:
-    """Questions about one goal are one group."""
-    return raw["goal"], _choice(where, "Which solution reaches the goal?", raw["goal"], [raw["sol1"], raw["sol2"]], label, 0)
-
-
-def _hellaswag(where: str, raw: Record, label: str) -> tuple[str, Record]:
-    """Texts of one video or article are one group. `activity_label` is kept."""
-    text = f"{raw['activity_label']}: {raw['ctx']}"
-    record = _choice(where, "How does the text go on?", text, raw["endings"], str(raw["label"]), 0)
-    return str(raw.get("source_id") or ""), record | {"activity_label": raw["activity_label"]}
-
-
-def _winogrande(where: str, raw: Record, label: str) -> tuple[str, Record]:
-    """The two sentences of a pair are one group."""
-    task, both = "Which option belongs in the gap, marked _?", [raw["option1"], raw["option2"]]
-    return re.sub(r"-[12]$", "", raw["qID"]), _choice(where, task, raw["sentence"], both, label, 1)
-
-
 # medical multiple choice -----------------------------------------------------------------------------------------------
 
 MEDICAL = "Which answer is right?"
@@ -213,30 +229,10 @@ MMLU_SUBJECTS = (
 """MMLU's medical parts, as MultiMedQA has them (Singhal et al., "Large language models encode clinical knowledge", 2023)."""
 MMLU_SPLITS = {"dev": "training", "val": "validation", "test": "test"}
 FEW = "the publisher's five development questions of each subject are the training split"
+_ASKED = partial(choice, MEDICAL, "{question}")
 PUBMEDQA = ("yes", "no", "maybe")
 TRUTH = "test_ground_truth.json"
 """Of PubMedQA: the answers of its test split by PubMed number."""
-
-
-def _medmcqa(where: str, raw: Record, label: str) -> tuple[str, Record]:
-    """`subject_name` is kept; options count from 1."""
-    options = [raw[f"op{letter}"] for letter in "abcd"]
-    found = _choice(where, MEDICAL, raw["question"], options, str(raw.get("cop")), 1)
-    return "", found | {"subject_name": str(raw.get("subject_name") or "")}
-
-
-def _medqa(where: str, raw: Record, label: str) -> tuple[str, Record]:
-    """Options are a map by letter."""
-    if list(raw["options"]) not in (list("ABCD"), list("ABCDE")):
-        raise DataError(f"{where}: expected options A to D or E; found {', '.join(raw['options'])[:80]}; {REMEDY}")
-    return "", _choice(where, MEDICAL, raw["question"], list(raw["options"].values()), raw["answer_idx"], None)
-
-
-def _careqa(where: str, raw: Record, label: str) -> tuple[str, Record]:
-    """`category` is kept; options count from 1."""
-    options = [raw[f"op{number}"] for number in range(1, 5)]
-    found = _choice(where, MEDICAL, raw["question"], options, str(raw["cop"]), 1)
-    return "", found | {"category": str(raw.get("category") or "")}
 
 
 def read_pubmedqa(source: Path, options: Options) -> ImportResult:
@@ -256,10 +252,10 @@ def read_pubmedqa(source: Path, options: Options) -> ImportResult:
     lines = list[TextRecord]()
     for number, raw in raws.items():
         where = f"{path}: {number}"
-        fits = isinstance(raw, dict) and isinstance(raw.get("QUESTION"), str) and _are_texts(raw.get("CONTEXTS"))
-        if not (fits and raw.get("final_decision") in PUBMEDQA):
+        fits = isinstance(raw, dict) and isinstance(raw.get("QUESTION"), str) and isinstance(raw.get("CONTEXTS"), list)
+        if not (fits and all(isinstance(one, str) for one in raw["CONTEXTS"]) and raw.get("final_decision") in PUBMEDQA):
             what = "expected QUESTION, CONTEXTS and a final_decision of yes, no or maybe"
-            raise DataError(f"{where}: {what}; found {repr(raw)[:120]}; {REMEDY}")
+            raise DataError(f"{where}: {what}; found {repr(raw)[:120]}; {GIVE}")
         asked = "Read the abstract and answer the question about it with yes, no or maybe."
         text = "\n".join([*raw["CONTEXTS"], "", f"Question: {raw['QUESTION']}"])
         record = _task(asked, raw["final_decision"], text) | {"labels": list(PUBMEDQA)}
@@ -268,14 +264,10 @@ def read_pubmedqa(source: Path, options: Options) -> ImportResult:
     return ImportResult(one_split_per_prompt(lines), None, notes)
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
-
-
 def _map(path: Path) -> Record:
-    found = parse_json(str(path), read_text(path, REMEDY), REMEDY)
+    found = parse_json(str(path), read_text(path, GIVE), GIVE)
     if not isinstance(found, dict):
-        raise DataError(f"{path}: expected a map by PubMed number; found a {type(found).__name__}; {REMEDY}")
+        raise DataError(f"{path}: expected a map by PubMed number; found a {type(found).__name__}; {GIVE}")
     return found
 
 
@@ -285,17 +277,10 @@ def read_mmlu(source: Path, options: Options) -> ImportResult:
     for subject in MMLU_SUBJECTS:
         for part, split in MMLU_SPLITS.items():
             path = find(source, [name := f"{subject}_{part}.csv"], f"{name}, of {MMLU_LAYOUT}")
-            reader = csv.reader(text_lines(path, REMEDY, newline=""))
-            try:
-                rows = [(reader.line_num, row) for row in reader if row]
-            except csv.Error as error:
-                raise DataError(
-                    f"{path}:{reader.line_num}: expected rows of CSV; found otherwise ({error}); {REMEDY}"
-                ) from None
-            for number, row in rows:
+            for number, row in csv_lines(path):
                 where = f"{path}:{number}"
                 if len(row) != 6:
-                    raise DataError(f"{where}: expected question, A, B, C, D and the letter; found {len(row)} cells; {REMEDY}")
+                    raise DataError(f"{where}: expected question, A, B, C, D and the letter; found {len(row)} cells; {GIVE}")
                 record = _choice(where, MEDICAL, row[0], row[1:5], row[5].strip(), None) | {"subject": subject}
                 lines.append(TextRecord("mmlu-medical", f"{path.name}:{number}", record, split))
     return ImportResult(one_split_per_prompt(lines), None, [FEW])
@@ -309,33 +294,31 @@ def read_medquad(source: Path, options: Options) -> ImportResult:
     lines: list[TextRecord] = []
     empty: Counter[str] = Counter()
     for path in files(source, [".xml"]):
-        if found := re.fullmatch(r"\d+_(.+?)_QA(_XML)?", path.parent.name, re.IGNORECASE):
-            site = slug(found[1])
-            records = list(_medquad(path))
-            lines += [TextRecord(site, f"{path.parent.name}/{path.name}", one) for one in records if one["output"]]
-            empty[site] += sum(not one["output"] for one in records)
+        if not (found := re.fullmatch(r"\d+_(.+?)_QA(_XML)?", path.parent.name, re.IGNORECASE)):
+            continue
+        check_file(path, GIVE)
+        try:
+            root = ElementTree.parse(path).getroot()
+        except (OSError, ValueError, LookupError, ElementTree.ParseError) as error:  # LookupError: an unknown encoding
+            raise DataError(f"{path}: expected XML of QAPairs; found otherwise ({error}); {GIVE}") from None
+        site, focus = slug(found[1]), _words(root.find("Focus"))
+        for pair in root.iter("QAPair"):
+            question, answer = pair.find("Question"), _words(pair.find("Answer"))
+            if question is None or not (asked := _words(question)):
+                continue
+            if not answer:
+                empty[site] += 1
+                continue
+            record = _task(asked, answer) | {"type": question.attrib.get("qtype", ""), "focus": focus}
+            lines.append(TextRecord(site, f"{path.parent.name}/{path.name}", record))
     if not lines:
         raise wrong_layout(source, MEDQUAD_LAYOUT)
     parts = ", ".join(f"{count} of {site}" for site, count in sorted(empty.items()) if count)
     return ImportResult(one_split_per_prompt(lines), None, [f"empty answers are left out: {parts}"] if parts else [])
 
 
-def _medquad(path: Path) -> Iterator[Record]:
-    """Yield the questions of a page, with runs of blanks as one. Raises DataError."""
-    check_file(path, REMEDY)
-    try:
-        root = ElementTree.parse(path).getroot()
-    except (OSError, ValueError, LookupError, ElementTree.ParseError) as error:  # LookupError: an unknown encoding
-        raise DataError(f"{path}: expected XML of QAPairs; found otherwise ({error}); {REMEDY}") from None
-    focus = _words(root.find("Focus"))
-    for pair in root.iter("QAPair"):
-        question = pair.find("Question")
-        if question is not None and (asked := _words(question)):
-            kind = question.attrib.get("qtype", "")
-            yield _task(asked, _words(pair.find("Answer"))) | {"type": kind, "focus": focus}
-
-
 def _words(element: ElementTree.Element | None) -> str:
+    """Return an element's text, with runs of blanks as one."""
     return "" if element is None else " ".join("".join(element.itertext()).split())
 
 
@@ -346,7 +329,10 @@ def read_e2e(source: Path, options: Options) -> ImportResult:
     """
     lines: list[TextRecord] = []
     for name, split in (("trainset.csv", None), ("devset.csv", "validation"), ("testset_w_refs.csv", "test")):
-        rows = _e2e_rows(find(source, [name], E2E_LAYOUT))
+        path = find(source, [name], E2E_LAYOUT)
+        if not {"mr", "ref"} <= set(heads := next((row for _, row in csv_lines(path)), [])):
+            raise DataError(f"{path}: expected the columns mr and ref; found {', '.join(heads)[:200] or 'none'}")
+        rows = [(row["mr"], row["ref"]) for row in csv_rows(path) if row["mr"] and row["ref"]]
         references: dict[str, list[str]] = {}
         for mr, ref in rows:
             references.setdefault(mr, []).append(ref)
@@ -361,18 +347,6 @@ def read_e2e(source: Path, options: Options) -> ImportResult:
             }
             lines.append(TextRecord("e2e", mr, record | answer, split))
     return ImportResult(one_split_per_prompt(lines), None)
-
-
-def _e2e_rows(path: Path) -> list[tuple[str, str]]:
-    """Return (mr, ref) of every row. Raises DataError."""
-    reader = csv.DictReader(text_lines(path, REMEDY, newline=""))
-    try:
-        heads, rows = reader.fieldnames or [], list(reader)
-    except csv.Error as error:
-        raise DataError(f"{path}:{reader.line_num}: expected rows of CSV; found otherwise ({error}); {REMEDY}") from None
-    if not {"mr", "ref"} <= set(heads):
-        raise DataError(f"{path}: expected the columns mr and ref; found {', '.join(heads)[:200] or 'none'}")
-    return [(row["mr"], row["ref"]) for row in rows if row["mr"] and row["ref"]]
 
 
 MEDQUAD_LAYOUT = "folders such as 1_CancerGov_QA or 9_CDC_QA with *.xml of QAPairs"
@@ -405,22 +379,34 @@ TEXT_SETS = (
         "piqa",
         "train.jsonl and valid.jsonl (or dev.jsonl) with goal, sol1 and sol2, and train-labels.lst and valid-labels.lst",
         ((("train.jsonl",), None), (("valid.jsonl", "dev.jsonl"), "test")),
-        {"goal": str, "sol1": str, "sol2": str}, _piqa, labels=True,
+        {"goal": str, "sol1": str, "sol2": str},
+        choice("Which solution reaches the goal?", "{goal}", ("sol1", "sol2"), 0, group=itemgetter("goal")),  # of one goal
+        labels=True,
     ),
     _DEVELOPMENT_TESTS(  # Zellers et al. (2019)
         "hellaswag", "hellaswag_train.jsonl and hellaswag_val.jsonl with ctx, endings and label",
         ((("hellaswag_train.jsonl",), None), (("hellaswag_val.jsonl",), "test")),
-        {"ctx": str, "endings": list, "label": int, "activity_label": str}, _hellaswag,
+        {"ctx": str, "endings": list, "label": int, "activity_label": str},
+        choice(
+            "How does the text go on?", "{activity_label}: {ctx}", ("endings",), 0, "label",
+            lambda raw: str(raw.get("source_id") or ""), "activity_label",  # of one video or article
+        ),
     ),
     _DEVELOPMENT_TESTS(  # Sakaguchi et al. (2020)
         "winogrande", "train_xl.jsonl (or another --size) with train_xl-labels.lst, and dev.jsonl with dev-labels.lst",
         ((("train_{size}.jsonl",), None), (("dev.jsonl",), "test")),
-        {"qID": str, "sentence": str, "option1": str, "option2": str}, _winogrande, labels=True, sizes=SIZES,
+        {"qID": str, "sentence": str, "option1": str, "option2": str},
+        choice(
+            "Which option belongs in the gap, marked _?", "{sentence}", ("option1", "option2"), 1,
+            group=lambda raw: re.sub(r"-[12]$", "", raw["qID"]),  # the two sentences of a pair
+        ),
+        labels=True, sizes=SIZES,
     ),
     _DEVELOPMENT_TESTS(  # Pal et al. (2022)
         "medmcqa", "train.json and dev.json, a record a line with question, opa to opd and cop (1 to 4)",
         ((("train.json",), None), (("dev.json",), "test")),
-        {"question": str, "opa": str, "opb": str, "opc": str, "opd": str, "cop": int}, _medmcqa,
+        {"question": str, "opa": str, "opb": str, "opc": str, "opd": str, "cop": int},
+        _ASKED(("opa", "opb", "opc", "opd"), 1, "cop", kept="subject_name"),
     ),
     TextSet(  # Jin et al. (2021), four options
         "medqa", "phrases_no_exclude_train.jsonl, _dev.jsonl and _test.jsonl of US/4_options",
@@ -429,17 +415,18 @@ TEXT_SETS = (
             (("phrases_no_exclude_dev.jsonl", ""), "validation"),
             (("phrases_no_exclude_test.jsonl",), "test"),
         ),
-        {"question": str, "options": dict, "answer_idx": str}, _medqa,
+        {"question": str, "options": dict, "answer_idx": str}, _ASKED(("options",), None, "answer_idx"),
     ),
     TextSet(  # Jin et al. (2021), five options
         "medqa-5", "train.jsonl, dev.jsonl and test.jsonl of US with question, options and answer_idx",
         ((("train.jsonl",), None), (("dev.jsonl", ""), "validation"), (("test.jsonl",), "test")),
-        {"question": str, "options": dict, "answer_idx": str}, _medqa,
+        {"question": str, "options": dict, "answer_idx": str}, _ASKED(("options",), None, "answer_idx"),
     ),
     TextSet(  # Arias-Duart et al. (2025)
         "careqa", "CareQA_en.json (or --size es), a list of records with question, op1 to op4 and cop (1 to 4)",
         ((("CareQA_{size}.json",), None),),
-        {"question": str, "op1": str, "op2": str, "op3": str, "op4": str, "cop": int}, _careqa, sizes=("en", "es"),
+        {"question": str, "op1": str, "op2": str, "op3": str, "op4": str, "cop": int},
+        _ASKED(("op1", "op2", "op3", "op4"), 1, "cop", kept="category"), sizes=("en", "es"),
         notes=("the publisher has a test set alone: write --test 0.98 --validation 0.01 to score nearly all of it",),
     ),
 )  # fmt: skip

@@ -50,12 +50,12 @@ def import_sets(name: str, source: Path, dest: Path, options: Options, add: bool
     if name not in IMPORTERS:
         raise ConfigError(f"NAME: {name!r}: expected one of {', '.join(IMPORTERS)}{nearest(name, IMPORTERS)}")
     _check(name, options)
-    is_file = IMPORTERS[name].is_file
-    if not (source.is_file() if is_file else source.is_dir()):
-        raise DataError(f"{source}: no such {'file' if is_file else 'folder'}; expected {IMPORTERS[name].layout}")
+    own = IMPORTERS[name]
+    if not (source.is_file() if own.is_file else source.is_dir()):
+        raise DataError(f"{source}: no such {'file' if own.is_file else 'folder'}; expected {own.layout}")
     earlier_imports(dest, add)
-    found = IMPORTERS[name].read(source, options)
-    if IMPORTERS[name].is_own:  # it has taken and renamed the sites
+    found = own.read(source, options)
+    if own.is_own:  # it has taken and renamed the sites
         options = replace(options, only=(), rename=options.rename if options.sites else {})
     if found.beside is None:
         return {dest: write_sites(found, name, source, dest, options, add)}
@@ -69,20 +69,19 @@ def _check(name: str, options: Options) -> None:
     if min(options.validation, options.test) < 0 or options.validation + options.test >= 1:
         asked = f"--validation {options.validation:g} --test {options.test:g}"
         raise ConfigError(f"{asked}: expected shares of at least 0 that sum to less than 1")
-    if options.types and not IMPORTERS[name].has_types:
-        raise ConfigError(f"--types: {name} has no classes of cells; leave it out")
-    if options.columns and not IMPORTERS[name].is_file:
-        raise ConfigError(f"--column: {name} is not a table; leave it out")
-    if options.mask_patterns and not IMPORTERS[name].has_patterns:
-        raise ConfigError(f"--mask-pattern: the names of {name}'s masks are known; leave it out")
-    if options.exact_values and not IMPORTERS[name].is_own:
-        raise ConfigError(f"--exact-values: the values of {name}'s masks are known; leave it out")
-    if options.patient_folders is not None and not IMPORTERS[name].has_patterns:
-        raise ConfigError(f"--patient-folders: the patients of {name} are known, or in its table; leave it out")
-    if options.size and options.size not in IMPORTERS[name].sizes:
-        sizes = ", ".join(IMPORTERS[name].sizes)
-        raise ConfigError(
-            f"--size: {options.size!r}: {f'expected one of {sizes}' if sizes else f'{name} has one; leave it out'}"
-        )
+    own = IMPORTERS[name]
+    faults: tuple[tuple[str, object, bool, str], ...] = (
+        ("--types", options.types, own.has_types, f"{name} has no classes of cells"),
+        ("--column", options.columns, own.is_file, f"{name} is not a table"),
+        ("--mask-pattern", options.mask_patterns, own.has_patterns, f"the names of {name}'s masks are known"),
+        ("--exact-values", options.exact_values, own.is_own, f"the values of {name}'s masks are known"),
+        ("--patient-folders", options.patient_folders is not None, own.has_patterns, f"the patients of {name} are known"),
+    )
+    for option, given, fits, why in faults:
+        if given and not fits:
+            raise ConfigError(f"{option}: {why}; leave it out")
+    if options.size and options.size not in own.sizes:
+        what = f"expected one of {', '.join(own.sizes)}" if own.sizes else f"{name} has one; leave it out"
+        raise ConfigError(f"--size: {options.size!r}: {what}")
     if wrong := [new for new in options.rename.values() if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", new)]:
         raise ConfigError(f"--rename: {wrong[0]!r}: expected a name of letters, digits, hyphens, dots and underscores")

@@ -20,7 +20,7 @@ from consilium.data.importers.base import Importer, ImportResult, Options, Sourc
 from consilium.data.importers.labels import labelled
 from consilium.data.pairs import composed, kind_of, without_ending
 from consilium.data.safe_open import text_lines
-from consilium.data.site_names import asked_sites, slug
+from consilium.data.site_names import asked_sites, renamed_notes, renamed_sites
 
 LAYOUT = (
     "a CSV file with a picture a line: columns image (a path from the file's folder) and label (its class, or the path of its "
@@ -71,8 +71,16 @@ class Table:
         asked = asked_sites(set(sites), options.only, options.rename)
         rows = [row for row, own in zip(self.rows, sites, strict=True) if own in asked]
         files = _files(self, rows)
-        found = [_sample(self, row, site, files) for row in rows]
-        _check_once(self.path, rows, found)
+        found, known = list[SourceSample](), dict[str, int]()
+        for row in rows:
+            values, (who, split) = row.values, _whose(self.path, row)
+            label = files["label", values["label"]] if self.has_masks else values["label"]
+            own, image = values.get("site", "") or site, files["image", values["image"]]
+            one = SourceSample(own, who or values["image"], image, label, split=split, is_patient=bool(who))
+            if (before := known.setdefault(str(one.image), row.number)) != row.number:  # it could be in two splits
+                what = f"image {row.values['image']!r} is that of line {before}; keep one of the two"
+                raise DataError(f"{self.path}: line {row.number}: {what}")
+            found.append(one)
         return found
 
 
@@ -88,37 +96,24 @@ def read_texts(source: Path, options: Options) -> ImportResult:
     """Read texts by their lines: text, label and, where known, site, patient and split. Raises DataError, ConfigError."""
     there, lines = _lines(source)
     _check_headings(source, there)
-    exact = {name.casefold(): name for name in reversed(there)}
-    wanted = {one: options.columns.get(one) or exact.get(one, "") for one in TEXT_FIELDS}
-    if wrong := [one for one in options.columns if one not in TEXT_FIELDS]:
-        raise ConfigError(f"--column: {wrong[0]!r}: expected one of {', '.join(TEXT_FIELDS)}{nearest(wrong[0], TEXT_FIELDS)}")
-    if absent := [one for one in TEXT_FIELDS if wanted[one] not in there and (wanted[one] or one in TEXT_FIELDS[:2])]:
-        what = f"{source}: no column {wanted[absent[0]] or absent[0]!r}; there are {', '.join(there)}"
-        raise ConfigError(f"--column: {what}; write --column {absent[0]}=NAME")
-    every = [{one: row.values[name] for one, name in wanted.items() if name} | {"line": str(row.number)} for row in lines]
-    kept = [row for row in every if row["text"] and row["label"]]
+    named, notes = _columns(source, options.columns, there, (), TEXT_FIELDS)
+    rows = [Row(row.number, {one: row.values[name] for one, name in named.items()}) for row in lines]
+    kept = [row for row in rows if row.values["text"] and row.values["label"]]
     if not kept:
-        raise DataError(
-            f"{source}: no line has a {wanted['text']} and a {wanted['label']}; give a line per text, with its label"
-        )
-    _check_labels(source, wanted["label"], counts := Counter(row["label"] for row in kept))
-    found, sites = list[TextRecord](), dict[str, str]()
+        raise DataError(f"{source}: no line has a {named['text']} and a {named['label']}; give a line per text, with its label")
+    counts = Counter(row.values["label"] for row in kept)
+    _check_labels(source, named["label"], counts)
+    sites = renamed_sites({row.values.get("site") or source.stem for row in kept}, source)
+    found = list[TextRecord]()
     for row in kept:
-        where = f"{source}: line {row['line']}"
-        patient = check_identifier(where, "patient", row.get("patient", ""))
-        if (given := row.get("split", "")) and split_of(given) is None:
-            raise DataError(f"{where}: split {given[:80]!r} is none of training, validation, test; write one of them")
-        record = {"text": row["text"], "label": row["label"]} | ({"patient": patient} if patient else {})
-        group, split = patient or f"line {row['line']}", split_of(given) if given else None
-        named = row.get("site") or source.stem
-        if sites.setdefault(site := slug(named), named) != named or not site:
-            what = f"site {named[:80]!r} has no name of its own in letters a to z and digits"
-            raise DataError(f"{where}: {what}; rename it in the table")
-        found.append(TextRecord(site, group, record, split))
-    lost = len(every) - len(kept)
-    notes = [f"{lost} of {len(every)} lines without text or label are left out"] if lost else []
-    alone = [] if wanted["site"] else [ONE.replace("datalist.json", "folder")]
-    return ImportResult(found, sorted(counts), [*notes, *alone, *(f"{kind}: {line}" for kind, line in doubts(counts))])
+        patient, split = _whose(source, row)
+        record = {one: row.values[one] for one in TEXT_FIELDS[:2]} | ({"patient": patient} if patient else {})
+        site = sites[row.values.get("site") or source.stem]
+        found.append(TextRecord(site, patient or f"line {row.number}", record, split))
+    if lost := len(rows) - len(kept):
+        notes.append(f"{lost} of {len(rows)} lines without text or label are left out")
+    notes += [*renamed_notes(sites), *([] if "site" in named else [ONE.replace("datalist.json", "folder")])]
+    return ImportResult(found, sorted(counts), [*notes, *(f"{kind}: {line}" for kind, line in doubts(counts))])
 
 
 def find_table(folder: Path) -> Table | None:
@@ -144,8 +139,15 @@ def open_table(source: Path, columns: Mapping[str, str]) -> Table:
     every = [*head, *lines]
     flags = _parts(named["label"], there) if named["label"] not in there else []
     if flags:
-        filled = [row for row in every if any(row.values[name] for name in (named["image"], *flags))]
-        every, named["label"] = _with_class(source, flags, filled), "label"
+        every = [row for row in every if any(row.values[name] for name in (named["image"], *flags))]
+        ones = [[name for name in flags if _FLAGS.get(row.values[name].casefold())] for row in every]
+        if wrong := [(row.number, own) for row, own in zip(every, ones, strict=True) if len(own) != 1]:
+            line, own = wrong[0]
+            what = f"{len(wrong)} of {len(every)} lines have not exactly one 1 in {', '.join(flags)}, the first is line {line}"
+            remedy = "name one class's columns alone by --column label=A,B, or give a column with one class a line"
+            raise DataError(f"{source}: {what} with {' and '.join(own) or 'none'}; a picture has one class: {remedy}")
+        every = [replace(row, values={**row.values, "label": own[0]}) for row, own in zip(every, ones, strict=True)]
+        named["label"] = "label"
     every = [Row(row.number, {one: row.values[name] for one, name in named.items()}) for row in every]
     rows = [row for row in every if any(row.values.values())]
     if len(rows) < len(every):
@@ -198,12 +200,12 @@ def _check_headings(source: Path, there: Sequence[str]) -> None:
 
 
 def _columns(
-    source: Path, columns: Mapping[str, str], there: Sequence[str], rows: Sequence[Row]
+    source: Path, columns: Mapping[str, str], there: Sequence[str], rows: Sequence[Row], fields: Sequence[str] = FIELDS
 ) -> tuple[dict[str, str], list[str]]:
     """Return the heading of each field that the table has, by name or by its cells, and notes. Raises ConfigError."""
-    wrong = [f"{name!r}: expected one of {', '.join(FIELDS)}{nearest(name, FIELDS)}" for name in columns if name not in FIELDS]
+    wrong = [f"{name!r}: expected one of {', '.join(fields)}{nearest(name, fields)}" for name in columns if name not in fields]
     exact = {name.casefold(): name for name in reversed(there)}
-    named = {one: columns.get(one) or exact[one] for one in FIELDS if one in columns or one in exact}
+    named = {one: columns.get(one) or exact[one] for one in fields if one in columns or one in exact}
     absent = {one: [part for part in _parts(name, there) if part not in there] for one, name in named.items()}
     if absent := {one: parts for one, parts in absent.items() if parts}:
         what = ", ".join(f"{part!r}{nearest(part, there)}" for parts in absent.values() for part in parts)
@@ -211,21 +213,30 @@ def _columns(
         wrong.append(f"{source}: no column {what}; there are {', '.join(there)}; write {remedy}")
     if wrong:
         raise ConfigError(f"--column: {'; '.join(wrong)}")
-    paths = [name for name in there if name not in named.values() and _of_paths(source, name, rows)]
+    paths = list[str]()
+    for name in there:
+        cells = [row.values[name] for row in rows[:_LOOKED_AT] if row.values[name] and name not in named.values()]
+        if cells and all(_picture(source.parent, cell) for cell in cells):
+            paths.append(name)
     paths.sort(key=lambda name: kind_of(name) == "mask")
     notes, lacking = list[str](), dict[str, str]()
-    for one in NEEDED:
+    for one in fields[:2]:
         left = [name for name in there if name not in named.values()]
         if one not in named and paths:
             named[one] = paths.pop(0)
             notes.append(f"--column {one}={named[one]}: its cells are paths of {'pictures' if one == 'image' else 'masks'}")
-        elif one == "label" and one not in named and len(flags := [name for name in left if _is_flag(name, rows)]) > 1:
-            _check_flags(source, flags, [name for name in left if name not in flags], rows)
-            named[one] = ",".join(flags)
+        elif one == "label" and one not in named and len(flags := _flags(left, rows)) > 1:
+            # another column may be the classes, or these be called after splits
+            others = [name for name in left if name not in flags and len({row.values[name] for row in rows} - {""}) > 1]
+            own, every = _proposed("label", others, rows), ",".join(flags)
+            if own != "NAME" or any(split_of(word) for name in flags for word in re.split(r"[\W_]+", name)):
+                choice = " or ".join(f"--column {shlex.quote(f'label={name}')}" for name in (own, every))
+                what = f"no column 'label', and the classes may be in {own!r} or in the columns of 0 and 1"
+                raise ConfigError(f"--column: {source}: {what}; write {choice}")
+            named[one] = every
             notes.append(f"--column {shlex.quote(f'label={named[one]}')}: these columns of 0 and 1 are the classes")
         elif one not in named:
-            proposed = _proposed(one, [name for name in left if name not in lacking.values()], rows)
-            lacking[one] = proposed
+            lacking[one] = _proposed(one, [name for name in left if name not in lacking.values()], rows)
     if lacking:
         remedy = " ".join(f"--column {shlex.quote(f'{one}={name}')}" for one, name in lacking.items())
         what = f"{source}: no column {' and no column '.join(map(repr, lacking))}; there are {', '.join(there)}"
@@ -238,31 +249,9 @@ def _parts(name: str, there: Sequence[str]) -> list[str]:
     return [name] if name in there else [part.strip() for part in name.split(",")]
 
 
-def _is_flag(column: str, rows: Sequence[Row]) -> bool:
-    """Tell whether a column says yes or no of each picture."""
-    return bool(rows) and all(row.values[column].casefold() in _FLAGS for row in rows)
-
-
-def _check_flags(source: Path, flags: Sequence[str], others: Sequence[str], rows: Sequence[Row]) -> None:
-    """Raise ConfigError where columns of 0 and 1 may be no classes: another column may be, or they are called after splits."""
-    several = [name for name in others if len({row.values[name] for row in rows} - {""}) > 1]
-    own = _proposed("label", several, rows)
-    split = next((name for name in flags for word in re.split(r"[\W_]+", name) if split_of(word)), None)
-    if own != "NAME" or split:
-        choice = " or ".join(f"--column {shlex.quote(f'label={name}')}" for name in (own, ",".join(flags)))
-        what = f"no column 'label', and the classes may be in {own!r} or in the columns of 0 and 1"
-        raise ConfigError(f"--column: {source}: {what}; write {choice}")
-
-
-def _with_class(source: Path, flags: Sequence[str], rows: Sequence[Row]) -> list[Row]:
-    """Return lines with a class for each by the column that is 1. Raises DataError where none or several are."""
-    ones = [[name for name in flags if _FLAGS.get(row.values[name].casefold())] for row in rows]
-    if wrong := [(row, own) for row, own in zip(rows, ones, strict=True) if len(own) != 1]:
-        row, own = wrong[0]
-        what = f"{len(wrong)} of {len(rows)} lines have not exactly one 1 in {', '.join(flags)}, the first is line {row.number}"
-        remedy = "a picture has one class: name its columns alone by --column label=A,B, or give a column with one class a line"
-        raise DataError(f"{source}: {what} with {' and '.join(own) or 'none'}; {remedy}")
-    return [replace(row, values={**row.values, "label": own[0]}) for row, own in zip(rows, ones, strict=True)]
+def _flags(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Return the columns that say yes or no of each picture."""
+    return [name for name in columns if rows and all(row.values[name].casefold() in _FLAGS for row in rows)]
 
 
 def _proposed(what: str, there: Sequence[str], rows: Sequence[Row]) -> str:
@@ -271,11 +260,6 @@ def _proposed(what: str, there: Sequence[str], rows: Sequence[Row]) -> str:
     files = [name for name in there if any(row.values[name].lower().endswith(PICTURES) for row in rows[:_LOOKED_AT])]
     classes = sorted((name for name, count in kinds.items() if 1 < count <= len(rows) // 2), key=kinds.__getitem__)
     return next(iter([*files, *(classes if what == "label" else [])]), "NAME")
-
-
-def _of_paths(source: Path, column: str, rows: Sequence[Row]) -> bool:
-    cells = [row.values[column] for row in rows[:_LOOKED_AT] if row.values[column]]
-    return bool(cells) and all(_picture(source.parent, cell) for cell in cells)
 
 
 def _is_path(source: Path, cell: str) -> bool:
@@ -326,17 +310,12 @@ def _files(table: Table, rows: Sequence[Row]) -> dict[tuple[str, str], Path]:
     return found
 
 
-def _sample(table: Table, row: Row, site: str, files: Mapping[tuple[str, str], Path]) -> SourceSample:
-    """Return one line's picture. Raises DataError, which names the line."""
-    values, where = row.values, f"{table.path}: line {row.number}"
-    said = values.get("split", "")
+def _whose(source: Path, row: Row) -> tuple[str, str | None]:
+    """Return a line's patient, "" for none, and its split. Raises DataError, which names the line."""
+    where, said = f"{source}: line {row.number}", row.values.get("split", "")
     if said and split_of(said) is None:
-        raise DataError(f"{where}: split {said!r}: expected training, validation or test, or nothing")
-    image = files["image", values["image"]]
-    label = files["label", values["label"]] if table.has_masks else values["label"]
-    who = check_identifier(where, "patient", values.get("patient", ""))
-    own = values.get("site", "") or site
-    return SourceSample(own, who or values["image"], image, label, split=split_of(said), is_patient=bool(who))
+        raise DataError(f"{where}: split {said[:80]!r} is none of training, validation, test; write one of them, or nothing")
+    return check_identifier(where, "patient", row.values.get("patient", "")), split_of(said)
 
 
 def _picture(folder: Path, cell: str) -> Path | None:
@@ -346,15 +325,6 @@ def _picture(folder: Path, cell: str) -> Path | None:
         return path if cell and (path.is_file() or (path.is_dir() and is_volume(path))) else None
     except (OSError, ValueError):  # no name of a file
         return None
-
-
-def _check_once(source: Path, rows: Sequence[Row], found: Sequence[SourceSample]) -> None:
-    """Raise DataError for a picture of two lines: it could be in two splits, or of two classes."""
-    known: dict[str, int] = {}
-    for row, sample in zip(rows, found, strict=True):
-        if (before := known.setdefault(str(sample.image), row.number)) != row.number:
-            what = f"image {row.values['image']!r} is that of line {before}; keep one of the two"
-            raise DataError(f"{source}: line {row.number}: {what}")
 
 
 SETS = {

@@ -1,7 +1,7 @@
 """MRI volumes, listed plane by plane: prostates of six hospitals, hearts by scanner vendor."""
 
-import csv
 import gzip
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from consilium.data.importers.base import (
     Options,
     SourceSample,
     child,
+    csv_rows,
     files,
     folders,
     wrong_layout,
@@ -45,34 +46,30 @@ def read_prostate(source: Path, options: Options) -> ImportResult:
     Raises DataError for another layout.
     """
     asked = asked_sites([slug(name) for name in HOSPITALS], options.only, {})
-    named = {name: _hospital(source, name, other) for name, other in HOSPITALS.items() if slug(name) in asked}
     found: list[SourceSample] = []
-    for name, folder in named.items():
-        if folder is not None:
-            found += _read_hospital(folder, slug(name))
+    missing, renamed = [], []
+    for name, other in ((name, other) for name, other in HOSPITALS.items() if slug(name) in asked):
+        there = [one for called in (name, other) if called for one in _below(source, called)]
+        if len(there) > 1:
+            raise DataError(f"{there[1]}: is {name} by another name; found {there[0]} too; keep one of the two")
+        if not there:
+            missing.append(name)
+            continue
+        if there[0].name.lower() != name.lower():
+            renamed.append(f"{there[0].name} is {name}")
+        for stem, path, mask_path in _cases(there[0]):
+            mask, is_turned = _labels(path, mask_path, 3)
+            made = DerivedFile("masks", f"{stem}.nii.gz", partial(_pack_labels, path, mask_path, 3))
+            label = made if is_turned else mask_path
+            found += [SourceSample(slug(name), stem, path, label, slice=plane, is_patient=True) for plane in _planes(mask)]
     if not found:
         raise wrong_layout(source, PROSTATE_LAYOUT)
-    missing = ", ".join(name for name, folder in named.items() if folder is None)
-    renamed = [f"{folder.name} is {name}" for name, folder in named.items() if folder and folder.name.lower() != name.lower()]
-    return ImportResult(found, {"prostate": [1, 2]}, renamed + ([f"not there: {missing}"] if missing else []))
+    return ImportResult(found, {"prostate": [1, 2]}, renamed + ([f"not there: {', '.join(missing)}"] if missing else []))
 
 
-def _hospital(source: Path, name: str, other: str) -> Path | None:
-    """Return a hospital's folder under either of its names, None without one. Raises DataError if it has both."""
-    found = [next((f for one in folders(source) if (f := child(one, n))), None) for n in (name, other) if n]
-    there = [folder for folder in found if folder is not None]
-    if len(there) > 1:
-        raise DataError(f"{there[1]}: is {name} by another name; found {there[0]} too; keep one of the two")
-    return there[0] if there else None
-
-
-def _read_hospital(folder: Path, site: str) -> list[SourceSample]:
-    found = []
-    for stem, path, mask_path in _cases(folder):
-        mask, is_turned = _labels(path, mask_path, 3)
-        label = DerivedFile("masks", f"{stem}.nii.gz", partial(_pack_labels, path, mask_path, 3)) if is_turned else mask_path
-        found += [SourceSample(site, stem, path, label, slice=plane, is_patient=True) for plane in _planes(mask)]
-    return found
+def _below(source: Path, name: str) -> list[Path]:
+    """Return the first folder of that name in any case, at any depth; [] without one."""
+    return [found for one in folders(source) if (found := child(one, name))][:1]
 
 
 def _cases(folder: Path) -> list[tuple[str, Path, Path]]:
@@ -102,58 +99,38 @@ def read_mnms(source: Path, options: Options) -> ImportResult:
     vendors have no training cases. Cases without labels, those of Training/Unlabeled, are left out.
     Raises DataError for another layout.
     """
-    table, rows = _table(source)
+    tables = ((path, csv_rows(path, "External code", "ED", "ES")) for path in files(source, [".csv"]))
+    table, read = next(((path, own) for path, own in tables if own and {"VendorName", "Vendor"} & own[0].keys()), (source, []))
+    rows = {row["External code"].strip(): row for row in read}
     cases = {p.name[: -len("_sa.nii.gz")]: p for p in files(source, ["_sa.nii.gz"])}
-    if not cases:
+    if not cases or not rows:
         raise wrong_layout(source, MNMS_LAYOUT)
     if unknown := sorted(cases.keys() - rows.keys()):
         raise DataError(f"{cases[unknown[0]]}: expected its code in {table.name}; found no row {unknown[0]}")
-    found, bare = [], []
+    found, bare = list[SourceSample](), 0
     for code, path in sorted(cases.items()):
-        samples = _read_case(path, code, rows[code])
-        found += samples
-        bare += [] if samples else [code]
+        mask_path, before = path.with_name(f"{code}_sa_gt.nii.gz"), len(found)
+        vendor = slug(rows[code].get("VendorName") or f"vendor-{rows[code].get('Vendor')}")
+        for phase in ("ED", "ES") if mask_path.is_file() else ():
+            frame, name = _frame(path, rows[code][phase], phase), f"{code}_{phase}.nii.gz"
+            mask, _ = _labels(path, mask_path, 4, frame)
+            image = DerivedFile("images", name, partial(_pack_frame, path, frame))
+            label = DerivedFile("masks", name, partial(_pack_labels, path, mask_path, 4, frame))
+            found += [SourceSample(vendor, code, image, label, slice=plane, is_patient=True) for plane in _planes(mask)]
+        bare += len(found) == before
     if not found:
         raise wrong_layout(source, "labelled cases, CODE_sa.nii.gz with CODE_sa_gt.nii.gz")
     absent = len(rows.keys() - cases.keys())
-    notes = [f"{len(bare)} cases without labels are left out"] if bare else []
+    notes = [f"{bare} cases without labels are left out"] if bare else []
     notes += [f"{absent} cases of {table.name} have no volume there"] if absent else []
     return ImportResult(found, {"left_ventricle": [1], "myocardium": [2], "right_ventricle": [3]}, notes)
 
 
-def _table(source: Path) -> tuple[Path, dict[str, dict[str, str]]]:
-    """Return the table of cases and its rows by code. Raises DataError."""
-    for path in files(source, [".csv"]):
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.DictReader(file))
-        if rows and {"External code", "ED", "ES"} <= rows[0].keys() and {"VendorName", "Vendor"} & rows[0].keys():
-            return path, {row["External code"].strip(): row for row in rows}
-    raise wrong_layout(source, MNMS_LAYOUT)
-
-
-def _read_case(path: Path, code: str, row: dict[str, str]) -> list[SourceSample]:
-    mask_path = path.with_name(f"{code}_sa_gt.nii.gz")
-    if not mask_path.is_file():
-        return []
+def _frame(path: Path, cell: str, phase: str) -> int:
     count = _open(path).shape[-1]
-    vendor = slug(row.get("VendorName") or f"vendor-{row.get('Vendor')}")
-    found = []
-    for phase in ("ED", "ES"):
-        frame, name = _frame(path, row, phase, count), f"{code}_{phase}.nii.gz"
-        mask, _ = _labels(path, mask_path, 4, frame)
-        image = DerivedFile("images", name, partial(_pack_frame, path, frame))
-        label = DerivedFile("masks", name, partial(_pack_labels, path, mask_path, 4, frame))
-        found += [SourceSample(vendor, code, image, label, slice=plane, is_patient=True) for plane in _planes(mask)]
-    return found
-
-
-def _frame(path: Path, row: dict[str, str], phase: str, count: int) -> int:
-    try:
-        frame = int(float(row[phase]))
-    except ValueError:
-        frame = -1
+    frame = int(float(cell)) if re.fullmatch(r"\d+(\.0*)?", cell.strip()) else -1
     if not 0 <= frame < count:
-        raise DataError(f"{path}: expected its {phase} frame within 0..{count - 1}; found {row[phase]!r} in the table")
+        raise DataError(f"{path}: expected its {phase} frame within 0..{count - 1}; found {cell!r} in the table")
     return frame
 
 
@@ -183,16 +160,13 @@ def _planes(mask: Any) -> list[int]:
 
 
 def _pack_frame(path: Path, frame: int) -> bytes:
-    return _pack(_open(path).slicer[..., frame])
+    """Return one frame as .nii.gz, the same bytes every time."""
+    return gzip.compress(_open(path).slicer[..., frame].to_bytes(), 6, mtime=0)
 
 
 def _pack_labels(path: Path, mask_path: Path, axes: int, frame: int | None = None) -> bytes:
-    return _pack(_labels(path, mask_path, axes, frame)[0])
-
-
-def _pack(volume: Any) -> bytes:
-    """Return a volume's .nii.gz, the same bytes every time."""
-    return gzip.compress(volume.to_bytes(), 6, mtime=0)
+    """Return a mask, or one frame of it, as .nii.gz, the same bytes every time."""
+    return gzip.compress(_labels(path, mask_path, axes, frame)[0].to_bytes(), 6, mtime=0)
 
 
 SETS = {"prostate": Importer(PROSTATE_LAYOUT, read_prostate), "mnms": Importer(MNMS_LAYOUT, read_mnms)}

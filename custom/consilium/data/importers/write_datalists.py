@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,11 @@ def write_sites(
     if not found or not (earlier or any(splits["training"] for splits in found.values())):
         few = f"no site is left with {options.minimum} samples and one for training"
         raise DataError(f"{source}: {few}; lower --minimum, or --resplit where a site has test samples only")
-    sites = renamed(found, options.rename)
+    if unknown := sorted(options.rename.keys() - found.keys()):
+        raise DataError(f"--rename: no site {unknown[0]!r}; there are {', '.join(found)}")
+    sites = {options.rename.get(site, site): splits for site, splits in found.items()}
+    if len(sites) < len(found):
+        raise DataError(f"--rename: two sites would have one name; the sites are {', '.join(found)}")
     classes = _fitting(dest, sites, reading.classes, earlier)
     left = [f"left out, too few samples or none to train on: {', '.join(dropped)}"] if dropped else []
     alone = [site for site, splits in sites.items() if not splits["training"]]
@@ -53,25 +57,20 @@ def write_sites(
         "sites": {site: {split: len(items) for split, items in splits.items()} for site, splits in sites.items()},
         "notes": [*reading.notes, *left],
     }
-    _write_all(dest, sites, classes, {"imports": [*earlier, summary]})
-    return summary
-
-
-def _write_all(dest: Path, sites: Sites, classes: Any, record: dict[str, Any]) -> None:
-    """Write all sites into a hidden folder, and move them to their places when all is well."""
     hidden, is_new, moved = dest / f".import-{os.getpid()}", not dest.exists(), []
     try:
         for site, splits in sites.items():
             _write_site(hidden / site, site, splits, classes)
-        for site in sites:
+        for site in sites:  # all is well
             os.rename(hidden / site, dest / site)
             moved.append(dest / site)
-        write_atomic(dest / "import.json", json.dumps(record, indent=1).encode(), PUBLIC)
+        write_atomic(dest / "import.json", json.dumps({"imports": [*earlier, summary]}, indent=1).encode(), PUBLIC)
     except BaseException:
         for folder in [dest] if is_new else [hidden, *moved]:
             shutil.rmtree(folder, ignore_errors=True)
         raise
     hidden.rmdir()
+    return summary
 
 
 def earlier_imports(dest: Path, add: bool) -> list[dict[str, Any]]:
@@ -86,16 +85,6 @@ def earlier_imports(dest: Path, add: bool) -> list[dict[str, Any]]:
         return list(json.loads((dest / "import.json").read_text())["imports"])
     except (OSError, ValueError, KeyError, TypeError):
         raise DataError(f"{dest}: --add: expected an import.json with its imports; found none; give another folder") from None
-
-
-def renamed(sites: Sites, names: Mapping[str, str]) -> Sites:
-    """Return the sites under their new names. Raises DataError for an unknown site, or two sites of one new name."""
-    if unknown := sorted(names.keys() - sites.keys()):
-        raise DataError(f"--rename: no site {unknown[0]!r}; there are {', '.join(sites)}")
-    found = {names.get(site, site): splits for site, splits in sites.items()}
-    if len(found) < len(sites):
-        raise DataError(f"--rename: two sites would have one name; the sites are {', '.join(sites)}")
-    return found
 
 
 def _fitting(dest: Path, sites: Sites, classes: Any, earlier: list[dict[str, Any]]) -> Any:
@@ -121,9 +110,7 @@ def arrange(samples: Sequence[Sample], name: str, options: Options) -> tuple[Sit
     A site whose publisher has test pictures only stays: it tests.
     Raises DataError for a site to take that is not there, or more sites than patients.
     """
-    samples = [
-        replace(one, group=canonical(one.group)) if isinstance(one, SourceSample) and one.is_patient else one for one in samples
-    ]
+    samples = [replace(one, group=canonical(one.group)) if getattr(one, "is_patient", False) else one for one in samples]
     samples = [replace(one, split=None) for one in samples] if options.resplit else samples
     if options.only:
         asked = asked_sites({sample.site for sample in samples}, options.only, {})

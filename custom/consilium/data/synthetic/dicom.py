@@ -38,7 +38,17 @@ def _slice(study: Study, k: int) -> Dataset:
     """Return one slice as a file of its own, its place in DICOM's axes (left, back, up)."""
     left = np.diag([-1.0, -1.0, 1.0, 1.0]) @ study.affine
     sides = np.linalg.norm(left[:3, :3], axis=0)
-    found = _about(study, k)
+    found = Dataset()
+    found.file_meta = FileMetaDataset()
+    found.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    # made-up elements of patient, study and file, equal in every run
+    found.SOPClassUID, found.SOPInstanceUID = CTImageStorage, _uid(study, "image", k)
+    found.PatientID, found.PatientName = study.patient, f"Made-up^{study.patient}"
+    found.PatientBirthDate, found.PatientSex = "19500101", "O"
+    found.StudyInstanceUID, found.StudyID, found.StudyDate, found.StudyTime = _uid(study, "study"), "1", DAY, TIME
+    found.SeriesInstanceUID, found.FrameOfReferenceUID = _uid(study, "series"), _uid(study, "space")
+    found.SeriesNumber, found.InstanceNumber, found.Modality = 1, 1 + seed_for(study.seed, "instance", k) % 10_000, "CT"
+    found.AccessionNumber, found.ReferringPhysicianName, found.PositionReferenceIndicator = "", "", ""
     found.ImagePositionPatient = [f"{v:.9g}" for v in left[:3] @ [0, 0, k, 1]]
     found.ImageOrientationPatient = [f"{v:.9g}" for v in np.concatenate([left[:3, 0] / sides[0], left[:3, 1] / sides[1]])]
     found.PixelSpacing, found.SliceThickness = [f"{sides[1]:.9g}", f"{sides[0]:.9g}"], f"{sides[2]:.9g}"
@@ -48,21 +58,6 @@ def _slice(study: Study, k: int) -> Dataset:
     found.RescaleSlope, found.RescaleIntercept = 1, OFFSET
     found.WindowCenter, found.WindowWidth = WINDOW.center, WINDOW.width
     found.PixelData = (study.values[:, :, k].T - OFFSET).clip(0, 4095).astype("<u2").tobytes()
-    return found
-
-
-def _about(study: Study, k: int) -> Dataset:
-    """Return made-up elements of patient, study and file, equal in every run."""
-    found = Dataset()
-    found.file_meta = FileMetaDataset()
-    found.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    found.SOPClassUID, found.SOPInstanceUID = CTImageStorage, _uid(study, "image", k)
-    found.PatientID, found.PatientName = study.patient, f"Made-up^{study.patient}"
-    found.PatientBirthDate, found.PatientSex = "19500101", "O"
-    found.StudyInstanceUID, found.StudyID, found.StudyDate, found.StudyTime = _uid(study, "study"), "1", DAY, TIME
-    found.SeriesInstanceUID, found.FrameOfReferenceUID = _uid(study, "series"), _uid(study, "space")
-    found.SeriesNumber, found.InstanceNumber, found.Modality = 1, 1 + seed_for(study.seed, "instance", k) % 10_000, "CT"
-    found.AccessionNumber, found.ReferringPhysicianName, found.PositionReferenceIndicator = "", "", ""
     return found
 
 
@@ -87,16 +82,12 @@ def _segments(study: Study, slices: list[Dataset]) -> Segmentation:
         software_versions="1",
         device_serial_number="1",
     )
-    return _dated(found, _uid(study, "dimensions"))
-
-
-def _dated(found: Segmentation, dimensions: str) -> Segmentation:
-    """Return a segmentation whose dates and identifiers are fixed, where highdicom takes them from clock and chance."""
+    # dates and identifiers are fixed, where highdicom takes them from clock and chance
     dated = ("Content", "Series", "InstanceCreation")
     for keyword, value in ((f"{what}{unit}", value) for what in dated for unit, value in (("Date", DAY), ("Time", TIME))):
         setattr(found, keyword, value)
     for item in found.get("ContributingEquipmentSequence") or []:
         item.ContributionDateTime = DAY + TIME
     for item in (*found.DimensionOrganizationSequence, *found.DimensionIndexSequence):
-        item.DimensionOrganizationUID = dimensions
+        item.DimensionOrganizationUID = _uid(study, "dimensions")
     return found

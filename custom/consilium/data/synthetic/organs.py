@@ -90,23 +90,16 @@ def draw_study(
     body = soft(_length(mm / _points(np.array([74.0, 62.0, 200.0]), mm)), 0.02)
     organ, lesion = soft(who.organ(mm), 0.05), soft(who.growth(mm, size), 0.1)
     units = -1000 + body * (1040 + organ * (90 - lesion * 70))
-    return _recorded(rng, units, body, look), _rater_labels(who, mm, size, hand)
-
-
-def _recorded(rng: Generator, units: np.ndarray, body: np.ndarray, look: np.ndarray) -> np.ndarray:
-    """Return values as this site's scanner records them: contrast, offset, shading, blur and noise of its own."""
+    # as this site's scanner records it: contrast, offset, shading, blur and noise of its own
     tissue = (units - 40) * (1 + 0.5 * look[0]) + 40 + 60 * look[1]
     along = np.linspace(-0.5, 0.5, units.shape[0]).reshape(-1, 1, 1)
     seen = np.where(body > 0.5, tissue + 80 * look[2] * along, units)
     blurred = gaussian_filter(seen, (*[0.4 + 0.8 * max(look[6], 0)] * 2, 0))
     noise = gaussian_filter(rng.normal(size=units.shape), (0.6, 0.6, 0))
-    return np.rint(blurred + noise * (14 + 40 * max(-look[6], 0))).clip(-1024, 3071).astype(np.int16)
-
-
-def _rater_labels(who: Anatomy, mm: np.ndarray, size: float, hand: np.ndarray) -> np.ndarray:
-    """Return labels as this rater draws them: wide or tight outlines, in coarse steps where the hand is hurried."""
-    if (step := 10 * max(0.0, hand[2] - 0.2)) > 0:
-        mm = (np.floor(mm / step) + 0.5) * step
-    organ = who.organ(mm) < 1 + 0.2 * hand[0]
-    lesion = organ & (who.growth(mm, size) < 1 + 0.4 * hand[1])
-    return (organ.astype(np.uint8) + lesion).astype(np.uint8)
+    values = np.rint(blurred + noise * (14 + 40 * max(-look[6], 0))).clip(-1024, 3071).astype(np.int16)
+    # as this rater draws it: wide or tight outlines, in coarse steps where the hand is hurried
+    if (coarse := 10 * max(0.0, hand[2] - 0.2)) > 0:
+        mm = (np.floor(mm / coarse) + 0.5) * coarse
+    drawn = who.organ(mm) < 1 + 0.2 * hand[0]
+    inner = drawn & (who.growth(mm, size) < 1 + 0.4 * hand[1])
+    return values, (drawn.astype(np.uint8) + inner).astype(np.uint8)

@@ -7,7 +7,6 @@ encoder and decoder splits answer to these two. For cells, which have a class an
 Texts, for language models, are in sentences.py, volumes in studies.py.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
@@ -21,8 +20,8 @@ from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.data.datalist import SPLITS
 from consilium.data.synthetic.cells import CELLS, draw_cell
-from consilium.data.synthetic.drawing import grain, soft
-from consilium.data.synthetic.sentences import RECORDS, made, make_texts
+from consilium.data.synthetic.drawing import grain, made, soft, write_list
+from consilium.data.synthetic.sentences import RECORDS, make_texts
 from consilium.data.synthetic.studies import LABELS as STUDY_LABELS
 from consilium.data.synthetic.studies import Files, make_studies
 
@@ -88,15 +87,7 @@ def make_phantoms(
     who = habits(site, seed, appearance, annotation, groups)
     if kind == "organ":
         return make_studies(folder, spec | {"files": files}, counts, who.look, who.hand)
-    path = folder / "datalist.json"
-    if made(path).get("phantoms") == spec | counts:
-        return path
-    for part in ("images",) if kind == "cells" else ("images", "masks"):
-        (folder / part).mkdir(parents=True, exist_ok=True)
-    entries = {split: [_write(folder, spec, who, split, i) for i in range(n)] for split, n in counts.items()}
-    labels = {str(i): name for i, name in enumerate(LABELS[kind])}
-    path.write_text(json.dumps({"name": site, "labels": labels, "phantoms": spec | counts, **entries}, indent=1))
-    return path
+    return write_list(folder, spec, counts, LABELS[kind], lambda split, n: [_write(folder, spec, who, split, n)])
 
 
 def check_own(folder: Path) -> None:
@@ -111,7 +102,8 @@ def _write(folder: Path, spec: dict, who: Habits, split: str, index: int) -> dic
     rng = np.random.default_rng(seed_for(spec["seed"], spec["kind"], spec["site"], split, index))
     name = f"{split}-{index:03d}.png"
     if spec["kind"] == "cells":
-        label = CELLS[index % len(CELLS)] if split == "test" else str(rng.choice(CELLS, p=_mix(spec, who)))
+        mix = few_classes(spec["site"], spec["classes"]) if "classes" in spec else class_shares(who)
+        label = CELLS[index % len(CELLS)] if split == "test" else str(rng.choice(CELLS, p=mix))
         image = _camera(rng, draw_cell(rng, label, spec["size"]), who.look)
     else:
         image, mask = draw_phantom(rng, spec["kind"], spec["size"], who)
@@ -119,10 +111,6 @@ def _write(folder: Path, spec: dict, who: Habits, split: str, index: int) -> dic
         Image.fromarray(mask).save(folder / label)
     Image.fromarray(image).save(folder / "images" / name)
     return {"image": f"images/{name}", "label": label}
-
-
-def _mix(spec: dict, who: Habits) -> np.ndarray:
-    return few_classes(spec["site"], spec["classes"]) if "classes" in spec else class_shares(who)
 
 
 def few_classes(site: str, count: int) -> np.ndarray:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.random import Generator
 
 from consilium.core.seeding import seed_for
+from consilium.data.synthetic.drawing import made
 
 LABELS = ("urgent", "soon", "later")
 ORGANS = ("heart", "lung", "liver", "kidney", "stomach", "brain", "skin", "eye", "ear", "knee")
@@ -63,15 +64,6 @@ def make_texts(
         (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines))
     known.write_text(json.dumps(spec | counts))
     return folder
-
-
-def made(path: Path) -> dict:
-    """Return the parsed description of generated data; {} where it is missing or torn."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def shares(seed: int, site: str, what: str, count: int, strength: float) -> np.ndarray:

@@ -3,7 +3,6 @@
 Patients have one study or two. NIfTI and PNG do not say whose they are, so their lists do; DICOM's lists leave it to the files.
 """
 
-import json
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -16,8 +15,8 @@ from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.data.pixel_values import windowed
 from consilium.data.settings import PictureSettings
+from consilium.data.synthetic.drawing import write_list
 from consilium.data.synthetic.organs import draw_anatomy, draw_study, scan
-from consilium.data.synthetic.sentences import made
 from consilium.data.synthetic.study import LABELS, WINDOW, Study
 
 Files = Literal["nifti", "dicom", "png"]
@@ -33,19 +32,21 @@ def make_studies(folder: Path, spec: dict[str, Any], counts: dict[str, int], loo
     `spec` names site, seed, size and `files`. Does nothing if the folder holds exactly this already. Raises DataError where
     DICOM cannot be written.
     """
-    path = folder / "datalist.json"
-    if made(path).get("phantoms") == spec | counts:
-        return path
-    write = _writer(spec["files"])
-    for part in ("images", "masks"):
-        (folder / part).mkdir(parents=True, exist_ok=True)
-    entries = {
-        split: [entry for n in range(count) for entry in write(folder, draw(spec, split, n, look, hand))]
-        for split, count in counts.items()
-    }
-    labels = {str(i): name for i, name in enumerate(LABELS)}
-    path.write_text(json.dumps({"name": spec["site"], "labels": labels, "phantoms": spec | counts, **entries}, indent=1))
-    return path
+    write: Write
+    if spec["files"] == "dicom":
+        try:
+            write = import_module("consilium.data.synthetic.dicom").write_dicom
+        except ModuleNotFoundError:
+            raise DataError("--files dicom: install consilium-flare[dicom] to write DICOM") from None
+    else:
+        write = write_nifti if spec["files"] == "nifti" else write_pictures
+    return write_list(
+        folder,
+        spec,
+        counts,
+        LABELS,
+        lambda split, number: write(folder, draw(spec, split, number, look, hand)),
+    )
 
 
 def draw(spec: dict[str, Any], split: str, number: int, look: np.ndarray, hand: np.ndarray) -> Study:
@@ -59,16 +60,6 @@ def draw(spec: dict[str, Any], split: str, number: int, look: np.ndarray, hand: 
     values, labels = draw_study(rng, draw_anatomy(np.random.default_rng(who)), shape, affine, look, hand)
     name = f"{split}-{number:03d}"
     return Study(values, labels, affine, f"{spec['site']}-{split}-patient-{patient:03d}", f"{spec['site']}-{name}", name, seed)
-
-
-def _writer(files: str) -> Write:
-    if files != "dicom":
-        return {"nifti": write_nifti, "png": write_pictures}[files]
-    try:
-        write: Write = import_module("consilium.data.synthetic.dicom").write_dicom
-    except ModuleNotFoundError:
-        raise DataError("--files dicom: install consilium-flare[dicom] to write DICOM") from None
-    return write
 
 
 def write_nifti(folder: Path, study: Study) -> Entries:

@@ -6,16 +6,22 @@ measurable time.
 """
 
 import gc
+from functools import cache
 
 LOADING = 2
 """Exchanges after which all modules are loaded: the hello and a first round."""
 _collections = 0
 
 
+@cache
+def _others_freeze() -> bool:
+    return gc.get_freeze_count() > 0  # asked once, before this module freezes: it walks all frozen objects
+
+
 def collect_garbage() -> None:
     """Free unreachable objects. Does nothing in a process where other code has frozen objects, and so collects itself."""
     global _collections
-    if _collections == 0 and gc.get_freeze_count():
+    if _others_freeze():
         return
     gc.collect()
     if _collections < LOADING:

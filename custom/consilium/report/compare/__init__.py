@@ -1,15 +1,9 @@
 """Runs beside each other: what compares, means and how sure they are, paired tests, tables, pictures."""
 
-from enum import StrEnum
+from typing import Literal
 
-
-class Test(StrEnum):
-    """How two methods are compared, see scores.py."""
-
-    WILCOXON = "wilcoxon"
-    PERMUTATION = "permutation"
-
-
+Test = Literal["wilcoxon", "permutation"]
+"""How two methods are compared, see scores.py."""
 DIAGNOSED = {
     "drift_between": "drift/cross",
     "drift_absolute": "oracle drift/absolute",

@@ -287,7 +287,7 @@ def p_value(differences: np.ndarray, test: Test) -> float:
 
     if not differences.any():
         return 1.0
-    if test is Test.WILCOXON:
+    if test == "wilcoxon":
         return float(stats.wilcoxon(differences[differences != 0]).pvalue)  # with a zero in it scipy's p is the normal's
     draws = stats.permutation_test((differences,), np.mean, permutation_type="samples", n_resamples=9999, rng=0)
     return float(draws.pvalue)

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from consilium.core.messages import Stage
@@ -33,15 +33,14 @@ from consilium.tasks.registry import COUNT, HIGH, LOW
 # diagnostics -----------------------------------------------------------------------------------------------------------
 # Numbers that runs measured of themselves, beside their scores: drift and the like, and whether scores follow them.
 
-FEWEST_ROUNDS = 4
+FEWEST_PAIRS = 4
 """Pairs without which a rank correlation says nothing: of three, one in three orders is perfect."""
 MOST = 8
 """Numbers of one group, such as a layer's each, beyond which they are left to a run's own picture."""
-Pairs = Sequence[tuple[float, float]]
 
 
 def diagnostics_table(scores: GroupScores) -> list[Table]:
-    """Return a row per method and diagnostic: first, last and mean value, and Spearman's rho with the score; [] for none."""
+    """Return a row per method and diagnostic: first, last and mean value over the rounds; [] for none."""
     rows = []
     for method in scores.methods:
         runs = scores.group.of(method)
@@ -49,37 +48,35 @@ def diagnostics_table(scores: GroupScores) -> list[Table]:
             values = series(runs, what)
             cells = [mean([one[place] for one in values]) for place in (0, -1)]
             cells.append(mean([math.fsum(one) / len(one) for one in values]))
-            pairs = [pair for run in runs for pair in _by_round(run, scores, what)]
-            rows.append([method, what, *map(number, cells), *_correlated(pairs)])
+            rows.append([method, what, *map(number, cells)])
     columns = [Column("method", right=False), Column("diagnostic", right=False), Column("first", 1), Column("last", 1)]
-    columns += [Column("mean"), Column("rho"), Column("n")]
-    notes = [
-        "means over seeds; rho: Spearman's, over rounds and seeds, of a round's value and the mean validation score after it; "
-        f"n: pairs, under {FEWEST_ROUNDS} none is given. Rounds of a run are alike and both drift in time: no test"
-    ]
+    columns.append(Column("mean"))
     title = scores.group.titled("Measured by the runs themselves")
-    return [Table(title, columns, rows, notes + correlations_over_runs(scores))] if rows else []
+    notes = ["means over seeds; rho: Spearman's", *correlations_over_runs(scores)]
+    return [Table(title, columns, rows, notes)] if rows else []
 
 
 def correlations_over_runs(scores: GroupScores) -> list[str]:
-    """Return a line per diagnostic: Spearman's rho of its mean with the closing score, over methods and seeds."""
+    """Return a line per diagnostic: Spearman's rho of its mean with the closing score, over methods and seeds.
+
+    None for fewer than FEWEST_PAIRS runs, or where one side does not vary.
+    """
     pairs: dict[str, list[tuple[float, float]]] = {}
     for (method, seed), run in scores.group.runs.items():
         found = [scores.cells[method, seed, site] for site in scores.inside if (method, seed, site) in scores.cells]
         for what in _names([run]) if len(found) == len(scores.inside) > 0 else []:
             (values,) = series([run], what)
             pairs.setdefault(what, []).append((math.fsum(values) / len(values), math.fsum(found) / len(found)))
-    told = {what: _correlated(one) for what, one in sorted(pairs.items())}
-    return [f"over runs, {what} and the closing score: rho {rho}, n {n}" for what, (rho, n) in told.items() if rho != "-"]
+    lines = []
+    for what, one in sorted(pairs.items()):
+        sides = list(zip(*one, strict=True))
+        if len(one) >= FEWEST_PAIRS and all(len(set(side)) > 1 for side in sides):
+            from scipy.stats import spearmanr
 
-
-def _correlated(pairs: Pairs) -> list[str]:
-    """Return Spearman's rho and n; "-" for fewer than FEWEST_ROUNDS pairs, or where one side does not vary."""
-    if len(pairs) < FEWEST_ROUNDS or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
-        return ["-", str(len(pairs))]
-    from scipy.stats import spearmanr
-
-    return [f"{float(spearmanr(*zip(*pairs, strict=True)).statistic):+.2f}", str(len(pairs))]
+            lines.append(
+                f"over runs, {what} and the closing score: rho {float(spearmanr(*sides).statistic):+.2f}, n {len(one)}"
+            )
+    return lines
 
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:
@@ -87,16 +84,6 @@ def _names(runs: Sequence[RunRecord]) -> list[str]:
     names = {name for run in runs for values in run.diagnostics.values() for name in values}
     groups = Counter(name.rpartition("/")[0] for name in names)
     return sorted(name for name in names if groups[name.rpartition("/")[0]] <= MOST)
-
-
-def _by_round(run: RunRecord, scores: GroupScores, what: str) -> Iterator[tuple[float, float]]:
-    """Yield a round's value beside the mean validation score after the round, where all sites that validate have one."""
-    curves = run.validation(scores.stage, scores.metric)
-    last = {round: values[what] for (round, _), values in sorted(run.diagnostics.items()) if what in values}
-    for round, value in last.items():
-        after = [curve[round + 1] for curve in curves.values() if round + 1 in curve]
-        if after and len(after) == len(curves):
-            yield value, math.fsum(after) / len(after)
 
 
 # tables ----------------------------------------------------------------------------------------------------------------
@@ -120,7 +107,7 @@ def comparison_tables(
     groups: Sequence[Group],
     stage: Stage,
     metric: str | None = None,
-    test: Test = Test.WILCOXON,
+    test: Test = "wilcoxon",
     against: str | None = None,
     published: Sequence[Published] = (),
 ) -> list[Table]:
@@ -193,7 +180,9 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
     title = group.titled(f"{group.heading(scores.metric)}, {scores.stage} model, {group.first.split} split")
     valued = {column.heading for i, column in enumerate(columns) if any(row[i] not in ("-", "") for row in rows)}
     captions = [_caption(scores, blocks, valued, of_sites) for of_sites in (False, True)]
-    return Table(title, columns, rows, _score_notes(scores, blocks, printed), best, frozenset(), *captions)
+    return Table(
+        title, columns, rows, _score_notes(scores, blocks, printed), best, caption=captions[0], detail_caption=captions[1]
+    )
 
 
 def _caption(scores: GroupScores, blocks: int, there: Set[str], of_sites: bool) -> str:
@@ -338,7 +327,7 @@ def _significance_table(scores: GroupScores, test: Test, against: str | None) ->
         [c.one, c.other, str(c.pairs), difference(c.difference), f"{c.wins}/{c.losses}", p_text(c.p), p_text(c.holm)]
         for c in found[:MOST_TESTS]
     ]
-    name = {Test.WILCOXON: "Wilcoxon's signed-rank test", Test.PERMUTATION: "paired permutation test"}[test]
+    name = {"wilcoxon": "Wilcoxon's signed-rank test", "permutation": "paired permutation test"}[test]
     tested = sum(one.p is not None for one in found)
     notes = [
         f"{name}, two-sided, over seeds x sites; p Holm: corrected for {tested} tests; "

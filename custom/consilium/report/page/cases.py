@@ -15,7 +15,6 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 from pydantic import BaseModel, Field, ValidationError
 
-from consilium.core.errors import ConfigError
 from consilium.core.messages import MetricKey, Stage
 from consilium.core.sanitize import shown
 from consilium.report.best_worst_cases import CASES, FOLDER, PICTURE, QUALITY, REFERENCE, name_of
@@ -25,7 +24,7 @@ from consilium.report.plain_files import Number, is_folder, read_plain
 from consilium.report.predictions import colours
 from consilium.report.run_record import Curve, Results, known, split_of
 from consilium.report.tables import Table, columns, number, shortened
-from consilium.tasks.registry import HIGH, LOW, TASKS, Scores
+from consilium.tasks.registry import HIGH, LOW, Scores, task_scores
 
 # figures ---------------------------------------------------------------------------------------------------------------
 # The figures of a run's page: learning curves, the three models beside each other, and the scores of each unit.
@@ -186,11 +185,7 @@ class Cases(BaseModel):
     @property
     def scores(self) -> Scores | None:
         """How the task's scores are shown; None for a task that is not known here."""
-        try:
-            kind = TASKS[str(self.task.get("name"))]
-            return kind.scores(kind.config.model_validate(kind.completed(self.task)))
-        except (ConfigError, KeyError, ValueError):
-            return None
+        return task_scores(self.task)
 
     @property
     def score_heading(self) -> str:

@@ -22,9 +22,9 @@ LIMIT = 1000
 """Characters of one text on a page."""
 HEADINGS = {
     "result": "Result", "crossed": "Across sites", "confusion": "Confusion", "curves": "Learning curves",
-    "sites": "Site by site", "travelled": "Communication", "time": "Time",
-    "absences": "Refusals and absences", "cases": "Best, median and worst", "left": "Messages sent", "privacy": "Privacy",
-    "versions": "Versions and hashes", "tables": "Tables", "figures": "Figures", "notes": "Missing",
+    "sites": "Site by site", "training": "Training and communication", "cases": "Best, median and worst",
+    "left": "Messages sent", "privacy": "Privacy", "versions": "Versions and hashes", "tables": "Tables",
+    "figures": "Figures", "notes": "Missing",
 }  # fmt: skip
 """Titles of sections in the contents, by id, in their order."""
 INK, SOFT, RULE, PAPER = "#010101", "#020202", "#030303", "#040404"

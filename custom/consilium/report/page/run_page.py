@@ -9,7 +9,7 @@ from typing import Any
 
 from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, RefusedError
-from consilium.core.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, MetricKey, Stage
+from consilium.core.messages import BYTES_DOWN, BYTES_UP, TRAIN_LOSS, TRAIN_MEMORY, TRAIN_SECONDS, Stage
 from consilium.core.sanitize import number_of, shown
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit import FILE, read
@@ -37,14 +37,14 @@ from consilium.report.plain_files import (
     round_times,
     subfolders,
 )
-from consilium.report.results_table import VALUES, confusion_tables, frozen_level, mean_of, read_matrix, results_table
+from consilium.report.results_table import VALUES, confusion_tables, frozen_level, read_matrix, results_table
 from consilium.report.run_log import versions
-from consilium.report.run_record import Results, RunRecord, is_simulation, read_run, split_of, values_of_cell
-from consilium.report.tables import Table, columns, duration, few, number, size, stamp
+from consilium.report.run_record import RunRecord, is_simulation, read_run, values_of_cell
+from consilium.report.tables import Table, columns, duration, few, size, stamp
 from consilium.strategies.strategy import Role
 
-MOST_SITES, MOST_REFUSALS, MOST_TENSORS = 24, 200, 500
-"""Sites whose pictures are on one page, refusals and tensors that are listed; the others are counted."""
+MOST_SITES, MOST_REFUSALS = 24, 200
+"""Sites whose pictures are on one page, and refusals that are listed; the others are counted."""
 MOST_JOB = 256 * 1024
 HASHED = ("job.yaml", "results.json", "metrics.jsonl", "privacy.json", "adapters/global/consilium.safetensors",
           "adapters/global/adapter_model.safetensors", "server/state.safetensors")  # fmt: skip
@@ -75,7 +75,6 @@ def run_page(record: RunRecord) -> str:
         "facts": _facts(record, simulated),
         "running": record.results is None,
         "headline": results_table(record.closing, record.scores, title, record.test_only) if record.split else None,
-        "gain": _gain(trained, record.metric, label),
         "models": draw_models("models", record.closing, record.metric, label),
         "meant": MEANT,
         "crossed": None if crossed is None else crossed.table(),
@@ -84,12 +83,9 @@ def run_page(record: RunRecord) -> str:
         "sites": [site_section(f"site{i}", place.name, place, one) for i, (place, one) in enumerate(own[:MOST_SITES])],
         "units": own[0][1].unit if own else "",
         "left_out": [f"{what}: {few(sites, 20)}" for what, sites in left_out.items() if sites],
-        "traffic": _traffic(record),
         "parameters": _parameters(record),
-        "tensors": _tensors(record),
         "times": _times(record),
         "training": _training(record),
-        "absences": _absences(record),
         "refusals": refusals[:MOST_REFUSALS],
         "more_refusals": max(len(refusals) - MOST_REFUSALS, 0),
         "privacy": private,
@@ -98,7 +94,7 @@ def run_page(record: RunRecord) -> str:
         "hashes": [("the job's digest", config.digest), *plain_file_hashes(record.folder, HASHED)],
         "job": (read_plain(record.folder / "job.yaml", MOST_JOB) or b"(too large to show)").decode(errors="replace"),
     }
-    sections = ["result", "curves", "travelled", "time", "absences", "privacy", "versions"]
+    sections = ["result", "curves", "training", "privacy", "versions"]
     sections += ["crossed"] * (crossed is not None) + ["confusion"] * bool(confused) + ["sites"] * bool(read)
     model = f"{config.model.name} {getattr(config.model, 'variant', '')}".strip()
     counts = f"{number_of(len(record.sites), 'site')}, {number_of(config.training.rounds, 'round')}"
@@ -136,15 +132,6 @@ def _facts(record: RunRecord, simulated: bool) -> list[tuple[str, str]]:
     return [("state", state), ("kind of run", where), *scored, ("seed", str(record.seed))]
 
 
-def _gain(results: Results, metric: str, label: str) -> str:
-    """Return in a sentence what adapting changed, on the mean of the sites; "" where that is unknown."""
-    keys = {stage: str(MetricKey(split_of(results) or "", stage, metric)) for stage in Stage}
-    rows = {site: one for site, one in results.items() if keys[Stage.PRETRAINED] in one and keys[Stage.GLOBAL] in one}
-    means = {stage: mean_of(rows, key) for stage, key in keys.items() if rows and all(key in one for one in rows.values())}
-    whose = f", mean of {len(rows)} sites" if len(rows) > 1 else ""
-    return f"{label}{whose}: {', '.join(f'{number(mean)} {stage}' for stage, mean in means.items())}." if means else ""
-
-
 def curve_figures(record: RunRecord, site: str | None = None) -> list[tuple[Any, str]]:
     """Return the learning curves as (figure, caption), of one site where named."""
     label, found = record.scores.label(record.metric), []
@@ -156,26 +143,35 @@ def curve_figures(record: RunRecord, site: str | None = None) -> list[tuple[Any,
     return found
 
 
-def _answers(record: RunRecord) -> dict[str, list[dict[str, float]]]:
-    """Return the metrics of each site's results, by site."""
-    found: dict[str, list[dict[str, float]]] = {site: [] for site in sorted(record.sites)}
+def _training(record: RunRecord) -> Table | None:
+    """Return each site's training: how often it was asked, answered, was counted and refused, its bytes, time and memory.
+
+    A column in which nothing is known is left out; None where no site was asked.
+    """
+    counts = {event: Counter[str]() for event in ("started", "concluded")}
+    for line in record.of(*counts):
+        counts[line["event"]].update(line["sites"])
+    refused, answers, rows = Counter(line["site"] for line in record.of("refused")), dict[str, list[Any]](), list[list[str]]()
     for line in record.of("result"):
-        found.setdefault(line["site"], []).append(line["metrics"])
-    return found
-
-
-def _traffic(record: RunRecord) -> Table | None:
-    """Return the bytes of tensors that each site sent and received in training; None before anything did."""
-    rows, total = [], Counter[str]()
-    for site, answers in _answers(record).items():
-        sums = {name: sum(one.get(name, 0.0) for one in answers) for name in (BYTES_UP, BYTES_DOWN)}
-        last = max((one.get(BYTES_UP, 0.0) for one in answers), default=0.0)
-        rows.append([site, str(len(answers)), size(sums[BYTES_UP]), size(sums[BYTES_DOWN]), size(last)])
-        total.update({"answers": len(answers), **sums})
-    rows.append(["all sites", str(total["answers"]), size(total[BYTES_UP]), size(total[BYTES_DOWN]), ""])
-    heads = columns("site", "updates", "sent", "received", "largest update")
-    table = Table("Tensors between sites and server, in training", heads, rows, sums={len(rows) - 1})
-    return table if total["answers"] and not record.pooled else None
+        answers.setdefault(line["site"], []).append(line["metrics"])
+    sums = Counter[str]()
+    for site in sorted({*record.sites, *counts["started"], *refused, *answers}):
+        asked, found = counts["started"][site], answers.get(site, [])
+        numbers = (asked, len(found), max(asked - len(found), 0), counts["concluded"][site], refused[site])
+        up, down = ([one.get(name, 0.0) for one in found] for name in (BYTES_UP, BYTES_DOWN))
+        seconds = [one[TRAIN_SECONDS] for one in found if TRAIN_SECONDS in one]
+        row = [site, *map(str, numbers), *map(size, (sum(up), sum(down), max(up, default=0.0)))]
+        row += [duration(sum(seconds)), duration(statistics.median(seconds))] if seconds else ["-", "-"]
+        rows.append([*row, size(max((one.get(TRAIN_MEMORY, 0.0) for one in found), default=0.0)) if found else "-"])
+        sums.update({"answered": len(found), "sent": sum(up), "received": sum(down)})
+    heads = ["site", "asked", "answered", "absent", "in the mean", "refused", "sent", "received", "largest update"]
+    heads += ["time", "a round, median", "GPU memory, most"]
+    total = [size(sums[head]) if head in ("sent", "received") else "" for head in heads]
+    total[0], total[2] = "all sites", str(sums["answered"])
+    unknown = {head for i, head in enumerate(heads) if all(row[i] in ("-", "0 B") for row in rows)}
+    places = [i for i, head in enumerate(heads) if head not in unknown]
+    table = [[row[i] for i in places] for row in [*rows, total]]
+    return Table("Training at the sites", columns(*(heads[i] for i in places)), table, sums={len(rows)}) if rows else None
 
 
 def _parameters(record: RunRecord) -> str:
@@ -187,14 +183,6 @@ def _parameters(record: RunRecord) -> str:
     shared, local, frozen = (found[role] for role in (Role.SHARED, Role.LOCAL, Role.FROZEN))
     rest = [f", {local:,} stay at their site"] * bool(local) + [f", {frozen:,} do not train"] * bool(frozen)
     return f"{shared:,} of the adapter's parameters travel{''.join(rest)}."
-
-
-def _tensors(record: RunRecord) -> Table | None:
-    """Return a row per tensor of the adapter that travels, with how many numbers it has; None where the run does not tell."""
-    found = {} if record.pooled else record.tensors or {}
-    rows = [[name, f"{count:,}"] for name, (role, count) in sorted(found.items()) if role is Role.SHARED]
-    more = [f"{len(rows) - MOST_TENSORS} more tensors travel."] if len(rows) > MOST_TENSORS else []
-    return Table("Tensors that travel, by name", columns("tensor", "numbers"), rows[:MOST_TENSORS], more) if rows else None
 
 
 def _times(record: RunRecord) -> list[tuple[str, str]]:
@@ -213,32 +201,6 @@ def _times(record: RunRecord) -> list[tuple[str, str]]:
         text = f"gone on with {resumed} times; a pause is in no round's time but the one it fell into"
         facts.append(("interrupted", text))
     return facts
-
-
-def _training(record: RunRecord) -> Table | None:
-    """Return the time of training at each site, and the most memory of its GPU; None where no site tells it."""
-    rows, memory = [], any(TRAIN_MEMORY in line["metrics"] for line in record.of("result"))
-    for site, answers in _answers(record).items():
-        seconds = [one[TRAIN_SECONDS] for one in answers if TRAIN_SECONDS in one]
-        most = max((one.get(TRAIN_MEMORY, 0.0) for one in answers), default=0.0)
-        row = [duration(sum(seconds)), duration(statistics.median(seconds))] if seconds else ["-", "-"]
-        rows.append([site, *row, *([size(most) if most else "-"] if memory else [])])
-    heads = columns("site", "in all", "a round, median", *["GPU memory, most"] * memory)
-    return Table("Training at the sites", heads, rows) if any(row[1] != "-" for row in rows) else None
-
-
-def _absences(record: RunRecord) -> Table | None:
-    """Return how often each site was asked, answered, was counted and was refused."""
-    asked = Counter(site for line in record.of("started") for site in line["sites"])
-    answered = Counter(line["site"] for line in record.of("result"))
-    counted = Counter(site for line in record.of("concluded") for site in line["sites"])
-    refused = Counter(line["site"] for line in record.of("refused"))
-    rows = []
-    for site in sorted({*record.sites, *asked, *refused}):
-        numbers = asked[site], answered[site], max(asked[site] - answered[site], 0), counted[site], refused[site]
-        rows.append([site, *map(str, numbers)])
-    heads = columns("site", "asked", "answered", "absent", "in the mean", "refused")
-    return Table("Phases of training", heads, rows) if rows else None
 
 
 # audit section ---------------------------------------------------------------------------------------------------------
@@ -382,7 +344,7 @@ SHOWS = {
 def study_page(
     name: str, source: str, groups: Sequence[Group], tables: Sequence[Table], notes: Sequence[str], stage: Stage
 ) -> str:
-    """Return the page of a study. `notes`: what is missing from it and why."""
+    """Return the page of a comparison. `notes`: what is missing from it and why."""
     figures, undrawn = [], list(notes)
     for place, group in enumerate(groups):
         scores = scores_of(group, stage, group.first.metric)

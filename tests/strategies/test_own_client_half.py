@@ -1,0 +1,79 @@
+"""A client half of an author's own: what it keeps and loads is what is scored and saved, and what cannot be kept is named."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from consilium.config.site import SiteConfig
+from consilium.core.errors import ConsiliumError
+from consilium.core.messages import Payload
+from consilium.federation.job import Job
+from consilium.runtime.engine import simulate
+from consilium.strategies.fedit import FedIT
+from consilium.strategies.trainer import Trainer
+from consilium.strategies.traits import Traits
+from tests.conftest import assembled, small_text
+
+SITES = {"site-1": SiteConfig(), "site-2": SiteConfig()}
+
+
+@dataclass(frozen=True)
+class KeepsLocal(FedIT):
+    """Sends its update as FedIT does, keeps its own tensors of the first round, and closes with them."""
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(elementwise=True, fits_after_last_round=True)
+
+    def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
+        if not trainer.closing:
+            trainer.fit()
+            for name, tensor in trainer.values().items():
+                trainer.memory.setdefault(name, tensor)
+        update = trainer.update()
+        trainer.load({name: trainer.memory[name] for name in trainer.start})
+        return update
+
+
+@dataclass(frozen=True)
+class KeepsNumber(FedIT):
+    def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
+        trainer.fit()
+        trainer.memory["alpha"] = 0.5  # type: ignore[assignment]
+        return trainer.update()
+
+
+def job(strategy: FedIT) -> Job:
+    made = assembled(small_text("fedit", rounds=2, local_steps=1))
+    return Job(made.config.model_copy(update={"strategy": strategy}), made.initial)
+
+
+def adapter(run: Path, site: str, stage: str) -> dict[str, torch.Tensor]:
+    return load_file(run / "sites" / site / "adapters" / stage / "consilium.safetensors")
+
+
+def test_the_closing_phase_has_the_memory_and_saves_what_it_loads(tmp_path: Path) -> None:
+    events: list[Any] = []
+    simulate(job(KeepsLocal()), SITES, tmp_path, events.append)
+    one, other = (adapter(tmp_path, site, "personalized") for site in SITES)
+    shared = adapter(tmp_path, "site-1", "global")
+    assert any(not torch.equal(one[name], shared[name]) for name in shared)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+    (closing,) = (
+        e["metrics"]
+        for e in events
+        if e["event"] == "metrics" and e["site"] == "site-1" and "test/personalized/loss" in e["metrics"]
+    )
+    assert closing["test/personalized/loss"] != closing["test/global/loss"]
+
+
+def test_a_number_in_the_memory_is_named(tmp_path: Path) -> None:
+    events: list[Any] = []
+    with pytest.raises(ConsiliumError):
+        simulate(job(KeepsNumber()), SITES, tmp_path, events.append)
+    told = [str(event) for event in events if event["event"] == "refused"]
+    assert any("trainer.memory['alpha'] is a float; keep a tensor, as torch.tensor(value)" in one for one in told)
