@@ -69,7 +69,10 @@ def test_the_image_runs_as_nobody_and_keeps_its_health_check(base: str, wheelhou
         assert said(*run, "id", "-u").strip() == "10001"
         for place in ("/empty", "/opt/consilium", "/usr"):
             said(*run, "touch", f"{place}/mine", fails=True)
-        said(*run, "python3", "-c", "import torch, monai, transformers, nvflare, consilium")
+        simulated = (
+            "consilium init /tmp/tried && cd /tmp/tried && consilium simulate jobs/quickstart_cells --set training.rounds=1"
+        )
+        assert "mean" in said(*run, "sh", "-c", simulated)
     finally:
         said("buildah", "rm", held)
 
