@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,7 @@ def test_without_memory_the_page_says_that_keys_are_on_disk(
 
 def test_a_renewed_kit_travels_locked_and_stays_so(made: Path, kit: Path, tmp_path: Path) -> None:
     key_lock.lock(kit, PASSPHRASE)
+    time.sleep(1.1)  # certificates end at whole seconds, and a renewed one ends later
     new = Path(shutil.copytree(renew(made.parents[1] / "sites.yml", made.parents[1], ["clinic"]) / "clinic", tmp_path / "new"))
     with pytest.raises(ConfigError, match="its key is in clear, yours is locked; run `consilium lock` and `consilium unlock`"):
         update_kit(kit, new)

@@ -137,5 +137,12 @@ def test_records_are_of_the_kind_that_is_learned() -> None:
 
 
 def test_packed_rows_are_refused() -> None:
-    with pytest.raises(Exception, match=r"packed.*learn: preference compares two; use false"):
+    with pytest.raises(Exception, match=r"packed: True: expected false where learn is preference, .*; use false"):
         validate(LanguageConfig, {"name": "language", "learn": "preference", "packed": True}, "job.yaml")
+
+
+def test_a_beta_that_nothing_reads_is_refused() -> None:
+    with pytest.raises(
+        Exception, match=r"beta: 0\.5: expected 0\.1 where learn is not preference; remove it, or use learn: preference"
+    ):
+        validate(LanguageConfig, {"name": "language", "beta": 0.5}, "job.yaml")

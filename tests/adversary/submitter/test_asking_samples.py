@@ -152,6 +152,18 @@ def sort(**settings: Any) -> dict[str, Any]:
     return {"name": "classification", "classes": ["round", "spiky"]} | settings
 
 
+def preferred(**answers: str) -> Callable[[Path], Path]:
+    """Return what writes records of prompts with these answers."""
+
+    def write(folder: Path) -> Path:
+        for split, count in (("training", TRAINING + 1), ("validation", 2), ("test", 2)):
+            rows = [{"prompt": f"What is seen in {number}?", "patient": f"P{number}"} | answers for number in range(count)]
+            (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return folder
+
+    return write
+
+
 def write_on(name: str = "language", **settings: Any) -> dict[str, Any]:
     return {"name": name, "labels": ["urgent", "soon", "later"], "max_new_tokens": 4} | settings
 
@@ -244,6 +256,10 @@ CASES = {
         ("language.evaluate", "language.labels"), write_on(evaluate="label"), record(), record(output="schizophrenia")
     ),
     "a final answer": Case(("language.evaluate",), write_on(evaluate="exact"), record(), record(output="none")),
+    "which of two answers is better": Case(
+        ("language.learn", "language.beta"), write_on(learn="preference"),
+        preferred(chosen="Soon.", rejected="Never."), preferred(completion="Soon."),
+    ),
     "a label of a report": Case(
         ("report.evaluate", "report.labels"), write_on("report", evaluate="label"),
         record(), record(output="schizophrenia"), units=(SITE,),
@@ -263,8 +279,8 @@ ALWAYS = ("a mask at all", "levels", "a class", "classes of a patient", "a label
 ASKS_NOTHING = {
     "segmentation": {"prompt", "augment", "loss", "scores", "resize"},
     "classification": {"augment", "slices", "window", "resize", "crop", "resample_masks"},  # as for segmentation
-    "language": {"name", "prompt", "learn", "packed", "bucketed", "max_new_tokens", "extraction"},
-    "report": {"learn", "packed", "bucketed", "max_new_tokens", "extraction", "resize"},
+    "language": {"name", "prompt", "packed", "bucketed", "max_new_tokens", "extraction"},
+    "report": {"learn", "beta", "packed", "bucketed", "max_new_tokens", "extraction", "resize"},
 }
 """Fields that change what is computed of a sample, and have nothing that a sample could lack."""
 

@@ -96,11 +96,18 @@ class LanguageConfig(TaskConfig):
             raise ValueError("alpaca, alpaca-paper, chat, or a template with {instruction}, and {input} at most once")
         return value
 
+    @field_validator("beta")
+    @classmethod
+    def _weighs(cls, value: float, info: ValidationInfo) -> float:
+        if value != 0.1 and info.data.get("learn") != "preference":
+            raise ValueError("0.1 where learn is not preference; remove it, or use learn: preference")
+        return value
+
     @field_validator("packed")
     @classmethod
     def _packs(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("learn") == "preference":
-            raise ValueError("true puts several records into a row, where learn: preference compares two; use false")
+            raise ValueError("false where learn is preference, which compares two answers to a prompt; use false")
         return value
 
     def keep_apart(self) -> None:
