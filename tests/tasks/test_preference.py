@@ -143,6 +143,6 @@ def test_packed_rows_are_refused() -> None:
 
 def test_a_beta_that_nothing_reads_is_refused() -> None:
     with pytest.raises(
-        Exception, match=r"beta: 0\.5: expected 0\.1 where learn is not preference; remove it, or use learn: preference"
+        ConfigError, match=r"beta: 0\.5: expected 0\.1 where learn is not preference; remove it, or use learn: preference"
     ):
         validate(LanguageConfig, {"name": "language", "beta": 0.5}, "job.yaml")
