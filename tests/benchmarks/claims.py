@@ -1,4 +1,4 @@
-"""The papers' claims, each with the effects that decide it: the table that RESULTS.md begins with."""
+"""The papers' claims, each with the effects that decide it. RESULTS.md begins with their table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim and what came out, `found`, in words behind the verdict; `by`: effects of a study, a short name for each."""
+    """A claim, the study that tests it, and the effects that decide it, `by` short name. `found` adds words to the verdict."""
 
     text: str
     study: str
@@ -14,71 +14,74 @@ class Claim:
     found: str = ""
 
 
-def _each(pattern: str, *names: str) -> dict[str, str]:
-    """Return effects that differ in one name, by it."""
-    return {name: pattern.format(name) for name in names}
+def _leads(about: str) -> dict[str, str]:
+    """Return the effects of M4's lead, by the split that it leads."""
+    return {split: f"{about}, over {split}" for split in ("M1", "M2", "M3")}
 
 
 CLAIMS = [
     Claim(
-        "IAT: with both shifts M4 beats the other splits",
+        "IAT: with both shifts M4 beats M1, M2 and M3",
         "claim_iat",
-        {"M1": "shift both: M4 minus M1 (FedSA)", **_each("shift both: M4 minus {}", "M2", "M3")},
-        "not against M1, which is FedSA-LoRA",
+        _leads("M4's lead, shift: both"),
+        "against M2 and M3, not against M1 (FedSA-LoRA)",
     ),
     Claim(
-        "IAT: the lead grows with the shift in looks",
+        "IAT: M4's lead grows with the appearance shift",
         "claim_iat",
-        _each("growing with appearance: M4 minus {} there, minus the same without shifts", "M1", "M2", "M3"),
+        _leads("growing with appearance: M4's lead with the shift minus its lead without"),
     ),
     Claim(
-        "IAT: the lead grows with the shift in annotation",
+        "IAT: M4's lead grows with the annotation shift",
         "claim_iat",
-        _each("growing with annotation: M4 minus {} there, minus the same without shifts", "M1", "M2", "M3"),
-        "not against M1",
+        _leads("growing with annotation: M4's lead with the shift minus its lead without"),
+        "against M2 and M3, not against M1",
     ),
     Claim(
-        "SOR: less leaks, and the score is better",
+        "SOR: it lowers leakage and raises the score",
         "claim_sor",
         {"share": "sites differ: lambda 0.0001 minus off, leaked share", "Dice": "sites differ: lambda 0.0001 minus off, Dice"},
-        "though its premise is there",
+        "although there is leakage to remove",
     ),
     Claim(
-        "DEeR: averaged factors deviate from averaged products",
+        "DEeR: the average of LoRA factors deviates from the average of their products",
         "claim_deer",
         {
             "rank": "FedIT's deviation: rank 32 minus rank 2",
             "steps": "FedIT's deviation: 16 steps minus 1 step",
             "sites": "FedIT's deviation: unlike minus alike",
         },
-        "more with rank, with steps and with unlike sites",
+        "more with a higher rank, with more steps and with unlike sites",
     ),
     Claim(
-        "DEeR: without deviation the score is better",
+        "DEeR: avoiding this deviation raises the score",
         "claim_deer",
         {"accuracy": "sites unlike: DEeR minus FedIT, accuracy"},
     ),
     Claim(
-        "DEeR: its regulator is better at equal epsilon",
+        "DEeR: its regulator raises the score at equal epsilon",
         "claim_deer_noise",
         {"Dice": "epsilon 8: regulator on minus off, Dice"},
-        "by little; the fifteen seeds that were added do not show it alone",
+        "narrowly; 15 of the 20 seeds were added later, and these 15 alone do not show it",
     ),
     Claim(
-        "FedSCA: its mixture finds groups of alike sites",
+        "FedSCA: its mixture finds the groups of similar sites",
         "claim_fedsca",
-        {"share": "FedSCA's own group's share of the weight for others, minus 1/3"},
+        {"share": "share of FedSCA's weight for other sites in the site's own group, minus 1/3, 2 groups"},
     ),
     Claim(
-        "FedSCA: beats the mean where sites form two groups",
+        "FedSCA: beats the mean if sites form two groups",
         "claim_fedsca",
-        {"whole": "2 groups: FedSCA minus mean", **_each("2 groups: {} minus mean", "SGCA", "LAT")},
-        "its mixture (SGCA) by itself; where all sites are alike the mean is better",
+        {
+            name: f"Dice, {method} minus mean, 2 groups"
+            for name, method in (("whole", "FedSCA"), ("SGCA", "SGCA"), ("LAT", "LAT"))
+        },
+        "only its mixture (SGCA) by itself; with similar sites the mean is better",
     ),
     Claim(
-        "FedHera: downloading more than a site trains pays",
+        "FedHera: downloading more ranks than a site trains lowers the loss",
         "claim_fedhera",
-        {"unequal": "machines unequal: FedHera minus no tail, loss", "stale": "machines stale: FedHera minus no tail, loss"},
-        "with unequal machines, and not for the paper's reason: the spectrum is short",
+        {"unequal": "loss, FedHera minus no tail, machines unequal", "stale": "loss, FedHera minus no tail, machines stale"},
+        "with unequal machines; with stale sites not shown; the paper's reason does not apply",
     ),
 ]

@@ -1,11 +1,15 @@
-"""What finished cells measured, kept in tables beside RESULTS.md: a row per cell and measure, so that more seeds can be added.
+"""Measures of finished cells, in tables beside RESULTS.md: one row per cell and measure, so that more seeds can be added.
 
-A measure is one of results.json (mean over the sites, or one site's: `test/global/dice at NAME`), one of the last round's
-diagnostics, `seconds` of the cell, or of the server's last state: `first 2 ranks` (their share of the energy of FedHera's W_g,
-mean over layers) and `own group` (of the weight that FedSCA's matrix gives other sites, the share of the site's own group,
-where sites take turns in two groups), and
-`noise / signal` of a private run, by its plan: of one noisy step of DP-SGD, mean over the sites that take one, or of a release
-at site level, the expected norm of the noise over the largest norm that the mean of clipped contributions can have.
+A measure is one of these:
+
+- a score from results.json: the mean over the sites, or one site's score (`test/global/dice at NAME`);
+- a diagnostic of the last round;
+- `seconds` of the cell;
+- `first 2 ranks`: the share of the energy of FedHera's W_g in its first two ranks, mean over layers, at the end of the run;
+- `own group`: of the weight that FedSCA's matrix gives other sites, the share of the site's own group. Sites alternate between
+  two groups;
+- `noise / signal` of a private run, from its plan: the expected norm of the noise over the largest possible norm of the mean of
+  clipped contributions. For DP-SGD it is of one noisy step, mean over the sites; at site level it is of one release.
 """
 
 import csv
@@ -26,11 +30,11 @@ from consilium.study.study import Cell
 FOLDER = Path(__file__).parent / "measured"
 MEASURE, VALUE, SECONDS = "measure", "value", "seconds"
 Rows = dict[tuple[tuple[str, str], ...], float]
-"""A value by labels and measure, each a (heading, text)."""
+"""Values by labels and measure. Each label is a pair (heading, text)."""
 
 
 def first_two_ranks(cell: Cell) -> float:
-    """Return which share of the energy of FedHera's W_g its first two ranks hold, mean over layers."""
+    """Return the share of the energy of FedHera's W_g in its first two ranks, mean over layers."""
     state, _ = load_state(cell.folder / "server" / "state.safetensors")
     updates = [tensor for name, tensor in state.items() if name.endswith(".dense")]
     values = [torch.linalg.svdvals(one.double()).square() for one in updates]
@@ -38,7 +42,7 @@ def first_two_ranks(cell: Cell) -> float:
 
 
 def own_group(cell: Cell) -> float:
-    """Return which share of the weight that FedSCA's matrix gives other sites goes to the site's own of two groups."""
+    """Return the share of a site's own group in the weight that FedSCA's matrix gives other sites."""
     state, _ = load_state(cell.folder / "server" / "state.safetensors")
     others = state[f"matrices/{MATRIX}"].clone().fill_diagonal_(0)
     same = torch.arange(len(others)) % 2 == torch.arange(len(others))[:, None] % 2
@@ -46,7 +50,7 @@ def own_group(cell: Cell) -> float:
 
 
 def noise_over_signal(cell: Cell) -> float:
-    """Return the expected norm of the noise over the most that the signal's can be; 0 without privacy."""
+    """Return the expected norm of the noise over the largest possible norm of the signal; 0 without privacy."""
     config, events = cell.load(), [json.loads(line) for line in (cell.folder / "metrics.jsonl").read_text().splitlines()]
     dimensions = next(one["shared"] for one in events if one["event"] == "parameters")
     units = [one["weight"] for one in events if one["event"] == "result" and (one["round"], one["phase"]) == (0, 0)]
@@ -59,12 +63,12 @@ def noise_over_signal(cell: Cell) -> float:
 
 
 def of_the_noise(plan: Plan, sites: int) -> float:
-    """Return how much more variance a sum carries than the plan counts, where more sites than it counts add their share."""
+    """Return the ratio of a sum's noise variance to the variance that the plan counts. More sites may add noise."""
     return sites / plan.shares if plan.by_step else 1.0
 
 
 def drawn(plan: Plan, units: int) -> float:
-    """Return how many records or patients a step draws on average, of so many."""
+    """Return how many records or patients a step draws on average from `units` of them."""
     divisor = getattr(plan.config, "divisor", None)
     return divisor if plan.by_step and divisor else plan.event.sample_rate * units
 
@@ -74,7 +78,7 @@ OF_THE_STATE = {"first 2 ranks": first_two_ranks, "own group": own_group, NOISE:
 
 
 def measured(cell: Cell, measure: str) -> float:
-    """Return a finished cell's measure. Raises KeyError for one it has not."""
+    """Return a measure of a finished cell. Raises KeyError if the cell does not have it."""
     if measure in OF_THE_STATE:
         return OF_THE_STATE[measure](cell)
     results = json.loads((cell.folder / "results.json").read_text())
@@ -91,7 +95,7 @@ def measured(cell: Cell, measure: str) -> float:
 
 
 def collected(cells: Iterable[Cell], wanted: dict[str, list[dict[str, str]]]) -> Rows:
-    """Return what finished cells measured: each measure of those cells whose labels fit one of its, and all cells' seconds."""
+    """Return the wanted measures of finished cells and every cell's seconds. `wanted`: by measure, the labels of its cells."""
     found: Rows = {}
     for cell in cells:
         record = record_of(cell.folder)
@@ -104,14 +108,14 @@ def collected(cells: Iterable[Cell], wanted: dict[str, list[dict[str, str]]]) ->
 
 
 def read(study: str, folder: Path = FOLDER) -> Rows:
-    """Return what is kept of a study; nothing where there is no table."""
+    """Return the stored measures of a study; empty if it has no table."""
     path = folder / f"{study}.csv"
     rows = csv.DictReader(io.StringIO(path.read_text())) if path.exists() else []
     return {tuple((name, text) for name, text in row.items() if name != VALUE): float(row[VALUE]) for row in rows}
 
 
 def keep(study: str, rows: Rows, folder: Path = FOLDER) -> None:
-    """Write them over those of the same cell and measure; others stay."""
+    """Store rows of a study. They replace rows of the same cell and measure; other rows stay."""
     whole = read(study, folder) | rows
     file = io.StringIO()
     writer = csv.DictWriter(file, [*(name for name, _ in next(iter(whole))), VALUE], lineterminator="\n")

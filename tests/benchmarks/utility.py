@@ -1,4 +1,4 @@
-"""What private training buys, of a study's measured cells: a table, and a picture of accuracy against epsilon."""
+"""The table of scores under privacy from a study's measured cells, and the picture of accuracy against epsilon."""
 
 import statistics
 from collections.abc import Mapping
@@ -10,17 +10,17 @@ from tests.benchmarks.effects import ACCURACY, DICE, LOSS
 from tests.benchmarks.measured import MEASURE, NOISE, Rows
 
 PICTURES = {"privacy_utility_rbc12": "privacy_utility.png"}
-"""By study; they show the uneven mix, and stand beside RESULTS.md."""
+"""The picture's file beside RESULTS.md, by study. A picture shows the uneven mix of classes."""
 SCORES = {"privacy_utility_rbc12": ACCURACY, "privacy_smears_rbc12": ACCURACY, "privacy_medquad": LOSS, "privacy_nuclei": DICE}
-"""What the studies of private training measure."""
+"""The score that each study of private training measures."""
 SURROUNDINGS, CHANCE = (0.29, 0.31), 1 / 11
-"""What the cells' surroundings alone give (small CNN, two seeds), and guessing."""
+"""Accuracy of a small CNN that sees only the cells' surroundings (two seeds), and of guessing."""
 SHOWN = ("0.1", "one site")
-"""What the picture shows: Dirichlet(0.1), and pooled data."""
+"""The mixes in the picture: Dirichlet(0.1), and pooled data."""
 
 
 def by_place(rows: Rows, measure: str) -> dict[tuple[str, str, str], list[float]]:
-    """Return a measure's values by mix, method and epsilon, a value a seed, in the order of the seeds."""
+    """Return a measure's values by mix, method and epsilon: one value per seed, in the order of the seeds."""
     found: dict[tuple[str, str, str], list[float]] = {}
     for key, value in sorted(rows.items()):
         labels = dict(key)
@@ -31,27 +31,32 @@ def by_place(rows: Rows, measure: str) -> dict[tuple[str, str, str], list[float]
 
 
 def table(rows: Rows, score: str = ACCURACY) -> str:
-    """Return a row for each mix, method and epsilon: noise over signal, and the score with its seeds."""
+    """Return the table of mean scores, with noise / signal: a row per mix and method, the best first, a column per epsilon."""
     noise, found = by_place(rows, NOISE), by_place(rows, score)
-    heading = score.rpartition("/")[-1]
-    lines = [f"| mix | method | epsilon | noise / signal | {heading} | by seed |", "|---|---|---|---|---|---|"]
-    order = ticks({epsilon for *_, epsilon in found})
+    columns = [*reversed(ticks({epsilon for *_, epsilon in found}))]
+    cells = {place: _cell(statistics.mean(values), statistics.mean(noise[place])) for place, values in found.items()}
     sign = 1 if score == LOSS else -1
-    for mix, method, epsilon in sorted(found, key=lambda one: (one[0], _best(found, one, sign), one[1], -order.index(one[2]))):
-        values, ratio = found[mix, method, epsilon], noise[mix, method, epsilon]
-        each = " ".join(f"{value:.3f}" for value in values)
-        said = f"{statistics.mean(ratio):.3g}" if any(ratio) else "-"
-        lines.append(f"| {mix} | {method} | {epsilon} | {said} | {statistics.mean(values):.3f} | {each} |")
-    return "\n".join(lines) + "\n" if found else "No cell has run.\n"
+    order = sorted({place[:2] for place in found}, key=lambda one: (one[0], _best(found, one, sign), one[1]))
+    name = score.rpartition("/")[-1]
+    headings = [f"{name}, no privacy" if one == "none" else f"{name}, epsilon {one}" for one in columns]
+    lines = [["mix", "method", *headings], ["---"] * (2 + len(columns))]
+    lines += [[*one, *(cells.get((*one, epsilon), "-") for epsilon in columns)] for one in order]
+    if len({mix for mix, _ in order}) == 1:
+        lines = [line[1:] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) if found else "No cell has run.\n"
 
 
-def _best(found: Mapping[tuple[str, str, str], list[float]], place: tuple[str, str, str], sign: int) -> float:
-    """Return the best mean of a method, so that its rows stay together; `sign` times it is the smaller the better."""
-    return min(sign * statistics.mean(values) for other, values in found.items() if other[:2] == place[:2])
+def _cell(score: float, noise: float) -> str:
+    return f"{score:.3f} ({noise:.3g})" if noise else f"{score:.3f}"
+
+
+def _best(found: Mapping[tuple[str, str, str], list[float]], method: tuple[str, str], sign: int) -> float:
+    """Return the best mean score of a method in a mix, times `sign`, so that the smallest is best."""
+    return min(sign * statistics.mean(values) for other, values in found.items() if other[:2] == method)
 
 
 def picture(rows: Rows) -> Figure:
-    """Return accuracy against epsilon, a line a method; what has no privacy goes across, and so does what needs no cell."""
+    """Return the plot of accuracy against epsilon, one line per method. Methods without privacy are horizontal lines."""
     lines: dict[str, dict[str, list[float]]] = {}
     for (mix, method, epsilon), values in by_place(rows, ACCURACY).items():
         if mix in SHOWN:

@@ -1,4 +1,4 @@
-"""The tables of RESULTS.md that come from studies: what an effect is, what is kept, and that nobody typed them."""
+"""The tables of RESULTS.md that come from studies: effects, stored measures, and that the page has what they make."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from consilium.study.records import CellRecord
 from consilium.study.study import Cell, identity, load
 from tests.benchmarks import results
 from tests.benchmarks.claims import Claim
-from tests.benchmarks.effects import DICE, EFFECTS, LOSS, Best, Effect, Side
+from tests.benchmarks.effects import DICE, EFFECTS, Best, Effect, Side
 from tests.benchmarks.measured import MEASURE, NOISE, Rows, collected, keep, measured, read
 from tests.conftest import JOBS
 
@@ -26,7 +26,7 @@ def rows_of(values: dict[str, list[float]]) -> Rows:
     }
 
 
-def effect(expect: Side = "over 0", **more: Any) -> Effect:
+def effect(expect: Side = "above 0", **more: Any) -> Effect:
     return Effect("a minus b", "dice", ({"method": "a"},), ({"method": "b"},), expect, **more)
 
 
@@ -36,14 +36,14 @@ def test_an_effect_is_paired_by_seed_and_has_the_t_interval_of_the_book() -> Non
     assert [round(one, 9) for one in found.values()] == [0.1, 0.2, 0.3]
     assert results.interval(found) == pytest.approx((0.2, 4.3027 * 0.1 / 3**0.5), abs=1e-5)
     assert results.row(rows, effect()) == [
-        "a minus b", "0.700", "+0.200 ± 0.248", "+0.100 +0.200 +0.300", "3", "over 0", "not shown"
+        "a minus b", "0.700", "+0.200 ± 0.248", "3 of 3", "above 0", "not shown"
     ]  # fmt: skip
 
 
 WORDS: dict[Side, tuple[str, str, str]] = {
-    "over 0": ("yes", "no: under 0", "not shown"),
-    "under 0": ("no: over 0", "yes", "not shown"),
-    "0": ("no: over 0", "no: under 0", "yes"),
+    "above 0": ("shown", "opposite: below 0", "not shown"),
+    "below 0": ("opposite: above 0", "shown", "not shown"),
+    "0": ("differs: above 0", "differs: below 0", "contains 0"),
 }
 
 
@@ -52,6 +52,18 @@ def test_a_verdict_follows_from_where_the_interval_lies(expect: Side) -> None:
     found = [results.verdict(effect(expect), mean, half, 3) for mean, half in ((0.2, 0.1), (-0.2, 0.1), (0.2, 0.3))]
     assert [one.strip("*") for one in found] == [*WORDS[expect]]
     assert results.verdict(effect(expect), 0.2, 0.1, 2) == "too few seeds"
+
+
+def test_effects_share_a_row_and_have_a_column_each() -> None:
+    rows = rows_of({"a": [0.5, 0.7, 0.9], "b": [0.4, 0.5, 0.6], "c": [0.5, 0.6, 0.4]})
+    found = [Effect("a's lead", "dice", ({"method": "a"},), ({"method": other},), column=f"over {other}") for other in "bc"]
+    found.append(Effect("b's lead", "dice", ({"method": "b"},), ({"method": "c"},), "0", column="over c"))
+    assert results.effects_by_column(rows, found).splitlines() == [
+        "| effect (expected above 0) | over b | over c |",
+        "| --- | --- | --- |",
+        "| a's lead | 0.700: +0.200 ± 0.248, not shown (3 of 3) | 0.700: +0.200 ± 0.657, not shown (2 of 3) |",
+        "| b's lead (expected 0) | - | 0.500: +0.000 ± 0.430, contains 0 (1 of 3) |",
+    ]
 
 
 def test_a_difference_of_differences_and_a_level() -> None:
@@ -65,7 +77,7 @@ def test_of_several_cells_the_best_of_what_is_there_counts_and_is_named() -> Non
     rows = rows_of({"a": [0.25, 0.5], "b": [0.5, 0.5], "c": [0.125, 0.25]})
     several = Best(tuple({"method": name} for name in ("a", "b", "missing")))
     row = results.row(rows, Effect("best minus c", "dice", (several,), ({"method": "c"},)))
-    assert row[:4] == ["best minus c (b)", "0.500", "+0.312 ± 0.794", "+0.375 +0.250"]  # t(0.975, 1) = 12.706
+    assert row[:4] == ["best minus c (b)", "0.500", "+0.312 ± 0.794", "2 of 2"]  # t(0.975, 1) = 12.706
     assert results.differences(rows, Effect("", "dice", (Best(({"method": "missing"},)),))) == {}
 
 
@@ -147,8 +159,8 @@ def test_the_tables_of_the_page_are_what_was_measured() -> None:
 @pytest.mark.parametrize(
     ("eight", "thousand", "said"),
     [
-        ([0.19, 0.2, 0.21], [0.0, 0.1, -0.1], "holds"),
-        ([0.19, 0.2, 0.21], [0.1, 0.1, 0.11], "only in part"),
+        ([0.19, 0.2, 0.21], [0.0, 0.1, -0.1], "shown"),
+        ([0.19, 0.2, 0.21], [0.1, 0.1, 0.11], "partly shown"),
         ([0.1, 0.2, 0.4], [0.1, 0.1, 0.11], "not shown"),
     ],
 )
@@ -166,23 +178,5 @@ def test_a_claim_holds_if_all_its_effects_are_as_they_should(
     by = {epsilon: f"epsilon {epsilon}: regulator on minus off, Dice" for epsilon in ("8", "1000")}
     row = results.claimed(Claim("noise", "claim_deer_noise", by, "in words"), tmp_path)
     assert row[:2] == ["noise", f"**{said}**: in words"]
-    if said == "holds":
+    if said == "shown":
         assert row[2:] == ["8 +0.200 ± 0.025; 1000 +0.000 ± 0.248", "3"]
-
-
-def test_means_have_every_cell_and_the_best_method_first(tmp_path: Path) -> None:
-    scores = {("A", "0.1"): (3.0, 4.0), ("B", "0.1"): (2.0, 3.0), ("A", "0.2"): (1.0, 2.5)}
-    rows: Rows = {
-        (("method", method), ("rate", rate), ("seed", str(seed)), (MEASURE, measure)): value + (measure == "seconds")
-        for (method, rate), values in scores.items()
-        for seed, value in enumerate(values)
-        for measure in (LOSS, "seconds")
-    }
-    keep("unequal_e2e", rows, tmp_path)
-    assert results.means("unequal_e2e", tmp_path).splitlines() == [
-        "| method | rate | loss | by seed |",
-        "| --- | --- | --- | --- |",
-        "| B | 0.1 | 2.500 | 2.000 3.000 |",
-        "| A | 0.1 | 3.500 | 3.000 4.000 |",
-        "| A | 0.2 | 1.750 | 1.000 2.500 |",
-    ]
