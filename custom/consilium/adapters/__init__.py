@@ -1,1 +1,1 @@
-"""Adapters: what is trained inside a frozen model."""
+"""Adapters: the trained tensors inside a frozen model."""

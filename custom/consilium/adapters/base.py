@@ -1,4 +1,4 @@
-"""Parameters of the base that train beside an adapter, or instead of one: their names, and a file of them."""
+"""Names and export file of base parameters that train beside an adapter or instead of one."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,11 +11,14 @@ from consilium.adapters.registry import Decoder
 from consilium.core.errors import ConfigError
 
 DECODER = "mask_decoder."
-"""What the names of the mask decoder's parameters begin with."""
+"""Prefix of the mask decoder's parameter names."""
 
 
 def decoder_names(model: nn.Module, decoder: Decoder) -> list[str]:
-    """Return what the adapter calls the mask decoder's parameters; [] for a frozen one. Raises ConfigError without any."""
+    """Return the adapter tensors' names for the mask decoder's parameters; [] if it is frozen.
+
+    Raises ConfigError if the model has no mask decoder.
+    """
     if decoder == "freeze":
         return []
     found = [f"{BASE}.{name}" for name, _ in model.named_parameters() if name.startswith(DECODER)]
@@ -25,7 +28,7 @@ def decoder_names(model: nn.Module, decoder: Decoder) -> list[str]:
 
 
 def save_parameters(path: Path, values: Mapping[str, Tensor]) -> None:
-    """Write `values` as a plain state dict, for `model.load_state_dict(values, strict=False)`; no file for none."""
+    """Write `values` as a plain state dict, for `model.load_state_dict(values, strict=False)`. Without values write no file."""
     if not values:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

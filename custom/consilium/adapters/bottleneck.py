@@ -1,9 +1,9 @@
 """Bottleneck adapters in SAM's image encoder, in the layout of Medical SAM Adapter (Wu et al. 2023), as FedSCA uses them.
 
-A(f) = M_u GELU(M_d f) + f. Three in every transformer block, ordered from the input: `adapter_attention` after the attention,
-`adapter_mlp` parallel to the MLP (on its normalized input, without the skip, scaled by 0.5 as there), and `adapter_output`
-after the MLP. K = 36 in ViT-B. (Medical SAM Adapter's third one serves 3-D volumes; on pictures we put it behind the MLP.)
-M_u = 0 at the start, so that the model is its base.
+A(f) = M_u GELU(M_d f) + f. Each transformer block has three adapters, in order from the input: `adapter_attention` after the
+attention, `adapter_mlp` parallel to the MLP (on its normalized input, without the skip, scaled by 0.5 as there), and
+`adapter_output` after the MLP. ViT-B has K = 36. (Medical SAM Adapter's third adapter is for 3-D volumes; for pictures we put
+it after the MLP.) M_u = 0 at the start, so the model then equals its base.
 """
 
 import json
@@ -37,7 +37,7 @@ class Bottleneck(layers.AdapterModule):
         self.down, self.up = nn.Linear(features, width), nn.Linear(width, features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return A(x); switched off, the skip alone."""
+        """Return A(x); if disabled, only the skip."""
         if not self.enabled:
             return x if self.skip else x.new_zeros(())
         changed = self.up(F.gelu(self.down(x)))
@@ -45,7 +45,10 @@ class Bottleneck(layers.AdapterModule):
 
 
 def shapes(model: nn.Module, width: int | None) -> Shapes:
-    """Return the adapters' shapes. Raises ConfigError for a model without such blocks, or an adapter too large."""
+    """Return the adapters' shapes; `width`: hidden features, by default a quarter of the block's.
+
+    Raises ConfigError for a model without SAM's image encoder, or an adapter that is too large.
+    """
     found: Shapes = {}
     for number, block in enumerate(_blocks(model)):
         size = block.norm1.normalized_shape[0]
@@ -68,7 +71,7 @@ def _blocks(model: nn.Module) -> Any:
 def inject(model: nn.Module, width: int | None, decoder: Decoder = "freeze") -> None:
     """Freeze `model` and add three bottlenecks to every block of its image encoder; the mask `decoder` may train too.
 
-    `width`: hidden features, a quarter of the block's by default. Raises ConfigError as `shapes`.
+    `width`: hidden features, by default a quarter of the block's. Raises ConfigError in the cases that `shapes` names.
     """
     names = list(shapes(model, width))
     for block in _blocks(model):
@@ -77,7 +80,7 @@ def inject(model: nn.Module, width: int | None, decoder: Decoder = "freeze") -> 
 
 
 def _add(block: Any, features: int, width: int | None) -> None:
-    """Hook the adapters in: the base's own modules keep their names and code."""
+    """Add the adapters to a block through hooks, so that the base's modules keep their names and code."""
     for place in PLACES:
         block.add_module(
             place, Bottleneck(features, width or features // 4, skip=place != "adapter_mlp").to(block.norm1.weight)
@@ -87,7 +90,7 @@ def _add(block: Any, features: int, width: int | None) -> None:
 
 
 def save(folder: Path, values: Mapping[str, Tensor], base: str) -> None:
-    """Write adapter.safetensors and adapter.json; PEFT has no such adapter."""
+    """Write adapter.safetensors and adapter.json. PEFT has no format for bottlenecks."""
     folder.mkdir(parents=True, exist_ok=True)
     about = {
         "kind": "bottleneck",

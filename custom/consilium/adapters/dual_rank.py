@@ -1,10 +1,10 @@
-"""The dual-rank adapter of FedHera: a prefix of ranks that trains, a frozen tail that only takes part in the forward pass.
+"""The dual-rank adapter of FedHera: the first ranks, the prefix, train; the other ranks, the tail, are frozen.
 
     y = W0 x + s (B_tr A_tr x + gate * B_tail A_tail x)            (FedHera, Section 4.3)
 
-Prefix and tail lie side by side in one pair of matrices, so that both parts cost one pair of products. lora_A and lora_B are
-parameters that are views of its first ranks; the tail has no gradient and no optimizer state. Ranks differ by layer and change
-with what is loaded; a layer without a tail is plain LoRA at a rank of its own. s is one constant of the job at all ranks.
+Prefix and tail are stored in one pair of matrices, so that both parts cost one pair of products. lora_A and lora_B are
+parameters that are views of the first ranks. The tail has no gradient and no optimizer state. Ranks differ by layer, and
+loading tensors may change them. A layer without a tail is plain LoRA at its own rank. s is a constant of the job for all ranks.
 """
 
 from collections.abc import Mapping
@@ -25,18 +25,18 @@ from consilium.models.registry import ModelKind, TargetSet
 
 
 class Products(torch.autograd.Function):
-    """x down' diag(weights) up, with gradients of x and of the prefix (lora_A, lora_B) that `down` and `up` begin with."""
+    """Compute x down' diag(weights) up, with gradients only for x and the prefix: lora_A and lora_B, which begin down and up."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, lora_A: Tensor, lora_B: Tensor, down: Tensor, up: Tensor, weights: Tensor) -> Tensor:
-        """Return (..., out) of x (..., in), down (R, in), up (R, out) and weights (R,)."""
+        """Return (..., out) for x (..., in), down (R, in), up (R, out) and weights (R,)."""
         hidden = F.linear(x, down) * weights
-        ctx.save_for_backward(x, hidden[..., : len(lora_A)].contiguous(), down, up, weights)  # not the tail's part
+        ctx.save_for_backward(x, hidden[..., : len(lora_A)].contiguous(), down, up, weights)  # without the tail
         return hidden @ up
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, lora_A (r, in) and lora_B (out, r); None for the rest, which is frozen."""
+        """Return the gradients for x, lora_A (r, in) and lora_B (out, r); None for the other arguments, which are frozen."""
         x, hidden, down, up, weights = ctx.saved_tensors
         rank, flat = hidden.shape[-1], gradient.flatten(0, -2)
         inner = (gradient @ up.T) * weights
@@ -51,7 +51,7 @@ class Products(torch.autograd.Function):
 
 
 class DualRank(layers.AdapterModule):
-    """A frozen linear layer with a dual-rank adapter beside it; starts with `rank` trained ranks and no tail."""
+    """A frozen linear layer with a dual-rank adapter beside it. It starts with `rank` trained ranks and no tail."""
 
     base: nn.Linear
     down: Tensor
@@ -69,19 +69,19 @@ class DualRank(layers.AdapterModule):
         if not self.enabled or not len(self.down):
             return y
         device = x.device.type
-        lower = device != "meta" and torch.is_autocast_enabled(device)  # what is laid out only has no precision
+        lower = device != "meta" and torch.is_autocast_enabled(device)  # on the meta device autocast is undefined
         dtype = torch.get_autocast_dtype(device) if lower else x.dtype
         weights = self._weights()
         parts = (self.down.to(dtype), self.up.to(dtype), weights.to(dtype))
         if not (self.dropout.p and self.training and self._tail):
             return y + Products.apply(self.dropout(x).to(dtype), self.lora_A, self.lora_B, *parts).to(y.dtype)
-        rank, (down, up, weights) = len(self.lora_A), parts  # the tail is frozen like the base: nothing of it is dropped
+        rank, (down, up, weights) = len(self.lora_A), parts  # the tail is frozen like the base, so dropout skips it
         y = y + ((x.to(dtype) @ down[rank:].T * weights[rank:]) @ up[rank:]).to(y.dtype)
         own = (down[:rank], up[:rank], weights[:rank])
         return y + Products.apply(self.dropout(x).to(dtype), self.lora_A, self.lora_B, *own).to(y.dtype)
 
     def product(self) -> Tensor:
-        """Return what is added to the base's weight (out, in): s (B_tr A_tr + gate * B_tail A_tail)."""
+        """Return the change of the base's weight (out, in): s (B_tr A_tr + gate * B_tail A_tail)."""
         return (self.up.T * self._weights()) @ self.down
 
     def _weights(self) -> Tensor:
@@ -92,14 +92,17 @@ class DualRank(layers.AdapterModule):
         return len(self.down) - len(self.lora_A)
 
     def frozen(self) -> dict[str, Tensor]:
-        """Return tail_A (k, in), tail_B (out, k) and gate (1,), which are views; {} without a tail."""
+        """Return tail_A (k, in), tail_B (out, k) and gate (1,) as views; {} without a tail."""
         if not self._tail:
             return {}
         rank = len(self.lora_A)
         return {"tail_A": self.down[rank:], "tail_B": self.up[rank:].T, GATE: self.gate}
 
     def fit(self, values: Mapping[str, Tensor]) -> None:
-        """Take on the ranks of `values` (this layer's tensors), not yet their numbers. Raises CheckpointError."""
+        """Allocate the ranks that `values` (this layer's tensors) need, without copying their numbers.
+
+        Raises CheckpointError if their names or shapes do not fit this layer.
+        """
         shapes = {name: tuple(tensor.shape) for name, tensor in values.items()}
         rank, tail = (shapes.get(name, (0,))[0] for name in ("lora_A", "tail_A"))
         if {n: s for n, s in shapes.items() if n != GATE} != self._shapes(rank, tail):
@@ -121,7 +124,7 @@ class DualRank(layers.AdapterModule):
         self.lora_A, self.lora_B = nn.Parameter(self.down[:rank]), nn.Parameter(self.up[:rank].T)
 
     def _apply(self, *args: object, **options: object) -> "DualRank":
-        """Move like any module, and make the parameters views of the moved matrices again."""
+        """Move or cast the module as usual, then make the parameters views of the new matrices again."""
         super()._apply(*args, **options)
         rank = len(self.lora_A)
         self.lora_A.data, self.lora_B.data = self.down[:rank], self.up[:rank].T
@@ -129,7 +132,10 @@ class DualRank(layers.AdapterModule):
 
 
 def shapes(model: nn.Module, rank: int, target: TargetSet) -> Shapes:
-    """Return the factors' shapes at the largest rank, `rank` or what a layer has. Raises ConfigError."""
+    """Return the factors' shapes at the largest rank: `rank`, or the layer's smaller size if that is less.
+
+    Raises ConfigError for a `target` that matches no layer, or an adapter that is too large.
+    """
     found: Shapes = {}
     for name, layer in linear_layers(model, target).items():
         most = min(rank, layer.in_features, layer.out_features)
@@ -141,7 +147,7 @@ def shapes(model: nn.Module, rank: int, target: TargetSet) -> Shapes:
 def inject(
     model: nn.Module, rank: int, scaling: float, target: TargetSet, dropout: float = 0.0, decoder: Decoder = "freeze"
 ) -> None:
-    """Freeze `model` but for its head and a `decoder` that trains; put a DualRank around every layer that `target` matches."""
+    """Freeze `model` except its head and a `decoder` that trains; wrap every layer that `target` matches in a DualRank."""
     ranks = {n.removesuffix(".lora_A"): shape[0] for n, shape in shapes(model, rank, target).items() if factor(n) == "A"}
     for name, most in ranks.items():
         base = model.get_submodule(name)
@@ -151,7 +157,7 @@ def inject(
 
 
 def merge(model: nn.Module) -> None:
-    """Add prefix and tail to the weights of every adapted layer and take them out, in place."""
+    """Add prefix and tail to the weights of every adapted layer, and remove the adapters, in place."""
     for name, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, DualRank)]:
         with torch.no_grad():
             layer.base.weight += layer.product().to(layer.base.weight)
@@ -159,7 +165,7 @@ def merge(model: nn.Module) -> None:
 
 
 def merged(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return `values` as plain LoRA: every tail, times its gate, behind its prefix."""
+    """Return `values` as plain LoRA, with every tail, times its gate, appended to its prefix."""
     plain = {name: tensor for name, tensor in values.items() if name.rpartition(".")[2] not in (*TAIL, GATE)}
     for name in [n for n in values if n.endswith(".tail_A")]:
         layer = name.removesuffix(".tail_A")
@@ -177,9 +183,9 @@ def save_peft(
     target: TargetSet | None = None,
     head_apart: bool = False,
 ) -> None:
-    """Write a PEFT folder of plain LoRA, each layer at its own rank; layers of rank 0 are left out.
+    """Write a PEFT folder of plain LoRA with each layer at its own rank. Layers of rank 0 are left out.
 
-    What a `target` set has split comes back into the layers that the unchanged base has.
+    Layers that the `target` set has split are fused again, so that the folder fits the unchanged base.
     """
     plain = merged(values)
     plain = target.fuse(plain) if target and target.fuse else plain

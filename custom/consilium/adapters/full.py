@@ -1,7 +1,7 @@
-"""Full fine-tuning: no adapter, all of the base trains.
+"""Full fine-tuning: no adapter, the whole base trains.
 
-It is what adapters are measured against (FedAvg-F and FedProx-F of FedSCA's Table 3), and the way for a model that has no
-published weights to be frozen (unet).
+It is the reference for adapters (FedAvg-F and FedProx-F in FedSCA's Table 3), and the choice for unet, which has no published
+weights to freeze.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ def _trainable_base(model: nn.Module, config: FullConfig) -> list[str]:
 
 
 def _shapes(model: nn.Module, config: FullConfig, base: ModelKind) -> Shapes:
-    """Return {}: all that trains is the base's. Raises ConfigError for a model too large to send."""
+    """Return {}, because all trained parameters belong to the base. Raises ConfigError for a model too large to send."""
     layers.check_size(sum(parameter.numel() for parameter in model.parameters()))
     return {}
 
@@ -36,4 +36,4 @@ def _export(folder: Path, values: Mapping[str, Tensor], config: FullConfig, base
 
 
 def merge(model: nn.Module) -> None:
-    """Do nothing: what trains are the base's own layers."""
+    """Do nothing, because the trained parameters are already the base's own."""

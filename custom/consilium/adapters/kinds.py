@@ -1,6 +1,6 @@
-"""The adapters that come with the package: their sections of job.yaml, and where their code is.
+"""The adapter kinds of the package: their sections of job.yaml, and where their code is.
 
-The code needs PyTorch, and is imported when it is called.
+The code needs PyTorch, so it is imported when it is first called.
 """
 
 import math
@@ -24,11 +24,15 @@ class LoraConfig(AdapterConfig):
         Positive,
         Field(
             default_factory=lambda section: float(section["rank"]),
-            description="B A is multiplied by alpha / rank; without it alpha is the rank, so by 1 at every rank",
+            description="B A is multiplied by alpha / rank; by default alpha is the rank, so the factor is 1",
         ),
     ]
     targets: Annotated[
-        str, Field(description="a set of the model's (paper, qv, all-linear ...) or a regular expression (RE2) on module names")
+        str,
+        Field(
+            description="the adapted layers: a set that the model names (paper, qv, all-linear ...), or a regular expression "
+            "(RE2) on module names"
+        ),
     ] = "paper"
     dropout: Annotated[Dropout, Field(description="dropout of the adapter's input")] = 0.0
     decoder: Annotated[
@@ -45,8 +49,8 @@ class LoraConfig(AdapterConfig):
     dora: Annotated[
         bool,
         Field(
-            description="the lengths of the layers' rows train too (Liu et al., \"DoRA: Weight-Decomposed Low-Rank "
-            'Adaptation", ICML 2024); for strategies that average tensors one by one (fedit, fedprox, '
+            description='the row lengths of the adapted weights train too (Liu et al., "DoRA: Weight-Decomposed Low-Rank '
+            'Adaptation", ICML 2024); for strategies that average each tensor separately (fedit, fedprox, '
             "scaffold, centralized, local_only)"
         ),
     ] = False
@@ -58,7 +62,7 @@ class LoraConfig(AdapterConfig):
 
     @property
     def plain_alpha(self) -> float:
-        """The alpha with which plain LoRA has the same scaling, alpha / rank: so others read it, whatever they know."""
+        """The alpha for which plain LoRA's alpha / rank equals this scaling. Exported folders use it, so any PEFT can read them."""
         return self.product_scaling * self.rank
 
     def keep_apart(self) -> None:
@@ -69,12 +73,12 @@ class LoraConfig(AdapterConfig):
 
 
 class DualRankConfig(AdapterConfig):
-    """Low-rank updates whose ranks differ by site and layer, for fedhera and its peers: trained ranks and a frozen tail."""
+    """Low-rank updates whose ranks differ by site and layer: trained ranks and a frozen tail. For fedhera and similar."""
 
     kind: Literal["dual_rank"]
-    rank: Annotated[Rank, Field(description="the most that any site holds of a layer")] = 64
-    scaling: Annotated[Positive, Field(description="what multiplies B A at every rank")] = 2.0
-    targets: Annotated[str, Field(description="`targets` as for lora")] = "paper"
+    rank: Annotated[Rank, Field(description="the largest rank per layer at any site")] = 64
+    scaling: Annotated[Positive, Field(description="the factor on B A, the same at every rank")] = 2.0
+    targets: Annotated[str, Field(description="the adapted layers, as for lora")] = "paper"
     dropout: Annotated[Dropout, Field(description="dropout of the adapter's input")] = 0.0
 
     @property
@@ -88,7 +92,7 @@ class BottleneckConfig(AdapterConfig):
 
     kind: Literal["bottleneck"]
     width: Annotated[
-        Annotated[int, Field(ge=1, le=4096)] | None, Field(description="hidden features, a quarter of the block's by default")
+        Annotated[int, Field(ge=1, le=4096)] | None, Field(description="hidden features; by default a quarter of the block's")
     ] = None
     decoder: Annotated[
         Decoder,
@@ -97,7 +101,7 @@ class BottleneckConfig(AdapterConfig):
 
 
 class FullConfig(AdapterConfig):
-    """No adapter: every parameter of the model trains. A reference, for models of a few hundred million parameters at most."""
+    """No adapter: every parameter of the model trains. A reference for models of at most a few hundred million parameters."""
 
     kind: Literal["full"]
 
@@ -110,7 +114,7 @@ TAILED_LORA = AdapterKind(
     lazy(f"{PLACE}.lora:_trainable_base"),
     merge=lazy(f"{PLACE}.dual_rank:merge"),
 )
-"""Plain LoRA at the job's one rank, with room for a frozen tail."""
+"""Plain LoRA at the job's one rank, whose layers can also hold a frozen tail."""
 LORA = AdapterKind(
     LoraConfig,
     lazy(f"{PLACE}.lora:_shapes"),

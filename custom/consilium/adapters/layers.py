@@ -1,7 +1,7 @@
-"""An adapter's tensors, whatever its kind: which they are, how they start, how they are read and written.
+"""The tensors of an adapter of any kind in a model: their names, initial values, reading and writing.
 
-names.py says how tensors are called. Parameters of the base that train too (a mask decoder, or all of them) start as the base
-has them. In the model they are parameters; sites and server keep and send their changes from the base.
+names.py explains the names. Parameters of the base that train too (a mask decoder, or all of them) start at the base's values.
+In the model they are parameters; sites and server store and send their changes from the base.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -17,15 +17,15 @@ from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.seeding import seed_for
 
 LARGEST = 2**29
-"""Numbers in an adapter, 2 GiB: server and sites hold several such sets, and a round carries one."""
+"""The most numbers in an adapter, 2 GiB. Server and sites hold several sets of that size, and a round transmits one."""
 _PLACES, _LEFT_OUT = "adapter_places", "adapter_left_out"
-"""The attributes of a model that keep its `Places`, and the names of what `leave_out` left out last."""
+"""Attributes of a model: its cached `Places`, and the names of the modules that `leave_out` left out last."""
 
 Found = TypeVar("Found")
 
 
 def check_size(numbers: int) -> None:
-    """Raise ConfigError for an adapter of more `numbers` than a federation can carry; called before they take memory."""
+    """Raise ConfigError if an adapter has more than LARGEST `numbers`. It is called before memory is allocated."""
     if numbers > LARGEST:
         remedy = "lower rank or width, narrow targets, or use kind lora"
         raise ConfigError(f"adapter: {numbers:,} numbers to train, over {LARGEST:,}; {remedy}")
@@ -33,19 +33,18 @@ def check_size(numbers: int) -> None:
 
 @dataclass(frozen=True)
 class Adapted:
-    """What a model with an adapter knows of it: the names of what trains, and the values in the base of its own
-    parameters that do.
-    """
+    """The record of a model's adapter: the names of all trained tensors, and the original values of trained base parameters."""
 
     names: Set[str]
     base: dict[str, Tensor]
 
 
 class Places(NamedTuple):
-    """Where an adapter is in its model: its parameters as (name, module, own name), its modules by name, and the
-    modules of a class, for those that were asked for.
+    """A cache of where an adapter is in its model.
 
-    To walk a model for them takes longer than a small one's forward pass, and a site asks in every round a dozen times.
+    `parameters`: (tensor name, module, attribute name). `modules`: (name, AdapterModule). `of_class`: modules by class, for the
+    classes that were asked for. Walking a model for them takes longer than a small model's forward pass, and a site asks a
+    dozen times per round.
     """
 
     parameters: list[tuple[str, nn.Module, str]]
@@ -54,7 +53,7 @@ class Places(NamedTuple):
 
 
 class AdapterModule(nn.Module):
-    """Base of modules that an adapter adds to a model; switched off, the model is its base."""
+    """Base class of modules that an adapter adds to a model. With all of them disabled the model equals its base."""
 
     enabled: bool = True
 
@@ -63,13 +62,13 @@ class AdapterModule(nn.Module):
         return {}
 
     def fit(self, values: Mapping[str, Tensor]) -> None:
-        """Make room for this module's `values`, whose numbers are written next, if its shapes may change."""
+        """Allocate tensors for this module's `values`, if its shapes may change. The caller then writes the numbers."""
 
 
 def freeze_base(model: nn.Module, trained: Iterable[str], base: Iterable[str] = ()) -> None:
-    """Freeze `model` but for its head, its adapter's parameters `trained` (as PEFT or we name them), and those of `base`.
+    """Freeze `model` except its head, the adapter's parameters `trained` and the base's parameters `base`.
 
-    `base` are names as in names.py, with what they begin with.
+    `trained`: names as in PEFT or in names.py. `base`: names as in names.py, with the prefix `base.` or `whole.`.
     """
     own, of_base = {_short(n) for n in trained} | set(_head(model)), {_parameter(n): n for n in base}
     for name, parameter in model.named_parameters():
@@ -79,7 +78,7 @@ def freeze_base(model: nn.Module, trained: Iterable[str], base: Iterable[str] = 
 
 
 def add_names(model: nn.Module, names: Iterable[str]) -> None:
-    """Count more of the model's parameters to its adapter."""
+    """Add parameters of the model, by name, to its adapter."""
     found = _adapted(model)
     _note(model, Adapted(found.names | set(names), found.base))
 
@@ -92,7 +91,7 @@ def _note(model: nn.Module, adapted: Adapted) -> None:
 def tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's live adapter tensors by name: trained parameters, and buffers such as a dual-rank tail.
 
-    Those of the base are the parameters themselves, not their changes: what an optimizer takes.
+    For trained parameters of the base these are the parameters, as an optimizer needs them, not their changes.
     """
     places = _places(model)
     found: dict[str, Tensor] = {name: getattr(module, own) for name, module, own in places.parameters}
@@ -102,7 +101,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _adapted(model: nn.Module) -> Adapted:
-    """Return what `freeze_base` has noted."""
+    """Return the record that `freeze_base` stored. Raises ConfigError without one."""
     found = vars(model).get("adapter")
     if not isinstance(found, Adapted):
         raise ConfigError(f"{type(model).__name__}: has no adapter; inject one first")
@@ -110,7 +109,7 @@ def _adapted(model: nn.Module) -> Adapted:
 
 
 def _places(model: nn.Module) -> Places:
-    """Return where the adapter is, which is looked up once: until more names are noted or a module is replaced."""
+    """Return the cached places of the adapter. The cache is renewed after names are added or a module is replaced."""
     adapted, found = _adapted(model), vars(model).get(_PLACES)
     if not isinstance(found, Places):
         of_base, seen, found = {_parameter(n): n for n in adapted.base}, set[nn.Parameter](), Places([], [], {})
@@ -135,7 +134,7 @@ def modules_of(model: nn.Module, kind: type[Found]) -> list[Found]:
 
 
 def owners(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that hold adapter tensors, each as a whole where it is an AdapterModule."""
+    """Return the modules that hold adapter tensors. An AdapterModule stands for all modules inside it."""
     places = _places(model)
     whole = [part for _, part in places.modules]
     inside = {inner for part in whole for inner in part.modules()}
@@ -143,7 +142,7 @@ def owners(model: nn.Module) -> list[nn.Module]:
 
 
 def switches(model: nn.Module) -> tuple[object, ...]:
-    """Return what decides over a forward pass beside tensors: layers switched off, factors, modules left out."""
+    """Return the settings that change a forward pass beside tensors: disabled layers, scalings, modules left out."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     of_layers = [(one.disable_adapters, *getattr(one, "scaling", {}).values()) for one in modules_of(model, BaseTunerLayer)]
@@ -151,29 +150,38 @@ def switches(model: nn.Module) -> tuple[object, ...]:
 
 
 def unchanged_base(model: nn.Module) -> list[Tensor]:
-    """Return the kept values in the base of its parameters that train."""
+    """Return the original values of the base's trained parameters."""
     return list(_adapted(model).base.values())
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the adapter's tensors on the CPU, as sites keep and send them: of the base, its changes."""
+    """Return copies of the adapter's tensors on the CPU, as sites store and send them.
+
+    For trained parameters of the base these are their changes from the base.
+    """
     held, base = {name: tensor.detach().cpu() for name, tensor in tensors(model).items()}, _adapted(model).base
     return {name: tensor - base[name].cpu() if name in base else tensor.clone() for name, tensor in held.items()}
 
 
 def unchanged(model: nn.Module) -> dict[str, Tensor]:
-    """Return the changes of the base's parameters that train, before any training: 0."""
+    """Return zeros, the changes of the base's trained parameters before training, by name."""
     return {name: torch.zeros_like(tensor, device="cpu") for name, tensor in _adapted(model).base.items()}
 
 
 def parameters_of(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the base's parameters, by their names in it, that `values` (changes) make of it."""
+    """Return the values of the base's trained parameters: the base plus the changes in `values`.
+
+    The result's names are those of the base's own parameters. Other tensors in `values` are ignored.
+    """
     base = _adapted(model).base
     return {_parameter(name): base[name].cpu() + change.cpu() for name, change in values.items() if name in base}
 
 
 def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Copy `values` into the model's adapter. Raises CheckpointError unless names and shapes are exactly the model's."""
+    """Copy `values` into the model's adapter; for base parameters they are changes.
+
+    Raises CheckpointError unless names and shapes are exactly the model's.
+    """
     by_module: dict[str, dict[str, Tensor]] = {}
     for name, tensor in values.items():
         module, _, own = name.rpartition(".")
@@ -192,20 +200,21 @@ def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def overwrite(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Copy `values` into those of the model's adapter tensors that they name; of the base they are changes."""
+    """Copy `values` into the adapter tensors of the same names and leave all others; for base parameters they are changes."""
     base = _adapted(model).base
     _write(tensors(model), {n: base[n].cpu() + value.cpu() if n in base else value for n, value in values.items()})
 
 
 def head_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the model's head; {} without one."""
+    """Return the names and shapes of the head's parameters; {} without a head."""
     return {name: tuple(parameter.shape) for name, parameter in _head(model).items()}
 
 
 def start(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return a tensor's first value: LoRA's A and a bottleneck's down projection are drawn, each from its own seed.
+    """Return the initial value of an adapter tensor.
 
-    They are Kaiming-uniform (a = sqrt 5), everything else is 0, so that nothing changes at the start.
+    LoRA's A and a bottleneck's down-projection are Kaiming-uniform (a = sqrt 5), each drawn with its own seed. All other
+    tensors are 0, so the adapter changes nothing at the start.
     """
     if is_base(name) or (factor(name) != "A" and not name.endswith((".local_A", ".down.weight"))):
         return torch.zeros(shape)
@@ -215,7 +224,7 @@ def start(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` in the place that `name` says."""
+    """Replace the submodule `name` of `model` by `module`."""
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, module)
     vars(model).pop(_PLACES, None)
@@ -223,7 +232,7 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def shared_weight(model: nn.Module, adapted: Iterable[str]) -> tuple[str, str] | None:
-    """Return the first of the `adapted` layers whose weight another module has too, and that module; None for none."""
+    """Return the first of the `adapted` layers that shares a parameter with another module, and that module's name; else None."""
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -238,9 +247,9 @@ def shared_weight(model: nn.Module, adapted: Iterable[str]) -> tuple[str, str] |
 
 
 def leave_out(model: nn.Module, blocks: Set[str]) -> None:
-    """Make the modules `blocks` return their input, and all others run as usual."""
+    """Make the modules named in `blocks` return their input, and all other modules run as usual."""
     if vars(model).get(_LEFT_OUT) == blocks:
-        return  # as in nearly every round; a walk takes longer than a small model's step
+        return  # true in nearly every round; walking the model takes longer than a small model's step
     for name, module in model.named_modules():
         if name in blocks:
             vars(module)["forward"] = _hand_on
@@ -250,7 +259,7 @@ def leave_out(model: nn.Module, blocks: Set[str]) -> None:
 
 
 def left_out(model: nn.Module) -> list[str]:
-    """Return the names of the modules that `leave_out` has made to hand on what they get."""
+    """Return the names of the modules that `leave_out` made return their input."""
     return [name for name, module in model.named_modules() if vars(module).get("forward") is _hand_on]
 
 
@@ -260,9 +269,9 @@ def _hand_on(hidden: Tensor, *args: object, **options: object) -> Tensor:
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """Run the frozen base alone inside the block; a head is zero there, so that every class is equally likely.
+    """Within the context, run the frozen base without its adapter. A head is 0 there, so every class is equally likely.
 
-    What trains afterwards, and what a block around this one has switched off, stays as it is.
+    Afterwards the adapter, `requires_grad` and layers that an outer context has disabled are as before.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -271,7 +280,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
     kept = {name: live[name].detach().clone() for name in replaced}
     trains = {parameter: parameter.requires_grad for parameter in model.parameters()}
     with ExitStack() as stack:
-        stack.callback(_set_trains, trains)  # PEFT, when it switches a layer on again, trains all its factors
+        stack.callback(_set_trains, trains)  # PEFT sets requires_grad on all factors when it enables a layer again
         for module in model.modules():
             if isinstance(module, BaseTunerLayer) and not module.disable_adapters:
                 module.enable_adapters(False)
@@ -296,7 +305,7 @@ def _write(live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
 
 
 def _parameter(name: str) -> str:
-    """Return what the base calls a parameter that the adapter calls `name`."""
+    """Return the base's own name of the parameter that has the adapter tensor name `name`."""
     return name.partition(".")[2]
 
 

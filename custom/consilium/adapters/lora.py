@@ -1,6 +1,6 @@
 """LoRA (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022), put into a model by PEFT.
 
-A linear layer W x becomes W x + (alpha / rank) B A x, with A (rank, in) and B (out, rank). layers.py reads and writes them.
+A linear layer W x becomes W x + (alpha / rank) B A x, with A (rank, in) and B (out, rank). layers.py reads and writes A and B.
 """
 
 import re
@@ -39,7 +39,7 @@ HEAD_FILE = "head.safetensors"
 
 
 def shapes(model: nn.Module, rank: int, target: TargetSet) -> Shapes:
-    """Return the factors' shapes. Raises ConfigError for a rank over a layer's own sizes, or an adapter too large."""
+    """Return the factors' shapes. Raises ConfigError if the rank exceeds a layer's size or the adapter is too large."""
     found: Shapes = {}
     for name, layer in linear_layers(model, target).items():
         if rank > (most := min(layer.in_features, layer.out_features)):
@@ -59,14 +59,14 @@ def inject(
     decoder: Decoder = "freeze",
     dora: bool = False,
 ) -> None:
-    """Freeze `model` but for its head, and add LoRA in place to the layers of `target`; the mask `decoder` may train too.
+    """Freeze `model` except its head, and add LoRA in place to the layers of `target`; the mask `decoder` may train too.
 
-    Raises ConfigError as `shapes`.
+    Raises ConfigError in the cases that `shapes` names.
     """
     from peft import inject_adapter_in_model
 
     names = [name.removesuffix(".lora_A") for name in shapes(model, rank, target) if factor(name) == "A"]
-    whole = "|".join(map(re.escape, names))  # a list of names would also match every name that ends like one of them
+    whole = "|".join(map(re.escape, names))  # PEFT would match a list of names by their endings too
     inject_adapter_in_model(_peft_config(rank, alpha, whole, dropout, dora), model)
     factors = [n for n, _ in model.named_parameters() if ".lora_A." in n or ".lora_B." in n]
     magnitudes = [f"{BASE}.{n}" for n, _ in model.named_parameters() if is_magnitude(n)]
@@ -74,7 +74,7 @@ def inject(
 
 
 def scale(model: nn.Module, value: float) -> None:
-    """Set what every layer multiplies B A by; alpha / rank unless a strategy says otherwise."""
+    """Set the factor on B A in every layer. Without a call it is alpha / rank."""
     from peft.tuners.lora import LoraLayer
 
     for layer in layers.modules_of(model, LoraLayer):
@@ -82,13 +82,16 @@ def scale(model: nn.Module, value: float) -> None:
 
 
 class PerSample:
-    """A factor a sample: what it multiplies has the rows of a sample together, as windows and boxes of SAM have them."""
+    """One factor per sample. The multiplied tensor has several rows per sample, in sequence, such as SAM's windows or boxes."""
 
     def __init__(self, factors: Tensor) -> None:
         self.factors = factors
 
     def __rmul__(self, x: Tensor) -> Tensor:
-        """Return x (N k, ...) with the rows of sample n times factor n. Raises ConfigError for rows of no sample."""
+        """Return x (N k, ...) with the k rows of sample n multiplied by factor n.
+
+        Raises ConfigError if the rows cannot be divided among N samples.
+        """
         if len(x) % len(self.factors):
             raise ConfigError(f"adapter.targets: a layer has {len(x)} rows for {len(self.factors)} samples; use other targets")
         each = self.factors.to(x).repeat_interleave(len(x) // len(self.factors))
@@ -96,14 +99,14 @@ class PerSample:
 
 
 def add_local(model: nn.Module, rank: int, alpha: float, dropout: float) -> None:
-    """Put a second adapter beside the first, into the same layers; it takes no part until `mix` says so."""
+    """Add a second, local adapter to the same layers. `mix` must be called to set its share."""
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
     wrapped = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     whole = "|".join(map(re.escape, wrapped))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is another adapter already, which is the point
+        warnings.simplefilter("ignore")  # PEFT warns that another adapter exists, which is intended here
         inject_adapter_in_model(_peft_config(rank, alpha, whole, dropout), model, adapter_name="local")
     for module in wrapped.values():
         module.set_adapter(["default", "local"])
@@ -111,20 +114,21 @@ def add_local(model: nn.Module, rank: int, alpha: float, dropout: float) -> None
 
 
 class WithoutGradient:
-    """A factor of something through which no gradient passes."""
+    """A factor that stops the gradient of the tensor that it multiplies."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
 
     def __rmul__(self, x: Tensor) -> Tensor:
-        """Return the factor times x, cut from x's graph."""
+        """Return the factor times the detached x."""
         return x.detach() * self.factor
 
 
 def mix(model: nn.Module, scaling: float, share: float | Tensor, cut_global: bool = False) -> None:
-    """Make every layer W x + scaling ((1 - share) B A x + share B' A' x); one share, or (N,) of the samples of a batch.
+    """Make every layer compute W x + scaling ((1 - share) B A x + share B' A' x).
 
-    `cut_global`: with one share over 0, no gradient passes through B A x.
+    `share`: one number, or (N,) with one per sample of a batch. `cut_global`: no gradient passes through B A x if the share is
+    one number over 0.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -138,7 +142,7 @@ def mix(model: nn.Module, scaling: float, share: float | Tensor, cut_global: boo
 
 
 def merge(model: nn.Module) -> None:
-    """Add scaling B A to the weights of every adapted layer and take the factors out, in place; of all active adapters."""
+    """Add scaling B A of all active adapters to the weights of every adapted layer, and remove the factors, in place."""
     from peft.tuners.lora import LoraLayer
 
     for name, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLayer)]:
@@ -155,10 +159,11 @@ def save_peft(
     target: TargetSet | None = None,
     head_apart: bool = False,
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors that plain PEFT loads onto the unchanged base model.
+    """Write adapter_config.json and adapter_model.safetensors, which plain PEFT loads onto the unchanged base model.
 
-    A head is one of PEFT's `modules_to_save`: the base needs one of the same shape, whatever its values; `head_apart`, it has
-    the file head.safetensors. Layers are named by the pattern of a `target` set of the model, one by one without it.
+    A head is one of PEFT's `modules_to_save`: the base needs a head of the same shape, with any values. With `head_apart` the
+    head goes to head.safetensors instead. With a `target` set its layers are fused and named by one pattern; without it each
+    layer is named.
     """
     from safetensors.torch import save_file
 
@@ -180,7 +185,7 @@ def save_peft(
 
 
 def _exported(target: TargetSet | None, layers: Iterable[str]) -> str:
-    """Return the pattern for a PEFT folder of these layers of the unchanged base."""
+    """Return the regular expression that a PEFT folder uses for these layers of the unchanged base."""
     if target is None:
         return "|".join(map(re.escape, layers))
     return pattern_of(layers)
@@ -215,9 +220,9 @@ def _inject(model: nn.Module, config: LoraConfig, base: ModelKind) -> None:
 
 
 def _export(folder: Path, values: Mapping[str, Tensor], config: LoraConfig, base: ModelKind, name: str) -> None:
-    target = base.targets.get(config.targets)  # a regex of the user's may match more than linear layers
+    target = base.targets.get(config.targets)  # None for a user's regex, which may match more than linear layers
     if any(is_magnitude(n.removesuffix(CHANGE)) and n.endswith(CHANGE) for n in values):
-        save_parameters(folder / "adapter.safetensors", values)  # of a server, which has no base to add the changes to
+        save_parameters(folder / "adapter.safetensors", values)  # at a server, which has no base to add the changes to
         return
     own = {n: t for n, t in values.items() if factor(n) or is_head(n) or is_magnitude(n)}
     save_peft(folder, own, config.rank, config.plain_alpha, name, target, base.head_apart)

@@ -1,13 +1,15 @@
-"""What the names of adapter tensors say. Strategies know these names and no model's.
+"""The names of adapter tensors. Strategies know these names and no model's.
 
-"<layer>.lora_A" (r, in) and "<layer>.lora_B" (out, r), without PEFT's ".default.weight"; "<layer>.tail_A" (k, in), ".tail_B"
-(out, k) and ".gate" (1,) of a frozen tail, which may travel as one ".tail_whole" (out, in) where that is smaller;
-"<block>.adapter_<place>.down" and ".up" with weight and bias of bottlenecks; "head.weight" and "head.bias" of a classifier's
-head, which is trained whole; "base.<parameter>" of a part of the base that trains beside the adapter (a mask decoder),
-"whole.<parameter>" where all of the base trains. What stands under these two is the change from the base, 0 at the start. So
-the server needs no weights, and the mean of the changes is that of the parameters. What a strategy may ask for beside the
-job's adapter: "<layer>.local_A" and ".local_B" of a second, local LoRA; "feature_shift.shift" and ".mean" (C,) between encoder
-and head.
+- "<layer>.lora_A" (r, in), "<layer>.lora_B" (out, r): LoRA's factors, without PEFT's ".default.weight".
+- "<layer>.tail_A" (k, in), ".tail_B" (out, k), ".gate" (1,): frozen ranks, a tail. It may be sent as one ".tail_whole" (out,
+  in) if that is smaller.
+- "<block>.adapter_<place>.down", ".up", with weight and bias: bottlenecks.
+- "head.weight", "head.bias": a classifier's head, which trains whole.
+- "base.<parameter>": a part of the base that trains beside the adapter (a mask decoder); "whole.<parameter>": the whole base
+  trains. Both hold the change from the base, 0 at the start. So the server needs no weights, and the mean of the changes equals
+  the change of the mean.
+- "<layer>.local_A", ".local_B": a second, local LoRA; "feature_shift.shift", ".mean" (C,): between encoder and head. A strategy
+  may request these beside the job's adapter.
 """
 
 from __future__ import annotations
@@ -27,19 +29,19 @@ HEAD = "head"
 """Module name of a classifier's head; no target set may adapt it."""
 BASE, WHOLE_BASE = "base", "whole"
 CHANGE = ".change"
-"""What ends the name of a base's parameter where a server, which has no base, exports how it has changed."""
+"""Suffix of a base parameter's name in a server's export. A server has no base, so it exports the changes."""
 MAGNITUDE, OWN = "lora_magnitude_vector", ".default.weight"
-"""DoRA's lengths of a layer's rows, as PEFT names the parameter. They are the base's at the start, and so count to it."""
+"""PEFT's names for DoRA's row lengths of a layer. They start at the base's values, so they are treated as base parameters."""
 TAIL = ("tail_A", "tail_B")
 WHOLE = "tail_whole"
 GATE = "gate"
 LOCAL = {"lora_A": "local_A", "lora_B": "local_B"}
-"""A LoRA factor's name in a layer, and that of its local twin."""
+"""The name of a LoRA factor in a layer -> the name of the same factor in the local adapter."""
 SHIFT, MEAN = "feature_shift.shift", "feature_shift.mean"
 LOCAL_ADAPTER, FEATURE_SHIFT = "local adapter", "feature shift"
-"""Parts that a strategy may ask for beside the job's adapter; see parts.py."""
+"""Parts that a strategy may request beside the job's adapter; see parts.py."""
 PLACES = ("adapter_attention", "adapter_mlp", "adapter_output")
-"""The bottlenecks of a block, from its input."""
+"""The bottlenecks of a block, in order from its input."""
 _BLOCK = re.compile(r"(?!mask_decoder\.)((.+?)\.\d+)\..+")
 _BOTTLENECK = re.compile(rf".*\.blocks\.(\d+)\.({'|'.join(PLACES)})\.(down|up)\.(weight|bias)")
 
@@ -50,9 +52,9 @@ def factor(name: str) -> str | None:
 
 
 def lora_factor(name: str, strategy: str) -> str | None:
-    """Return `factor(name)` for a strategy that is about LoRA; None for what trains beside it, a head or a part of the base.
+    """Return `factor(name)` for a strategy that needs LoRA; None for a head or a part of the base that trains beside it.
 
-    Raises ConfigError for any other tensor.
+    Raises ConfigError, with the name of the `strategy`, for any other tensor.
     """
     if factor(name) is None and not is_head(name) and not name.startswith(f"{BASE}."):
         raise ConfigError(f"strategy {strategy} cannot place adapter tensor {name!r}; use adapter kind lora")
@@ -60,45 +62,45 @@ def lora_factor(name: str, strategy: str) -> str | None:
 
 
 def is_local(name: str) -> bool:
-    """Tell whether a tensor belongs to a second, local adapter."""
+    """Return whether a tensor belongs to a second, local adapter."""
     return name.rpartition(".")[2] in LOCAL.values()
 
 
 def local_twin(name: str) -> str:
-    """Return the name that a LoRA factor's tensor has in the local adapter."""
+    """Return the name in the local adapter of the LoRA factor `name`."""
     layer, _, own = name.rpartition(".")
     return f"{layer}.{LOCAL[own]}"
 
 
 def is_part(name: str) -> bool:
-    """Tell whether a tensor is there because the job's strategy asks for it, see parts.py."""
+    """Return whether a tensor belongs to a part that the job's strategy requests, see parts.py."""
     return is_local(name) or name in (SHIFT, MEAN)
 
 
 def is_head(name: str) -> bool:
-    """Tell whether a tensor belongs to a classifier's head."""
+    """Return whether a tensor belongs to a classifier's head."""
     return name.startswith(f"{HEAD}.")
 
 
 def is_base(name: str) -> bool:
-    """Tell whether a tensor is the change of a parameter of the base."""
+    """Return whether a tensor is the change of a parameter of the base."""
     return name.startswith((f"{BASE}.", f"{WHOLE_BASE}."))
 
 
 def is_magnitude(name: str) -> bool:
-    """Tell whether a tensor holds DoRA's lengths of a layer's rows (out,), or their change."""
+    """Return whether a tensor holds DoRA's row lengths of a layer (out,), or their change."""
     return name.endswith(f".{MAGNITUDE}{OWN}")
 
 
 def is_frozen_part(name: str) -> bool:
-    """Tell whether a tensor is a frozen tail or its gate, which never train."""
+    """Return whether a tensor is a frozen tail or its gate, which never train."""
     return name.rpartition(".")[2] in (*TAIL, WHOLE, GATE)
 
 
 def skippable_block(name: str) -> str | None:
-    """Return the block of the base, "<stack>.<number>", that a tensor adapts and a model may run without; else None.
+    """Return the block "<stack>.<number>" that a tensor adapts and that a model may skip; None if there is none.
 
-    SAM's decoder blocks are none, because they hand on two streams. A part of the base that trains is in none.
+    SAM's decoder blocks cannot be skipped, because they return two streams. Trained base parameters give None.
     """
     found = None if is_base(name) else _BLOCK.fullmatch(name)
     return found[1] if found else None
@@ -110,7 +112,7 @@ def other_factor(name: str) -> str | None:
 
 
 def bottleneck_position(name: str) -> int | None:
-    """Return which bottleneck a tensor belongs to, from 0 at the input; None for any other tensor."""
+    """Return the number of the bottleneck that a tensor belongs to, from 0 at the input; None for any other tensor."""
     found = _BOTTLENECK.fullmatch(name)
     return None if found is None else len(PLACES) * int(found[1]) + PLACES.index(found[2])
 
@@ -122,18 +124,18 @@ def bottleneck_half(name: str) -> str | None:
 
 
 def bottleneck_count(names: Iterable[str]) -> int:
-    """Return how many bottlenecks (K) the tensor names belong to."""
+    """Return the number of bottlenecks (K) among the tensor names."""
     return len({p for name in names if (p := bottleneck_position(name)) is not None})
 
 
 # targets ---------------------------------------------------------------------------------------------------------------
-# Which linear layers of a model an adapter is put into.
+# The linear layers of a model that an adapter adapts.
 
 
 def linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.Linear]:
-    """Return the linear layers, by name, that `target` matches, in the model's order, after its `prepare`.
+    """Return the linear layers that `target` matches, by name, in the model's order. `target.prepare` is called first.
 
-    Raises ConfigError if nothing matches, for what is not a pattern, or for a layer that an adapter cannot reach.
+    Raises ConfigError if no layer matches, if the pattern is invalid, or if the model's code reads a layer's weight directly.
     """
     if target.prepare:
         target.prepare(model)
@@ -150,7 +152,7 @@ def linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.Linear]:
         known = f"{', '.join(target.known)}, or " if target.known else ""
         what = "matches no linear layer of the model"
         raise ConfigError(f"adapter.targets: {wanted!r} {what}; use {known}a full regex")
-    # Raise ConfigError for a layer whose weight the model's code reads past the layer, so that an adapter does nothing.
+    # An adapter has no effect in a layer whose .weight the model's code reads directly instead of through forward().
     kinds = architectures(model)
     own = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
     past = {name: kind for name in own if (kind := user_of(name, kinds))}
@@ -163,7 +165,7 @@ def linear_layers(model: nn.Module, target: TargetSet) -> dict[str, nn.Linear]:
 
 
 def _compiled(pattern: str) -> Any:
-    """Return a pattern compiled by RE2, which takes linear time for every pattern. Raises ConfigError."""
+    """Return a pattern compiled by RE2, which matches in linear time. Raises ConfigError for an invalid pattern."""
     quiet = re2.Options()
     quiet.log_errors = False
     try:

@@ -1,6 +1,6 @@
-"""What a strategy may ask for beside the job's adapter: a second, local adapter; a vector between encoder and head.
+"""Modules that a strategy may request beside the job's adapter: a second, local adapter; a vector between encoder and head.
 
-A job's `adapter:` section is the same for all strategies; these parts come with the strategy.
+A job's `adapter:` section does not name them; the strategy's traits do.
 """
 
 from collections.abc import Collection
@@ -18,11 +18,11 @@ from consilium.models.registry import Cut, ModelKind
 
 
 class FeatureShift(layers.AdapterModule):
-    """Adds `shift` (C,) to features whose axis `axis` has C entries; `mean` (C,) is a mean of features, for a strategy."""
+    """Adds `shift` (C,) to features along their axis `axis`. `mean` (C,): a mean of features that a strategy stores here."""
 
     mean: Tensor
     hook: RemovableHandle
-    """What makes the encoder's last module call this one."""
+    """The hook on the encoder's last module that calls this module."""
 
     def __init__(self, width: int, axis: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class FeatureShift(layers.AdapterModule):
         self.register_buffer("mean", torch.zeros(width), persistent=False)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the features, moved; those of the last training batch, not moved, are kept for `batch_mean`."""
+        """Return the features plus `shift`. In training, store the features without `shift` for `batch_mean`."""
         if not self.enabled:
             return features
         if self.training:
@@ -43,12 +43,15 @@ class FeatureShift(layers.AdapterModule):
         return {"mean": self.mean}
 
     def batch_mean(self) -> Tensor:
-        """Return the mean (C,) over the last training batch, and over all places of a picture or text, with its graph."""
+        """Return the mean (C,), with gradient, over the last training batch and all positions of its pictures or texts."""
         return self.seen.float().movedim(self.axis, -1).flatten(0, -2).mean(0)
 
 
 def part_shapes(parts: Collection[str], adapter: Shapes, model: nn.Module, base: ModelKind) -> Shapes:
-    """Return names and shapes of what the parts add to an adapter of these shapes. Raises ConfigError as `cut_of`."""
+    """Return the names and shapes of the tensors that `parts` add to an adapter with these shapes.
+
+    Raises ConfigError if a part needs the point between encoder and head and the model has none.
+    """
     found: Shapes = {}
     if LOCAL_ADAPTER in parts:
         found |= {local_twin(name): shape for name, shape in adapter.items() if factor(name)}
@@ -58,7 +61,10 @@ def part_shapes(parts: Collection[str], adapter: Shapes, model: nn.Module, base:
 
 
 def add_parts(parts: Collection[str], model: nn.Module, kind: AdapterKind, config: Any, base: ModelKind) -> None:
-    """Put the parts into a model that has its adapter. Raises ConfigError as `cut_of`."""
+    """Add the parts to a model that has its adapter.
+
+    Raises ConfigError if a part needs the point between encoder and head and the model has none.
+    """
     if LOCAL_ADAPTER in parts and kind.add_local:
         kind.add_local(model, config)
     if FEATURE_SHIFT in parts:
@@ -71,9 +77,9 @@ def add_parts(parts: Collection[str], model: nn.Module, kind: AdapterKind, confi
 
 @torch.no_grad()
 def merge_shift(model: nn.Module, base: ModelKind) -> None:
-    """Add the vector between encoder and head to a bias that is there already, and take it out, in place.
+    """Add the vector between encoder and head to a bias of the model, and remove its module, in place.
 
-    Raises ConfigError for a model without such a bias.
+    The bias is that of the encoder's last module or of the head. Raises ConfigError for a model without either.
     """
     part = getattr(model, "feature_shift", None)
     if not isinstance(part, FeatureShift):
@@ -91,7 +97,7 @@ def merge_shift(model: nn.Module, base: ModelKind) -> None:
 
 
 def cut_of(model: nn.Module, base: ModelKind) -> Cut:
-    """Return where encoder and head of a model meet. Raises ConfigError for a model that does not say."""
+    """Return the point between a model's encoder and head. Raises ConfigError for a model that defines none."""
     try:
         found = base.cut(model) if base.cut else None
     except AttributeError:

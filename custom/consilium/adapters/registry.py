@@ -1,4 +1,4 @@
-"""The kinds of adapters. A new one: a file with an AdapterKind, and its line in ADAPTERS."""
+"""The registry of adapter kinds. A new kind needs a file with an AdapterKind, and a line in ADAPTERS."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,33 +14,36 @@ from consilium.models.registry import ModelKind
 
 Shapes = dict[str, tuple[int, ...]]
 Decoder = Literal["share", "keep", "freeze"]
-"""What becomes of SAM's mask decoder: it trains and is shared, it trains and stays at its site, or it does not train."""
+"""SAM's mask decoder trains and is shared (share), trains and stays at its site (keep), or does not train (freeze)."""
 
 
 class AdapterConfig(Section):
-    """Base of every `adapter:` section. `start`: an adapter folder at the server, which all sites go on from.
+    """Base of every `adapter:` section. `start`: an adapter folder at the server, from which all sites start.
 
-    It may begin with ${SITE}, the server's checkpoint folder, outside of which a federation's server opens none. Model, kind,
-    shapes and alpha / rank must be as there.
+    It may begin with ${SITE}, the server's checkpoint folder. A federation's server opens no folder outside of it. The job's
+    model, kind, shapes and alpha / rank must equal those of the folder.
     """
 
     kind: str
     start: Annotated[
         str | None,
         Field(
-            description="an adapter folder at the server, which all sites go on from. It may begin with ${SITE}, the "
-            "server's checkpoint folder, outside of which a federation's server opens none. Model, kind, "
-            "shapes and alpha / rank must be as there"
+            description="an adapter folder at the server, from which all sites start. It may begin with ${SITE}, the "
+            "server's checkpoint folder; a federation's server opens no folder outside of it. The job's model, kind, "
+            "shapes and alpha / rank must equal those of the folder"
         ),
     ] = None
 
     @property
     def product_scaling(self) -> float:
-        """What multiplies a product of factors in the forward pass; 1 for an adapter without any."""
+        """The factor on a product B A in the forward pass; 1 for an adapter without such products."""
         return 1.0
 
     def keep_apart(self) -> None:
-        """Raise ValueError, naming field, value and remedy, where a record's gradient would depend on those beside it."""
+        """Raise ValueError if a record's gradient would depend on other records of its batch.
+
+        The message names field, value and remedy. It is called under record-level privacy.
+        """
 
 
 def _no_base(model: "nn.Module", config: Any) -> list[str]:
@@ -49,18 +52,21 @@ def _no_base(model: "nn.Module", config: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class AdapterKind:
-    """What the rest must know of an adapter.
+    """The functions and properties of one kind of adapter.
 
-    `shapes(model, config, base)`: its tensors' names and shapes, in the order of the model's modules, on a base without it (a
-    head not counted); `inject(model, config, base)` puts it in; `export(folder, values, config, base, name)` writes a whole
-    one for others; `trainable_base(model, config)`: the tensors that are changes of the base's parameters (names.is_base);
-    `start(name, shape, seed)`: a tensor's first value (default: layers.start); `scale(model, config, factor)` multiplies the
-    adapter's part of the forward pass. `add_local(model, config)` puts a second, local adapter into the same layers, and
-    `mix(model, config, share, cut_global)` makes them W x + (1 - share) global + share local, with one share or one a sample
-    (N,); `cut_global`: no gradient passes through a global part that is beside a local one.
-    `merge(model)` writes what it does into the base's own layers and takes it out, in place; None where it adds layers that a
-    base cannot hold. `unequal_ranks`: whether ranks may differ by site; `tailed`: the same adapter with room for
-    frozen tails, for strategies that send such.
+    - `shapes(model, config, base)` returns the names and shapes of its tensors, without the head's, in the order of the model's
+      modules; `model` has no adapter yet.
+    - `inject(model, config, base)` adds the adapter to the model.
+    - `export(folder, values, config, base, name)` writes a whole adapter for use by other programs.
+    - `trainable_base(model, config)` returns the names of tensors that are changes of base parameters (names.is_base).
+    - `start(name, shape, seed)` returns a tensor's initial value (default: layers.start).
+    - `scale(model, config, factor)` multiplies the adapter's part of the forward pass.
+    - `add_local(model, config)` adds a second, local adapter to the same layers.
+    - `mix(model, config, share, cut_global)` makes these layers W x + (1 - share) global + share local. `share` is one number,
+      or (N,) with one per sample. `cut_global`: no gradient passes through the global part beside a local one.
+    - `merge(model)` adds the adapter to the base's own layers and removes it, in place; None if a base cannot hold it.
+    - `unequal_ranks`: whether ranks may differ by site.
+    - `tailed`: the same adapter with room for frozen tails, for strategies that send them.
     """
 
     config: type[AdapterConfig]

@@ -1,6 +1,6 @@
 """Centralized reference: the same adapters trained on all sites' data in one place, in rounds of the same length.
 
-Only possible where data may be pooled, so only in the in-process simulation; it is the bound federated methods aim at.
+It needs pooled data, so it runs in the in-process simulation only. Its score is the bound that federated methods aim at.
 """
 
 from dataclasses import dataclass

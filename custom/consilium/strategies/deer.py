@@ -1,9 +1,9 @@
 """DEeR: deviation eliminator and noise regulator.
 
-Deviation eliminator (Algorithm 1): in phase B all sites hold one frozen A and train B, in phase A the roles are swapped, so
-the mean of the factors is the mean of the products, exactly: (1/K) sum B_k A = B A. (Lines 7 and 12 print a sum; Eq. 3's mean
-is meant.) Noise regulator (Theorem 2): clipping and noise act on the effective update, with the frozen factor as public peer;
-privacy/mechanism.py says where the paper's own clipping does not hold.
+Deviation eliminator (Algorithm 1): in phase B all sites hold the same frozen A and train B; in phase A the roles are swapped.
+Then the mean of the factors equals the mean of the products exactly: (1/K) sum B_k A = B A. (Lines 7 and 12 print a sum; the
+mean of Eq. 3 is meant.) Noise regulator (Theorem 2): clipping and noise act on the effective update, where the frozen factor is
+public. privacy/mechanism.py says where the paper's own clipping does not hold.
 
 Source: M. Zhu, A. Mao, J. Liu, Y. Yuan, "DEeR: Deviation Eliminating and Noise Regulating for Privacy-preserving Federated
 Low-rank Adaptation", IEEE Transactions on Medical Imaging, 2025: Eq. 3, Algorithm 1, Theorem 2.
@@ -22,7 +22,7 @@ from consilium.strategies.strategy import Role, ServerState, Strategy
 from consilium.strategies.traits import Traits
 
 SCHEDULES: dict[str, tuple[str, ...]] = {"100%": ("BA",), "75%": ("BA", "B", "BA", "A"), "50%": ("B", "A")}
-"""Phases of successive rounds, repeated; by the share of exchanges that is left (paper's Figure 7)."""
+"""For each share of exchanges that remains (the paper's Figure 7), the phases of successive rounds. The tuple repeats."""
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,23 @@ class DEeR(Strategy):
     name: ClassVar[str] = "deer"
 
     schedule: Annotated[
-        Literal["100%", "75%", "50%"], Field(description="the share of exchanges that is left (the paper's Figure 7)")
+        Literal["100%", "75%", "50%"], Field(description="the share of exchanges that remains (the paper's Figure 7)")
     ] = "100%"
     regulator: Annotated[bool, Field(description="off: plain clipping and noise on the factor (the paper's ablation)")] = True
     rebalance: Annotated[
         bool,
         Field(
-            description="moves between rounds to the factors (R A, B R^-1) that make the next public factor orthonormal: "
-            "the product is unchanged, the regulator's noise becomes plain noise, and conditioning cannot "
-            "drift. Other tensors (a head) train in all phases"
+            description="after each phase the server replaces the factors by (R A, B R^-1), so that the next public factor "
+            "is orthonormal. The product is unchanged, the regulator's noise becomes plain noise, and the conditioning "
+            "cannot drift. Other tensors (a head) train in all phases"
         ),
     ] = False
     eliminator: Annotated[
         bool,
         Field(
-            description="off (the paper's other ablation, Table IV): FedIT's exchange of both factors at once, the "
-            "regulator as it is, with the factors that all sites were sent as public peers. Where one of them "
-            "has no direction yet (B = 0 in the first round) the other does not leave, so A moves from the "
-            "second round on"
+            description="off (the paper's other ablation, Table IV): both factors are exchanged at once, as in FedIT. The "
+            "regulator stays, with the factors that all sites were sent as the public ones. Where a public factor "
+            "is 0 (B in the first round) the update of the other factor is not sent, so A moves from the second round on"
         ),
     ] = True
 
@@ -61,17 +60,17 @@ class DEeR(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """See Strategy. A round has a phase for each factor that it trains by itself; `rebalance` changes the basis."""
+        """See Strategy. A round has one phase per factor that is trained alone; `rebalance` changes the basis."""
         phases = tuple(map(len, SCHEDULES[self.schedule])) if self.eliminator else (1,)
         return Traits(phases=phases, fixed_basis=not self.rebalance, paired_factors=self.regulator)
 
     def role(self, name: str, round: int, phase: int) -> Role:
-        """Return FROZEN for the factor whose turn it is not, SHARED for the rest."""
+        """Return FROZEN for the factor that this phase does not train, SHARED for all other tensors."""
         which = lora_factor(name, self.name)
         return Role.FROZEN if self.eliminator and which not in (None, self._trained(round)[phase]) else Role.SHARED
 
     def aggregate(self, state: ServerState, results: Tensors) -> ServerState:
-        """Add the mean update, then rebalance for the next phase where that is wanted."""
+        """Return the next state: the mean update added and, with `rebalance`, the factors rebalanced for the next phase."""
         after = super().aggregate(state, results)
         if not self.rebalance:
             return after
@@ -79,15 +78,16 @@ class DEeR(Strategy):
         return replace(after, shared=after.shared | rebalanced(after.shared, frozen))
 
     def _trained(self, round: int) -> str:
-        """Return the factors of the round's phases, as in "BA"."""
+        """Return the factors that the phases of a round train, in order, such as "BA"."""
         rounds = SCHEDULES[self.schedule]
         return rounds[round % len(rounds)]
 
 
 def rebalanced(shared: Tensors, frozen: str) -> Tensors:
-    """Return the factors of every layer with `frozen` ("A" or "B") orthonormal and the product B A as it was.
+    """Return the factors of every layer with the factor `frozen` ("A" or "B") orthonormal and the product B A unchanged.
 
-    A^T = Q R: A becomes Q^T, B becomes B R^T; mirrored for B. A layer whose frozen factor has lost rank stays as it is.
+    With A^T = Q R, A becomes Q^T and B becomes B R^T; for B the same with the roles swapped. A layer whose frozen factor is
+    rank-deficient is left out of the result.
     """
     moved: Tensors = {}
     for layer in (n.removesuffix(".lora_A") for n in shared if factor(n) == "A"):

@@ -1,25 +1,26 @@
-"""FedDBE: a personal vector between encoder and head takes on the site's bias; the features' mean is held at a common one.
+"""FedDBE: a personal vector between encoder and head absorbs a site's bias; the mean of features is pulled to a common one.
 
     head(z + m_i)                                             (personalized representation bias memory, m_i local and trained)
     loss + kappa * mean_c 1/2 (zbar_i - zbar_g)^2             (mean regularization)
     zbar_i <- (1 - mu) zbar_i + mu * (mean of the batch's z)  (0 at a round's start; the past carries no gradient)
 
-zbar_g is the weighted mean of the sites' zbar_i after an initial round without both. All else is federated averaging.
+zbar_g is the weighted mean of the sites' zbar_i after an initial round without m_i and regularization. The rest is federated
+averaging.
 
-Where the model is cut, and what z is: sam, behind the image encoder's neck, 256 channels; clip, the projected class token
-before the head; causal_lm, behind the last norm, before the output embedding.
+Where the model is split, and what z is there: for sam the output of the image encoder's neck, 256 channels; for clip the
+projected class token before the head; for causal_lm the output of the last norm, before the output embedding.
 
 Our reading, where the paper leaves room or its code differs:
-- m_i has one number a channel. For sam it is the same at all places of the image embedding, for causal_lm at all tokens: the
-  paper's representations are vectors. Means are over places too; padding of texts counts.
-- The paper's initial epoch is thrown away. Here it is round 0: its training counts like any other.
-- A site that is not there in round 0 has no part in zbar_g, and goes on like the others.
-- PFLlib's default is kappa = 0, without the regularizer. 1 and 0.1 are, as far as we know, the paper's for its deeper network
-  (50 and 1 for its shallow one). Uncertain, and so is what FedSCA's comparison took.
-- m_i trains with the job's optimizer like everything else.
+- m_i has one number per channel. For sam it is the same at all positions of the image embedding, for causal_lm at all tokens:
+  the paper's representations are vectors. Means run over positions too; padding tokens count.
+- The paper discards the training of its initial epoch. Here that epoch is round 0, and its training counts.
+- A site that is absent in round 0 does not contribute to zbar_g. It takes part in later rounds like all others.
+- PFLlib's default is kappa = 0, without the regularizer. kappa 1 and mu 0.1 are, as far as we know, the paper's values for its
+  deeper network (50 and 1 for its shallow one). That is uncertain, as are the values in FedSCA's comparison.
+- m_i trains with the job's optimizer, like every other tensor.
 
-zbar_i leaves a site once, as part of round 0's update: clipped and noised with it under site-level privacy. Under record-level
-privacy the method is refused: the mean of a batch ties its records together.
+zbar_i leaves a site once, as part of round 0's update. Under site-level privacy it is clipped and noised with that update.
+Under record-level privacy the method is refused, because a batch's mean depends on all its records together.
 
 Source: J. Zhang, Y. Hua, J. Cao, H. Wang, T. Song, Z. Xue, R. Ma, H. Guan, "Eliminating Domain Bias for Federated Learning in
 Representation Space", NeurIPS 2023, arXiv 2311.14975: Section 4 (PRBM and MR).
@@ -41,7 +42,7 @@ from consilium.strategies.traits import Traits
 
 @dataclass(frozen=True)
 class FedDBE(Strategy):
-    """Share every adapter tensor but the vector, which trains at its site."""
+    """Share every adapter tensor except the personal vector, which trains and stays at its site."""
 
     name: ClassVar[str] = "feddbe"
     traits = Traits(
@@ -52,17 +53,22 @@ class FedDBE(Strategy):
         "no privacy.unit record; use fedit",
     )
 
-    kappa: Annotated[Factor, Field(description="weight of the pull of the features' mean to the common one")] = 1.0
+    kappa: Annotated[
+        Factor, Field(description="weight of the penalty that pulls a site's mean of features to the common one")
+    ] = 1.0
     momentum: Annotated[float, Field(gt=0, le=1, description="momentum of the running mean of features")] = 0.1
 
     def role(self, name: str, round: int, phase: int) -> Role:
-        """Return SHARED, but for the vector, LOCAL from round 1 on, and the common mean, which is found in round 0."""
+        """Return SHARED, except for two tensors.
+
+        The personal vector is FROZEN in round 0, then LOCAL. The mean of features is SHARED in round 0, then FROZEN.
+        """
         if name == SHIFT:
             return Role.LOCAL if round else Role.FROZEN
         return Role.FROZEN if name == MEAN and round else Role.SHARED
 
     def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
-        """Train with the pull to the common mean; in round 0 without it, to find the site's own."""
+        """Train with the penalty towards the common mean; in round 0 train without it and measure the site's own mean."""
         running = torch.zeros_like(trainer.start[MEAN])
         pulls = payload.round > 0 and self.kappa > 0
 

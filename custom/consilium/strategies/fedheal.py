@@ -1,17 +1,18 @@
-"""FedHEAL: updates that keep their sign count, and sites that are far from the mean count more and more.
+"""FedHEAL: only changes with a consistent sign count, and sites with a larger masked update gain weight from round to round.
 
-With u_i = theta_g - theta_i (what a site changed, sign reversed), h_i the share of its rounds so far with u_i >= 0, per number:
+u_i = theta_g - theta_i is a site's change with its sign reversed. h_i is the share of the site's rounds so far with u_i >= 0.
+For each number:
 
     mask_i  = 1 where (h_i if u_i >= 0 else 1 - h_i) > tau, else 0;   all ones in a site's first round
     d_i     = sum over tensors of ||mask_i u_i||_2
     delta_i <- (1 - beta) delta_i + beta d_i / sum_j d_j,   w_i <- w_i + delta_i,   f_i = w_i / sum_j w_j
     theta_g <- theta_g - sum_i f_i mask_i u_i / sum_j f_j mask_j,   unchanged where all masks are 0
 
-w_i starts at 1 / (sites of the round), delta_i at 0. Histories and weights are the server's, by site.
+w_i starts at 1 / (sites in the round), delta_i at 0. The server stores h_i, w_i and delta_i for each site.
 
-Source's formula: all of the above, as the authors' code has it. Our reading: a site that missed
-rounds keeps its h, w and delta, and h counts the rounds in which it took part (the code counts all rounds, as if it had been
-there); sums over j run over the sites that answered; sites without any distance share it equally.
+Source's formula: all of the above, as in the authors' code. Our reading: a site that missed rounds keeps its h, w and delta,
+and h counts the rounds in which the site took part (the authors' code counts all rounds). Sums over j run over the sites that
+reported. If all d_j are 0, d_i / sum_j d_j is 1 / (sites that reported).
 
 Source: Y. Chen, W. Huang, M. Ye, "Fair Federated Learning under Domain Skew with Local Consistency and Domain Diversity",
 CVPR 2024, and the authors' code, github.com/yuhangchen0/FedHEAL.
@@ -32,14 +33,17 @@ from consilium.strategies.strategy import ServerState, SiteResult, next_phase, n
 from consilium.strategies.traits import Traits
 
 ROUNDS, WEIGHT, DELTA = "rounds", "weight", "delta"
-"""What the server keeps of a site beside how often each number of its updates fell: its rounds, its w and its delta."""
+"""Names of three tensors that the server stores per site: the count of its rounds, its w and its delta.
+
+The server also stores "falls/<tensor>": in how many rounds each number did not rise.
+"""
 
 
 @dataclass(frozen=True)
 class FedHEAL(FedIT):
     """Share every adapter tensor.
 
-    A number's change counts where its sign was there in over `tau` of the site's rounds so far.
+    A number's change counts if it had the same sign in more than `tau` of the site's rounds so far.
     """
 
     name: ClassVar[str] = "fedheal"
@@ -47,12 +51,14 @@ class FedHEAL(FedIT):
 
     tau: Annotated[
         Share,
-        Field(description="a number's change counts if its sign was there in more than this share of the site's rounds so far"),
+        Field(
+            description="a number's change counts if it had the same sign in more than this share of the site's rounds so far"
+        ),
     ] = 0.3
     beta: Annotated[Share, Field(description="how fast the sites' weights follow their distances")] = 0.4
 
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
-        """Return the next state: masked updates averaged number by number; every reporter's history, weight and delta."""
+        """Return the next state: the mean of masked updates for each number, and the history, w and delta of each reporter."""
         masks = {name: self.mask(state.sites.get(name, {}), one.update.tensors) for name, one in sorted(results.items())}
         masked = {name: {n: m * results[name].update.tensors[n].double() for n, m in masks[name].items()} for name in masks}
         kept = self.weights(state, {name: _distance(one) for name, one in masked.items()})
@@ -64,14 +70,17 @@ class FedHEAL(FedIT):
         return replace(state, round=round, phase=phase, shared=shared, sites=state.sites | sites, reported=reported)
 
     def mask(self, kept: Tensors, update: Tensors) -> Tensors:
-        """Return mask_i by tensor, 0 or 1 in float64, of an update theta_i - theta_g, whose numbers fall where u_i >= 0."""
+        """Return mask_i by tensor, 0 or 1 in float64.
+
+        `kept`: the site's stored history, {} before its first round. `update`: theta_i - theta_g, not positive where u_i >= 0.
+        """
         if not kept:
             return {name: torch.ones(t.shape, dtype=torch.float64) for name, t in update.items()}
         falls = {name: kept[f"falls/{name}"].double() / kept[ROUNDS] for name in update}
         return {n: (torch.where(t <= 0, falls[n], 1 - falls[n]) > self.tau).double() for n, t in update.items()}
 
     def weights(self, state: ServerState, distances: Mapping[str, float]) -> dict[str, Tensors]:
-        """Return w and delta of every site of `distances` (d_i), float64."""
+        """Return the new w and delta, float64, of every site in `distances` (d_i by site)."""
         total, count, found = sum(distances.values()), len(distances), {}
         for name, distance in distances.items():
             old = state.sites.get(name, {})
@@ -90,14 +99,17 @@ def _distance(update: Tensors) -> float:
 def _moved(
     value: Tensor, name: str, share: Mapping[str, float], masks: Mapping[str, Tensors], masked: Mapping[str, Tensors]
 ) -> Tensor:
-    """Return theta_g plus the masked updates, weighted by f over the sum of f of those whose mask is 1."""
+    """Return theta_g plus the weighted mean of masked updates; for each number over the sites whose mask is 1 there.
+
+    `share`: f_i by site. Where all masks are 0 the number is unchanged.
+    """
     weight = summed([share[site] * masks[site][name] for site in share])
     total = summed([share[site] * masked[site][name] for site in share])
     return (value.double() + torch.where(weight > 0, total / weight.clamp(min=1e-300), 0.0)).to(value.dtype)
 
 
 def _history(kept: Tensors, update: Tensors) -> Tensors:
-    """Return how often each number of the site's updates has fallen (0 counts as falling), and in how many rounds."""
+    """Return in how many of the site's rounds each number fell (no change counts as falling), and the count of rounds."""
     rounds = kept.get(ROUNDS, torch.zeros((), dtype=torch.int64)) + 1
     falls = {f"falls/{n}": kept.get(f"falls/{n}", torch.zeros_like(t, dtype=torch.int32)) + (t <= 0) for n, t in update.items()}
     return {n: t.to(torch.int32) for n, t in falls.items()} | {ROUNDS: rounds}

@@ -1,21 +1,23 @@
-"""Fed-HeLLo: every site holds all LoRA layers and trains as many of them as it can.
+"""Fed-HeLLo: each site holds all LoRA layers and trains as many of them as it can.
 
-Layers that a site does not train stay frozen at the global value, in its forward pass all the same. A layer's factors are
-averaged over the sites that trained it; one that nobody trained keeps its value.
+Layers that a site does not train are frozen at their global value and still part of its forward pass. A layer's factors are
+averaged over the sites that trained it. A layer that no site trained keeps its value.
 
-`layers: fisher` draws layers by how much the federation's training moves them. What it tells: the layers that a site is asked
-to train then depend on what all sites have sent, so that each learns a little of the others' data; the other rules are geometry
-and chance. It takes nothing from a site but its update, so noise that the update carries covers it, and drowns it.
+`layers: fisher` draws layers by how much the federation's training moves them. So the layers that a site is asked to train
+depend on all sites' updates, and each site learns a little about the others' data. The other rules depend only on the
+positions of layers and on chance. The scores are computed from the sites' updates alone. Noise in the updates therefore covers
+the scores, and also drowns them.
 
-Source's formula: the mean over trainers. The rules without chance follow the paper's four shapes as configurations of its code
-spell them out, where 6, 9 or 12 of 12 blocks train: from one end on (the two triangles: `top`, `bottom`), from both ends
-inwards (the bottleneck: `ends`), evenly spaced (the uniform one: `spread`). The paper also draws layers at odds of such a
-shape; here that is the even one alone (`random`), and a layer is a LoRA pair, not a block.
+Source's formula: the mean over the sites that trained a layer. The rules without chance are the paper's four shapes as the
+configurations of its code spell them out, where 6, 9 or 12 of 12 blocks train: from one end (the two triangles: `top`,
+`bottom`), from both ends inwards (the bottleneck: `ends`), and evenly spaced (the uniform shape: `spread`). The paper also
+draws layers with probabilities of such a shape. Here only the uniform draw is offered (`random`), and a layer is a LoRA pair,
+not a block.
 
-Our reading: the Fisher rule. The authors' code takes the layers' Fisher scores on samples at the server, sorts layers into
-three groups of low, middle and high scores, and draws them without replacement at odds of 1, 2 and 3. A server has no data
-here: the score is the mean square of what the last sites to train the layer changed in it (of one step of gradient descent,
-lr^2 times the squared gradient); groups are thirds by rank; a layer that has no score yet counts as high.
+Our reading: the Fisher rule. The authors' code computes the layers' Fisher scores on samples at the server, sorts layers into
+three groups of low, middle and high scores, and draws them without replacement with odds 1, 2 and 3. A server here has no data.
+The score is the mean square of the change that the last sites to train the layer made to it (for one step of gradient descent
+that is lr^2 times the squared gradient). Groups are thirds by rank of the score. A layer without a score counts as high.
 
 Source: Z. Zhang, P. Liu, J. Xu, R. Hu, "Fed-HeLLo: Efficient Federated Foundation Model Fine-Tuning with Heterogeneous LoRA
 Allocation", arXiv 2506.12213, 2025.
@@ -44,15 +46,15 @@ from consilium.strategies.heterogeneous_ranks.ranks import UnequalRanks
 from consilium.strategies.strategy import ServerState, SiteResult, next_phase, shares
 
 SCORES, UNKNOWN = "scores", -1.0
-"""The layers' scores in the state, in the order of the model's depth, and what stands for none."""
+"""SCORES: name of the layers' scores in ServerState.matrices, in order of depth. UNKNOWN: the score of a layer without one."""
 
 
 @dataclass(frozen=True)
 class FedHeLLo(UnequalRanks):
-    """Train some of the layers at `rank`: the same in every round, or drawn anew.
+    """Train some of the layers at `rank`: the same layers in every round, or layers drawn anew.
 
-    The same are those nearest the output (`top`), the input (`bottom`) or both (`ends`), or evenly spaced ones (`spread`).
-    Layers are drawn evenly (`random`), or more often where training moves them most (`fisher`).
+    Fixed layers are those nearest the output (`top`), the input (`bottom`) or both (`ends`), or evenly spaced ones (`spread`).
+    Drawn layers have equal odds (`random`), or higher odds where training moves them most (`fisher`).
     """
 
     name: ClassVar[str] = "fedhello"
@@ -61,7 +63,8 @@ class FedHeLLo(UnequalRanks):
     layers: Annotated[
         Literal["top", "bottom", "ends", "spread", "random", "fisher"],
         Field(
-            description="nearest the output, input or both, spaced, or drawn each round: evenly, or what training moves most"
+            description="which layers train: nearest the output, input or both, evenly spaced, or drawn each round, with equal "
+            "odds (`random`) or by how much training moves them (`fisher`)"
         ),
     ] = "random"
 
@@ -75,7 +78,7 @@ class FedHeLLo(UnequalRanks):
         return ServerState(0, 0, shared, {}, matrices=scores if self.layers == "fisher" else {})
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
-        """Return all layers: the site's to train, the others as frozen tails."""
+        """Return all layers: those that the site trains as factors, the others as frozen ranks."""
         tensors, chosen = dict(non_lora_tensors(state.shared)), self.chosen(state, site)
         for layer in shapes(state.shared):
             b, a = factors(state.shared, layer)
@@ -83,11 +86,15 @@ class FedHeLLo(UnequalRanks):
         return Payload(state.round, state.phase, tensors)
 
     def final(self, state: ServerState, site: SiteInfo) -> Payload:
-        """Return all layers."""
+        """Return all layers' factors."""
         return Payload(state.round, state.phase, dict(state.shared))
 
     def chosen(self, state: ServerState, site: SiteInfo) -> set[str]:
-        """Return the layers a site trains: as many as its rank per layer, summed over all, pays for at `rank`."""
+        """Return the layers that a site trains.
+
+        Their number is the site's average rank per layer times the number of layers, divided by `rank`; at least 1, at most
+        all.
+        """
         layers = list(shapes(state.shared))
         capacity = self.affordable_ranks(site)
         count = min(len(layers), max(1, int(min(capacity["time"], capacity["memory"]) * len(layers) / self.rank)))
@@ -99,7 +106,7 @@ class FedHeLLo(UnequalRanks):
         return {layers[place] for place in places(self.layers, len(layers), count)}
 
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
-        """Return the next state: every layer the mean over its trainers."""
+        """Return the next state: each layer is the mean over the sites that trained it."""
         share = shares(results)
         shared = mean_others(state, results, share)
         ends = {name: upload.trained() for name, upload in sorted(results.items())}
@@ -109,7 +116,7 @@ class FedHeLLo(UnequalRanks):
         return replace(state, round=round, phase=phase, shared=shared, matrices=self._scored(state, results, share))
 
     def _scored(self, state: ServerState, results: Mapping[str, SiteResult], share: Mapping[str, float]) -> Tensors:
-        """Return every layer's score: of the last sites that trained it."""
+        """Return the scores of all layers, renewed for those that were trained in this round."""
         if self.layers != "fisher":
             return state.matrices
         scores = state.matrices[SCORES].clone()
@@ -131,7 +138,7 @@ class FedHeLLo(UnequalRanks):
 
 
 def places(rule: str, layers: int, count: int) -> list[int]:
-    """Return which `count` of so many layers, numbered from the input, a rule without chance takes; of equals the first."""
+    """Return which `count` of `layers` layers, numbered from the input, a rule without chance takes; ties go to the first."""
     if rule == "spread":
         return [number * layers // count for number in range(count)]
     distance = {"bottom": lambda i: i, "top": lambda i: layers - 1 - i, "ends": lambda i: min(i, layers - 1 - i)}[rule]
@@ -139,7 +146,10 @@ def places(rule: str, layers: int, count: int) -> list[int]:
 
 
 def odds(scores: Sequence[float]) -> list[int]:
-    """Return 1, 2 or 3 for the lower, middle and upper third of the scores; 3 without a score. Ties go by depth."""
+    """Return the odds of each layer: 1, 2 or 3 for the lower, middle and upper third of the scores, 3 without a score.
+
+    Of equal scores the layer nearer the input counts as lower.
+    """
     order = sorted(range(len(scores)), key=lambda i: (float("inf") if scores[i] == UNKNOWN else scores[i], i))
     found = [3] * len(scores)
     for place, index in enumerate(order):
@@ -148,7 +158,7 @@ def odds(scores: Sequence[float]) -> list[int]:
 
 
 def _draw_layers(layers: Sequence[str], odds: Sequence[int], count: int, generator: random.Random) -> set[str]:
-    """Return `count` layers drawn without replacement at these odds: the largest u^(1 / odds) (Efraimidis, Spirakis 2006)."""
+    """Return `count` layers drawn without replacement with these odds: the largest u^(1 / odds) (Efraimidis, Spirakis 2006)."""
     keys = {layer: generator.random() ** (1 / one) for layer, one in zip(layers, odds, strict=True)}
     return set(sorted(layers, key=lambda layer: -keys[layer])[:count])
 

@@ -1,15 +1,17 @@
 """FedHera: federated heterogeneous rank adaptation: download many ranks, train few.
 
-The server keeps the exact global update W of every layer and its spectrum. Two water-fillings per site decide, layer by layer,
-how many ranks it downloads (Algorithm 1) and trains (Algorithm 2). The trained prefix is uploaded, the rest is a frozen tail in
-the forward pass, faded in by a gate that trusts sites aligned with the federation (adaptive tail warm-up, Eq. 11 and 12).
-Aggregation: W += sum p_i s (B_i A_i - B0_i A0_i) (Eq. 10, `residual`), the same without the start subtracted (`literal`, the
-print's "standard", Appendix F.6), or W = sum p_i s B_i A_i of the sites' whole products, tails with them (`replace`, the
-default of the authors' code).
+The server keeps the exact global update W of every layer and its spectrum. Two water-fillings per site decide for each layer
+how many ranks the site downloads (Algorithm 1) and trains (Algorithm 2). The trained ranks, a prefix, are uploaded. The other
+ranks, the tail, are frozen in the forward pass. A gate multiplies the tail; it is larger for sites whose updates align with the
+federation's (adaptive tail warm-up, Eq. 11 and 12). Aggregation is one of three rules:
+- `residual`: W += sum p_i s (B_i A_i - B0_i A0_i) (Eq. 10);
+- `literal`: the same without subtracting B0_i A0_i (the paper's "standard", Appendix F.6);
+- `replace`: W = sum p_i s B_i A_i over the sites' whole products, tails included (the default of the authors' code).
 
 Source: K. Xiao, Q. Wang, C. Anagnostopoulos, Z. Tan, W. Li, "FedHera: Towards Drift-Resilient Federated Fine-tuning with
 Heterogeneous Resources": Section 4, Eq. 4 to 12, Algorithms 1 and 2; Table 12 for `random`. The authors' code:
-github.com/shock-xiaoke/FedHera, f2389f8. `cumulative` and `replace` are read from it; there each site's tail is whole in both.
+github.com/shock-xiaoke/FedHera, f2389f8. `cumulative` and `replace` are read from it; both use each site's tail without the
+gate.
 """
 
 from collections.abc import Mapping
@@ -30,12 +32,14 @@ from consilium.strategies.strategy import ServerState, SiteResult, shares
 from consilium.strategies.traits import Traits
 
 BYTES = 4
-"""Of a number on the wire."""
+"""Size of one transmitted number."""
 Ranks = tuple[list[int], list[int]]
+"""(download ranks, train ranks), per layer."""
 Budgets = tuple[float, float, float]
-"""To download, of time and of memory, all in bytes of ranks: how much a trained number takes of both is alike in all layers.
+"""(download, time, memory), all in bytes of ranks.
 
-So it drops out of Algorithm 2, where only costs over budgets count.
+The time and memory per trained number are the same in all layers, so they drop out of Algorithm 2, which uses costs divided by
+budgets.
 """
 
 
@@ -49,7 +53,10 @@ class FedHera(ExactServer):
 
     aggregation: Annotated[
         Literal["residual", "literal", "replace"],
-        Field(description="the paper's `residual`; `replace`, the authors' code; `literal`, as printed beside it, which grows"),
+        Field(
+            description="`residual`: the paper's Eq. 10; `replace`: the authors' code; `literal`: the paper's other printed "
+            "rule, with which W grows in each round"
+        ),
     ] = "residual"
     allocation: Annotated[
         Literal["water_filling", "literal", "even", "random"],
@@ -59,21 +66,24 @@ class FedHera(ExactServer):
     ] = "water_filling"
     energy: Annotated[
         Literal["normalized", "raw"],
-        Field(description="of a rank as a share of its layer's sum (Eq. 4), or `raw` squares, with which all layers compete"),
+        Field(
+            description="a rank's energy: `normalized` by the sum of its layer (Eq. 4), or `raw` squared singular values, "
+            "which are comparable between layers"
+        ),
     ] = "normalized"
     gate: Annotated[
         Literal["paper", "neutral", "open"],
-        Field(description="Eq. 12 (`paper`), the authors' code (`neutral`), or a tail that is always whole (`open`)"),
+        Field(description="`paper`: Eq. 12; `neutral`: the authors' code; `open`: the gate is always 1"),
     ] = "paper"
     score: Annotated[
         Literal["product", "residual", "cumulative"],
         Field(
-            description="the cosine of the sites' trained products with their mean, as printed, of what they changed "
-            "(`residual`), or of products and tails with all of W (`cumulative`). A tier that trains 0 ranks "
-            "abstains: its sites weigh nothing in the mean"
+            description="which cosine the gate uses: of each site's trained product with the mean of them, as printed "
+            "(`product`), of the changes of these products (`residual`), or of products with tails and all of W "
+            "(`cumulative`). Sites of a tier that trains 0 ranks have no weight in the mean"
         ),
     ] = "product"
-    decay: Annotated[float, Field(gt=0, le=1, description="decay of the running score behind the gate")] = 0.9
+    decay: Annotated[float, Field(gt=0, le=1, description="beta of Eq. 12: decay per missed round in a site's gate")] = 0.9
 
     @property
     def traits(self) -> Traits:
@@ -85,7 +95,7 @@ class FedHera(ExactServer):
     # server half ------------------------------------------------------------------------------------------------------
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
-        """Return W truncated to the site's download ranks, split into what it trains and the tail behind the site's gate."""
+        """Return W truncated to the site's download ranks, split into trained ranks and a tail with the site's gate."""
         gate, tensors = self.gate_of(state, site.name), dict(non_lora_tensors(state.shared))
         found, (download, train) = stored_spectra(state), self.ranks(state, site)
         for layer, rank in download.items():
@@ -93,7 +103,7 @@ class FedHera(ExactServer):
         return Payload(state.round, state.phase, tensors)
 
     def ranks(self, state: ServerState, site: SiteInfo) -> tuple[dict[str, int], dict[str, int]]:
-        """Return (download, train) ranks by layer; a tail never holds ranks without energy."""
+        """Return (download, train) ranks by layer. A frozen tail never holds ranks of energy 0."""
         found, capacity, dims = stored_spectra(state), self.affordable_ranks(site), shapes(state.initial)
         costs = allocation.download_costs(list(dims.values()), BYTES)
         total = sum(costs)
@@ -114,26 +124,26 @@ class FedHera(ExactServer):
         return download, allocation.train_ranks(energies, download, allocation.Training(costs, costs, *budgets[1:]), literal)
 
     def _drawn(self, found: Mapping[str, Spectrum], costs: list[int], budgets: Budgets, seed: int) -> Ranks:
-        """Return (download, train) ranks by chance, within the same budgets."""
+        """Return random (download, train) ranks within the same budgets."""
         download = allocation.random_ranks([len(one.values) for one in found.values()], [costs], budgets[:1], seed)
         return download, allocation.random_ranks(download, [costs, costs], budgets[1:], seed_for(seed, "train"))
 
     def _energies(self, found: Spectrum, whole: float, cost: float) -> list[float]:
-        """Return a layer's energies; `whole` is the sum over all layers, by which raw ones are divided to keep in range."""
+        """Return the energies of a layer's ranks. `whole`: the sum over all layers, by which `raw` energies are divided."""
         if self.allocation == "even":
             return allocation.energies(torch.zeros_like(found.values), 0.0, cost)
         return allocation.energies(found.values, found.energy if self.energy == "normalized" else whole, cost)
 
     def download_ranks(self, state: ServerState, site: SiteInfo) -> dict[str, int]:
-        """Return what the site downloads by layer."""
+        """Return the ranks that the site downloads, by layer."""
         return self.ranks(state, site)[0]
 
     def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
-        """Return the site's whole download budget, which the first round, without an update, does not use."""
+        """Return the site's whole download budget in numbers. The first round, without an update, downloads less."""
         return int(self.affordable_ranks(site)["download"] * sum(map(sum, shapes(sent.tensors).values())))
 
     def gate_of(self, state: ServerState, name: str) -> float:
-        """Return lambda of a site in this round."""
+        """Return a site's gate lambda in this round."""
         if self.gate == "open":
             return 1.0
         score = float(state.sites[name]["alignment"]) if name in state.sites else None
@@ -141,7 +151,10 @@ class FedHera(ExactServer):
         return allocation.gate(state.round, score, age, self.gate, self.decay)
 
     def share(self, state: ServerState, uploads: Mapping[str, SiteResult]) -> dict[str, float]:
-        """Return p_i: samples, but 0 for a site that trained no rank of any layer, unless none did or W is replaced."""
+        """Return p_i by site, proportional to samples.
+
+        A site that trained no rank in any layer gets 0, unless no site did or `aggregation` is `replace`.
+        """
         trained = {name: one for name, one in uploads.items() if self.merges_tails or _trained_ranks(one)}
         return dict.fromkeys(uploads, 0.0) | shares(trained or uploads)
 
@@ -151,7 +164,7 @@ class FedHera(ExactServer):
         return self.aggregation == "replace"
 
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
-        """Return W plus the sites' changes, W plus their products, or their products alone."""
+        """Return W plus the sites' weighted changes (residual) or products (literal), or the products alone (replace)."""
         if self.aggregation == "residual":
             return lowrank.add(update, lowrank.residuals(layer, 1.0))
         base = lowrank.zero(*update.shape) if self.aggregation == "replace" else update
@@ -160,7 +173,10 @@ class FedHera(ExactServer):
     def sites_after(
         self, state: ServerState, uploads: Mapping[str, SiteResult], updates: Mapping[str, Update]
     ) -> dict[str, Tensors]:
-        """Return every site's last alignment s_i with the federation (Eq. 11); of a site that abstained, what it was."""
+        """Return each site's last alignment s_i with the federation (Eq. 11).
+
+        A site that was absent or trained no rank keeps its last value.
+        """
         active = {name: one for name, one in uploads.items() if _trained_ranks(one)}
         if not active:
             return state.sites
@@ -174,10 +190,10 @@ class FedHera(ExactServer):
         return state.sites | {name: {"alignment": torch.tensor([s])} for name, s in zip(sorted(share), scores, strict=True)}
 
     def _product_to_score(self, change: Change) -> Product:
-        """Return the LoRA product that is compared between sites: the one at the end, or the round's change of it."""
+        """Return the LoRA product that is compared between sites: after training (`product`), or its change in the round."""
         return change.end if self.score == "product" else lowrank.residuals([Change(1.0, change.start, change.end)], 1.0)
 
 
 def _trained_ranks(upload: SiteResult) -> int:
-    """Return how many ranks a site trained, over all layers."""
+    """Return the number of ranks that a site trained, summed over layers."""
     return sum(len(tensor) for name, tensor in upload.update.tensors.items() if name.endswith(".lora_A"))

@@ -1,9 +1,9 @@
-"""FedHL: residuals on the full-rank global update, sites weighted by how much truncation cost them.
+"""FedHL: residuals are added to the full-rank global update, with site weights by the energy that truncation lost.
 
-W <- W + sum p_i s (B_i A_i - trunc_ri(W)): every site's product against what it was sent. The paper derives p_i by minimizing
-the drift term of its bound; minimizing sum p_i^2 e_i over the simplex, with e_i the energy share that site i's truncation lost,
-gives p_i ~ 1 / e_i. That formula is our reading (the abstract's, not the printed one); `floor` keeps a site that lost nothing
-from taking all, and the sites' own weights stay as factors.
+W <- W + sum p_i s (B_i A_i - trunc_ri(W)): each site's product minus the truncation that it was sent. The paper derives p_i by
+minimizing the drift term of its bound. Minimizing sum p_i^2 e_i over the simplex, where e_i is the share of energy that site
+i's truncation lost, gives p_i ~ 1 / e_i. That formula is our reading of the abstract, not the printed one. `floor` keeps a site
+that lost nothing from getting all the weight. The sites' usual weights n_i multiply the result.
 
 Source: Z. Peng, J. Zeng, B. Li, G. Li, S. Chen, T. Wang, "FedHL: Federated Learning for Heterogeneous Low-Rank Adaptation via
 Unbiased Aggregation", arXiv 2505.18494, 2025.
@@ -25,11 +25,14 @@ from consilium.strategies.strategy import ServerState, SiteResult, shares
 
 @dataclass(frozen=True)
 class FedHL(ExactServer):
-    """Merge residuals, weighted by 1 / (floor + lost energy); one rank a site."""
+    """Merge residuals, weighted by 1 / (floor + lost energy). Each site has one rank in all layers."""
 
     name: ClassVar[str] = "fedhl"
 
-    floor: Annotated[Positive, Field(description="keeps a site that lost nothing from taking all")] = 0.1
+    floor: Annotated[
+        Positive,
+        Field(description="added to each site's lost energy; keeps a site that lost nothing from getting all the weight"),
+    ] = 0.1
 
     def share(self, state: ServerState, uploads: Mapping[str, SiteResult]) -> dict[str, float]:
         """Return p_i ~ n_i / (floor + e_i), e_i in [0, 1]."""
@@ -38,7 +41,7 @@ class FedHL(ExactServer):
         return {name: value / sum(raw.values()) for name, value in raw.items()}
 
     def _lost(self, state: ServerState, site: SiteInfo) -> float:
-        """Return the share of the whole update's energy outside the site's ranks; 0 before there is an update."""
+        """Return the share of the global update's energy that the site's ranks leave out; 0 before there is an update."""
         ranks, found = self.download_ranks(state, site), stored_spectra(state)
         total = sum(one.energy for one in found.values())
         return sum(one.rest(ranks[layer]) for layer, one in found.items()) / total if total > 0 else 0.0

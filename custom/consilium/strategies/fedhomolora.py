@@ -1,6 +1,6 @@
-"""FedHomoLoRA: all sites train the rank that the weakest can.
+"""FedHomoLoRA: all sites train the largest rank that the weakest site can train.
 
-A and B are averaged each, as in FedIT, whose result it equals at that rank.
+A and B are averaged separately, as in FedIT. The result equals FedIT's at that rank.
 
 Source: the homogeneous baseline of K. Xiao et al., "FedHera: Towards Drift-Resilient Federated Fine-tuning with Heterogeneous
 Resources", Appendix D.2.
@@ -25,15 +25,17 @@ class FedHomoLoRA(UnequalRanks):
 
     name: ClassVar[str] = "fedhomolora"
 
-    rank: Annotated[Rank | None, Field(description="the rank of all; by default what the lowest tier trains")] = None
+    rank: Annotated[Rank | None, Field(description="the rank of all sites; by default the train rank of the lowest tier")] = (
+        None
+    )
 
     @property
     def traits(self) -> Traits:
-        """See Strategy; there is one rank for all."""
+        """See Strategy. All sites have the same rank."""
         return replace(super().traits, needs="sums", fixed_basis=True)
 
     def initialize(self, initial: Tensors) -> ServerState:
-        """Return the state before round 0: the common factors cut to the rank."""
+        """Return the state before round 0: the common factors truncated to the rank."""
         rank = self.rank or int(min(self.tiers[name].train for name in self._shares()))
         shared = dict(non_lora_tensors(initial))
         for layer in shapes(initial):
@@ -42,5 +44,5 @@ class FedHomoLoRA(UnequalRanks):
         return ServerState(0, 0, shared, {})
 
     def diagnostics(self, state: ServerState, results: RoundResults) -> dict[str, float]:
-        """Return nothing: the server sees the sum only."""
+        """Return no diagnostics, because the server sees only the sum of updates."""
         return Strategy.diagnostics(self, state, results)

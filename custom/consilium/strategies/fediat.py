@@ -6,7 +6,7 @@ IAT (Eq. 4-5): encoder layers share B and keep A local (appearance shift), decod
     M1 share A everywhere (= FedSA-LoRA)    M2 share B everywhere
     M3 encoder shares A, decoder B          M4 encoder shares B, decoder A (= IAT)
 
-SOR (Eq. 7-8): in r x r space, penalize the squared cosine between the shared factor's movement in this round and the
+SOR (Eq. 7-8): in r x r space, penalize the squared cosine between the shared factor's change in this round and the
 moving average of the private factor's drift. Gradients reach the shared factor only.
 
 Source: X. Zhao, W. Huang, L. Zhuang, H. Wu, A. Jiang, Z. Wang, W. He, M. Feng, M. Ye, B. Xu, "Shift-Dependent Asymmetry:
@@ -31,32 +31,36 @@ from consilium.strategies.traits import Traits
 
 Sharing = Literal["M1", "M2", "M3", "M4"]
 SHARINGS: dict[Sharing, tuple[str, str]] = {"M1": ("A", "A"), "M2": ("B", "B"), "M3": ("A", "B"), "M4": ("B", "A")}
-"""Factor shared in (encoder, decoder)."""
+"""For each scheme, the factor shared in (encoder, decoder)."""
 ENCODERS, DECODER = ("image_encoder", "vision_encoder"), "mask_decoder"
-"""What names of SAM's layers begin with, by Meta and by `transformers`."""
+"""Prefixes of SAM's layer names. Meta's encoder is `image_encoder`, that of `transformers` is `vision_encoder`."""
 
 
 @dataclass(frozen=True)
 class FedIAT(Strategy):
     """IAT + SOR, with the sharing schemes M1 to M4.
 
-    With eps_scale relative, eps counts in units of |A0|^2 |B0|^2 of each layer, so that SOR does not depend on the factors'
-    scale: both proxies are products with A0 and B0. The paper prints no number: eps and its scale are our reading. 1e-5
-    is the smallest of the powers of ten with which SOR's gradient, at lambda 1e-4, stayed under the task's on the
-    quickstart's model at both learning rates tried (1e-4, 3e-3).
+    With `eps_scale: relative`, eps is multiplied by |A0|^2 |B0|^2 of each layer. Both proxies are products with A0 and B0, so
+    SOR then does not depend on the factors' scale. The paper prints no epsilon: its value and scale are our reading. 1e-5 is
+    the smallest power of ten with which SOR's gradient, at lambda 1e-4, stayed below the task's. This was measured on the
+    quickstart's model at the two learning rates tried (1e-4, 3e-3).
     """
 
     name: ClassVar[str] = "fediat"
 
     sharing: Annotated[
-        Sharing, Field(description="which factor encoder and decoder share: M1 A, A; M2 B, B; M3 A, B; M4 B, A")
+        Sharing, Field(description="which factor is shared in (encoder, decoder): M1 (A, A), M2 (B, B), M3 (A, B), M4 (B, A)")
     ] = "M4"
     sor_weight: Annotated[Factor, Field(description="lambda of SOR; 0 switches it off")] = 1e-4
-    ema: Annotated[float, Field(ge=0, lt=1, description="rho, the moving average of the private factor's drift")] = 0.9
-    eps: Annotated[Positive, Field(description="keeps SOR's cosine finite and small moves quiet")] = 1e-5
+    ema: Annotated[
+        float, Field(ge=0, lt=1, description="rho, the momentum of the moving average of the private factor's drift")
+    ] = 0.9
+    eps: Annotated[
+        Positive, Field(description="epsilon in the denominator of SOR's cosine: keeps it finite, and damps small changes")
+    ] = 1e-5
     eps_scale: Annotated[
         Literal["relative", "absolute"],
-        Field(description="`relative`: eps in units of the factors' squared norms; `absolute`: as it is"),
+        Field(description="`relative`: eps times the factors' squared norms; `absolute`: eps as it is"),
     ] = "relative"
 
     @property
@@ -66,11 +70,14 @@ class FedIAT(Strategy):
         return Traits(fits_only=True, label=f"{self.name} {self.sharing}", variants=variants)
 
     def role(self, name: str, round: int, phase: int) -> Role:
-        """Return SHARED or LOCAL by `sharing`. Raises ConfigError for a tensor that is not a factor of encoder or decoder."""
+        """Return SHARED or LOCAL by `sharing`.
+
+        Raises ConfigError for a tensor that is not a LoRA factor of the encoder or decoder.
+        """
         return Role.SHARED if factor(name) == self.shared_factor(name) else Role.LOCAL
 
     def shared_factor(self, name: str) -> str:
-        """Return "A" or "B": what the layer of this LoRA tensor shares. Raises ConfigError for another tensor."""
+        """Return "A" or "B", the factor that the layer of this LoRA tensor shares. Raises ConfigError for other tensors."""
         part = name.partition(".")[0]
         if factor(name) is None or part not in (*ENCODERS, DECODER):
             raise ConfigError(
@@ -85,14 +92,14 @@ class FedIAT(Strategy):
         return trainer.update()
 
     def penalty(self, step: LocalStep) -> Tensor | None:
-        """Return lambda * L_SOR and advance the private factors' drift averages in `step.memory`."""
+        """Return lambda * L_SOR, and update the moving averages of the private factors' drift in `step.memory`."""
         if not self.sor_weight:
             return None
         terms = [self._group_sor(key, layers, step) for key, layers in self._groups(step.params).items()]
         return self.sor_weight * torch.stack(terms).sum()
 
     def _groups(self, params: Mapping[str, Tensor]) -> dict[str, list[str]]:
-        """Return layers by what they share and by shape, so that each group is one batched product."""
+        """Return layers grouped by shared factor and by shapes, so that each group needs one batched product."""
         groups: dict[str, list[str]] = {}
         for name in params:
             if factor(name) == "A":
@@ -102,7 +109,7 @@ class FedIAT(Strategy):
         return groups
 
     def _group_sor(self, key: str, layers: list[str], step: LocalStep) -> Tensor:
-        """Return the sum over one group's layers of the squared cosine."""
+        """Return the squared cosine summed over the layers of one group."""
         shared, private = ("A", "B") if key.startswith("A") else ("B", "A")
         shared_0, private_0 = self._anchor(key, shared, layers, step), self._anchor(key, private, layers, step)
         with torch.no_grad():
@@ -113,9 +120,9 @@ class FedIAT(Strategy):
         return squared_cosine(proxy_sh, proxy_lo, self._floor(shared_0, private_0)).sum()
 
     def _floor(self, shared_0: Tensor, private_0: Tensor) -> Tensor:
-        """Return what Eq. 8 adds to the norms, per layer (L,), in the unit of `eps_scale`.
+        """Return the epsilon that Eq. 8 adds to the product of norms, per layer (L,), scaled by `eps_scale`.
 
-        Where B0 = 0 it is the square root of the smallest number, by which a gradient may be divided.
+        Where B0 = 0 it is the square root of the smallest positive number, so that dividing a gradient by it stays finite.
         """
         if self.eps_scale == "absolute":
             return shared_0.new_full((len(shared_0),), self.eps)
@@ -123,23 +130,23 @@ class FedIAT(Strategy):
         return (self.eps * squares[0] * squares[1]).clamp(min=math.sqrt(torch.finfo(shared_0.dtype).tiny))
 
     def _anchor(self, key: str, which: str, layers: list[str], step: LocalStep) -> Tensor:
-        """Return the stacked anchors of one factor, stacked once per round."""
+        """Return one factor's anchors (values at the start of `fit`), stacked over the layers once per `fit`."""
         slot = f"anchor {which} {key}"
         if slot not in step.memory:
             step.memory[slot] = _stack(step.anchors, layers, which)
         return step.memory[slot]
 
     def _advance(self, key: str, gap: Tensor, step: LocalStep) -> Tensor:
-        """Return delta <- ema * delta + (1 - ema) * gap; delta is zero at the round's start."""
+        """Set delta = ema * delta + (1 - ema) * gap in `step.memory` and return it; delta is 0 at the round's start."""
         before = step.memory.get(key)
         step.memory[key] = (1 - self.ema) * gap if before is None else torch.lerp(gap, before, self.ema)
         return step.memory[key]
 
 
 def squared_cosine(shared: Tensor, local: Tensor, eps: Tensor | float) -> Tensor:
-    """Return (<P, Q>_F / (|P|_F |Q|_F + eps))^2 per layer for (L, r, r) proxies, `eps` (L,); gradient reaches `shared` only.
+    """Return (<P, Q>_F / (|P|_F |Q|_F + eps))^2 per layer (L,), for P = `shared` and Q = `local`, both (L, r, r); `eps` (L,).
 
-    At P = 0 or Q = 0 value and gradient are exactly 0: PyTorch's norm has subgradient 0 there.
+    Gradients reach `shared` only. At P = 0 or Q = 0 value and gradient are exactly 0, because PyTorch's norm has subgradient 0.
     """
     local = local.detach()
     inner = (shared * local).sum(dim=(-2, -1))

@@ -2,7 +2,7 @@
 
     A = sum_k p_k A_k,   B = sum_k p_k B_k
 
-The mean of the factors is not the mean of the products: B A != sum_k p_k B_k A_k. That is the method, and its known flaw.
+The product of the mean factors is not the mean of the products: B A != sum_k p_k B_k A_k. This is a known flaw of the method.
 
 Source: J. Zhang, S. Vahidian, M. Kuo, C. Li, R. Zhang, T. Yu, G. Wang, Y. Chen, "Towards Building the FederatedGPT: Federated
 Instruction Tuning", ICASSP 2024.

@@ -20,7 +20,7 @@ from consilium.strategies.traits import Traits
 
 @dataclass(frozen=True)
 class FedProx(FedIT):
-    """Share every adapter tensor; training is pulled back to what was received, over the tensors that train."""
+    """Share every adapter tensor. A penalty pulls the trained tensors back to the received ones."""
 
     name: ClassVar[str] = "fedprox"
     traits = Traits(elementwise=True, fits_only=True)
@@ -33,7 +33,7 @@ class FedProx(FedIT):
         return trainer.update()
 
     def penalty(self, step: LocalStep) -> Tensor | None:
-        """Return mu / 2 times the squared distance to the anchors."""
+        """Return mu / 2 times the squared distance of the trained tensors to their anchors; None if mu is 0."""
         if not self.mu:
             return None
         terms = [(p - step.anchors[n]).square().sum() for n, p in step.params.items() if p.requires_grad]

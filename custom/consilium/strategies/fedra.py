@@ -1,18 +1,20 @@
-"""FedRA: every site trains a random, shallower net, drawn anew each round.
+"""FedRA: each site trains a shallower network of randomly chosen blocks, drawn anew in each round.
 
-An allocation matrix E (sites x blocks), 0 or 1, says which blocks of the base a site has in a round: c_k of them, drawn at
-random. Their adapters' tensors alone travel, both ways, and the server averages each over those who had it:
+An allocation matrix E (sites x blocks) of 0 and 1 says which blocks of the base a site has in a round: c_k of them, drawn at
+random. Only the adapters of these blocks are exchanged, in both directions. The server averages each over the sites that had
+it:
 
-    theta_l <- sum_k E_kl theta_l,k / sum_k E_kl,   unchanged where nobody had block l
+    theta_l <- sum_k E_kl theta_l,k / sum_k E_kl,   unchanged if no site had block l
 
-A site does run the shallower net: a block that it does not have hands on what it gets, which is the same as stacking the others
-in their order, costs nothing, and leaves every block its place, so that SAM's windowed and global blocks keep their settings.
-That is what the method is for, sites that cannot hold the whole net; freezing the others instead, all run, is `fedhello`.
+A site runs the shallower network: a block that the site does not have returns its input. This equals stacking the other blocks
+in order and costs nothing. Every block keeps its position, so SAM's windowed and global blocks keep their settings. The method
+is for sites that cannot hold the whole network. `fedhello` instead runs all blocks and freezes some of them.
 
-Source's formula: the matrix, the plain mean over holders, untouched blocks. Our reading: what is in no block (SAM's mask
-decoder, a head) all sites have, and it is averaged likewise; SAM's decoder blocks are never left out, as they hand on two
-streams. Evaluation at the end: the global model is the whole net, the personalized one the shallower net that the site trained
-last. In a round both are what the site has of the net then.
+Source's formula: the matrix, the plain mean over the sites with a block, and unchanged blocks. Our reading: all sites have the
+tensors that are in no block (SAM's mask decoder, a head), and these are averaged in the same way. SAM's decoder blocks are
+never left out, because they return two streams. In the final evaluation the global model is the whole network, and the
+personalized model is the shallower network that the site trained last. During a round both are the shallower network of that
+round.
 
 Source: S. Su, B. Li, X. Xue, "FedRA: A Random Allocation Strategy for Federated Tuning to Unleash the Power of Heterogeneous
 Clients", ECCV 2024, arXiv 2311.11227.
@@ -52,16 +54,16 @@ class FedRA(FedIT):
     by_site: Annotated[dict[SiteName, Part], Field(max_length=10_000, description="another share for some sites, by name")] = (
         field(default_factory=dict)
     )
-    seed: Annotated[Seed, Field(description="fixes the draws, which are public and know no data")] = 0
+    seed: Annotated[Seed, Field(description="fixes the draws of blocks, which are public and independent of any data")] = 0
 
     def role(self, name: str, round: int, phase: int) -> Role:
-        """Return SHARED. Raises ConfigError for a base that trains whole, which has parts that no site can do without."""
+        """Return SHARED. Raises ConfigError if the whole base trains (kind full): it has parts that no site can leave out."""
         if name.startswith(f"{WHOLE_BASE}."):
             raise ConfigError(f"strategy {self.name} leaves blocks out, with no rule for {name!r}; use adapter kind lora")
         return super().role(name, round, phase)
 
     def held(self, names: Iterable[str], round: int, site: str) -> set[str]:
-        """Return the blocks that a site has in a round: its row of the allocation matrix."""
+        """Return the blocks that a site has in a round, its row of the allocation matrix. `names`: all shared tensors."""
         stacks: dict[str, dict[str, None]] = {}
         for block in filter(None, map(skippable_block, names)):
             stacks.setdefault(block.rpartition(".")[0], {})[block] = None
@@ -74,17 +76,17 @@ class FedRA(FedIT):
     # server half ------------------------------------------------------------------------------------------------------
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
-        """Return what the site has this round; tensors of other blocks are empty."""
+        """Return the shared tensors; those of blocks that the site does not have in this round are empty."""
         held = self.held(state.shared, state.round, site.name)
         has = {name: (block := skippable_block(name)) is None or block in held for name in state.shared}
         return Payload(state.round, state.phase, {n: t if has[n] else t.new_zeros(0) for n, t in state.shared.items()})
 
     def final(self, state: ServerState, site: SiteInfo) -> Payload:
-        """Return all blocks."""
+        """Return the tensors of all blocks."""
         return Payload(state.round, state.phase, dict(state.shared))
 
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
-        """Return the next state: every tensor the plain mean over the sites that had it."""
+        """Return the next state: each tensor is the plain mean over the sites that had it."""
         ordered = [results[name] for name in sorted(results)]
         shared = {name: _mean(value, _moves(ordered, name)) for name, value in state.shared.items()}
         round, phase = next_phase(state, self.traits.phases_of(state.round))
@@ -103,7 +105,7 @@ class FedRA(FedIT):
         return {name: tensor for name, tensor in payload.tensors.items() if tensor.numel()}
 
     def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
-        """Train the shallower net; return the update of what the site has, empty tensors for the rest."""
+        """Train the shallower network and return the update of its tensors, with empty tensors for the other blocks."""
         trainer.fit()
         found = trainer.update().tensors
         moved = {n: found[n] if t.numel() else t.clone() for n, t in payload.tensors.items()}
@@ -111,7 +113,7 @@ class FedRA(FedIT):
 
 
 def _moves(results: list[SiteResult], name: str) -> list[Tensor]:
-    """Return the updates of a tensor, float64, of those who had it."""
+    """Return the updates of tensor `name`, float64, from the sites that had it."""
     return [one.update.tensors[name].double() for one in results if one.sent.tensors[name].numel()]
 
 

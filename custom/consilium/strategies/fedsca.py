@@ -1,19 +1,20 @@
 """FedSCA: low-level adapter transmission and similarity-guided collaborative aggregation.
 
-LAT: only the `low` adapters nearest to the input travel, the rest stays at the site. SGCA (Eq. 7): the server gives every site
-its own mixture of the uploads, sum_j w_ij Theta_j, where row i solves
+LAT: only the `low` adapters nearest to the input are exchanged; the others stay at the site. SGCA (Eq. 7): the server sends
+each site i its own mixture of the uploads, sum_j w_ij Theta_j. Row i of the weights solves
 
     min_w sum_j (w_j - m_j)^2 - alpha sum_j w_j d_ij,   w >= 0,  sum w = 1
 
-with d a *similarity*: the paper's printed positive distance would prefer the least similar site. m_j = n_j / sum n; the m_i
-the paper prints is constant in j and drops out (`prior: literal`). Site loss (Eq. 9): + pull * (-cos(Theta_low, mixture)).
+where d is a *similarity*: the positive distance that the paper prints would prefer the least similar site. m_j = n_j / sum n.
+The paper prints m_i, which is constant in j and drops out (`prior: literal`). The site's loss (Eq. 9) adds
+pull * (-cos(Theta_low, mixture)).
 
 Source: Y. Zhang, Y. Gao, H. Duan, H. Guo, T. Shah, R. Ranjan, B. Wei, "FedSCA: Federated Tuning with Similarity-guided
 Collaborative Aggregation for Heterogeneous Medical Image Segmentation", preprint in ICML's format, 2025: Eq. 7 and 9.
 
-The paper does not print its alpha. A site mixes nobody from alpha = max_j 2 (1 - m_i + m_j) / (d_ii - d_ij) on (the
-projection's solution at w_i = 1): of two sites under `normalize` from 4 (1 - m_i) on, 1 for 30 samples of 40. Each round says
-where that is so.
+The paper does not print its alpha. From alpha = max_j 2 (1 - m_i + m_j) / (d_ii - d_ij) on, site i receives nothing but its own
+upload (the projection's solution is w_ii = 1). With two sites and `normalize` this limit is 4 (1 - m_i); it is 1 for a site
+with 30 of 40 samples. The server warns of it in each round.
 """
 
 import logging
@@ -39,41 +40,49 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FedSCA(Strategy):
-    """Share the `low` lowest bottleneck adapters (0: all) through a mixture of each site's own."""
+    """Share the `low` bottleneck adapters nearest to the input (0: all); each site receives its own mixture of them."""
 
     name: ClassVar[str] = "fedsca"
 
-    low: Annotated[int, Field(ge=0, le=1024, description="bottlenecks that travel, from the input on; 0: all")] = 1
+    low: Annotated[
+        int, Field(ge=0, le=1024, description="number of bottlenecks that are exchanged, counted from the input; 0: all")
+    ] = 1
     mixture: Annotated[
         Literal["sgca", "mean"],
-        Field(description="`mixture: mean` gives all sites the weighted mean instead (LAT alone; with low 0 it is FedFMS)"),
+        Field(
+            description="`sgca`: each site receives its own mixture; `mean`: all receive the weighted mean (LAT alone; with "
+            "`low: 0` it is FedFMS)"
+        ),
     ] = "sgca"
     similarity: Annotated[Literal["l2", "l1", "cosine", "inner"], Field(description="how two sites' uploads are compared")] = (
         "l2"
     )
     prior: Annotated[
         Literal["samples", "literal"],
-        Field(description="`samples`: m_j = n_j / n; `literal`: as the paper prints it, which drops out"),
+        Field(description="`samples`: m_j = n_j / n; `literal`: the paper's printed prior, which has no effect"),
     ] = "samples"
-    alpha: Annotated[Factor, Field(description="how much similarity counts against the prior")] = 1.0
+    alpha: Annotated[Factor, Field(description="weight of similarity relative to the prior")] = 1.0
     normalize: Annotated[
         bool,
         Field(
-            description="`normalize` divides distances (and inner products) by their mean off the diagonal, so that "
-            "`alpha` does not depend on the model's size. A site that missed a round gets a mixture of the "
-            "last uploads known, stale ones included"
+            description="divide distances (and inner products) by their mean off the diagonal, so that "
+            "`alpha` does not depend on the model's size. A site that missed a round receives a mixture of the "
+            "last known uploads, stale ones included"
         ),
     ] = True
     pull: Annotated[Factor, Field(description="weight of the pull towards the mixture in a site's loss")] = 0.01
 
     @property
     def traits(self) -> Traits:
-        """See Strategy; the collaboration matrix is sites x sites."""
+        """See Strategy. The collaboration matrix is sites x sites."""
         variants = tuple({"low": low} for low in (1, 4, 0))
         return Traits(needs="sites", site_matrices=True, fits_only=True, label=f"{self.name} {self.low}", variants=variants)
 
     def role(self, name: str, round: int, phase: int) -> Role:
-        """Return SHARED for adapters below block `low` (0: all), else LOCAL, as a decoder. Raises ConfigError for others."""
+        """Return SHARED for the first `low` bottlenecks (0: all), LOCAL for the others and for a trained decoder.
+
+        Raises ConfigError for LoRA factors, a head or a base that trains whole.
+        """
         where = bottleneck_position(name)
         if factor(name) or is_head(name) or name.startswith(f"{WHOLE_BASE}."):
             raise ConfigError(f"strategy fedsca cannot place adapter tensor {name!r}; use adapter kind bottleneck")
@@ -90,7 +99,7 @@ class FedSCA(Strategy):
         return super().initialize(initial)
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
-        """Return the site's own mixture; the mean of what is known for a site that has not reported yet."""
+        """Return the site's own mixture; for a site that has not reported yet, the shared mean."""
         first = {} if site.joined else state.initial
         return Payload(state.round, state.phase, {**self._mixed(state, site.name), **first})
 
@@ -101,7 +110,7 @@ class FedSCA(Strategy):
         return _mix(row, [state.sites[other] for other in sorted(state.sites)])
 
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
-        """Return the next state: each site's upload, the matrix, and under `shared` the weighted mean of this round's."""
+        """Return the next state: each site's upload, the matrix, and in `shared` the weighted mean of this round's uploads."""
         fresh = {name: result.trained() for name, result in results.items()}
         sites = {**state.sites, **fresh}
         reported = {**state.reported, **dict.fromkeys(fresh, state.round)}
@@ -114,9 +123,10 @@ class FedSCA(Strategy):
         return replace(after, reported=reported, weights=known, matrices={MATRIX: matrix})
 
     def _matrix(self, sites: dict[str, Tensors], weights: dict[str, float], fresh: set[str]) -> Tensor:
-        """Return the weights (N, N) float64, rows and columns in the order of names: who receives how much of whom.
+        """Return the mixture weights (N, N), float64: the row's site receives the column's upload with that weight.
 
-        Sites that reported mix what was reported; a site that missed the round mixes all that is known.
+        Rows and columns are in the order of names. A site that reported mixes the uploads of this round; a site that missed the
+        round mixes all last known uploads.
         """
         names = sorted(sites)
         flat = torch.stack([_flat(sites[n]) for n in names])
@@ -139,7 +149,7 @@ class FedSCA(Strategy):
         return prior if self.prior == "samples" else torch.zeros_like(prior)
 
     def diagnostics(self, state: ServerState, results: dict[str, SiteResult]) -> dict[str, float]:
-        """Return how many sites get nothing but their own upload, and the alpha from which the first does; warn of them."""
+        """Return how many sites receive only their own upload, and the smallest alpha at which one does. Warn of such sites."""
         if self.mixture == "mean" or len(results) < 2:
             return {}
         prior = torch.tensor(list(shares(results).values()), dtype=torch.float64)
@@ -154,7 +164,7 @@ class FedSCA(Strategy):
     # client half ------------------------------------------------------------------------------------------------------
 
     def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
-        """Train with the pull to the received mixture (Eq. 9)."""
+        """Train with a penalty that pulls the low adapters to the received mixture (Eq. 9)."""
         trainer.fit(penalty=self.penalty)
         return trainer.update()
 
@@ -168,7 +178,7 @@ class FedSCA(Strategy):
 
 
 def alone_from(prior: Tensor, similar: Tensor) -> Tensor:
-    """Return, for each site (N,), the smallest alpha at which its row is its own upload alone; inf where there is none.
+    """Return, for each site (N,), the smallest alpha at which it receives only its own upload; inf if there is none.
 
     The row is e_i exactly where v_i - v_j >= 1 for all j, v = m + (alpha / 2) d_i.
     """
@@ -183,13 +193,13 @@ def _flat(values: Tensors) -> Tensor:
 
 
 def similarities(flat: Tensor, kind: str, normalize: bool) -> Tensor:
-    """Return the similarities (N, N) of the rows of `flat` (N, D): minus a distance, cosine, or inner product."""
+    """Return the similarities (N, N) of the rows of `flat` (N, D): negative distances, cosines or inner products."""
     if kind == "cosine":
         unit = flat / flat.norm(dim=1, keepdim=True).clamp(min=1e-300)
         return unit @ unit.T
     count = len(flat)
     found = flat @ flat.T if kind == "inner" else flat.new_zeros(count, count)
-    if kind != "inner":  # pair by pair: the quick way, by products, loses all digits between sites that are nearly equal
+    if kind != "inner":  # pair by pair: the faster formula by inner products loses all digits for nearly equal sites
         first, second = torch.triu_indices(count, count, 1)
         found[first, second] = found[second, first] = -torch.pdist(flat, p=2.0 if kind == "l2" else 1.0)
     scale = float(found.abs().sum() - found.diagonal().abs().sum()) / max(count * (count - 1), 1)

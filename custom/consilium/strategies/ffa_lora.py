@@ -1,6 +1,6 @@
-"""FFA-LoRA: A frozen at its common start, B trained and averaged.
+"""FFA-LoRA: A stays frozen at its common initial value; B is trained and averaged.
 
-With one A_0 everywhere the mean of the products is exact: sum_k p_k B_k A_0 = (sum_k p_k B_k) A_0.
+With the same A_0 at all sites the mean of the products is exact: sum_k p_k B_k A_0 = (sum_k p_k B_k) A_0.
 
 Source: Y. Sun, Z. Li, Y. Li, B. Ding, "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024.
 """
@@ -14,7 +14,7 @@ from consilium.strategies.strategy import Role, Strategy
 
 @dataclass(frozen=True)
 class FFALoRA(Strategy):
-    """Freeze lora_A, share lora_B and any other adapter tensor. A_0 travels once, when a site joins."""
+    """Freeze lora_A, share lora_B and any other adapter tensor. A_0 is sent once, when a site joins."""
 
     name: ClassVar[str] = "ffa_lora"
 

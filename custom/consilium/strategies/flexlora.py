@@ -1,7 +1,7 @@
 """FlexLoRA: heterogeneous ranks through the mean of products and its SVD.
 
-W = sum p_i s B_i A_i replaces the last global update; a site gets the SVD of W cut to its own rank, with the singular values
-in B (`values_in: left`, as in the authors' code) or half in each factor. The rank a site downloads is the rank it trains.
+W = sum p_i s B_i A_i replaces the last global update. A site receives the SVD of W truncated to its own rank, with the singular
+values in B (`values_in: left`, as in the authors' code) or half in each factor. A site trains the rank that it downloads.
 
 Source: J. Bai, D. Chen, B. Qian, L. Yao, Y. Li, "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and
 Client Resources", NeurIPS 2024, arXiv 2402.11505.
@@ -24,7 +24,7 @@ from consilium.strategies.traits import Traits
 
 @dataclass(frozen=True)
 class FlexLoRA(ExactServer):
-    """Average products, redistribute by SVD at one rank a site."""
+    """Average products and redistribute them by SVD; each site has one rank in all layers."""
 
     name: ClassVar[str] = "flexlora"
 
@@ -39,14 +39,14 @@ class FlexLoRA(ExactServer):
         return replace(super().traits, one_rank=True)
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
-        """Return W truncated to the site's rank, all of it to train."""
+        """Return W truncated to the site's rank; the site trains all of it."""
         ranks, tensors = self.download_ranks(state, site), dict(non_lora_tensors(state.shared))
         for layer, found in stored_spectra(state).items():
             tensors |= pair(layer, self._shifted(truncated_factors(state, layer, found, ranks[layer]), found))
         return Payload(state.round, state.phase, tensors)
 
     def _shifted(self, product: Product, found: Spectrum) -> Product:
-        """Move the singular values into B; a direction that has none yet stays as it is."""
+        """Return the product with its singular values in B, if `values_in` is left. A direction with value 0 is unchanged."""
         if self.values_in == "both":
             return product
         root = found.values[: product[1].shape[0]].sqrt().to(product[0].dtype)
@@ -54,5 +54,5 @@ class FlexLoRA(ExactServer):
         return product[0] * root, product[1] / root[:, None]
 
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
-        """Return the mean of products."""
+        """Return the weighted mean of the sites' products."""
         return lowrank.add(lowrank.zero(*update.shape), lowrank.products(layer, 1.0))

@@ -2,10 +2,10 @@
 
     dW = [B_1 .. B_K] [p_1 A_1; ..; p_K A_K] = sum p_i B_i A_i
 
-This is exact, whatever the ranks. Every site folds dW into its frozen weights and starts anew: A random, B = 0. Here the
-stacks of all rounds travel as a frozen tail beside the weights, which never
-change: late sites, sites that missed rounds and quantized weights need nothing special, and the result stays an adapter. The
-price is the paper's own, more download every round, up to the layer's size, and the bytes reported show it.
+This is exact for any ranks. In the paper each site folds dW into its frozen weights and starts anew with A random and B = 0.
+Here the weights never change. The stacks of all rounds are sent as frozen ranks, a tail, beside the weights. So late sites,
+sites that missed rounds and quantized weights need no special treatment, and the result is an adapter. As in the paper, the
+download grows in every round, here up to the layer's size; the reported bytes show it.
 
 Source: Z. Wang, Z. Shen, Y. He, G. Sun, H. Wang, L. Lyu, A. Li, "FLoRA: Federated Fine-Tuning Large Language Models with
 Heterogeneous Low-Rank Adaptations", NeurIPS 2024, arXiv 2409.05976.
@@ -29,7 +29,7 @@ from consilium.strategies.traits import Traits
 
 @dataclass(frozen=True)
 class FLoRA(ExactServer):
-    """Stack factors, send the stack to all, train fresh factors of the site's rank."""
+    """Stack the sites' factors and send the stack to all sites; each site trains fresh factors of its own rank."""
 
     name: ClassVar[str] = "flora"
     decomposes: ClassVar[bool] = False
@@ -41,11 +41,11 @@ class FLoRA(ExactServer):
         return replace(super().traits, one_rank=True, sends_frozen_ranks=True, warnings=(said,))
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
-        """Return the whole update as a tail, and fresh factors before it: A as drawn for this round, B = 0."""
+        """Return fresh factors (A drawn for this round, B = 0), and the whole global update as the frozen tail."""
         return self._payload(state, self.train_rank(site))
 
     def final(self, state: ServerState, site: SiteInfo) -> Payload:
-        """Return the whole update."""
+        """Return the whole global update as a frozen tail."""
         return self._payload(state, 0)
 
     def _payload(self, state: ServerState, wanted: int) -> Payload:
@@ -59,22 +59,22 @@ class FLoRA(ExactServer):
         return Payload(state.round, state.phase, tensors)
 
     def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
-        """Return fresh factors and the update at its widest: each layer's size."""
+        """Return the count of numbers in the fresh factors plus the update at its largest, each layer's size."""
         return whole_numbers(sent.tensors)
 
     def receive(self, own: Tensors, payload: Payload) -> Tensors:
-        """Return what the server sent, its tails in pairs."""
+        """Return the payload's tensors, with every tail as a pair of factors."""
         return expanded(payload.tensors)
 
     def _fresh(self, round: int, layer: str, rank: int, into: int) -> Tensor:
-        """Return A (rank, in), Kaiming-uniform. The A of a smaller rank is the first rows of that of a larger rank."""
+        """Return A (rank, in), Kaiming-uniform. A smaller rank gives the first rows of a larger one."""
         generator = torch.Generator().manual_seed(seed_for(self.seed, "fresh", round, layer))
         return torch.empty(rank, into).uniform_(-(into**-0.5), into**-0.5, generator=generator)
 
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
-        """Return W plus the stack."""
+        """Return W plus the stack of the sites' products."""
         return lowrank.add(update, lowrank.products(layer, 1.0))
 
     def diagnostics(self, state: ServerState, results: dict[str, SiteResult]) -> dict[str, float]:
-        """Return what all such algorithms tell; nothing is truncated, so all energy is retained."""
+        """Return the diagnostics of UnequalRanks. Retained energy is left out: nothing is truncated, so it is always 1."""
         return UnequalRanks.diagnostics(self, state, results)

@@ -1,23 +1,24 @@
-"""FRLoRA: every round starts from the base's own principal directions, and what it brings goes into the weights.
+"""FRLoRA: every round starts from the base's principal directions, and the round's change is added to the weights.
 
-With W0 = U S V' of a layer, s = alpha / r and the first r singular triplets:
+For a layer with W0 = U S V', s = alpha / r and the first r singular triplets:
 
     B0 = U_r (S_r / s)^(1/2),   A0 = (S_r / s)^(1/2) V_r',   W <- W0 - s B0 A0                        at the start
     sites train from (B0, A0);  A = sum_k p_k A_k,  B = sum_k p_k B_k;  W <- W + s (B A - B0 A0)       every round
 
-and the next round starts from (B0, A0) again; a head is averaged and goes on. What is evaluated is W + s B0 A0, which is the
-round's W + s B A before its merge: never both.
+The next round starts from (B0, A0) again. A head is averaged and continues from its mean. The evaluated model is W + s B0 A0,
+which equals the round's W + s B A before its product was added.
 
-The server computes (B0, A0) once, from its own copy of the base, and ships them: an SVD differs from machine to machine.
-W - W0 travels as a frozen tail beside the base, which nobody changes: a site that joins late or missed rounds gets all of it,
-a quantized base loses nothing, and base + adapter as exported is the result in plain PEFT. With dB = B - B0 and dA = A - A0,
+The server computes (B0, A0) once from its own copy of the base and sends them, because an SVD differs between machines.
+W - W0 is sent as frozen ranks, a tail, beside the unchanged base. A site that joins late or missed rounds receives all of it, a
+quantized base loses nothing, and base + exported adapter is the result in plain PEFT. With dB = B - B0 and dA = A - A0,
 
     (W - W0) / s = [B0, dB_1, .., dB_T] [-A0 + sum_t dA_t; A_1; ..; A_T]
 
-is r ranks wider each round, until one matrix of the layer's size is smaller; the bytes reported show it.
+grows by r ranks in each round. When one matrix of the layer's size becomes smaller, that matrix is sent instead. The reported
+bytes show it.
 
-Source's formula: all of the above but where the residual is kept. Our reading: both factors train, as in the paper's text (the
-released script freezes A by default); p_k are the federation's weights (the released code has uniform ones, which
+Source's formula: all of the above except where the residual is stored. Our reading: both factors train, as in the paper's text
+(the released script freezes A by default); p_k are the federation's weights (the released code has uniform ones, which
 `federation.weighting: uniform` gives).
 
 Source: Y. Yan, C.-M. Feng, W. Zuo, L. Zhu, R. S. M. Goh, Y. Liu, "Federated Residual Low-Rank Adaption of Large Language
@@ -53,13 +54,13 @@ class FRLoRA(Strategy):
     # server half ------------------------------------------------------------------------------------------------------
 
     def start(self, initial: Tensors, weights: Tensors, scaling: float) -> Tensors:
-        """Return (B0, A0) of every layer's weights (out, in), and the head as it starts."""
+        """Return (B0, A0) computed from every layer's weights (out, in), and the head's initial values."""
         ranks = {layer: len(initial[f"{layer}.lora_A"]) for layer in shapes(initial)}
         found = {layer: pair(layer, principal(weights[layer], rank, scaling)) for layer, rank in ranks.items()}
         return {name: found.get(name.rpartition(".")[0], initial)[name] for name in initial}
 
     def initialize(self, initial: Tensors) -> ServerState:
-        """Return the state before round 0: `shared` is what every round starts from, `matrices` holds (W - W0) / s."""
+        """Return the state before round 0. `shared` holds the start of every round, `matrices` holds (W - W0) / s."""
         tails: Tensors = {}
         for layer in shapes(initial):
             b, a = factors(initial, layer)
@@ -67,11 +68,11 @@ class FRLoRA(Strategy):
         return ServerState(0, 0, dict(initial), {}, matrices=tails)
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
-        """Return the common start and the tail, whatever the site has seen before."""
+        """Return the common start and the whole tail, also to sites that missed rounds."""
         return Payload(state.round, state.phase, {**state.shared, **state.matrices})
 
     def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
-        """Return the start and the tail at its widest: each layer's size."""
+        """Return the count of numbers in the start plus the tail at its largest, each layer's size."""
         return whole_numbers(sent.tensors)
 
     def aggregate(self, state: ServerState, results: Tensors) -> ServerState:
@@ -87,12 +88,15 @@ class FRLoRA(Strategy):
     # client half ------------------------------------------------------------------------------------------------------
 
     def receive(self, own: Tensors, payload: Payload) -> Tensors:
-        """Return what the server sent, its tails in pairs: a site keeps nothing from round to round."""
+        """Return the payload's tensors, with every tail as a pair of factors. A site stores nothing between rounds."""
         return expanded(payload.tensors)
 
 
 def principal(weight: Tensor, rank: int, scaling: float) -> Product:
-    """Return (B0, A0), float32, of a weight (out, in): s B0 A0 is its best approximation of this rank. Signs are fixed."""
+    """Return (B0, A0), float32, such that `scaling` B0 A0 is the best approximation of `weight` (out, in) at `rank`.
+
+    The largest entry of each left singular vector is made positive, so that signs do not depend on the solver.
+    """
     u, values, vt = torch.linalg.svd(weight.double(), full_matrices=False)
     signs = torch.where(u.gather(0, u.abs().argmax(0, keepdim=True))[0] < 0, -1.0, 1.0)[:rank]
     root = (values[:rank] / scaling).sqrt()

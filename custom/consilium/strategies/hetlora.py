@@ -1,9 +1,9 @@
 """HetLoRA: zero padding, sparsity-weighted aggregation and self-pruning of ranks.
 
 The server pads every site's factors with zeros to the largest rank and averages each factor with weights
-w_i = ||B_i A_i||_F / sum_j ||B_j A_j||_F over all layers together. A site receives the first r_i ranks. Its loss carries
-prune_weight * sum ||B[:, g r:]||_F ||A[g r:, :]||_F; where that has shrunk over the round, the site goes on at rank g r.
-The weights multiply both factors, so that a product carries their square: that is the paper's rule.
+w_i = ||B_i A_i||_F / sum_j ||B_j A_j||_F over all layers together. A site receives the first r_i ranks. Its loss adds
+prune_weight * sum ||B[:, g r:]||_F ||A[g r:, :]||_F. If that sum shrank in the round, the site's next rank is g r.
+The weights multiply both factors, so a product has the squared weight. This is the paper's rule.
 
 Source: Y. J. Cho, L. Liu, Z. Xu, A. Fahrezi, G. Joshi, "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation
 Models", EMNLP 2024, arXiv 2401.06432.
@@ -28,11 +28,11 @@ from consilium.strategies.traits import Traits
 
 @dataclass(frozen=True)
 class HetLoRA(UnequalRanks):
-    """Zero-padded averages weighted by norms."""
+    """Average zero-padded factors with weights by norm."""
 
     name: ClassVar[str] = "hetlora"
 
-    prune: Annotated[float, Field(gt=0, le=1, description="g, the share of ranks that may remain")] = 0.99
+    prune: Annotated[float, Field(gt=0, le=1, description="g, the share of ranks that remains after pruning")] = 0.99
     prune_weight: Annotated[Factor, Field(description="weight of the pruning term in a site's loss; 0 never prunes")] = 0.0
 
     @property
@@ -45,7 +45,7 @@ class HetLoRA(UnequalRanks):
         return ServerState(0, 0, dict(initial), {})
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
-        """Return the first ranks of the global factors, as many as the site trains."""
+        """Return the first ranks of the global factors, up to the site's rank."""
         tensors, rank = dict(non_lora_tensors(state.shared)), self.rank_of(state, site)
         for layer in shapes(state.shared):
             b, a = factors(state.shared, layer)
@@ -53,12 +53,12 @@ class HetLoRA(UnequalRanks):
         return Payload(state.round, state.phase, tensors)
 
     def rank_of(self, state: ServerState, site: SiteInfo) -> int:
-        """Return the site's rank: its capacity's, or what is left of it after pruning."""
+        """Return the site's rank: from its capacity or tier at first, then as pruned in its last round."""
         kept = state.sites.get(site.name)
         return self.train_rank(site) if kept is None else int(kept["rank"])
 
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
-        """Return the next state: padded factors averaged by norm, heads by the sites' weights, ranks pruned."""
+        """Return the next state: padded factors averaged with weights by norm, heads with the sites' weights, ranks pruned."""
         ends = {name: upload.trained() for name, upload in sorted(results.items())}
         norms = {name: _norm(end) for name, end in ends.items()}
         total = sum(norms.values())
@@ -81,7 +81,7 @@ class HetLoRA(UnequalRanks):
         return found
 
     def _pruned(self, upload: SiteResult, end: Tensors) -> Tensor:
-        """Return the site's next rank: g times its last one if the norms beyond it have shrunk."""
+        """Return the site's next rank (1,): g times its last rank if the norms of the ranks beyond that shrank in the round."""
         rank = max(len(t) for n, t in end.items() if n.endswith(".lora_A"))
         kept = max(1, int(self.prune * rank))
         shrunk = self.prune_weight > 0 and float(_beyond(end, kept)) < float(_beyond(upload.sent.tensors, kept))
@@ -95,7 +95,7 @@ class HetLoRA(UnequalRanks):
         return trainer.update()
 
     def penalty(self, step: LocalStep) -> Tensor | None:
-        """Return prune_weight times the norms of what would be pruned."""
+        """Return prune_weight times the norms of the ranks that pruning would remove; None if `prune_weight` is 0."""
         if not self.prune_weight:
             return None
         rank = max(len(t) for n, t in step.params.items() if n.endswith(".lora_A"))
@@ -113,5 +113,5 @@ def _length(tensor: Tensor) -> Tensor:
 
 
 def _norm(tensors: Tensors) -> float:
-    """Return ||B A||_F of all layers together."""
+    """Return ||B A||_F over all layers together."""
     return sum(lowrank.norm(factors(tensors, layer)) ** 2 for layer in shapes(tensors)) ** 0.5

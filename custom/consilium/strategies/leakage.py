@@ -1,19 +1,20 @@
-"""The two parts of a shared factor's update: common drift, and what sites' private factors leak into it.
+"""The two parts of a shared factor's update: common drift, and leakage from the sites' private factors.
 
-Where B is shared and A_k private, with G_k the site's gradient of the layer's product and Abar = sum p_k A_k (Eq. 13):
+Let B be shared and A_k private, G_k the gradient of the layer's product at site k, and Abar = sum p_k A_k (Eq. 13):
 
     sum p_k G_k A_k' = sum p_k G_k Abar' (common drift) + sum p_k G_k (A_k - Abar)' (heterogeneity leakage)
 
-and for a shared A the mirror, Bbar' sum p_k G_k + sum p_k (B_k - Bbar)' G_k. Over several local steps G_k is the change of the
-site's product, B A - B0 A0 (the remark below the proof); the private factor is the one at the start of the round. Signs and the
-step size drop out of norms and shares.
+For a shared A the parts are Bbar' sum p_k G_k and sum p_k (B_k - Bbar)' G_k. Over several local steps G_k is the change of the
+site's product, B A - B0 A0 (the remark below the proof). The private factor is its value at the start of the round. Signs and
+the step size do not matter for norms and shares.
 
-Assumption 3.3 asks that the factors' smallest singular value stays over some delta > 0. It fails at B = 0, where every run
-starts: B'G is 0 there, so the gradient of A is 0 however large that of the loss. `smallest_singular_value` shows it.
+Assumption 3.3 asks that the factors' smallest singular value stays above some delta > 0. It fails at B = 0, where every run
+starts: B'G is 0 there, so the gradient of A is 0 for any gradient of the loss. `smallest_singular_value` reports it.
 
 Source: X. Zhao, W. Huang, L. Zhuang, H. Wu, A. Jiang, Z. Wang, W. He, M. Feng, M. Ye, B. Xu, "Shift-Dependent Asymmetry:
 Orthogonal Inverse Low-Rank Adaptation for Federated Medical Segmentation", ICML 2026, arXiv 2606.08687: Proposition 3.2,
-Appendix A.2, Assumption 3.3. What G_k is over several steps is the paper's remark; which A_k it goes with is our reading.
+Appendix A.2, Assumption 3.3. G_k over several steps is the paper's remark; pairing it with the A_k of the round's start is our
+reading.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from consilium.strategies.strategy import normalized
 
 @dataclass(frozen=True)
 class Move:
-    """A site's adapter at the start and at the end of a round's training, and its weight in the mean."""
+    """A site's adapter tensors before and after a round's training, and the site's weight in the mean."""
 
     start: Tensors
     end: Tensors
@@ -34,7 +35,10 @@ class Move:
 
 
 def leakage(moves: Mapping[str, Move], shared: Mapping[str, str]) -> dict[str, float]:
-    """Return the norms of both parts over all layers, and the leaked share of their sum; `shared`: "A" or "B" by layer."""
+    """Return the norms of common drift and leakage over all layers, and the share of leakage in their sum.
+
+    Also return the smallest singular value of the factors. `shared`: "A" or "B", the shared factor of each layer.
+    """
     parts = [_parts(moves, layer, which) for layer, which in shared.items()]
     common, leaked = (
         float(torch.stack([part.square().sum() for part in one]).sum().sqrt()) for one in zip(*parts, strict=True)
@@ -58,7 +62,10 @@ def _parts(moves: Mapping[str, Move], layer: str, which: str) -> tuple[Tensor, T
 
 
 def _against(move: Move, layer: str, which: str, private: Tensor) -> Tensor:
-    """Return G A' (out, r) for a shared B, or B' G (r, in) for a shared A; the product's change is never formed."""
+    """Return G A' (out, r) for a shared B, or B' G (r, in) for a shared A; A or B is `private`.
+
+    G = B A - B0 A0 is the site's change of the product. G itself (out, in) is never computed.
+    """
     (b0, a0), (b, a) = ((_factor(t, layer, "B"), _factor(t, layer, "A")) for t in (move.start, move.end))
     if which == "B":
         return b @ (a @ private.T) - b0 @ (a0 @ private.T)
@@ -66,7 +73,7 @@ def _against(move: Move, layer: str, which: str, private: Tensor) -> Tensor:
 
 
 def smallest_singular_value(moves: Mapping[str, Move], layers: Mapping[str, str]) -> float:
-    """Return the smallest singular value of all sites' factors as the round starts: 0 while some B is 0."""
+    """Return the smallest singular value of all sites' factors at the start of the round; 0 while some B is 0."""
     factors = [_factor(move.start, layer, which) for move in moves.values() for layer in layers for which in "AB"]
     return min(float(torch.linalg.svdvals(factor)[-1]) for factor in factors)
 

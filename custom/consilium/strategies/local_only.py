@@ -1,4 +1,4 @@
-"""Local-only reference: every site trains alone from the common start; nothing is shared after it."""
+"""Local-only reference: every site trains alone from the common start, and no tensor is shared afterwards."""
 
 from dataclasses import dataclass
 from typing import ClassVar

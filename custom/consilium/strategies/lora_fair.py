@@ -1,11 +1,12 @@
-"""LoRA-FAIR: the averaged B is refined at the server towards the mean of products.
+"""LoRA-FAIR: the server refines the averaged B, so that its product with A approaches the mean of products.
 
-A and B are averaged each, D = sum p_i B_i A_i is what their product should be, and dB minimizes per layer
+A and B are averaged separately. Their product should be D = sum p_i B_i A_i. For each layer dB minimizes
 
     1 - cos(D, (B + dB) A) + penalty ||dB||_F^2       (`loss: cosine`, the paper's)
     ||D - (B + dB) A||_F^2 + penalty ||dB||_F^2       (`loss: frobenius`, with its closed form)
 
-Sites go on from A and B + dB (the paper's "Avg-Initial"). D is never formed: everything is in products with A, r columns wide.
+Sites continue from A and B + dB (the paper's "Avg-Initial"). D is never computed: only its product with A', (out, r), is
+needed.
 
 Source: J. Bian, L. Wang, L. Zhang, J. Xu, "LoRA-FAIR: Federated LoRA Fine-Tuning with Aggregation and Initialization
 Refinement", ICCV 2025, arXiv 2411.14961.
@@ -26,7 +27,7 @@ from consilium.strategies.strategy import Role, ServerState, SiteResult, Strateg
 from consilium.strategies.traits import Traits
 
 STEPS = 200
-"""L-BFGS iterations at most; it ends before, where the gradient does."""
+"""The most L-BFGS iterations. It stops earlier when the gradient is close to 0."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,18 @@ class LoraFair(Strategy):
     traits = Traits(needs="sites")
 
     loss: Annotated[
-        Literal["cosine", "frobenius"], Field(description="the paper's `cosine`, or `frobenius` with its closed form")
+        Literal["cosine", "frobenius"],
+        Field(description="`cosine`: the paper's loss; `frobenius`: squared distance, with a closed form"),
     ] = "cosine"
     penalty: Annotated[Positive, Field(description="weight of the squared norm of dB")] = 0.01
 
     def role(self, name: str, round: int, phase: int) -> Role:
-        """Return SHARED for LoRA and a head. Raises ConfigError for another kind of adapter."""
+        """Return SHARED for LoRA factors and a head. Raises ConfigError for other kinds of adapter."""
         lora_factor(name, self.name)
         return Role.SHARED
 
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
-        """Return the next state: every shared tensor averaged, in float64 by name, and every B corrected."""
+        """Return the next state: every shared tensor averaged in float64, and every B corrected."""
         share, ends = shares(results), {name: upload.trained() for name, upload in sorted(results.items())}
         shared = {n: lowrank.summed([share[site] * end[n].double() for site, end in ends.items()]) for n in state.shared}
         for layer in shapes(shared):
@@ -58,7 +60,10 @@ class LoraFair(Strategy):
         return replace(state, round=round, phase=phase, shared={n: t.to(state.shared[n].dtype) for n, t in shared.items()})
 
     def correction(self, wanted: Product, b: Tensor, a: Tensor) -> Tensor:
-        """Return dB (out, r) for D = `wanted`, B (out, r) and A (r, in), float64; 0 where D or B A is 0, which has no angle."""
+        """Return dB (out, r), float64, for D = `wanted`, B (out, r) and A (r, in).
+
+        For the cosine loss it is 0 if D or B is 0, because the angle is undefined then.
+        """
         gram = a @ a.T
         towards = wanted[0].double() @ (wanted[1].double() @ a.T)  # D A'
         if self.loss == "frobenius":
@@ -69,7 +74,10 @@ class LoraFair(Strategy):
 
 
 def _refined(towards: Tensor, gram: Tensor, b: Tensor, penalty: float) -> Tensor:
-    """Return the dB that L-BFGS finds from 0: <D A' / |D|, B + dB> / |(B + dB) A| is the cosine."""
+    """Return the dB that L-BFGS finds from 0 for the cosine loss.
+
+    The cosine is <towards, B + dB> / |(B + dB) A|, with `towards` = D A' / |D| (out, r) and `gram` = A A' (r, r).
+    """
     change = torch.zeros_like(b, requires_grad=True)
     optimizer = torch.optim.LBFGS(
         [change], max_iter=STEPS, tolerance_grad=1e-10, tolerance_change=1e-14, line_search_fn="strong_wolfe"

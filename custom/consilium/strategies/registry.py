@@ -1,4 +1,4 @@
-"""The algorithms. A new one: a file with a frozen dataclass, and its line in STRATEGIES."""
+"""The registry of algorithms. A new algorithm needs a file with a frozen dataclass, and a line in STRATEGIES."""
 
 from consilium.core.registry import Registry
 from consilium.strategies.strategy import Strategy

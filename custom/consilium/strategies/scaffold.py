@@ -1,25 +1,26 @@
-"""SCAFFOLD: control variates take out the drift of sites whose data differ.
+"""SCAFFOLD: control variates reduce the drift of sites whose data differ.
 
-Option II of the paper, K local steps at rate eta, x what the server sends and y_i where a site ends:
+Option II of the paper, with K local steps at rate eta, the server's tensors x and a site's trained tensors y_i:
 
     local step    y_i = y_i - eta (g_i(y_i) - c_i + c)
     c_i           c_i - c + (x - y_i) / (K eta)
     server        x = x + eta_g mean_i (y_i - x),   c = mean_i c_i
 
-Here a control variate is kept as the way it stands for over a round, u_i = -K eta c_i. Then all of it is in the update that a
-site uploads anyway: u_i = u_i - u + (y_i - x), so the server works it out, a site keeps nothing and uploads no more than in
-FedIT. Down, beside each tensor, "control/<tensor>" carries u - u_i, which the site adds over its steps.
+Here a control variate is stored as the displacement that it causes over a round, u_i = -K eta c_i. Then u_i follows from the
+update that a site uploads anyway: u_i <- u_i - u + (y_i - x). So the server computes it, a site stores nothing, and uploads are
+as large as with FedIT. The download has "control/<tensor>" beside each tensor: u - u_i, which the site adds over its steps.
 
-Our reading. With equal numbers of steps at all sites, as in the paper, this is the paper's arithmetic for SGD; with unequal
-ones u is the mean way, not the mean gradient. For Adam or momentum, where (x - y_i) / (K eta) is not a gradient, the *step* is
-corrected after the optimizer has made it, and its state sees only the site's own gradients. The paper's means are plain ones.
-Here they are weighted as the job says, by default by samples; `federation.weighting: uniform` is the paper's. c is the mean
-over the sites that have reported, with the last c_i of those that miss a round; one that has not reported gets no correction.
-The paper knows all N sites from the start: one that has not reported has c_i = 0, counts in c and is corrected. A server here
-does not know who will come, so only with all sites in every round is this the source's.
+Our reading. With equal numbers of steps at all sites, as in the paper, this is the paper's arithmetic for SGD. With unequal
+numbers u is the mean displacement, not the mean gradient. For Adam or momentum, where (x - y_i) / (K eta) is not a gradient,
+the *step* is corrected after the optimizer has made it, and the optimizer's state is updated with the site's own gradients
+only. The paper uses plain means. Here means are weighted as the job says, by default by samples; `federation.weighting:
+uniform` gives the paper's. c is the mean over the sites that have reported, with the last c_i of a site that missed a round. A
+site that has not reported gets no correction. In the paper all N sites are known from the start: a site that has not reported
+has c_i = 0, counts in c and is corrected. A server here does not know which sites will join. So this matches the source only if
+all sites take part in every round.
 
-Privacy: corrections are made of what the sites have released, so they cost nothing; the noise of a site's last update comes
-back with them. The server sees single sites, so noise must be theirs (`trust: local`).
+Privacy: corrections are computed from the sites' released updates, so they cost nothing. The noise of a site's last update
+returns with its correction. The server sees single sites' updates, so the sites must add the noise (`trust: local`).
 
 Source: S. P. Karimireddy, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh, "SCAFFOLD: Stochastic Controlled Averaging
 for Federated Learning", ICML 2020, arXiv 1910.06378: Algorithm 1, Eq. 3 to 5, option II.
@@ -40,7 +41,7 @@ from consilium.strategies.trainer import Trainer
 from consilium.strategies.traits import Traits
 
 CONTROL = "control/"
-"""What a correction's name has before its tensor's."""
+"""Prefix of a correction's name, before the name of its tensor."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,13 @@ class Scaffold(FedIT):
     global_lr: Annotated[Positive, Field(description="eta_g, the server's step along the mean update")] = 1.0
 
     def role(self, name: str, round: int, phase: int) -> Role:
-        """Return SHARED, FROZEN for a correction: it comes down and neither trains nor goes up."""
+        """Return FROZEN for a correction, which is downloaded, not trained and not uploaded; SHARED for the rest."""
         return Role.FROZEN if name.startswith(CONTROL) else Role.SHARED
 
     # server half ------------------------------------------------------------------------------------------------------
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
-        """Return the shared tensors and the site's corrections u - u_i; zeros before its first report."""
+        """Return the shared tensors and the site's corrections u - u_i; before its first report these are 0."""
         return Payload(state.round, state.phase, {**state.shared, **self._corrections(state, site.name)})
 
     def final(self, state: ServerState, site: SiteInfo) -> Payload:
@@ -73,7 +74,7 @@ class Scaffold(FedIT):
         return {CONTROL + name: (mean[name] - own[name]).to(tensor.dtype) for name, tensor in state.shared.items()}
 
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
-        """Return the next state: the mean update added, and u_i of every site that reported brought up to date."""
+        """Return the next state: the mean update added, and u_i updated for every site that reported."""
         mean = weighted_mean({n: r.update.tensors for n, r in results.items()}, shares(results))
         shared = {n: (t.double() + self.global_lr * mean[n]).to(t.dtype) for n, t in state.shared.items()}
         sites = state.sites | {name: controls(result) for name, result in results.items()}
@@ -85,18 +86,18 @@ class Scaffold(FedIT):
     # client half ------------------------------------------------------------------------------------------------------
 
     def receive(self, own: Tensors, payload: Payload) -> Tensors:
-        """Return the shared tensors."""
+        """Return the site's tensors with the payload's shared tensors, without the corrections."""
         return {**own, **{n: t for n, t in payload.tensors.items() if not n.startswith(CONTROL)}}
 
     def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
-        """Train, every step corrected by its share of u - u_i."""
+        """Train, adding an equal part of u - u_i in every step."""
         sent = payload.tensors.items()
         trainer.fit(correction={n.removeprefix(CONTROL): t for n, t in sent if n.startswith(CONTROL)})
         return trainer.update()
 
 
 def controls(result: SiteResult) -> Tensors:
-    """Return u_i after a round, float64: the site's own way, (y_i - x) without the correction u - u_i that it was sent."""
+    """Return a site's u_i after a round, float64: its update y_i - x minus the correction u - u_i that it was sent."""
     return {n: way.double() - result.sent.tensors[CONTROL + n].double() for n, way in result.update.tensors.items()}
 
 

@@ -1,8 +1,8 @@
 """The interface of an algorithm: its server half, its client half and its traits, in one class.
 
 A strategy holds hyperparameters only (a frozen dataclass). State lives in `ServerState` (the server's checkpoint) and in the
-site's own tensors. The defaults are federated averaging of the tensors that `role` calls SHARED. An algorithm's file overrides
-what its paper does otherwise.
+site's own tensors. The defaults are federated averaging of the tensors with the role SHARED. An algorithm's file overrides the
+methods in which its paper differs.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,16 +26,17 @@ class Role(StrEnum):
 
     SHARED = "shared"  # trained and uploaded
     LOCAL = "local"  # trained, never leaves the site
-    FROZEN = "frozen"  # neither in this phase
+    FROZEN = "frozen"  # neither trained nor uploaded in this phase
 
 
 @dataclass(frozen=True)
 class ServerState:
-    """Everything the server needs to go on: `shared` as the federation has it now, `initial` as every site starts.
+    """Everything that the server needs to continue a run, as stored in its checkpoint.
 
-    For strategies that treat sites apart: `sites`, what the server keeps of each; `matrices` by name, rows and columns in the
-    sorted order of `sites`; `reported`, the round of each site's last result, and `weights`, that result's weight.
-    `optimizer`: what a server optimizer (momentum, Adam) remembers, by names of its own.
+    `shared`: the current values of the shared tensors. `initial`: the initial values of tensors that sites train for
+    themselves. For strategies that treat sites separately: `sites`, the tensors stored per site; `matrices` by name, often with
+    rows and columns in the sorted order of `sites`; `reported`, the round of each site's last result; `weights`, the weight of
+    that result. `optimizer`: the state of a server optimizer (momentum, Adam), under names that it chooses.
     """
 
     round: int
@@ -51,7 +52,7 @@ class ServerState:
 
 @dataclass(frozen=True)
 class SiteResult:
-    """One site's accepted result with its weight, for strategies that need sites' results one by one."""
+    """One site's accepted result, its weight and the payload it was sent, for strategies that need single sites' results."""
 
     update: Payload
     weight: int
@@ -59,85 +60,85 @@ class SiteResult:
     site: SiteInfo
 
     def trained(self) -> Tensors:
-        """Return the site's shared tensors after its training: what it was sent plus its update."""
+        """Return the site's shared tensors after training: the sent tensors plus the update."""
         return {name: self.sent.tensors[name] + change for name, change in self.update.tensors.items()}
 
 
 def shares(results: Mapping[str, SiteResult]) -> dict[str, float]:
-    """Return p_i, the results' weights over their sum."""
+    """Return p_i by site: each result's weight over the sum of weights."""
     return normalized({name: float(result.weight) for name, result in results.items()})
 
 
 def normalized(weights: Mapping[str, float]) -> dict[str, float]:
-    """Return weights over their sum."""
+    """Return the weights divided by their sum."""
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
 
 
 RoundResults: TypeAlias = Any
-"""A phase's results: their mean update (Tensors, float64), or with `Traits.needs` "sites" each site's (dict[str, SiteResult]).
+"""A phase's results: the mean update (Tensors, float64), or with `Traits.needs` "sites" all results (dict[str, SiteResult]).
 
-A strategy's own methods name which.
+A strategy's own methods annotate which of the two they take.
 """
 
 
 def next_phase(state: ServerState, phases: int) -> tuple[int, int]:
-    """Return (round, phase) after the state's."""
+    """Return the (round, phase) that follows the state's; `phases`: how many the state's round has."""
     return (state.round, state.phase + 1) if state.phase + 1 < phases else (state.round + 1, 0)
 
 
 class Strategy:
-    """Base of every algorithm. Methods never change their inputs; all randomness comes from seeds in settings or payload."""
+    """Base of every algorithm. Methods never change their inputs. All randomness comes from seeds in fields or payloads."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: ClassVar[str]
 
     @property
     def traits(self) -> Traits:
-        """What the algorithm can do and needs, with its settings. A class may set it as a plain attribute."""
+        """The capabilities and needs of the algorithm with its settings. A class may define it as a plain attribute."""
         return Traits()
 
     def role(self, name: str, round: int, phase: int) -> Role:
-        """Return what happens to the adapter tensor `name` in this phase. Raises ConfigError for a tensor it cannot place."""
+        """Return the role of the adapter tensor `name` in this phase. Raises ConfigError for a tensor without one."""
         raise ConfigError(f"strategy {self.name!r}: it has no role(); return SHARED, LOCAL or FROZEN for each tensor")
 
     def names(self, tensors: Mapping[str, Tensor], role: Role, round: int, phase: int) -> list[str]:
-        """Return the names that have `role` in this phase, in order."""
+        """Return the names of the tensors that have `role` in this phase, in order."""
         return [name for name in tensors if self.role(name, round, phase) is role]
 
     # server half ------------------------------------------------------------------------------------------------------
 
     def start(self, initial: Tensors, weights: Tensors, scaling: float) -> Tensors:
-        """Return the tensors that all sites start from; called where `Traits.needs_base_weights`.
+        """Return the tensors that all sites start from. Called if `Traits.needs_base_weights`.
 
         `initial`: the usual start. `weights`: the adapted layers' base weights (out, in). `scaling`: alpha / rank.
         """
         return initial
 
     def initialize(self, initial: Tensors) -> ServerState:
-        """Return the state before round 0; `initial` holds every adapter tensor as all sites start from it.
+        """Return the state before round 0. `initial`: every adapter tensor with the value that all sites start from.
 
-        A change of the base that stays at its site is not sent: every site knows that it starts at 0.
+        Local changes of the base are left out, because every site starts them at 0.
         """
         schedule = self.traits.role_schedule()
         shared = {n: t for n, t in initial.items() if any(self.role(n, *place) is Role.SHARED for place in schedule)}
         return ServerState(0, 0, shared, {n: t for n, t in initial.items() if n not in shared and not is_base(n)})
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
-        """Return what `site` receives: the shared tensors, and once also the start of those it will keep for itself."""
+        """Return what `site` receives: the shared tensors and, before it has joined, the initial values of all others."""
         first = {} if site.joined else state.initial
         return Payload(state.round, state.phase, {**state.shared, **first})
 
     def final(self, state: ServerState, site: SiteInfo) -> Payload:
-        """Return what `site` receives after the last round, to evaluate and keep."""
+        """Return what `site` receives after the last round, to evaluate and save."""
         return self.payload(state, site)
 
     def download_numbers(self, sent: Payload, site: SiteInfo) -> int:
-        """Return how many numbers a site downloads in a round, once there is an update."""
+        """Return how many numbers a site downloads per round, after the first update. `sent`: a payload to count."""
         return sum(tensor.numel() for tensor in sent.tensors.values())
 
     def diagnostics(self, state: ServerState, results: RoundResults) -> dict[str, float]:
-        """Return numbers about a phase's results worth a curve, given the state before they are aggregated."""
+        """Return numbers about a phase's results to log and plot; `state`: the state before they are aggregated."""
         return {}
 
     def aggregate(self, state: ServerState, results: RoundResults) -> ServerState:
@@ -150,7 +151,7 @@ class Strategy:
     # client half ------------------------------------------------------------------------------------------------------
 
     def receive(self, own: Tensors, payload: Payload) -> Tensors:
-        """Return the model that a payload makes of the site's own tensors; it is evaluated, and training starts from it."""
+        """Return the model's tensors from the site's own tensors and a payload, for evaluation and as the start of training."""
         return {**own, **payload.tensors}
 
     def local_update(self, trainer: Trainer, payload: Payload) -> Payload:
@@ -164,16 +165,16 @@ class Strategy:
 
 
 def scaling_of(strategy: Strategy, payload: Payload) -> float:
-    """Return what multiplies the adapter's alpha / rank in the forward pass while this payload is in the model."""
+    """Return the factor on the adapter's alpha / rank in the forward pass while this payload is in the model."""
     return payload.scalars.get("scaling", 1.0) if strategy.traits.scales_adapter else 1.0
 
 
 def trained_names(strategy: Strategy, names: Iterable[str], round: int, phase: int) -> list[str]:
-    """Return the names that local training changes in this phase: those with another role than FROZEN that are not measured."""
+    """Return the names of the tensors that local training changes in this phase: not FROZEN and not in `Traits.measured`."""
     fixed = strategy.traits.measured
     return [name for name in names if name not in fixed and strategy.role(name, round, phase) is not Role.FROZEN]
 
 
 def label_of(strategy: Strategy) -> str:
-    """Return what a comparison calls the strategy: its name, and the setting in which it differs most."""
+    """Return the strategy's label in comparisons: its name and, for some, its most important setting."""
     return strategy.traits.label or strategy.name

@@ -1,4 +1,4 @@
-"""What the client half of an algorithm works with: the site's trainer, as far as an algorithm may use it."""
+"""The interface of the site's trainer that the client half of an algorithm uses."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from consilium.core.messages import Payload, Tensors
 
 @dataclass(frozen=True)
 class LocalStep:
-    """One optimizer step of `Trainer.fit`, as its penalty sees it.
+    """The argument of a penalty at one optimizer step of `Trainer.fit`.
 
-    `params`: the live adapter tensors. `anchors`: their values when `fit` began, detached. `scalars`: those of the payload.
-    `memory`: empty when `fit` begins; it belongs to the penalty.
+    `params`: the live adapter tensors. `anchors`: their detached values from the start of `fit`. `scalars`: the scalars of the
+    payload. `memory`: a dict that the penalty may use from step to step; empty when `fit` begins.
     """
 
     params: Mapping[str, Tensor]
@@ -24,27 +24,27 @@ class LocalStep:
 
 
 Penalty = Callable[[LocalStep], Tensor | None]
-"""Returns a scalar that is added to the loss of a step, or None."""
+"""A function that returns a scalar to add to the loss of a step, or None."""
 FeaturePenalty = Callable[[Tensor], Tensor | None]
-"""Returns a scalar that is added to a batch's loss, given the mean (C,) of its features with its graph; or None."""
+"""A function of a batch's mean of features (C,), with gradient, that returns a scalar to add to the batch's loss, or None."""
 
 
 class GradientProbe(Protocol):
-    """Reads losses and gradients of a random part of the training data, batch after batch; `batches` of them are one pass."""
+    """Reads losses and gradients on a random part of the training data, batch by batch. One pass has `batches` batches."""
 
     batches: int
 
     def __call__(self, values: Tensors, names: Collection[str]) -> tuple[float, Tensors]:
-        """Return the loss on the next batch of the model with `values`, and its gradients of `names`, on the CPU."""
+        """Return the loss of the model with `values` on the next batch, and the gradients for `names`, on the CPU."""
         ...
 
 
 class Trainer(Protocol):
-    """A site's model and training data during one phase. It counts and limits what reads records, as `Traits` declares.
+    """A site's model and training data during one phase. Calls that read records are counted and limited as `Traits` declares.
 
     `own`: the site's tensors after its last training, {} before its first. `start`: the tensors as `Strategy.receive` returned
-    them, in the model's order; they are in the model. `memory`: tensors that the site keeps for the algorithm from round to
-    round, {} at first; change it in place. `closing`: whether this is the fit after the last round.
+    them, in the model's order; the model holds them when the phase begins. `memory`: tensors that the site stores for the
+    algorithm from round to round, {} at first; change it in place. `closing`: whether this is the fit after the last round.
     """
 
     own: Tensors
@@ -63,13 +63,14 @@ class Trainer(Protocol):
     ) -> None:
         """Train the tensors `names` for the job's steps; by default all of `start` that have a role other than FROZEN.
 
-        `share`: of a local adapter in the forward pass. `penalty`, `feature_penalty`: terms of the loss; the second needs the
-        part FEATURE_SHIFT. `correction`: a change by name that is added to tensors over the steps, beside the optimizer's.
+        `share`: the weight of a local adapter in the forward pass. `penalty`, `feature_penalty`: terms of the loss; the second
+        needs the part FEATURE_SHIFT. `correction`: changes by tensor name; each step adds an equal part beside the optimizer's
+        step.
         """
         ...
 
     def probe(self) -> GradientProbe:
-        """Return a reader of losses and gradients of `Traits.probe_fraction` of the training data."""
+        """Return a reader of losses and gradients on `Traits.probe_fraction` of the training data."""
         ...
 
     def values(self) -> Tensors:
@@ -81,5 +82,5 @@ class Trainer(Protocol):
         ...
 
     def update(self, since: Mapping[str, Tensor] | None = None) -> Payload:
-        """Return what leaves the site: by how much the SHARED tensors differ from `since`, by default from `start`."""
+        """Return the payload that leaves the site: the SHARED tensors minus those in `since`, by default minus `start`."""
         ...

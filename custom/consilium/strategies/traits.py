@@ -1,4 +1,4 @@
-"""What an algorithm states about itself, in one record. Checks, plans and estimates read it."""
+"""The capabilities and needs that an algorithm declares, in one record. Checks, privacy plans and estimates read it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Interpolation:
-    """The share of a local adapter in a site's personalized model: `most`, times each sample's similarity to the site's data.
+    """The weight of a local adapter in a site's personalized model: `most` times a sample's similarity to the site's data.
 
-    `examples`: how many training records a sample is compared with; with 0 the share is `most` for every sample. `as_in_code`:
-    the share is 1 minus that, similarities may be negative, and a fit sends no gradient through the frozen adapter; see
-    strategies/feddpa.py.
+    `examples`: the number of training records with which a sample is compared; with 0 the weight is `most` for every sample.
+    `as_in_code`: the weight is 1 minus that product, similarities may be negative, and a fit sends no gradient through the
+    frozen adapter; see strategies/feddpa.py.
     """
 
     most: float
@@ -24,36 +24,36 @@ class Traits:
     """The capabilities and needs of one algorithm with its settings. The defaults are those of federated averaging.
 
     Server:
-    - `needs`: what the server must see. "sums": weighted sums, so noise, masks or encryption may hide the sites. "sites": every
-      site's result.
+    - `needs`: what the server must see. "sums": weighted sums, so noise, masks or encryption may hide single results. "sites":
+      each site's result.
     - `phases`: how many exchanges each round has; the tuple repeats. `warm_up`: rounds whose roles differ from later ones.
-    - `pools_data`: all data lie in one place (the centralized reference).
+    - `pools_data`: the data of all sites are pooled (the centralized reference).
     - `needs_base_weights`: `Strategy.start` reads the base's weights.
-    - `elementwise`: it averages each tensor by itself, so also DoRA's lengths of rows.
-    - `fixed_basis`: a tensor's numbers mean the same in every round, so an optimizer may remember them.
+    - `elementwise`: each tensor is averaged separately, so the algorithm can also average DoRA's row lengths.
+    - `fixed_basis`: the basis of a tensor is the same in every round, so an optimizer may keep its moments.
     - `paired_factors`: clipping and noise act on a product B A, with the other factor as it was sent; see privacy/mechanism.py.
-    - `measured`: tensors that are shared and counted, not trained.
-    - `site_matrices`: `ServerState.matrices` are sites x sites and worth a picture every round.
+    - `measured`: tensors that are shared but measured instead of trained.
+    - `site_matrices`: `ServerState.matrices` are sites x sites and are drawn in every round.
 
     Adapter:
-    - `parts`: what it adds to the model beside the job's adapter; see adapters/parts.py.
-    - `ranks_differ`: ranks differ by site and layer, which takes the dual-rank adapter. `one_rank`: it may also run at one rank
-      everywhere, on plain LoRA. `sends_frozen_ranks`: sites receive frozen ranks beside those they train.
+    - `parts`: modules added to the model beside the job's adapter; see adapters/parts.py.
+    - `ranks_differ`: ranks differ by site and layer, which needs the adapter kind dual_rank. `one_rank`: the algorithm can also
+      run at one rank everywhere, on plain LoRA. `sends_frozen_ranks`: sites receive frozen ranks beside those they train.
     - `scales_adapter`: a payload's scalar "scaling" multiplies the adapter's alpha / rank.
     - `skips_blocks`: a site runs without the blocks of the base whose tensors it was not sent.
 
     Client:
-    - `fits`: how often `local_update` calls `fit` in a phase. DP-SGD charges so many, and a trainer refuses more.
-    - `fits_only`: an own `local_update` reads records through plain `fit` alone, which DP-SGD covers. Without it record- and
-      patient-level privacy refuse an own `local_update`; with it the trainer refuses everything else that reads records.
-    - `refuses_records`: why record- and patient-level privacy do not cover it (field, value, remedy), "" where they do.
-    - `probe_fraction`: the share of the training data that gradients are read of before training; see `Trainer.probe`.
+    - `fits`: how often `local_update` calls `fit` in a phase. DP-SGD charges this many; the trainer refuses more.
+    - `fits_only`: an overridden `local_update` reads records only through plain `fit`, which DP-SGD covers. Without this trait
+      record- and patient-level privacy refuse such an algorithm. With it the trainer refuses all other reading of records.
+    - `refuses_records`: why record- and patient-level privacy do not cover the algorithm (field, value, remedy); "" if they do.
+    - `probe_fraction`: the share of the training data on which `Trainer.probe` reads gradients.
     - `interpolation`: how the personalized model weighs a local adapter. `fits_after_last_round`: `local_update` runs once more
-      at the end, for the personalized model; nothing of it leaves the site.
+      after the last round, for the personalized model; its result stays at the site.
     - `upload_scalars`: names of the scalars that a site uploads beside its tensors.
 
-    Presentation: `label` in comparisons, by default the name; `warnings` before a run, a line each; `variants`: the settings
-    that a comparison of costs shows.
+    Presentation: `label`: the name in comparisons, by default the strategy's; `warnings`: lines printed before a run;
+    `variants`: the settings for which `consilium cost` shows a row each.
     """
 
     needs: Literal["sums", "sites"] = "sums"
@@ -84,10 +84,10 @@ class Traits:
     variants: tuple[Mapping[str, Any], ...] = ({},)
 
     def phases_of(self, round: int) -> int:
-        """Return how many exchanges a round has."""
+        """Return the number of phases (exchanges) in a round."""
         return self.phases[round % len(self.phases)]
 
     def role_schedule(self, first: int = 0, rounds: int | None = None) -> list[tuple[int, int]]:
-        """Return (round, phase) of `rounds` rounds from `first` on; by default those of the warm-up and of one period."""
+        """Return all (round, phase) of `rounds` rounds from `first` on; by default those of the warm-up and one period."""
         last = first + rounds if rounds is not None else self.warm_up + len(self.phases)
         return [(round, phase) for round in range(first, last) for phase in range(self.phases_of(round))]

@@ -1,1 +1,1 @@
-"""What FedHera and its peers share: ranks that differ by site and layer."""
+"""Code shared by FedHera and other algorithms with ranks that differ by site and layer."""

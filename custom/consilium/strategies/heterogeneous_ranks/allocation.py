@@ -1,7 +1,8 @@
-"""FedHera's two water-fillings and its gate: how many ranks of a layer a site receives and trains, how much tail it uses.
+"""FedHera's two water-fillings and its gate.
 
-Costs and budgets are compared as exact integers (every float is a fraction with a power of two below), so that no rounding
-ever lets an allocation exceed its budget. Ties go to the lower layer index.
+The water-fillings give the ranks of each layer that a site receives and trains. The gate multiplies the site's frozen ranks
+(its tail). Costs and budgets are compared as exact integers (every float is an integer over a power of two), so rounding never
+lets an allocation exceed its budget. Ties go to the lower layer index.
 """
 
 import math
@@ -15,20 +16,20 @@ from consilium.core.errors import ConfigError
 from consilium.core.lazy import Tensor, torch
 
 EPSILON = 1e-12
-"""The least share of a budget that counts as left (Algorithm 2, line 4)."""
+"""The smallest remaining share of a budget that is used in Algorithm 2, line 4."""
 NOTHING = 1e-30
-"""The energy of a rank that has none: it comes after all that have (Eq. 4's epsilon, and the uniform start)."""
+"""The energy given to a rank without energy, so that it comes after all others (epsilon of Eq. 4, and the uniform start)."""
 
 Energies = Sequence[Sequence[float]]
-"""Per layer the energies of its ranks 1, 2, ..., not increasing; their number is the layer's cap R_l."""
+"""For each layer the energies of its ranks 1, 2, ..., in non-increasing order. Their number is the layer's cap R_l."""
 
 
 def energies(values: Tensor, total: float, cost: float = 1.0) -> list[float]:
-    """Return E_k = sigma_k^2 / (total + eps) (Eq. 4) of singular values (r,), `total` = ||W||_F^2.
+    """Return E_k = sigma_k^2 / (total + eps) (Eq. 4) for singular values (r,); `total` = ||W||_F^2.
 
-    Ranks without energy (all, while W = 0) count as uniform, far below any real one: `cost` (a rank's, as a share of the
-    dearest layer's) times a hair less at each rank, so that layers take them in turn at the same rank. With
-    exact ties, which go to the lower index, the first layers would take all; without the cost, the cheapest would.
+    Ranks without energy (all ranks while W = 0) get nearly uniform energies far below any real one: NOTHING times `cost` (the
+    layer's cost per rank over that of the most expensive layer), slightly less at each further rank. So layers get such ranks
+    in turn. Exact ties would give all of them to the first layers; without the cost, the cheapest layers would get all.
     """
     found = values.double().square() / total if total > 0 else torch.zeros(len(values), dtype=torch.float64)
     blank = NOTHING * cost * (1 - 1e-9 * torch.arange(len(values), dtype=torch.float64))
@@ -36,15 +37,15 @@ def energies(values: Tensor, total: float, cost: float = 1.0) -> list[float]:
 
 
 def download_costs(shapes: Sequence[tuple[int, int]], bytes_each: int) -> list[int]:
-    """Return bytes per rank of layers (out, in): Eq. 6."""
+    """Return the bytes per rank of layers with shapes (out, in) (Eq. 6)."""
     return [(out + into) * bytes_each for out, into in shapes]
 
 
 def download_ranks(energies: Energies, costs: Sequence[float], budget: float, literal: bool = False) -> list[int]:
     """Return r_tot per layer (Algorithm 1): greedy on E_{l, r+1} / c_l until `budget` (same unit as `costs`) is spent.
 
-    A layer that no longer fits is skipped and cheaper ones go on; `literal` stops there, as printed. Raises ConfigError for a
-    cost that is not positive or a budget below 0.
+    A layer that no longer fits is skipped, and cheaper layers may still get ranks. With `literal` the allocation stops there,
+    as printed. Raises ConfigError for a cost that is not positive or a budget below 0.
     """
     _check(energies, [costs], [budget])
     (whole,), (left,) = _exact([costs], [budget])
@@ -69,9 +70,9 @@ def download_ranks(energies: Energies, costs: Sequence[float], budget: float, li
 
 @dataclass(frozen=True)
 class Training:
-    """What one more trained rank costs per layer, and what the site has: seconds and bytes, or any other two units.
+    """The time and memory cost of one more trained rank for each layer, and the site's budgets, in any two units.
 
-    `memory_budget` is what is left of the site's memory beside the model (M_i - M_static); math.inf is no limit.
+    `memory_budget` is the site's memory minus that of the model (M_i - M_static); math.inf means no limit.
     """
 
     time: Sequence[float]
@@ -81,12 +82,12 @@ class Training:
 
 
 def train_ranks(energies: Energies, caps: Sequence[int], site: Training, literal: bool = False) -> list[int]:
-    """Return r_train <= caps (r_tot) per layer (Algorithm 2): greedy on E / (alpha c_time + beta c_mem), both costs fitting.
+    """Return r_train <= caps (r_tot) per layer (Algorithm 2): greedy on E / (alpha c_time + beta c_mem) while both costs fit.
 
-    alpha and beta grow as the time and the memory that are left shrink, at each step. Costs enter as shares of their budgets,
-    so that the answer does not depend on units; `literal` takes them as they are, as printed, where bytes drown seconds.
-    Layers with the same costs share one heap, so that a step looks at one candidate per pair of costs. Raises ConfigError for
-    a cost that is not positive or a budget below 0.
+    At each step alpha and beta grow as the remaining time and memory shrink. Costs are divided by their budgets, so the result
+    does not depend on units. `literal` uses the costs undivided, as printed, where bytes dominate seconds. Layers with the same
+    costs share one heap, so a step compares one candidate per pair of costs. Raises ConfigError for a cost that is not positive
+    or a budget below 0.
     """
     budgets = [site.time_budget, site.memory_budget]
     _check(energies, [site.time, site.memory], budgets)
@@ -110,9 +111,10 @@ def train_ranks(energies: Energies, caps: Sequence[int], site: Training, literal
 
 
 def random_ranks(caps: Sequence[int], costs: Sequence[Sequence[float]], budgets: Sequence[float], seed: int) -> list[int]:
-    """Return ranks <= caps per layer, each one more for a layer drawn from those that still fit all `budgets` (Table 12).
+    """Return random ranks <= caps per layer (Table 12).
 
-    The draw is over layers with equal chances, as in the authors' code. Raises as `train_ranks`.
+    Each step gives one rank to a layer drawn from those that still fit all `budgets`. All layers have equal odds, as in the
+    authors' code. Raises ConfigError for a cost that is not positive or a budget below 0.
     """
     _check([[]] * len(caps), costs, budgets)
     (whole, left), ranks, draw = _exact(costs, budgets), [0] * len(caps), random.Random(seed)
@@ -129,7 +131,7 @@ def _fits(whole: list[list[int]], left: list[float], layer: int) -> bool:
 
 
 def _groups(energies: Energies, caps: Sequence[int], whole: list[list[int]]) -> dict[tuple[int, int], list]:
-    """Return heaps of (-E of the next rank, layer) by pair of costs, of layers that may train."""
+    """Return heaps of (-E of the next rank, layer) for the layers that may train, grouped by their pair of costs."""
     groups: dict[tuple[int, int], list] = {}
     for layer, (row, cap) in enumerate(zip(energies, caps, strict=True)):
         if min(cap, len(row)) > 0:
@@ -140,7 +142,7 @@ def _groups(energies: Energies, caps: Sequence[int], whole: list[list[int]]) -> 
 
 
 def _take(heap: list, ranks: list[int], layer: int, row: Sequence[float], cap: int) -> None:
-    """Give the first layer of `heap` one more rank."""
+    """Give `layer`, the first of `heap`, one more rank in `ranks`, and update the heap."""
     ranks[layer] += 1
     if ranks[layer] < min(cap, len(row)):
         heapreplace(heap, (-row[ranks[layer]], layer))
@@ -149,14 +151,14 @@ def _take(heap: list, ranks: list[int], layer: int, row: Sequence[float], cap: i
 
 
 def _weights(left: list[float], first: list[float]) -> tuple[float, float]:
-    """Return (alpha, beta): Algorithm 2, lines 4 and 5. A budget without limit counts as untouched."""
+    """Return (alpha, beta) of Algorithm 2, lines 4 and 5. An infinite budget counts as untouched."""
     shares = [1.0 if math.isinf(have) else have / had if had else 0.0 for have, had in zip(left, first, strict=True)]
     scarce = [1 / max(share, EPSILON) for share in shares]
     return scarce[0] / sum(scarce), scarce[1] / sum(scarce)
 
 
 def _exact(costs: Sequence[Sequence[float]], budgets: Sequence[float]) -> tuple[list[list[int]], list[float]]:
-    """Return costs and budgets as whole numbers of a unit small enough for all of a kind; an infinite budget stays as it is."""
+    """Return costs and budgets as integers. Each row of costs and its budget share one unit; an infinite budget is kept."""
     whole, left = [], []
     for row, budget in zip(costs, budgets, strict=True):
         finite = [*row, *([] if math.isinf(budget) else [budget])]
@@ -183,11 +185,12 @@ def gate(
     decay: float = 0.9,
     tau: float = 2.0,
 ) -> float:
-    """Return lambda in [0, 1), how much of its frozen tail a site uses in the round after `completed` rounds (t); 0 at first.
+    """Return the gate lambda in [0, 1) that multiplies a site's frozen tail after `completed` rounds (t); 0 for t = 0.
 
-    `score`: the site's last alignment s_i in [-1, 1], None before its first report (counts as 0); `age`: rounds since that
-    report (t - t_i; 0 if it took part in the last round). `paper` (Eq. 12) is 1 - exp(-(t / tau)(1 + s) decay^age), tau = 2: a
-    stale site loses its tail. `neutral` is 1 - exp(-(t / tau)(1 + s decay^age)): a stale site goes back to s = 0.
+    `score`: the site's last alignment s_i in [-1, 1], None before its first report (counts as 0). `age`: rounds since that
+    report (t - t_i; 0 if the site took part in the last round). `paper` (Eq. 12) is 1 - exp(-(t / tau)(1 + s) decay^age), tau =
+    2: a stale site loses its tail. `neutral` is 1 - exp(-(t / tau)(1 + s decay^age)): a stale site returns to the gate of s =
+    0.
     """
     aligned = 0.0 if score is None else min(1.0, max(-1.0, score))
     fresh = 1.0 if score is None else decay**age

@@ -1,8 +1,9 @@
-"""A server that keeps every layer's global update exactly and decomposes it once a round: FedHera's and its peers'.
+"""Base class of FedHera and similar algorithms: the server keeps each layer's exact global update W, with one SVD per round.
 
-In `ServerState.shared`: `<layer>.left` (out, k) and `<layer>.right` (k, in), or `<layer>.dense` (out, in), of W / s, see
-lowrank.py; a head as it is. In `matrices`: `<layer>.u`, `.values`, `.v` and `.energy`, the first singular triplets and
-||W / s||_F^2. In `initial`: the factors all sites start from, whose rows of A fill directions that have no update yet.
+ServerState.shared holds W / s as `<layer>.left` (out, k) and `<layer>.right` (k, in), or as `<layer>.dense` (out, in), see
+lowrank.py, and a head unchanged. ServerState.matrices holds `<layer>.u`, `.values` and `.v`, the first singular triplets, and
+`.energy`, ||W / s||_F^2 and its error. ServerState.initial holds the factors that all sites start from. Their rows of A fill
+directions without an update.
 """
 
 from collections.abc import Mapping
@@ -22,23 +23,23 @@ from consilium.strategies.strategy import ServerState, SiteResult, next_phase, s
 
 @dataclass(frozen=True)
 class ExactServer(UnequalRanks):
-    """Base of algorithms that merge products; `merge_layer` says what the sites' training does to a layer's update.
+    """Base of algorithms that merge products. `merge_layer` computes a layer's next global update.
 
-    `device`: where the server decomposes, a GPU such as cuda:0 for large layers; by default its CPU's threads, a layer each.
+    `device`: where the server computes SVDs, a GPU such as cuda:0 for large layers; by default CPU threads, one per layer.
     """
 
     decomposes: ClassVar[bool] = True
-    """Whether sites are sent truncations; an algorithm that truncates nothing spares the server the decomposition."""
+    """Whether the server computes the SVD. An algorithm that sends no truncations does not need it."""
 
     device: Annotated[str, Field(pattern=r"^cuda(:\d+)?$")] | None = None
 
     @property
     def merges_tails(self) -> bool:
-        """Whether `merge_layer` sees sites' whole products, frozen tails with them."""
+        """Whether `merge_layer` receives the sites' whole products, with frozen tails."""
         return False
 
     def merge_layer(self, update: Update, layer: list[Change]) -> Update:
-        """Return a layer's next global update from its last and the sites' training of it."""
+        """Return a layer's next global update, given its current `update` and each site's change of the layer."""
         raise NotImplementedError
 
     def share(self, state: ServerState, uploads: Mapping[str, SiteResult]) -> dict[str, float]:
@@ -48,7 +49,7 @@ class ExactServer(UnequalRanks):
     def sites_after(
         self, state: ServerState, uploads: Mapping[str, SiteResult], updates: Mapping[str, Update]
     ) -> dict[str, Tensors]:
-        """Return what the server remembers of each site after this round, which leaves the global `updates`, by layer."""
+        """Return the tensors that the server stores per site after this round. `updates`: the new global updates by layer."""
         return state.sites
 
     def initialize(self, initial: Tensors) -> ServerState:
@@ -60,7 +61,7 @@ class ExactServer(UnequalRanks):
         return self._decomposed(state, zero)
 
     def payload(self, state: ServerState, site: SiteInfo) -> Payload:
-        """Return the global update truncated to what the site can download, all of it to train."""
+        """Return the global update truncated to the site's download ranks; the site trains all of it."""
         ranks = self.download_ranks(state, site)
         tensors = dict(non_lora_tensors(state.shared))
         for layer, found in stored_spectra(state).items():
@@ -68,16 +69,16 @@ class ExactServer(UnequalRanks):
         return Payload(state.round, state.phase, tensors)
 
     def final(self, state: ServerState, site: SiteInfo) -> Payload:
-        """Return the same after the last round: no part of it is a tail then."""
+        """Return the truncated global update after the last round, without a frozen tail."""
         return ExactServer.payload(self, state, site)
 
     def download_ranks(self, state: ServerState, site: SiteInfo) -> dict[str, int]:
-        """Return the ranks by layer that a site receives: in algorithms with one rank a site, those it trains."""
+        """Return the ranks that a site receives, by layer. Here these are the ranks that the site trains."""
         rank = self.train_rank(site)
         return {layer: min(rank, len(found.values)) for layer, found in stored_spectra(state).items()}
 
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
-        """Return the next state: every layer merged and decomposed, a head averaged."""
+        """Return the next state: each layer is merged and decomposed, and a head is averaged."""
         share, updates = self.share(state, results), global_updates(state)
         for layer in updates:
             updates[layer] = self.merge_layer(updates[layer], changes(results, share, layer, self.merges_tails))
@@ -87,7 +88,7 @@ class ExactServer(UnequalRanks):
         return self._decomposed(replace(after, sites=self.sites_after(state, results, updates)), updates)
 
     def _decomposed(self, state: ServerState, updates: Mapping[str, Update]) -> ServerState:
-        """Return the state with these updates of W / s and their spectra."""
+        """Return the state with `updates` as W / s, and with their SVDs."""
         top = max(len(tensor) for name, tensor in state.initial.items() if name.endswith(".lora_A"))
         shared, matrices = dict(state.shared), dict[str, Tensor]()
         for layer, update in updates.items():
@@ -100,7 +101,7 @@ class ExactServer(UnequalRanks):
         return replace(state, shared=shared, matrices=matrices)
 
     def diagnostics(self, state: ServerState, results: dict[str, SiteResult]) -> dict[str, float]:
-        """Add the energy that sites' downloads retain of the global update, per layer."""
+        """Return the diagnostics of UnequalRanks, and per layer the mean share of W's energy that sites' downloads retain."""
         found = super().diagnostics(state, results)
         for layer, one in stored_spectra(state).items():
             if one.energy > 0:
@@ -114,12 +115,12 @@ def _sent_rank(tensors: Tensors, layer: str) -> int:
 
 
 def truncated_factors(state: ServerState, layer: str, found: Spectrum, rank: int) -> Product:
-    """Return (B, A) of W / s truncated to `rank`; directions without an update start from the common rows of A."""
+    """Return W / s truncated to `rank` as (B, A). A direction without an update gets the common initial row of A and B = 0."""
     return lowrank.refactor(found, rank, 1.0, state.initial[f"{layer}.lora_A"])
 
 
 def global_updates(state: ServerState) -> dict[str, Update]:
-    """Return W / s of every layer as the state keeps it."""
+    """Return W / s of every layer from the state, low-rank or dense as stored."""
     kept = {}
     for layer, (out, into) in shapes(state.initial).items():
         if (dense := state.shared.get(f"{layer}.dense")) is not None:
@@ -130,7 +131,7 @@ def global_updates(state: ServerState) -> dict[str, Update]:
 
 
 def stored_spectra(state: ServerState) -> dict[str, Spectrum]:
-    """Return the decompositions of every layer's W / s, as deep as any site's adapter may be."""
+    """Return the SVD of every layer's W / s, truncated to the largest rank of any site's adapter."""
     return {layer: _spectrum(state.matrices, layer) for layer in shapes(state.initial)}
 
 
@@ -140,16 +141,17 @@ def _spectrum(kept: Mapping[str, Tensor], layer: str) -> Spectrum:
 
 
 # oracle ----------------------------------------------------------------------------------------------------------------
-# The oracle that drift is measured against: the whole global update, all of its ranks to train (FedHera, Section 6.1).
+# Drift is measured against an oracle: a site that trains all ranks of the whole global update (FedHera, Section 6.1).
 #
-# The paper trains "a high-rank adapter (r = 1024)" and does not say from where; ours starts from the whole update that the
-# server has, which is what a site without limits would be sent.
+# The paper trains "a high-rank adapter (r = 1024)" and does not say where it starts. Ours starts from the server's whole
+# update, which a site without limits would receive.
 
 
 def whole_update(strategy: UnequalRanks, state: ServerState, rows: Mapping[str, Tensor]) -> Tensors:
-    """Return the server's update as factors, all of them to train, and a head as it is.
+    """Return the server's whole update as factors to train, and a head unchanged.
 
-    `rows` by layer (rank, in): the oracle's rank, and where a direction without an update starts.
+    `rows`: by layer a matrix (rank, in). It gives the oracle's rank, and the initial rows of A for directions without an
+    update.
     """
     tensors = dict(non_lora_tensors(state.shared))
     updates = global_updates(state) if isinstance(strategy, ExactServer) else {}

@@ -1,4 +1,4 @@
-"""Adapter tensors by layer: products of factors, what is a tail, what is averaged."""
+"""Functions on the adapter tensors of one layer: trained factors, frozen tails, changes from uploads, averages of the rest."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,10 @@ from consilium.strategies.strategy import ServerState, SiteResult
 
 
 def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """Return (out, in) by layer, in the order of the model's depth, which is the order of the numbers in their names."""
+    """Return the shapes (out, in) of the LoRA layers in `tensors`, by layer, in order of depth.
+
+    Layer names are sorted part by part, with numbers compared as numbers.
+    """
     layers = sorted((name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")), key=_depth)
     return {layer: (len(tensors[f"{layer}.lora_B"]), tensors[f"{layer}.lora_A"].shape[1]) for layer in layers}
 
@@ -20,17 +23,20 @@ def _depth(layer: str) -> list[tuple[bool, int, str]]:
 
 
 def non_lora_tensors(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Return what is not a factor, tail or gate: a classifier's head and what trains of the base, which are averaged."""
+    """Return the tensors that are averaged like any others: a classifier's head and trained parts of the base.
+
+    Factors, tails and gates are left out.
+    """
     return {name: tensor for name, tensor in tensors.items() if is_head(name) or is_base(name)}
 
 
 def pair(layer: str, product: Product) -> Tensors:
-    """Return a product (B, A) as the layer's trained factors."""
+    """Return a product (B, A) as the tensors of the layer's trained factors."""
     return {f"{layer}.lora_A": product[1], f"{layer}.lora_B": product[0]}
 
 
 def prefix_and_tail(layer: str, product: Product, rank: int, gate: float) -> Tensors:
-    """Return a product's first `rank` ranks as trained factors, the rest as the frozen tail."""
+    """Return the first `rank` ranks of a product (B, A) as trained factors, and the others as the frozen tail with `gate`."""
     b, a = product
     tensors = pair(layer, (b[:, :rank], a[:rank]))
     if a.shape[0] > rank:
@@ -39,7 +45,7 @@ def prefix_and_tail(layer: str, product: Product, rank: int, gate: float) -> Ten
 
 
 def expanded(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Return tensors as an adapter takes them: a tail that came as one matrix (out, in) becomes a pair with an identity."""
+    """Return `tensors` with every tail as two factors: a tail sent as one matrix (out, in) is paired with an identity."""
     found = {name: tensor for name, tensor in tensors.items() if not name.endswith(f".{WHOLE}")}
     for name in sorted(tensors.keys() - found.keys()):
         layer, whole = name.removesuffix(f".{WHOLE}"), tensors[name]
@@ -50,7 +56,7 @@ def expanded(tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def whole_numbers(tensors: Mapping[str, Tensor]) -> int:
-    """Return how many numbers the trained factors and a head have, with a tail as large as each layer's weights."""
+    """Return the count of numbers in trained factors and a head, plus a tail as large as each layer's weights."""
     trained = sum(t.numel() for n, t in tensors.items() if not is_frozen_part(n))
     return trained + sum(out * into for out, into in shapes(tensors).values())
 
@@ -61,9 +67,10 @@ def factors(tensors: Mapping[str, Tensor], layer: str) -> Product:
 
 
 def changes(uploads: Mapping[str, SiteResult], share: Mapping[str, float], layer: str, tails: bool = False) -> list[Change]:
-    """Return every site's training of one layer, in the order of names; of rank 0 where a site did not train it.
+    """Return the change of one layer at every site: its weight, and its factors before and after training.
 
-    With `tails` the factors go on with the frozen ranks, without the gate: the site's whole product.
+    Sites are in the order of names. A site that did not train the layer has rank 0. With `tails` the frozen ranks are appended
+    to both factors, without the gate, which gives the site's whole product.
     """
     found = []
     for name, upload in sorted(uploads.items()):
@@ -83,7 +90,10 @@ def _with_tail(upload: SiteResult, layer: str, product: Product) -> Product:
 
 
 def mean_others(state: ServerState, uploads: Mapping[str, SiteResult], share: Mapping[str, float]) -> Tensors:
-    """Return the head plus the weighted mean of its updates, summed in float64 by name."""
+    """Return the non-LoRA tensors (a head, trained parts of the base) plus the weighted mean of their updates.
+
+    The sum is in float64, over the sites in the order of names.
+    """
     moved = {n: t.double() for n, t in non_lora_tensors(state.shared).items()}
     for name, upload in sorted(uploads.items()):
         moved = {n: t + share[name] * upload.update.tensors[n].double() for n, t in moved.items()}

@@ -1,9 +1,10 @@
-"""Sites with unequal ranks: what each can carry (tiers or its own word), and what all algorithms for them share.
+"""Base class of algorithms for sites with unequal ranks, their tiers, and the diagnostics of drift.
 
-A layer's adapter is `<layer>.lora_A` (r, in) and `<layer>.lora_B` (out, r), trained and uploaded, and, where the algorithm has
-one, a frozen tail `tail_A` (k, in), `tail_B` (out, k) with its `gate` (1,). Ranks differ by site and layer, so the server needs
-every site's result and what that site was sent. Global updates are kept divided by the job's scaling s, one constant at all
-ranks: the site's forward pass multiplies by it, and nothing else depends on it.
+A site's ranks come from its tier, or from `capacity` in its site.yaml. A layer's adapter is `<layer>.lora_A` (r, in) and
+`<layer>.lora_B` (out, r), which are trained and uploaded. An algorithm may add frozen ranks, a tail: `tail_A` (k, in), `tail_B`
+(out, k) and `gate` (1,). Ranks differ by site and layer, so the server needs every site's result and the payload that it was
+sent. Global updates are stored divided by the job's scaling s, a constant for all ranks. Only the site's forward pass
+multiplies by s.
 """
 
 import random
@@ -26,11 +27,11 @@ from consilium.strategies.strategy import Role, RoundResults, ServerState, SiteR
 from consilium.strategies.traits import Traits
 
 # drift -----------------------------------------------------------------------------------------------------------------
-# How far sites move apart, and how much of an adapter only takes part in the forward pass.
+# How far the sites' updates diverge, and which share of an adapter is in the forward pass but does not train.
 
 
 def moves(upload: SiteResult) -> list[Product]:
-    """Return B A - B0 A0 of every layer of one site."""
+    """Return B A - B0 A0 of every layer of one site, as products (left, right)."""
     found = []
     for layer in shapes(upload.sent.tensors):
         (b0, a0), (db, da) = factors(upload.sent.tensors, layer), factors(upload.update.tensors, layer)
@@ -39,9 +40,9 @@ def moves(upload: SiteResult) -> list[Product]:
 
 
 def cross_drift(sites: Sequence[Sequence[Product]]) -> float:
-    """Return the mean over pairs of 1 - cos of the sites' whole updates (FedHera, Eq. 29); 0 for a single site.
+    """Return the mean of 1 - cos over all pairs of sites' whole updates (FedHera, Eq. 29); 0 for a single site.
 
-    A site that did not move points nowhere: its cosine with all others is 0.
+    A site without any change has cosine 0 with all others.
     """
     total = lowrank.summed([lowrank.gram(layer) for layer in zip(*sites, strict=True)])
     norms = total.diagonal().clamp(min=0).sqrt()
@@ -51,10 +52,10 @@ def cross_drift(sites: Sequence[Sequence[Product]]) -> float:
 
 
 def oracle_drift(site: Sequence[Product], oracle: Sequence[Product]) -> tuple[float, float]:
-    """Return ||W - W*||_F and that over ||W*||_F (FedHera, Eq. 14 and 15) of a site's `moves` against an oracle's, by layer.
+    """Return (||W - W*||_F, the same over ||W*||_F) (FedHera, Eq. 14 and 15) for a site's `moves` W and an oracle's W*.
 
-    The oracle is the same site, trained at a high rank from the whole global update on the same batches. Where the oracle did
-    not move, the second is 0 for a site that did not either, infinite for one that did.
+    The oracle is the same site, trained at a high rank from the whole global update on the same batches. If the oracle did not
+    move, the second value is 0 for a site that did not move either, and infinite for one that did.
     """
     total = lowrank.summed([lowrank.gram(both) for both in zip(site, oracle, strict=True)])
     apart = max(0.0, float(total[0, 0] + total[1, 1] - 2 * total[0, 1])) ** 0.5
@@ -63,9 +64,9 @@ def oracle_drift(site: Sequence[Product], oracle: Sequence[Product]) -> tuple[fl
 
 
 def information_gain(sent: Payload) -> float:
-    """Return adapter numbers in the forward pass over those that train (FedHera, Appendix F.7); 1 without tails.
+    """Return the count of adapter numbers in the forward pass over the count that trains (FedHera, Appendix F.7).
 
-    0 where nothing trains, which has no ratio.
+    Without tails it is 1. If no number trains, return 0.
     """
     numbers = {name: tensor.numel() for name, tensor in sent.tensors.items() if not name.endswith(f".{GATE}")}
     tail = sum(count for name, count in numbers.items() if name.rpartition(".")[2] in (*TAIL, WHOLE))
@@ -80,7 +81,7 @@ TierName = Annotated[str, Field(min_length=1, max_length=64)]
 
 @dataclass(frozen=True)
 class Tier:
-    """Ranks per layer, on average, that a class of sites can train and download."""
+    """The average ranks per layer that a class of sites can train and download."""
 
     train: Annotated[float, Field(le=1e6)]
     download: Annotated[float, Field(le=1e6)]
@@ -90,7 +91,7 @@ PROFILES: dict[str, dict[str, float]] = {
     "uniform": {"low": 1 / 3, "medium": 1 / 3, "high": 1 / 3},
     "skewed": {"low": 0.3, "medium": 0.5, "high": 0.2},
 }
-"""How likely a site that says nothing of itself is of each tier (FedHera, Table 4)."""
+"""The probability of each tier for a site without `capacity` in its site.yaml (FedHera, Table 4)."""
 
 
 def _paper_tiers() -> dict[str, Tier]:
@@ -102,21 +103,21 @@ class UnequalRanks(Strategy):
     """Base of algorithms whose ranks differ by site."""
 
     least_train: ClassVar[float | None] = None
-    """0 where a tier may train nothing; None: every tier trains some rank."""
+    """0: a tier may train no rank. None: every tier must train some rank."""
 
     tiers: Annotated[
         dict[TierName, Tier],
         Field(
             max_length=64,
-            description="ranks per layer, on average, that each class of sites trains and downloads; by default 4 and 32 "
+            description="average ranks per layer that each class of sites trains and downloads; by default 4 and 32 "
             "(low), 8 and 48 (medium), 16 and 64 (high)",
         ),
     ] = field(default_factory=_paper_tiers)
     profile: Annotated[
         Literal["uniform", "skewed"] | Annotated[dict[TierName, Share], Field(min_length=1, max_length=64)],
-        Field(description="how likely a site that says nothing is of each tier"),
+        Field(description="the probability of each tier for a site without `capacity` in its site.yaml"),
     ] = "uniform"
-    seed: Annotated[Seed, Field(description="`seed` fixes which tier a site that says nothing belongs to")] = 0
+    seed: Annotated[Seed, Field(description="fixes which tier is drawn for a site without `capacity`")] = 0
 
     @property
     def traits(self) -> Traits:
@@ -140,42 +141,42 @@ class UnequalRanks(Strategy):
         return PROFILES[self.profile] if isinstance(self.profile, str) else self.profile
 
     def role(self, name: str, round: int, phase: int) -> Role:
-        """Return FROZEN for tails and gates, SHARED for factors and a head. Raises ConfigError for another adapter."""
+        """Return FROZEN for tails and gates, SHARED for factors and a head. Raises ConfigError for other kinds of adapter."""
         if is_frozen_part(name):
             return Role.FROZEN
         lora_factor(name, self.name)
         return Role.SHARED
 
     def at_rank(self, rank: int) -> "UnequalRanks":
-        """Return it with one tier, which trains and downloads `rank`. Raises ConfigError where the job has tiers."""
+        """Return the strategy with one tier, which trains and downloads `rank`. Raises ConfigError if the job sets tiers."""
         if self.tiers != _paper_tiers() or self.profile != "uniform":
             what = "are for sites of unequal ranks, and adapter.kind 'lora' has one"
             raise ConfigError(f"strategy.tiers, strategy.profile: {what}; remove them, or use dual_rank")
         return replace(self, tiers={"all": Tier(rank, rank)}, profile={"all": 1.0})
 
     def profile_tiers(self) -> dict[str, tuple[Tier, float]]:
-        """Return the tiers that the profile names, each with its share of the sites."""
+        """Return the tiers that the profile names, each with its probability."""
         return {name: (self.tiers[name], share) for name, share in self._shares().items()}
 
     def tier(self, name: str) -> Tier:
-        """Return the tier of a site that says nothing of itself, drawn by the profile."""
+        """Return the tier drawn from the profile for a site without `capacity`."""
         shares = self._shares()
         draw = random.Random(seed_for(self.seed, "tier", name))
         return self.tiers[draw.choices(list(shares), list(shares.values()))[0]]
 
     def affordable_ranks(self, site: SiteInfo) -> dict[str, float]:
-        """Return ranks per layer on average that the site can afford in `download`, `time` and `memory`."""
+        """Return the average ranks per layer that the site's limits allow, by limit: `download`, `time` and `memory`."""
         tier = self.tier(site.name)
         return {"download": tier.download, "time": tier.train, "memory": tier.train} | dict(site.capacity)
 
     def train_rank(self, site: SiteInfo) -> int:
-        """Return the one rank, at least 1, that an algorithm with equal ranks in all layers trains and sends."""
+        """Return the rank, at least 1, that the site trains if an algorithm uses equal ranks in all layers."""
         return max(1, int(min(self.affordable_ranks(site).values())))
 
     # server half ------------------------------------------------------------------------------------------------------
 
     def diagnostics(self, state: ServerState, results: RoundResults) -> dict[str, float]:
-        """Return cross-client drift (Eq. 29), information gain ratio and memory saturation, means over the round's sites."""
+        """Return cross-client drift (Eq. 29), and the mean information gain and memory saturation of the round's sites."""
         return {
             "drift/cross": cross_drift([moves(upload) for upload in results.values()]),
             "ranks/information_gain": _mean([gain for upload in results.values() if (gain := information_gain(upload.sent))]),
@@ -183,7 +184,7 @@ class UnequalRanks(Strategy):
         }
 
     def _saturation(self, upload: SiteResult) -> float:
-        """Return trained numbers over what the site's memory budget allows."""
+        """Return the count of trained numbers over the count that the site's memory budget allows."""
         dims = shapes(upload.sent.tensors)
         budget = self.affordable_ranks(upload.site)["memory"] * sum(map(sum, dims.values()))
         used = sum(len(upload.sent.tensors[f"{layer}.lora_A"]) * sum(dims[layer]) for layer in dims)
@@ -192,12 +193,12 @@ class UnequalRanks(Strategy):
     # client half ------------------------------------------------------------------------------------------------------
 
     def receive(self, own: Tensors, payload: Payload) -> Tensors:
-        """Return what the server sent: a site keeps nothing from round to round."""
+        """Return the payload's tensors. A site stores nothing between rounds."""
         return dict(payload.tensors)
 
 
 def at_one_rank(strategy: Strategy, rank: int) -> Strategy:
-    """Return the strategy for an adapter of one rank at all sites. Raises ConfigError where that is impossible."""
+    """Return the strategy for an adapter with the same rank at all sites. Raises ConfigError if the job sets tiers."""
     return strategy.at_rank(rank) if isinstance(strategy, UnequalRanks) else strategy
 
 
