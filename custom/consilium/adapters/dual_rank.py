@@ -25,7 +25,7 @@ from consilium.models.registry import ModelKind, TargetSet
 
 
 class Products(torch.autograd.Function):
-    """Compute x down' diag(weights) up, with gradients only for x and the prefix: lora_A and lora_B, which begin down and up."""
+    """Compute x down' diag(weights) up, with gradients only for x and the prefix: lora_A, lora_B, which begin down and up."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, lora_A: Tensor, lora_B: Tensor, down: Tensor, up: Tensor, weights: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ class LoraConfig(AdapterConfig):
 
     @property
     def plain_alpha(self) -> float:
-        """The alpha for which plain LoRA's alpha / rank equals this scaling. Exported folders use it, so any PEFT can read them."""
+        """The alpha for which plain LoRA's alpha / rank equals this scaling. Exported folders use it for PEFT."""
         return self.product_scaling * self.rank
 
     def keep_apart(self) -> None:

@@ -232,7 +232,7 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def shared_weight(model: nn.Module, adapted: Iterable[str]) -> tuple[str, str] | None:
-    """Return the first of the `adapted` layers that shares a parameter with another module, and that module's name; else None."""
+    """Return the first of the `adapted` layers that shares a parameter with another module, and that module; else None."""
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):

@@ -1,1 +1,1 @@
-"""What a job costs before it runs: FLOPs, memory, communication."""
+"""Estimates of a job's FLOPs, memory and communication before it runs."""

@@ -1,4 +1,4 @@
-"""What a job costs on the wire and in trainable parameters, for its strategy and every other on the same model."""
+"""Communication and trainable parameters of a job, for its own strategy and all others on the same model."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +19,10 @@ _NUMBERS = ("trainable", "up", "down", "bytes_up", "bytes_down", "start")
 
 @dataclass(frozen=True)
 class Cost:
-    """Parameters and bytes of one round at one site that has joined; `start` counts what it receives once, on joining."""
+    """Counts of parameters and bytes per round at one site that has joined.
+
+    `start`: the parameters that the site receives once, when it joins.
+    """
 
     strategy: str
     trainable: int
@@ -40,9 +43,9 @@ class Cost:
 
 
 def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
-    """Return the cost of a round, summed over its phases and averaged over the strategy's period, from round 1 on.
+    """Return the cost per round, summed over phases and averaged over the strategy's period, from round 1 on.
 
-    What grows by the round (the tails of flora and frlora) counts at its widest, which is each layer's size.
+    The tails of flora and frlora grow from round to round. They count with their largest size, that of each layer.
     """
     start = strategy.initialize(initial)
     first = max(1, strategy.traits.warm_up)
@@ -53,7 +56,7 @@ def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
     site = SiteInfo("site", 1, joined=True)
     down = sum(strategy.download_numbers(one, site) for one in sent)
     joining = strategy.payload(start, SiteInfo("site", 1, joined=False)).tensors
-    kept = down - sum(_count(one.tensors.values()) for one in sent)  # of what is not there yet: float32
+    kept = down - sum(_count(one.tensors.values()) for one in sent)  # numbers that later rounds add, float32
     down_bytes = sum(payload_bytes(one.tensors) for one in sent) + 4 * kept
     sizes = [round(size / len(strategy.traits.phases)) for size in (_count(up), down, _bytes(up), down_bytes)]
     numbers = [_count(initial[n] for n in trained), *sizes, _count(joining.values())]
@@ -61,11 +64,12 @@ def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
 
 
 def whole_run(job: Job, own: Cost, sites: int) -> dict[str, float]:
-    """Return what the job's own strategy trains and sends, in bytes and over all rounds.
+    """Return the bytes that the job's own strategy trains and sends over all rounds.
 
-    "trained": the numbers of one site. "run_site": one site's up and down, its start included; "run": of all `sites`, each
-    taking part in every round. FedSCA's Table 3 counts otherwise, "one_way": all that a site trains, one way, once a round, its
-    decoder included, whatever travels of it; and "one_way_each", that over the number of adapters (0 for LoRA).
+    "trained": the trained tensors of one site. "run_site": one site's uploads and downloads, with its start. "run": the same for
+    all `sites`, if each takes part in every round. FedSCA's Table 3 counts differently: "one_way" is all trained tensors of a
+    site, decoder included, sent one way once per round, whether they are sent or not; "one_way_each" is that divided by the
+    number of bottlenecks, by 1 if there are none.
     """
     rounds, trained = job.config.training.rounds, 4 * own.trainable
     once = moved(job, own, rounds, 1)
@@ -74,7 +78,7 @@ def whole_run(job: Job, own: Cost, sites: int) -> dict[str, float]:
 
 
 def what_masks_hide(config: JobConfig) -> str:
-    """Return what the masks of a job hide, and for how long; "" where it has none."""
+    """Return a sentence on what secure aggregation's masks protect in this job; "" for a job without masks."""
     if config.secure_aggregation is None:
         return ""
     if config.sums_without_noise:
@@ -86,9 +90,9 @@ def what_masks_hide(config: JobConfig) -> str:
 
 
 def moved(job: Job, own: Cost, parts: int, sites: int) -> int:
-    """Return the bytes up and down of `sites` that take part so many times, all together.
+    """Return the bytes up and down of all `sites` together, for `parts` participations in a round in total.
 
-    What a site receives first, on joining, comes in the place of its first download and not beside it.
+    The first download of a site, when it joins, replaces that round's usual download.
     """
     start = job.strategy.initialize(job.initial)
     sent = [job.strategy.payload(start, SiteInfo("site", 1, joined)).tensors for joined in (False, True)]
@@ -96,7 +100,10 @@ def moved(job: Job, own: Cost, parts: int, sites: int) -> int:
 
 
 def adapters(job: Job) -> dict[str, float] | None:
-    """Return K, the parameters of one bottleneck adapter, how many travel, and the bytes this saves; None for LoRA."""
+    """Return the number of bottlenecks, the parameters of one, the number exchanged and the ratio of the two numbers.
+
+    Return None for an adapter without bottlenecks.
+    """
     total = bottleneck_count(job.initial)
     if not total:
         return None
@@ -106,10 +113,10 @@ def adapters(job: Job) -> dict[str, float] | None:
 
 
 def compare(job: Job) -> list[Cost]:
-    """Return the job's own cost first, then every other strategy's in its variants.
+    """Return the costs of the job's own strategy, then of all other strategies with each of their `Traits.variants`.
 
-    A strategy that cannot place one of the job's tensors (fediat on a model without encoder and decoder) is left out, and so is
-    one that asks for other parts beside the adapter: the job's model has no place for them.
+    A strategy is left out if it has no role for one of the job's tensors (fediat on a model without encoder and decoder), or if
+    it needs parts beside the adapter that the job's model does not have.
     """
     own, adapter = job.strategy, job.config.adapter
     if isinstance(own, UnequalRanks) and job.config.adapter_kind.unequal_ranks:
@@ -125,7 +132,7 @@ def compare(job: Job) -> list[Cost]:
 
 
 def own_cost(job: Job) -> Cost:
-    """Return the cost of the job's own strategy; of unequal ranks, the mean over its tiers."""
+    """Return the cost of the job's own strategy; with unequal ranks, the mean over its tiers."""
     own = job.strategy
     if isinstance(own, UnequalRanks) and job.config.adapter_kind.unequal_ranks:
         return next(one for one in compare_unequal(own, job.initial) if one.strategy == f"{own.name} mean")
@@ -148,7 +155,7 @@ def compare_unequal(own: UnequalRanks, initial: Tensors) -> list[Cost]:
 
 
 def tier_cost(strategy: UnequalRanks, initial: Tensors, tier: Tier, label: str) -> Cost:
-    """Return the cost of a round of a site of this tier; stacks that grow by the round (flora) at their widest."""
+    """Return the cost per round of a site of this tier. Stacks that grow (flora) count with their largest size."""
     site = SiteInfo("site", 1, True, {"time": tier.train, "memory": tier.train, "download": tier.download})
     sent = strategy.payload(strategy.initialize(initial), site)
     up = _count(sent.tensors[n] for n in strategy.names(sent.tensors, Role.SHARED, 0, 0))

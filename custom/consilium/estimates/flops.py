@@ -1,7 +1,7 @@
-"""What a job computes: FLOPs of a step and of a whole run, counted on a model that is only laid out (meta device).
+"""The FLOPs of a step and of a whole run, counted on a model on the meta device.
 
-A product of matrices counts two FLOPs a pair, forward and back, as PyTorch's own counter does; what is done element by element
-counts nothing. Hours are those over a stated throughput: an estimate, not a measurement.
+Matrix products count two FLOPs per multiply-add, forward and backward, as in PyTorch's counter. Elementwise operations are not
+counted. Hours are FLOPs divided by a stated throughput: an estimate, not a measurement.
 """
 
 import math
@@ -22,12 +22,12 @@ from consilium.strategies.strategy import trained_names
 from consilium.tasks.segmentation import prompts_of
 
 WRITTEN = frozenset({"label", "exact", "generation"})
-"""Evaluations of texts that write answers beside the loss: each token once more, if earlier ones are remembered."""
+"""Evaluations of texts that generate answers beside the loss. With a cache that costs each token once more."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """How many sites there are, and how many samples all of them together have in each split."""
+    """The number of sites, and the number of samples in each split over all sites together."""
 
     sites: int
     training: int
@@ -37,20 +37,20 @@ class Samples:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of one sample: `training` forward and back, of a phase's first pass; `scoring` forward only."""
+    """FLOPs per sample. `training`: forward and backward of one fit of the first phase. `scoring`: forward only."""
 
     training: int
     scoring: int
 
 
 def work_of(job: Job) -> Work:
-    """Return what a sample costs. Raises ConfigError for a model that cannot be laid out."""
+    """Return the FLOPs per sample. Raises ConfigError for a model that cannot be built on the meta device."""
     config = job.config
     with torch.device("meta"):
         model = laid_out(config)
         given = _sample(config)
         scoring = _count(lambda: _answer(model, given))
-        # Let the tensors require gradients that one fit trains. A local adapter has a fit of its own, as large as its twin's.
+        # Only the tensors that one fit trains require gradients. A local adapter has its own fit, which costs the same.
         model.train()
         place = (max(1, job.strategy.traits.warm_up), 0)
         trained = {name for name in trained_names(job.strategy, job.initial, *place) if not is_local(name)}
@@ -62,13 +62,13 @@ def work_of(job: Job) -> Work:
 
 
 def step_flops(job: Job, work: Work) -> int:
-    """Return the FLOPs of an optimizer step at a site: of all its batches."""
+    """Return the FLOPs of one optimizer step at a site, over all accumulated batches."""
     training = job.config.training
     return work.training * training.batch_size * training.accumulate
 
 
 def run_flops(job: Job, work: Work, samples: Samples) -> float:
-    """Return the FLOPs of a whole run: local training of all sites and rounds, validation, the closing evaluation."""
+    """Return the FLOPs of a whole run: local training over all sites and rounds, validation and the final evaluation."""
     training, strategy, sites = job.config.training, job.strategy, 1 if job.strategy.traits.pools_data else samples.sites
     federation = job.config.federation
     asked = min(sites, max(federation.min_sites, math.ceil(federation.fraction_train * sites)))
@@ -85,13 +85,13 @@ def run_flops(job: Job, work: Work, samples: Samples) -> float:
 
 
 def own_samples(config: JobConfig, sites: int) -> Samples | None:
-    """Return the samples of a job that brings its data along; None for others."""
+    """Return the samples of a job with generated data (`data.phantoms`); None for other jobs."""
     made = config.data.phantoms
     return None if made is None else Samples(sites, *(n * sites for n in (made.training, made.validation, made.test)))
 
 
 def _scored(job: Job, samples: Samples, sites: int, asked: int) -> float:
-    """Return how many samples are scored in a run, as often as they are."""
+    """Return the number of scored samples in a run; a sample counts each time that it is scored."""
     config, validation = job.config, samples.validation / sites
     rounds = sum(config.training.validates(r, stage) for r in range(config.training.rounds) for stage in Stage)
     held = math.ceil(config.federation.fraction_evaluate * (sites - asked)) * config.training.rounds
@@ -104,7 +104,7 @@ def _score(job: Job, work: Work) -> int:
 
 
 def _sample(config: JobConfig) -> dict[str, Tensor]:
-    """Return one sample as the model takes it, of the job's size: tokens to the last, a picture, its prompts."""
+    """Return the model's inputs for one sample of full size: `max_length` tokens, or a picture with its prompts."""
     if length := getattr(config.model, "max_length", 0):
         ids = torch.zeros(1, length, dtype=torch.long)
         if config.task.outputs:
@@ -112,7 +112,7 @@ def _sample(config: JobConfig) -> dict[str, Tensor]:
         return {
             "input_ids": ids,
             "attention_mask": torch.zeros(1, 1, length, length),
-        }  # of two dimensions it would be looked at
+        }  # transformers would read the values of a mask with two dimensions
     side = config.model.image_side
     found = {"image": torch.zeros(1, 3, side, side)}
     if kind := prompts_of(config.task):
@@ -122,7 +122,7 @@ def _sample(config: JobConfig) -> dict[str, Tensor]:
 
 def _answer(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
     if "input_ids" in given:
-        read = getattr(model, "read", dict)  # of a model that also sees: its pictures are not counted
+        read = getattr(model, "read", dict)  # a vision-language model's pictures are not counted
         return model(**read(**given), use_cache=False).logits
     return model(*given.values())
 

@@ -1,7 +1,7 @@
-"""How much memory a site's training step takes, counted before anybody has weights or a GPU.
+"""Estimate of the memory of a site's training step, without weights or a GPU.
 
-The step runs on fake tensors: every operation is done but its numbers, so what is alive at each moment is known. Attention is
-PyTorch's fused one, as on a GPU; what the kernels of a GPU take for themselves, and the 0.5 GiB or so of CUDA, are not in it.
+The step runs on fake tensors: all operations run without computing numbers, so the bytes alive at each moment are known.
+Attention is PyTorch's fused kernel, as on a GPU. Workspaces of GPU kernels and CUDA's own 0.5 GiB or so are not counted.
 """
 
 import weakref
@@ -29,11 +29,11 @@ from consilium.tasks.registry import TASKS
 from consilium.training.sharding import spared
 
 # memory tracker --------------------------------------------------------------------------------------------------------
-# The bytes of tensors that are alive while a model computes, fake ones or real.
+# The bytes of tensors, fake or real, that are alive while a model computes.
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of the storages that are alive, those of `known` left out, and the most there were."""
+    """Counts the bytes of live storages, now and at the peak. The storages `known` are not counted."""
 
     def __init__(self, known: Set[int]) -> None:
         super().__init__()
@@ -61,46 +61,46 @@ class Live(TorchDispatchMode):
 
 
 # quantized sizes -------------------------------------------------------------------------------------------------------
-# Layers as large as quantized ones, for counting memory where neither weights nor bitsandbytes are.
+# Layers with the size of quantized ones, for counting memory without weights or bitsandbytes.
 #
-# NF4 takes half a byte a number and four for every 64, int8 one and four a row. Both make the whole weight of one layer anew,
-# in the type that is computed in, forward and back; nothing of it is kept.
+# NF4 takes half a byte per number and 4 bytes per 64 numbers; int8 takes 1 byte per number and 4 bytes per row. Both restore a
+# layer's whole weight in the computing type for each forward and backward pass, and free it afterwards.
 
 
 class _Unpacked(torch.autograd.Function):
-    """x W' + b with a W that is made where it is needed."""
+    """Compute x W' + b with a W that is allocated in the forward and again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-        """Return (..., out) of x (..., in)."""
+        """Return (..., out) for x (..., in) and W of `shape` (out, in)."""
         ctx.shape = shape
         return F.linear(x, x.new_empty(shape), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return the gradient of x."""
+        """Return the gradient for x."""
         return gradients[0] @ gradients[0].new_empty(ctx.shape), None, None
 
 
 class Packed(nn.Linear):
-    """A linear layer of which `weight` are the bytes."""
+    """A linear layer whose `weight` has the bytes of a quantized one."""
 
     W_q = None
-    """By which PEFT's DoRA knows that it must ask for the whole weight."""
+    """PEFT's DoRA sees by this attribute that it must call `dequantize` for the whole weight."""
 
     def dequantize(self) -> Tensor:
-        """Return a whole weight (out, in), float32."""
+        """Return an uninitialized whole weight (out, in), float32."""
         return self.weight.new_empty((self.out_features, self.in_features), dtype=torch.float32)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply the layer to input (..., in); return (..., out). Raises ConfigError, see computing."""
+        """Return (..., out) for input (..., in). Raises ConfigError for a type that `computing` refuses."""
         x = input.to(computing(input))
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return _Unpacked.apply(x, (self.out_features, self.in_features), bias)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def pack(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> None:
-    """Put such layers, of "nf4" or "int8", in the place of those that `store` would quantize."""
+    """Replace the layers that `store` would quantize by layers with the size of `dtype`, "nf4" or "int8"."""
     replace(model, trained, dtype, _pack)
 
 
@@ -114,19 +114,23 @@ def _pack(layer: nn.Linear, dtype: str) -> None:
 # memory ----------------------------------------------------------------------------------------------------------------
 
 MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0}
-"""Numbers that an optimizer keeps for each that trains; sgd keeps one with momentum."""
+"""The numbers that an optimizer stores per trained number. SGD with momentum stores one."""
 REMEDIES: Mapping[str, dict[str, Any]] = {
     "model.dtype=bf16": {"model": {"dtype": "bf16"}, "training": {"precision": "bf16"}},
     "training.gradient_checkpointing=true": {"training": {"gradient_checkpointing": True}},
 }
-"""What takes less memory with equal results, or (bf16) nearly so, by how it is set."""
+"""Settings that need less memory with equal results, or nearly equal ones (bf16); the key is how a user sets them."""
 LAST = {"model.dtype=nf4": {"model": {"dtype": "nf4"}, "training": {"precision": "bf16"}}}
-"""What takes least, and changes the base: when batches are of one sample."""
+"""The setting that needs least memory but changes the base. It is tried last, after batches of one sample."""
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes: of the frozen base, of what trains with its gradients and the optimizer's moments, of the rest at the peak."""
+    """The bytes of a step at its peak.
+
+    `base`: the frozen base. `trained`: the trained tensors, their gradients and the optimizer's moments. `activations`: the
+    rest.
+    """
 
     base: int
     trained: int
@@ -134,15 +138,15 @@ class StepMemory:
 
     @property
     def peak(self) -> int:
-        """The most that is held at once."""
+        """The largest number of bytes in use at once."""
         return self.base + self.trained + self.activations
 
 
 def memory_of(job: Job, devices: int = 1, sharded: bool = False, gpu: bool = True) -> StepMemory:
-    """Return what a step of the job's first round takes at a site whose samples all have full size, on a GPU or a CPU.
+    """Return the memory of a step in the job's first round, with samples of full size, on a GPU or (`gpu` false) a CPU.
 
-    It is that of the first of the site's `devices`, which share a batch; `sharded`: and the base. Raises ConfigError for a
-    task that cannot be rehearsed, or a model that cannot be without numbers.
+    It is the memory on the first of the site's `devices`, which split each batch; with `sharded` they also split the base.
+    Raises ConfigError for a task without `rehearse`, or a model that cannot be built on the meta device.
     """
     config = job.config
     task = TASKS[config.task.name]
@@ -168,7 +172,7 @@ def memory_of(job: Job, devices: int = 1, sharded: bool = False, gpu: bool = Tru
 
 
 def _materialize(model: nn.Module) -> None:
-    """Put fake tensors on the CPU in the place of those that are only laid out; what modules share stays shared."""
+    """Replace the model's meta tensors by fake tensors on the CPU. Tensors that modules share stay shared."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -182,33 +186,34 @@ def _fake(tensor: Tensor) -> Tensor:
 
 
 def lower(config: JobConfig, gpu: bool) -> bool:
-    """Tell whether a step computes in bf16: see training/device.py; steps of DP-SGD never do."""
+    """Return whether a step computes in bf16, see training/device.py. Steps of DP-SGD never do."""
     return config.dpsgd is None and (config.training.precision == "bf16" or (config.training.precision == "auto" and gpu))
 
 
 def _training_bytes(config: JobConfig, own: int) -> int:
-    """Return the bytes of what trains and of its moments; at record level also of each sample's gradient."""
+    """Return the bytes of `own` trained numbers and their moments; with DP-SGD also of each sample's gradient."""
     moments = 1 if config.training.optimizer == "sgd" and config.training.momentum else MOMENTS[config.training.optimizer]
     each = config.training.batch_size if config.dpsgd else 0
     return 4 * own * (1 + moments + each)
 
 
 def _stepping(config: JobConfig, own: int) -> int:
-    """Return the bytes of what an optimizer makes while it steps."""
+    """Return the bytes of the temporary tensors of an optimizer step over `own` trained numbers."""
     return 4 * own if MOMENTS[config.training.optimizer] else 0
 
 
 def remedies(config: JobConfig, sharded: bool = False) -> Iterator[tuple[str, JobConfig]]:
-    """Yield what would take less memory, by how it is set, one after the other on top of those before.
+    """Yield (settings, changed job) for jobs that need less memory; each adds one setting to the ones before.
 
-    Batches of 1 come last but for nf4, which alone changes what the base says, and which a `sharded` base cannot be.
+    The order is that of REMEDIES, then smaller batches, then nf4, the only setting that changes the base's output. A `sharded`
+    base cannot be nf4.
     """
     raw, said = config.model_dump(mode="json"), dict[str, str]()
     for change in (*REMEDIES.values(), *_smaller_batches(raw["training"]), *({} if sharded else LAST).values()):
         changed = raw | {section: raw[section] | fields for section, fields in change.items()}
         if changed == raw or (_width(changed) > _width(raw)):
             continue
-        with suppress(ValidationError, ConfigError):  # what this job cannot have, such as bf16 under record-level privacy
+        with suppress(ValidationError, ConfigError):  # settings that this job refuses, such as bf16 under record-level privacy
             found = _possible(JobConfig.model_validate(changed), raw)
             said |= {f"{s}.{f}": str(v).lower() for s, fields in change.items() for f, v in fields.items() if raw[s][f] != v}
             raw = changed
@@ -216,7 +221,7 @@ def remedies(config: JobConfig, sharded: bool = False) -> Iterator[tuple[str, Jo
 
 
 def _possible(config: JobConfig, before: dict[str, Any]) -> JobConfig:
-    """Return a job changed from `before`. Raises ConfigError where its model cannot be kept or checkpointed so."""
+    """Return `config`, changed from `before`. Raises ConfigError if its model cannot have the new dtype or checkpointing."""
     kept, checkpointed = before["model"]["dtype"], before["training"]["gradient_checkpointing"]
     if (config.model.dtype, config.training.gradient_checkpointing) != (kept, checkpointed):
         assemble_job(config)
@@ -224,12 +229,12 @@ def _possible(config: JobConfig, before: dict[str, Any]) -> JobConfig:
 
 
 def _width(raw: dict[str, Any]) -> int:
-    """Return the bits of a number of the base."""
+    """Return the bits per number of the base."""
     return {"fp32": 32, "bf16": 16, "int8": 8, "nf4": 4}[raw["model"]["dtype"]]
 
 
 def _smaller_batches(training: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield batches of half the size as often as that goes, each step with as many samples as before."""
+    """Yield settings with the batch size halved again and again; `accumulate` keeps the samples per step."""
     batch, accumulate = training["batch_size"], training["accumulate"]
     while batch > 1 and batch % 2 == 0:
         batch, accumulate = batch // 2, accumulate * 2

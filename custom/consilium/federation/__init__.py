@@ -1,1 +1,1 @@
-"""One run of a federation: the server's side, the sites' side, and the engine that runs both in one process."""
+"""Code that client and server share: the assembled job, run folders, saved models and model cards, version checks."""

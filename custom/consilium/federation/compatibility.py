@@ -1,15 +1,15 @@
-"""Which differences in version between server and site stop a site, are worth a warning, or pass.
+"""Decides by the versions of server and site whether the site is refused, or takes part with or without a warning.
 
-    what                                differs in            then
+    package                             difference            result
     protocol (messages.PROTOCOL)        the number            refused
     consilium, nvflare                  0.2 and 0.3           refused
     torch, transformers                 2.x and 3.x           refused
-    nvflare                             2.9.0 and 2.9.1       warned of
-    torch, transformers, peft, monai,   2.13 and 2.14         warned of
+    nvflare                             2.9.0 and 2.9.1       warning
+    torch, transformers, peft, monai,   2.13 and 2.14         warning
     opacus
-    all                                 what comes later      passes
+    all                                 later numbers         passes
 
-So patch releases may be mixed. Numbers of sites with different libraries are not equal to the last bit, which is the warning.
+So patch releases may be mixed. The warning says that numbers of sites with different libraries may differ in the last bits.
 """
 
 import re
@@ -30,7 +30,10 @@ _VERSION = re.compile(r"[0-9A-Za-z.+-]{1,40}")
 
 @dataclass(frozen=True)
 class Rule:
-    """How many leading numbers of a version must be equal: else refused (0: never refused), else warned of."""
+    """How many leading numbers of two versions must be equal.
+
+    If fewer than `refuse` are equal, the site is refused (0: never). If fewer than `warn` are equal, there is a warning.
+    """
 
     refuse: int
     warn: int
@@ -43,7 +46,7 @@ RULES = {
 
 
 class Verdict(IntEnum):
-    """What a difference leads to."""
+    """The result for a difference between two versions."""
 
     PASS = 0
     WARN = 1
@@ -51,7 +54,7 @@ class Verdict(IntEnum):
 
 
 def judge(package: str, told: str, wanted: str) -> Verdict:
-    """Return what a site's version of a package leads to, beside the server's or the pinned one."""
+    """Return the verdict for a site's version `told` of a package, given the server's or the pinned version `wanted`."""
     rule, one, other = RULES[package], _numbers(told), _numbers(wanted)
     if one[: rule.refuse] != other[: rule.refuse]:
         return Verdict.REFUSE
@@ -59,7 +62,7 @@ def judge(package: str, told: str, wanted: str) -> Verdict:
 
 
 def _numbers(text: str) -> list[int]:
-    """Return the leading numbers of a version, of 2.13.0+cpu 2, 13 and 0; at least three."""
+    """Return the leading numbers of a version, such as [2, 13, 0] for 2.13.0+cpu; at least three numbers."""
     found = re.match(r"\d+(\.\d+)*", text)
     numbers = [int(part) for part in found[0].split(".")[:4]] if found else [-1]
     return numbers + [0] * (3 - len(numbers))
@@ -72,24 +75,24 @@ def libraries() -> dict[str, str]:
 
 @cache
 def _installed() -> dict[str, str]:
-    """Look once a process: each time takes 20 ms, and a simulation's sites are hundreds."""
+    """Return the versions of `libraries`, looked up once per process: it takes 20 ms, and a simulation may have many sites."""
     found = {}
     for name in LIBRARIES:
         try:
             found[name] = version(name)
-        except PackageNotFoundError:  # carried in a job's app/custom
+        except PackageNotFoundError:  # not installed, but part of a job's app/custom
             continue
     return found
 
 
 def differences(told: Mapping[str, str], own: Mapping[str, str]) -> dict[str, Verdict]:
-    """Return, by package that both have, what its difference leads to, but for those that pass."""
+    """Return the verdict for each package in both `told` and `own` whose versions do not pass."""
     found = {name: judge(name, told[name], own[name]) for name in sorted(told.keys() & own.keys() & RULES.keys())}
     return {name: verdict for name, verdict in found.items() if verdict}
 
 
 def check_versions(hello: Hello) -> None:
-    """Raise RefusedError unless a site's versions may take part. Kinds are checked first: all of it comes from the site."""
+    """Raise RefusedError unless a site with these versions may take part. Types are checked too: the site sends all fields."""
     name, told = hello.name, hello.version if is_version(hello.version) else "of no known version"
     if type(hello.protocol) is not int or hello.protocol != PROTOCOL:
         speaks = hello.protocol if type(hello.protocol) is int and 0 <= hello.protocol < 10**6 else "none that is known"
@@ -108,7 +111,7 @@ def check_versions(hello: Hello) -> None:
 
 
 def warnings(hello: Hello) -> list[str]:
-    """Return a line for each library of an admitted site that differs enough to be told of."""
+    """Return a warning for each library of an accepted site whose version differs by more than a patch release."""
     own = libraries()
     differing = differences(hello.libraries, own)
     found = [f"{package} {hello.libraries[package]}, the server has {own[package]}" for package in differing]
@@ -116,10 +119,10 @@ def warnings(hello: Hello) -> list[str]:
 
 
 def is_version(told: Any) -> bool:
-    """Tell whether what a site says may be a version."""
+    """Return whether a value sent by a site may be a version."""
     return type(told) is str and _VERSION.fullmatch(told) is not None
 
 
 def are_libraries(told: Any) -> bool:
-    """Tell whether what a site says is a map from some of LIBRARIES to versions."""
+    """Return whether a value sent by a site is a map from some of LIBRARIES to versions."""
     return type(told) is dict and all(type(name) is str and name in LIBRARIES and is_version(v) for name, v in told.items())

@@ -1,6 +1,6 @@
-"""A run that a site or the server forgets: what it keeps is deleted, on record.
+"""Deletes a run's files at a site or the server, and records the deletion.
 
-At a site the record of what left and the ledger stay: budgets are for ever.
+At a site the audit log of sent updates and the privacy ledger are not deleted, because spent budgets must remain known.
 """
 
 import getpass
@@ -22,25 +22,25 @@ from consilium.report.run_log import LOCK
 
 KIND = "forgotten"
 KEPT = frozenset({FILE, OWNER})
-"""Of a run's folder: what left, and whose the name is, so that no other run takes it."""
+"""Files in a run's folder that are not deleted: the audit log, and the run's owner, so that no other run takes the name."""
 STAYS = "the record of what left (audit.jsonl) and the ledger's rows"
 AT_SERVER = "the run's name, with whose it is"
 RECEIVED = "what sites received and keep, and what people downloaded: ask them to delete it"
 _JOB = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-"""FLARE's job ids: what a record names as one becomes a folder's name here."""
+"""The format of FLARE's job ids. An id from a record becomes part of a path here, so it is checked."""
 
 
 def expired_runs(state: Path, days: int, now: float | None = None) -> list[str]:
-    """Return the runs in which nothing was written for so many days, and of which there is something to forget."""
+    """Return the runs in which no file was written for `days` days and which have files to delete."""
     runs = sorted(p for p in (state / RUNS).iterdir() if p.is_dir()) if (state / RUNS).is_dir() else []
     ends = (now or time.time()) - days * 86400
     return [one.name for one in runs if (files := list(_files(one))) and max(p.lstat().st_mtime for p in files) < ends]
 
 
 def forget(kit: Path, folder: Path, state: Path, reason: str) -> dict[str, Any]:
-    """Delete a run's files at a site, FLARE's copies of its jobs in the kit included, and put that on record in `state`.
+    """Delete a run's files at a site, with FLARE's copies of its jobs in the kit, and record it in the audit log of `state`.
 
-    Returns what was recorded. Raises ConfigError for a run that goes on.
+    Return the record. Raises ConfigError if one of the run's jobs is still running.
     """
     messages = [line for path in folder.rglob(FILE) for line in verified(path)["messages"]]
     jobs = sorted({job for one in messages if _JOB.fullmatch(job := str(one.get("flare_job", "")))})
@@ -52,9 +52,9 @@ def forget(kit: Path, folder: Path, state: Path, reason: str) -> dict[str, Any]:
 
 
 def forget_at_server(folder: Path, stored: Sequence[Path], state: Path, reason: str) -> dict[str, Any]:
-    """Delete a run's files at the server, `stored`, where FLARE keeps its jobs, included, and put that on record in `state`.
+    """Delete a run's files at the server and record it in the audit log of `state`.
 
-    Returns what was recorded. Raises ConfigError for a run that goes on.
+    `stored`: FLARE's folders of the run's jobs, which are deleted too. Return the record. Raises ConfigError for a running run.
     """
     jobs, lock = sorted(path.name for path in stored), file_lock(folder / LOCK, wait=False)
     try:
@@ -65,7 +65,7 @@ def forget_at_server(folder: Path, stored: Sequence[Path], state: Path, reason: 
 
 
 def _delete(folder: Path, flares: Sequence[Path], state: Path, said: dict[str, Any]) -> dict[str, Any]:
-    """Delete a run's files, with the files and folders that its jobs have elsewhere, and record it; empty folders go too."""
+    """Delete a run's files and emptied folders, and the paths `flares` of its jobs elsewhere; record and return it."""
     inside = [path for one in flares for path in (one, *(() if one.is_symlink() else one.rglob("*")))]
     others = [path for path in inside if path.is_symlink() or path.is_file()]
     files = [*_files(folder), *others]
@@ -84,7 +84,7 @@ def _delete(folder: Path, flares: Sequence[Path], state: Path, said: dict[str, A
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield what is there to forget in a run's folder; links themselves, never what they lead to."""
+    """Return the files to delete in a run's folder. A symbolic link is deleted itself, not its target."""
     found = [path for path in folder.rglob("*") if path.is_symlink() or path.is_file()]
     return (path for path in found if path.name not in KEPT and path.suffix != ".lock")
 
@@ -97,5 +97,5 @@ def _left(messages: list[dict[str, Any]]) -> str:
 
 
 def _runs(job: str) -> bool:
-    """Tell whether a process of this machine works at a job of FLARE."""
+    """Return whether a process on this machine has the FLARE job's id in its command line."""
     return any(job in word for one in psutil.process_iter(["cmdline"]) for word in one.info["cmdline"] or ())

@@ -1,4 +1,4 @@
-"""What a run measures of itself beside the scores; see config/sections.py. Pure functions, and the pictures at a site."""
+"""Measurements of a run beside its scores (`diagnostics:` in config/sections.py), and the figures that a site draws of them."""
 
 import json
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from consilium.report import figures
 from consilium.strategies.strategy import Role, ServerState, SiteResult, Strategy, shares
 
 DRIFT = "drift.json"
-"""The file in a run's private folder at a site: how far each adapter moved, by round and phase."""
+"""File in a run's private folder at a site: the relative change of each adapter, by round and phase."""
 NOISE_TITLE = "norm of what noise adds to the product B A/"
 
 
 def check_deviation(config: JobConfig, source: Path | str) -> None:
-    """Raise ConfigError for a deviation from mean factors where sites have factors of other shapes, which have no mean."""
+    """Raise ConfigError if `diagnostics.deviation` is set and sites have factors of different shapes, which have no mean."""
     strategy = config.strategy
     if not config.diagnostics.deviation:
         return
@@ -31,10 +31,11 @@ def check_deviation(config: JobConfig, source: Path | str) -> None:
 
 
 def deviation(strategy: Strategy, state: ServerState, results: Mapping[str, SiteResult], scale: float) -> dict[str, float]:
-    """Return ||s (sum_k p_k B_k A_k - B A)||_F over all layers, B and A the means, and that over ||s sum_k p_k B_k A_k||_F.
+    """Return the deviation of the product of mean factors from the mean of products (DEeR, Zhu et al., IEEE TMI 2025, Eq. 7).
 
-    DEeR (Zhu et al., IEEE TMI 2025), Eq. 7. As sum p_k = 1 it is sum_k p_k (B_k - B)(A_k - A), which loses no digits where it
-    is 0. Layers of which a site keeps a factor are left out; {} where that is all of them.
+    Absolute: ||s (sum_k p_k B_k A_k - B A)||_F over all layers, with B and A the means and s = `scale`. Relative: the same over
+    ||s sum_k p_k B_k A_k||_F. It is computed as sum_k p_k (B_k - B)(A_k - A), equal as sum p_k = 1, which loses no digits near
+    0. Layers with a factor that stays at the sites are left out; without other layers return {}.
     """
     share = shares(dict(sorted(results.items())))
     apart = whole = 0.0
@@ -56,7 +57,7 @@ def _keeps_a_factor(strategy: Strategy, state: ServerState, layer: str) -> bool:
 
 
 def _factors(state: ServerState, layer: str, result: SiteResult) -> Product:
-    """Return a site's B and A after its training, float64; for a frozen factor sent in an earlier round, the server's value."""
+    """Return a site's B and A after its training, float64. A frozen factor has the value known at the server."""
     known = state.initial | state.shared | result.sent.tensors
     moved = result.update.tensors
     names = (f"{layer}.lora_B", f"{layer}.lora_A")
@@ -69,10 +70,10 @@ def _joined(products: list[Product]) -> Product:
 
 
 def drift(start: Tensors, end: Tensors) -> dict[str, float]:
-    """Return ||end - start|| / ||start|| of every adapter, from the input on: how far local training moved it.
+    """Return the relative change ||end - start|| / ||start|| of every adapter by local training, in order from the input.
 
-    Bottlenecks by their number, LoRA by its layer, a head as one. FedSCA (Zhang et al. 2025), Figure 3; the paper does not say
-    what its "shift" is divided by, this is our reading. An adapter that starts at 0 throughout counts by ||end|| alone.
+    There is one value per bottleneck, per LoRA layer and for a head. FedSCA (Zhang et al. 2025), Figure 3; the paper does not
+    say what its "shift" is divided by, so this is our reading. If an adapter's start is all 0, the value is ||end||.
     """
     groups: dict[str, list[str]] = {}
     for name in sorted((n for n in end if _group(n)), key=lambda n: bottleneck_position(n) or 0):  # the sort keeps the order
@@ -88,7 +89,7 @@ def drift(start: Tensors, end: Tensors) -> dict[str, float]:
 
 
 def _group(name: str) -> str:
-    """Return what a tensor is counted with; "" for a parameter of the base."""
+    """Return the name of the adapter that a tensor belongs to, as in `drift`; "" for a parameter of the base."""
     if (position := bottleneck_position(name)) is not None:
         return f"adapter {position + 1}"
     if is_head(name):
@@ -97,7 +98,7 @@ def _group(name: str) -> str:
 
 
 def draw(run: Path, folder: Path) -> None:
-    """Draw what a site's run has noted as noise.png and drift.png into its folder."""
+    """Draw noise.png and drift.png into `folder` from the measurements that a site stored in `run`, if there are any."""
     if not any((run / noted).is_file() for noted in (mechanism.FILE, DRIFT)):
         return
     if (run / mechanism.FILE).is_file():
@@ -111,7 +112,7 @@ def draw(run: Path, folder: Path) -> None:
 
 
 def _read(path: Path) -> dict[tuple[int, int], dict[str, float]]:
-    """Return what was noted, by round and phase."""
+    """Return the stored measurements by (round, phase)."""
     found = {}
     for place, values in json.loads(path.read_text()).items():
         round, phase = place.split("-")

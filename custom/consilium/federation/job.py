@@ -1,4 +1,7 @@
-"""A job from its configuration: what it trains, its model and its task. client/build.py builds sites and their guards."""
+"""Assembles a job from its configuration: checks, initial adapter tensors, model and task.
+
+client/build.py builds sites and their guards.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,7 +47,7 @@ from consilium.training.device import CPU, pick_device
 
 @dataclass(frozen=True)
 class Job:
-    """A validated job: its configuration, its strategy, the adapter tensors every site starts from, what to warn of."""
+    """A validated job: its configuration, the adapter tensors that every site starts from, and warnings."""
 
     config: JobConfig
     initial: Tensors
@@ -52,7 +55,7 @@ class Job:
 
     @cached_property
     def strategy(self) -> Strategy:
-        """The job's algorithm, at the one rank of an adapter that has one. Raises ConfigError where it cannot be."""
+        """The job's algorithm, set to one rank if the adapter has one rank. Raises ConfigError if the job sets tiers then."""
         rank = getattr(self.config.adapter, "rank", None)
         if rank is None or self.config.adapter_kind.unequal_ranks:
             return self.config.strategy
@@ -60,19 +63,19 @@ class Job:
 
     @cached_property
     def norm(self) -> float:
-        """The Euclidean norm of the adapter as every site starts from it."""
+        """The Euclidean norm of the adapter tensors that every site starts from."""
         return norm(self.initial)
 
 
 def kinds_of(config: JobConfig) -> tuple[ModelKind, TaskKind, AdapterKind]:
-    """Return what is registered of a job's model, task and adapter."""
+    """Return the registered kinds of a job's model, task and adapter."""
     return MODELS[config.model.name], TASKS[config.task.name], config.adapter_kind
 
 
 def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
-    """Build what the server needs; the base model is only laid out (meta device), so no weights are read.
+    """Return the validated job with its initial tensors. The base model is on the meta device, so no weights are read.
 
-    Raises ConfigError where model, adapter and strategy do not fit together.
+    Raises ConfigError if model, adapter, strategy or privacy do not fit together.
     """
     base, _, adapter = kinds_of(config)
     with layout():
@@ -99,14 +102,14 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
 
 
 def _fewer_steps(config: JobConfig) -> Iterator[str]:
-    """Yield what to warn of where data that are pooled get one site's share of the steps."""
+    """Yield a warning if pooled data would get only one site's number of steps per round."""
     if config.strategy.traits.pools_data and (steps := config.training.local_steps):
         equal = f"for the same work set training.local_steps to {steps} times the number of sites, or training.local_epochs"
         yield f"training.local_steps: {steps}: pooled data get one site's number of steps a round; {equal}"
 
 
 def _check_adapter(config: JobConfig, adapter: AdapterKind, source: Path | str) -> None:
-    """Raise ConfigError where the adapter cannot do what model, strategy or privacy ask of it."""
+    """Raise ConfigError if the kind of adapter lacks a feature that the model's dtype or the strategy needs."""
     kind, strategy, dtype = config.adapter.kind, config.strategy, config.model.dtype
     if kind == "full" and dtype in QUANTIZED:
         what = "keeps frozen layers so, and adapter.kind 'full' trains them all"
@@ -125,7 +128,7 @@ def _check_adapter(config: JobConfig, adapter: AdapterKind, source: Path | str) 
 
 
 def _check_privacy(job: Job, source: Path | str) -> None:
-    """Raise ConfigError for privacy that the strategy would undo."""
+    """Raise ConfigError if the job's privacy section does not cover what its strategy or task does with the data."""
     privacy, strategy = job.config.privacy, job.strategy
     if privacy is None:
         return
@@ -145,7 +148,7 @@ def _check_privacy(job: Job, source: Path | str) -> None:
 
 
 def _uncharged(strategy: Strategy) -> str | None:
-    """Return why record- and patient-level privacy would not cover what a strategy does at a site, None where it covers all."""
+    """Return why record- and patient-level privacy do not cover all of a strategy's work at a site; None if they do."""
     traits, own = strategy.traits, type(strategy).local_update is not Strategy.local_update
     reads = traits.probe_fraction or traits.fits_after_last_round or FEATURE_SHIFT in traits.parts
     compares = traits.interpolation and traits.interpolation.examples
@@ -157,7 +160,10 @@ def _uncharged(strategy: Strategy) -> str | None:
 
 
 def _unsummed(job: Job) -> str | None:
-    """Return why a strategy's training is not a step of DP-SGD over all sites, None where it is or the sites train alone."""
+    """Return why a strategy cannot train by DP-SGD steps over all sites (`trust: distributed`); None if it can.
+
+    Also None for `trust: local`, where each site takes its own steps.
+    """
     strategy, name = job.strategy, f"strategy.name: {job.strategy.name!r}"
     if job.config.dpsgd is None or job.config.dpsgd.trust == "local":
         return None
@@ -179,7 +185,7 @@ def _unsummed(job: Job) -> str | None:
 def build_model(config: JobConfig, site: SiteConfig) -> nn.Module:
     """Return the frozen base with adapters, on the site's device. Raises CheckpointError or ConfigError.
 
-    A base that is to be sharded is on the CPU: it may be too large for one device.
+    A base that will be sharded stays on the CPU, because it may be too large for one device.
     """
     model = _adapted(config, bare_model(config, checkpoint_of(config.model, site), weights=True))
     device = CPU if site.base == "sharded" else pick_device(site.main_device)
@@ -198,12 +204,12 @@ def tokenizer_of(config: JobConfig, site: SiteConfig) -> Any:
 
 
 def metric_names(config: JobConfig) -> frozenset[str]:
-    """Return every metric the job's task can report."""
+    """Return the names of all metrics that the job's task can report."""
     return TASKS[config.task.name].metric_names(config.task)
 
 
 def laid_out(config: JobConfig) -> nn.Module:
-    """Return the base with adapters but without numbers (meta device). Raises ConfigError."""
+    """Return the base with adapters on the meta device, without numbers. Raises ConfigError."""
     with layout():
         return _adapted(config, bare_model(config, checkpoint=None, weights=False)).to("meta")
 
@@ -216,22 +222,22 @@ def _adapted(config: JobConfig, model: nn.Module) -> nn.Module:
 
 
 def bare_model(config: JobConfig, checkpoint: Path | None, weights: bool) -> nn.Module:
-    """Return the base without an adapter; without `weights` it is laid out only."""
+    """Return the base without an adapter; without `weights` it has shapes but no numbers."""
     return MODELS[config.model.name].build(
         config.model, config.task, checkpoint, weights, use_checkpointing=config.training.gradient_checkpointing
     )
 
 
 def reads_texts(config: JobConfig) -> bool:
-    """Tell whether a job's records are texts, with or without a picture each."""
+    """Return whether a job's records are texts, with or without pictures."""
     return MODELS[config.model.name].tokenizer is not None
 
 
 def checkpoint_of(config: ModelConfig, site: SiteConfig, whose: str = "the site's") -> Path | None:
     """Return the checkpoint's path with ${SITE} replaced by the site's checkpoint folder.
 
-    Raises ConfigError where there is none, CheckpointError for an adapter or a GGUF file: of every kind of model, those of
-    plugins too.
+    Return None if the job names no checkpoint. Raises ConfigError if the site has no checkpoint folder, CheckpointError for an
+    adapter or a GGUF file. These checks hold for all kinds of models, also those of plug-ins.
     """
     if config.checkpoint is None:
         return None
@@ -242,7 +248,7 @@ def checkpoint_of(config: ModelConfig, site: SiteConfig, whose: str = "the site'
 
 
 def in_checkpoints(field: str, path: str, site: SiteConfig, whose: str = "the site's") -> Path:
-    """Return a field's path with ${SITE} replaced by the checkpoint folder. Raises ConfigError where there is none."""
+    """Return `path` with ${SITE} replaced by the site's checkpoint folder. Raises ConfigError without such a folder."""
     if "${SITE}" in path and site.checkpoints is None:
         what = f"{field}: {path!r} needs {whose} checkpoint folder"
         raise ConfigError(f"{what}; set `checkpoints:` in site.yaml, or give --checkpoints FOLDER")

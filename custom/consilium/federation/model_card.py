@@ -1,4 +1,4 @@
-"""The model card beside every adapter that a run keeps: what made it, how good it is, what privacy it keeps, what it is not."""
+"""The model card beside every saved adapter of a run: its origin, scores, privacy guarantee and limits."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -17,21 +17,22 @@ UNSTATED = (
     "The base model's licence applies as well."
 )
 BEST = "-best"
-"""Ends the name of the folder with the model that was best on validation data."""
+"""Suffix of the folder with the model that was best on validation data."""
 FILES = "## Files"
-"""What a page says behind this is of the adapter folder, not of the model."""
+"""Heading of a card's last section, which describes the adapter folder and not the model."""
 Score = tuple[float, float | None, float | None]
-"""A score and the ends of its interval, where it has one."""
+"""A score, and the ends of its interval or None."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """What is known of a model. `name`: its folder, as in "personalized-best"; `rounds` done when it was made, of `of_rounds`.
+    """The facts about a saved model.
 
-    `base_sha256`: of the base's checkpoint, "" where the package has the weights; `site`: whose it is, "" for the federation's;
-    `sites`: how many took part, `training`: of how many samples, None where that is not told; `scores` on the data set of
-    `split`, {} where they are not shared, and what their interval is; `best`: the validation score it was chosen by; `grid`:
-    whose pixels are scored, "" for no masks.
+    `name`: its folder, such as "personalized-best". `rounds`: the completed rounds when it was saved, of `of_rounds`.
+    `base_sha256`: of the base's checkpoint, "" if the package contains the weights. `site`: the site that owns the model, ""
+    for the federation's. `sites`, `training`: how many sites and training samples took part, None if not known. `scores`: on
+    the split `split`, {} or None if they are not shared; `interval`: how their intervals were computed. `best`: the validation
+    score by which the model was chosen. `grid`: whose pixels are scored, "" for tasks without masks.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Card:
 
     @classmethod
     def of(cls, config: JobConfig, name: str, rounds: int, base_sha256: str, **more: Any) -> Self:
-        """Return the card of a job's model."""
+        """Return the card of a job's model; `more`: further fields."""
         return cls(
             name, name.removesuffix(BEST), rounds, config.training.rounds, config.title, label_of(config.strategy),
             f"{config.model.name}-{config.model.variant}", config.adapter.kind, config.task.name, base_sha256,
@@ -71,12 +72,12 @@ class Card:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        """Return a card of plain values. Raises TypeError for others."""
+        """Return the card from plain values as `to_dict` returns them. Raises TypeError for missing or unknown fields."""
         return cls(**{**raw, "notes": tuple(raw.get("notes", ()))})
 
 
 def scores_of(config: JobConfig, metrics: Mapping[str, float], stage: Stage) -> tuple[str, dict[str, Score]]:
-    """Return the split that was scored, and the leading score and those beside it, of one model in a site's metrics."""
+    """Return (split, scores) of the model `stage` from a site's metrics: its last scored split, and the main scores on it."""
     every = [key for name in metrics if (key := MetricKey.parse(name)) and key.stage is stage]
     if not every:
         return "", {}
@@ -88,7 +89,7 @@ def scores_of(config: JobConfig, metrics: Mapping[str, float], stage: Stage) -> 
 
 
 def page(card: Card) -> str:
-    """Return the card as a Markdown page; the lines at its top are those that model hubs read."""
+    """Return the card as a Markdown page. Its first lines are the metadata that model hubs read."""
     top = ["---", "license: unknown", "library_name: consilium", f"base_model: {cell(card.model)}", "---", ""]
     return "\n".join(
         [*top, f"# {cell(card.job)}: {cell(card.name)}", "", *_what(card), *_scores(card), *_limits(card), *_files(), ""]
@@ -158,5 +159,5 @@ def _files() -> list[str]:
 
 
 def cards_notes(card: Card) -> list[str]:
-    """Return what a user must know of this model beside the rest, a paragraph each."""
+    """Return the card's notes as lines, one paragraph per note."""
     return [part for note in card.notes for part in ("", note)]

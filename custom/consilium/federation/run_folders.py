@@ -1,4 +1,4 @@
-"""Where runs live: each in a folder of its own under `runs`, beside what belongs to all of them, and each with an owner."""
+"""Folders of runs: each run has a folder under `runs` in the state folder, and a recorded owner."""
 
 import json
 import re
@@ -12,18 +12,18 @@ from consilium.privacy.ledger.audit import FILE, verified
 RUNS, OWNER = "runs", "owner.json"
 LENGTH = 64
 STATE = "_consilium"
-"""The folder of all our files in a kit. FLARE deletes KIT/<job id> whenever a server says so, and no job id begins with _."""
+"""The folder of all our files in a kit. FLARE deletes KIT/<job id> when a server asks for it; no job id begins with _."""
 ERRORS = "errors"
-"""In it: what errors said of a site's data, a file for each of FLARE's jobs."""
+"""Folder in STATE: errors that may contain a site's data, one file per FLARE job."""
 ATTENDANCE = "attendance.json"
-"""In it at the server: which sites were here, and when."""
+"""File in the server's STATE: which sites were connected, and when."""
 RESERVED = frozenset({RUNS, "server", "sites", "consilium"})
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9_-])?")
 _FILE = re.compile(r".*\.(sqlite|jsonl?|ya?ml|safetensors|lock)", re.IGNORECASE)
 
 
 def check_name(name: str) -> str:
-    """Return a run's name if it may become a folder's. Raises ConfigError."""
+    """Return a run's name if it can name a folder. Raises ConfigError otherwise."""
     if not _NAME.fullmatch(name) or len(name) > LENGTH:
         rule = f"at most {LENGTH} letters, digits and ._-, a letter or digit first, no dot last"
         raise ConfigError(f"experiment: {shown(name, 80)!r}: expected {rule}; give the run another name")
@@ -33,15 +33,14 @@ def check_name(name: str) -> str:
 
 
 def default_name(job: str, job_id: str) -> str:
-    """Return the name of a run whose submission gives none: every submission is a run of its own."""
+    """Return the name of a run whose submission gives none. It differs for every submission."""
     return f"{job[: LENGTH - 9]}-{job_id[:8]}"
 
 
 def run_folder(state: Path, name: str, submitter: str, site: str = "") -> Path:
-    """Return STATE/runs/NAME, made if need be, and from then on `submitter`'s and, at a state of its own, the `site`'s.
+    """Return STATE/runs/NAME, created if necessary, and record `submitter` and, if given, `site` as its owner.
 
-    Raises ConfigError for a name that cannot be, that is another submitter's or site's, or that differs from another in case
-    only.
+    Raises ConfigError if the name is invalid, belongs to another submitter or site, or differs from another run's only in case.
     """
     runs = private_folder(state / RUNS)
     runs.chmod(0o700)
@@ -61,7 +60,7 @@ def run_folder(state: Path, name: str, submitter: str, site: str = "") -> Path:
 
 
 def known_run(state: Path, name: str, submitter: str, site: str = "") -> Path | None:
-    """Return STATE/runs/NAME if it is there. Raises ConfigError for a name that cannot be, or another's run; see run_folder."""
+    """Return STATE/runs/NAME, None if it does not exist. Raises ConfigError for an invalid name or another owner's run."""
     folder = state / RUNS / check_name(name)
     if (owner := _owner(folder)) is None:
         return None
@@ -73,7 +72,10 @@ def known_run(state: Path, name: str, submitter: str, site: str = "") -> Path | 
 
 
 def _check_site(folder: Path, owner: dict[str, str] | None, site: str) -> None:
-    """Raise ConfigError where a run's folder is another site's than `site`; a former version's is whose record lies in it."""
+    """Raise ConfigError if a run's folder belongs to another site than `site`.
+
+    Folders of former versions record no site. Their sites are those in the audit log.
+    """
     if owner is None or not site:
         return
     known = {owner["site"]} if "site" in owner else _recorded_sites(folder)
@@ -84,7 +86,7 @@ def _check_site(folder: Path, owner: dict[str, str] | None, site: str) -> None:
 
 
 def _recorded_sites(folder: Path) -> set[str]:
-    """Return the sites whose messages a run's records hold."""
+    """Return the sites named in the audit logs of a run."""
     found = set[str]()
     for path in folder.rglob(FILE):
         try:

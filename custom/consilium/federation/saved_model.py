@@ -1,4 +1,4 @@
-"""What a run keeps of its models: a folder each, with the job, the tensors for us and for others, and a model card."""
+"""Saved models of a run: one folder per model, with the job, the tensors for Consilium and for other programs, and a card."""
 
 import json
 import math
@@ -25,15 +25,15 @@ from consilium.tasks.registry import LOWER, TASKS
 
 ADAPTERS, TENSORS, CARD = "adapters", "consilium.safetensors", "README.md"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What an adapter's tensors may be."""
+"""The types that an adapter's tensors may have."""
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model's tensors as sites keep them (of the base, changes), and what else its forward pass takes.
+    """A model's adapter tensors (changes of base parameters included), and the settings of its forward pass.
 
-    `scaling` of the adapter, `share` of a local adapter; `similar`: with how many training records a sample would be compared
-    to weigh it, 0 for a fixed share; `rounds` done when it was made.
+    `rounds`: completed when it was saved. `scaling`: the factor on the adapter. `share`: the weight of a local adapter.
+    `similar`: the number of training records with which samples were compared to find that weight, 0 for a fixed one.
     """
 
     values: Tensors
@@ -44,16 +44,17 @@ class SavedModel:
 
     @property
     def forward(self) -> dict[str, float]:
-        """What the forward pass takes beside the tensors."""
+        """The settings of the forward pass, with `rounds`, as stored in the file."""
         return {"rounds": self.rounds, "scaling": self.scaling, "share": self.share, "similar": self.similar}
 
 
 def write_kept(
     folder: Path, kept: SavedModel, others: Tensors, config: JobConfig, card: Card, plan: Plan | None = None
 ) -> None:
-    """Write an adapter folder anew, for this user alone. `others`: its tensors as other programs want them.
+    """Write an adapter folder, readable by this user only, in place of an older one.
 
-    It takes the name last, so that a crash leaves no half folder under it.
+    `others`: its tensors for other programs, see `with_parameters`. The folder gets its name last, so a crash leaves no
+    incomplete folder under that name.
     """
     made = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(made, ignore_errors=True)
@@ -83,7 +84,7 @@ def write_kept(
 
 
 def read_kept(folder: Path) -> tuple[SavedModel, Card]:
-    """Return what `write_kept` wrote. Raises CheckpointError for a folder without it, or a damaged one."""
+    """Return the model and card that `write_kept` wrote. Raises CheckpointError for a missing or damaged file."""
     path = folder / TENSORS
     if not path.is_file():
         raise CheckpointError(f"{folder}: no {TENSORS} there; give an adapter folder, such as RUN/sites/NAME/adapters/global")
@@ -103,7 +104,7 @@ def read_kept(folder: Path) -> tuple[SavedModel, Card]:
 
 
 def check_forward(kept: SavedModel, path: Path | str) -> None:
-    """Raise CheckpointError, or TypeError, for numbers that no forward pass takes."""
+    """Raise CheckpointError for a scaling or share that a forward pass cannot have, TypeError for a value that is no number."""
     if not math.isfinite(kept.scaling):
         raise CheckpointError(f"{path}: scaling {kept.scaling}: is not a finite number; take what the run wrote")
     if not 0 <= kept.share <= 1:
@@ -111,7 +112,7 @@ def check_forward(kept: SavedModel, path: Path | str) -> None:
 
 
 def note_best(path: Path, kept: SavedModel, config: JobConfig, metric: str, score: float | None) -> None:
-    """Keep a model where its validation score is the best so far; under privacy none, because no noise covers the choice."""
+    """Save a model if its validation score is the best so far. With `privacy:` save none, because no noise covers the choice."""
     if score is None or math.isnan(score) or config.privacy is not None:
         return
     if path.exists():
@@ -122,7 +123,7 @@ def note_best(path: Path, kept: SavedModel, config: JobConfig, metric: str, scor
 
 
 def read_best(path: Path) -> tuple[SavedModel, float] | None:
-    """Return what `note_best` has kept, None for nothing."""
+    """Return the model and score that `note_best` saved, None if there are none."""
     if not path.exists():
         return None
     values, meta = load_state(path)
@@ -130,14 +131,15 @@ def read_best(path: Path) -> tuple[SavedModel, float] | None:
 
 
 def leading(config: JobConfig, reported: Iterable[str]) -> str:
-    """Return the score that the job's models are judged by, of those reported."""
+    """Return the name of the score by which the job's models are compared, among the `reported` ones."""
     return TASKS[config.task.name].scores(config.task).lead(reported)
 
 
 def load_values(model: nn.Module, strategy: Strategy, values: Mapping[str, torch.Tensor], who: str) -> set[str]:
-    """Put `values` into the model, which runs without the blocks whose tensors are not among them; return these blocks.
+    """Load `values` into the model, and skip the blocks whose tensors are missing in `values`; return these blocks.
 
-    Raises CheckpointError.
+    Raises CheckpointError for a missing tensor that belongs to no block, or a strategy that skips none. `who` begins the
+    message.
     """
     live = {name: tensor for name, tensor in layers.tensors(model).items() if isinstance(tensor, nn.Parameter)}
     absent = {n: skippable_block(n) if strategy.traits.skips_blocks else None for n in live if n not in values}
@@ -151,7 +153,7 @@ def load_values(model: nn.Module, strategy: Strategy, values: Mapping[str, torch
 
 
 def run_as_kept(model: nn.Module, config: JobConfig, kept: SavedModel) -> None:
-    """Set the adapter's scaling and the local adapter's share to what they were when the model was scored."""
+    """Set the adapter's scaling and the local adapter's share to the saved values, with which the model was scored."""
     kind = config.adapter_kind
     if kind.scale:
         kind.scale(model, config.adapter, kept.scaling)
@@ -160,20 +162,20 @@ def run_as_kept(model: nn.Module, config: JobConfig, kept: SavedModel) -> None:
 
 
 def keeps_local(strategy: Strategy, names: Iterable[str]) -> bool:
-    """Tell whether sites keep some of an adapter's tensors for themselves."""
+    """Return whether any of the tensors `names` stays at its site (role LOCAL) in some phase."""
     return any(strategy.role(name, *place) is Role.LOCAL for name in names for place in strategy.traits.role_schedule())
 
 
 def with_parameters(model: nn.Module, values: Tensors) -> Tensors:
-    """Return tensors as other programs want them: of the base the parameters themselves, by their names in it."""
+    """Return `values` for other programs: changes of base parameters become the parameters, under the base's own names."""
     own = {name: tensor for name, tensor in values.items() if not is_base(name)}
     return own | layers.parameters_of(model, values)
 
 
 def export_adapter(folder: Path, values: Tensors, config: JobConfig, plan: Plan | None = None) -> None:
-    """Write a whole adapter of a job into `folder`, as its kind does, and beside it what privacy the job's `plan` keeps.
+    """Write a whole adapter of a job into `folder`, in the format of its kind, and the summary of a privacy `plan`.
 
-    A vector behind the encoder has a file of its own.
+    The vector between encoder and head (feddbe) has a separate file.
     """
     kind, base = config.adapter_kind, MODELS[config.model.name]
     own = {name: tensor for name, tensor in values.items() if name not in (SHIFT, MEAN)}

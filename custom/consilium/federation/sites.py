@@ -1,4 +1,4 @@
-"""Who takes part in a simulation: so many sites, these names, or all of a folder's."""
+"""The sites of a simulation: from a number, a list of names or a data folder; and checks when a run is resumed."""
 
 import json
 import os
@@ -17,11 +17,14 @@ from consilium.data.site_names import VALID, renamed_sites
 
 MOST_SITES = 10_000
 RESERVED = ("server", "centralized")
-"""What a run's folder calls by these names already."""
+"""Names that a run's folder already uses."""
 
 
 def site_names(sites: str, data: Path | None) -> list[str]:
-    """Return who takes part: so many, or these names, or all of the folder `data`. Raises ConfigError."""
+    """Return the names of the sites. `sites` is a number, names separated by commas, or "" for all sites in `data`.
+
+    Without `data` and `sites` there are three sites. Raises ConfigError for names or numbers that are not possible.
+    """
     there = None if data is None else _site_folders(data)
     sites = sites.strip()
     if re.fullmatch(r"[+-]?[0-9]+", sites):
@@ -46,10 +49,10 @@ def site_names(sites: str, data: Path | None) -> list[str]:
 
 
 class Kept(NamedTuple):
-    """A run's sites as its folder keeps them, in their order, which is that of pooled data.
+    """A run's sites as recorded in its folder, in order, which is also the order of pooled data.
 
-    `sites`: the paths of each one's data lists; None for one that is given nothing. `content`: what tells each one's data from
-    others; {} in runs of former versions.
+    `sites`: the paths of each site's data lists; None for a site with generated data. `content`: a fingerprint of each site's
+    data; {} in runs of former versions.
     """
 
     sites: Mapping[str, list[str] | None]
@@ -57,7 +60,7 @@ class Kept(NamedTuple):
 
 
 def kept(sites: Mapping[str, SiteConfig]) -> Kept:
-    """Return what the folder of a run keeps of its sites."""
+    """Return the record of a run's sites that its folder stores."""
     return Kept(
         {name: _lists(site) for name, site in sites.items()},
         {name: " ".join(fingerprint(path) for path in _paths(site)) for name, site in sites.items()},
@@ -76,7 +79,7 @@ def _paths(site: SiteConfig) -> list[Path]:
 
 
 def kept_in(folder: Path) -> Kept:
-    """Return the sites of the run in a folder; none where it keeps none, as former versions did. Raises ConfigError."""
+    """Return the recorded sites of the run in `folder`, empty if there is no record. Raises ConfigError for a damaged one."""
     path = folder / SIMULATION
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -87,7 +90,7 @@ def kept_in(folder: Path) -> Kept:
 
 
 def check_same(folder: Path, was: Kept, sites: Mapping[str, SiteConfig]) -> None:
-    """Raise ConfigError where the run in `folder`, of the sites `was`, would go on with other sites or other data."""
+    """Raise ConfigError if the run in `folder`, recorded with the sites `was`, would be resumed with other sites or data."""
     now, run = kept(sites), f"the run in {folder}"
     before, given = ({name: lists for name, lists in one.sites.items() if lists is not None} for one in (was, now))
     if before and not given:
@@ -111,7 +114,7 @@ def _join_lists(lists: list[str] | None) -> str:
 
 
 def unused_state(sites: Mapping[str, SiteConfig]) -> str:
-    """Return a line for sites that name a folder of state, from which they may expect one ledger for all runs; else ""."""
+    """Return a warning for sites whose site.yaml sets `state` but no ledger, because a simulation does not use it; else ""."""
     told = [name for name, site in sites.items() if site.state and not site.privacy.ledger]
     why = "a simulation keeps ledger and records in its workspace; site.yaml's `state` is not used"
     return f"{_join_names(told)}: {why}: set `privacy.ledger` to add runs up" if told else ""
@@ -126,7 +129,7 @@ def _join_names(names: list[str]) -> str:
 
 
 def _check_names(names: list[str], where: str) -> None:
-    """Raise ConfigError unless all can be names of folders, of FLARE's sites and of columns, each once."""
+    """Raise ConfigError unless all names are valid for folders, FLARE's sites and table columns, and occur once."""
     if not names:
         raise ConfigError(f"{where}: names no site; give a number or names separated by commas")
     for name in names:

@@ -1,4 +1,4 @@
-"""What trains in a job: an adapter, parameters of the base beside it or instead; which strategies can place and move them."""
+"""Checks of a job's trained tensors (adapter and base parameters) against its strategy, and descriptions of these tensors."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -30,13 +30,13 @@ ROLES: dict[Decoder, Role] = {"share": Role.SHARED, "keep": Role.LOCAL}
 
 
 def base_shapes(model: nn.Module, names: Iterable[str]) -> Shapes:
-    """Return the shapes of the base's parameters that train, by what the adapter calls them."""
+    """Return the shapes of the base's trained parameters, by their adapter tensor names."""
     parameters = dict(model.named_parameters())
     return {name: tuple(parameters[name.partition(".")[2]].shape) for name in names}
 
 
 def check_base(config: JobConfig, names: list[str], source: Path | str) -> None:
-    """Raise ConfigError where DoRA or a trained decoder goes with neither the strategy's own rule nor the privacy asked for."""
+    """Raise ConfigError if the strategy cannot train DoRA's row lengths, or treats a trained decoder in another way."""
     wanted: Decoder = getattr(config.adapter, "decoder", "freeze")
     if getattr(config.adapter, "dora", False) and not config.strategy.traits.elementwise:
         what = f"true: strategy {config.strategy.name!r} works on factors and has no rule for the lengths of rows"
@@ -52,7 +52,7 @@ def check_base(config: JobConfig, names: list[str], source: Path | str) -> None:
 
 
 def check_start(config: JobConfig, names: Iterable[str], source: Path | str) -> None:
-    """Raise ConfigError for a job that cannot go on from any adapter."""
+    """Raise ConfigError if the job sets `adapter.start` and its strategy or adapter cannot start from an adapter folder."""
     what, strategy = f"{source}: adapter.start: {config.adapter.start!r}", config.strategy
     if config.adapter.start is None:
         return
@@ -66,7 +66,10 @@ def check_start(config: JobConfig, names: Iterable[str], source: Path | str) -> 
 
 
 def check_blend(strategy: Strategy, model: nn.Module, base: ModelKind, source: Path | str) -> None:
-    """Raise ConfigError for samples that would be weighed with the answer in sight, or by an encoder without one end."""
+    """Raise ConfigError if FedDPA's weighting by similarity is not possible for the model.
+
+    A language model would weigh a text by its answer. Other models need a single point between encoder and head.
+    """
     if not (blend := strategy.traits.interpolation) or not blend.examples:
         return
     if base.tokenizer:
@@ -79,7 +82,7 @@ def check_blend(strategy: Strategy, model: nn.Module, base: ModelKind, source: P
 
 
 def decoder_rule(strategy: Strategy, names: list[str]) -> Decoder | None:
-    """Return what the strategy does with all of these tensors in every phase; None for one that has no single rule."""
+    """Return "share" or "keep" if the strategy treats all tensors `names` so in every phase; None if it has no single rule."""
     try:
         roles = {strategy.role(name, *place) for name in names for place in strategy.traits.role_schedule()}
     except ConfigError:
@@ -88,7 +91,7 @@ def decoder_rule(strategy: Strategy, names: list[str]) -> Decoder | None:
 
 
 def trained_set(adapter: AdapterConfig, initial: Mapping[str, Tensor]) -> str:
-    """Return what trains, with its numbers: two methods are compared fairly where this is the same."""
+    """Return a description of the trained tensors with their counts. A comparison of methods is fair if this is equal."""
     parts = {
         "LoRA": [n for n in initial if factor(n)],
         "local LoRA": [n for n in initial if is_local(n)],
@@ -109,19 +112,19 @@ def _is_whole(name: str) -> bool:
 
 
 def as_changes(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return `values` as a server exports them, which has no base: what is a change is called one, "<parameter>.change"."""
+    """Return `values` for a server's export: changes of base parameters are named "<parameter>.change", as there is no base."""
     return {f"{n.partition('.')[2]}{CHANGE}" if is_base(n) else n: tensor for n, tensor in values.items()}
 
 
 def warnings_of(model: nn.Module, adapted: Iterable[str]) -> tuple[str, ...]:
-    """Return what to warn of, before any training, of an adapter's tensors by name and the model they are for."""
+    """Return a warning if an adapted layer shares its weight with another module; `adapted`: the adapter tensors' names."""
     found = layers.shared_weight(model, (name.rpartition(".")[0] for name in adapted))
     end = "it trains, but cannot be merged into the base"
     return (f"adapter.targets: {found[0]!r} shares its weight with {found[1]!r}; {end}",) if found else ()
 
 
 def check_optimizers(config: JobConfig, strategy: Strategy, initial: Tensors, source: Path | str) -> None:
-    """Raise ConfigError for a server step, or an optimizer's memory, that the strategy leaves without a meaning."""
+    """Raise ConfigError for a `server:` section or a kept optimizer state that the strategy cannot use."""
     server, who = config.server, f"strategy {strategy.name!r}"
     if server is not None and strategy.traits.needs == "sites":
         raise ConfigError(f"{source}: server: {who} merges sites' results one by one, not their mean; remove the section")
@@ -136,5 +139,5 @@ def check_optimizers(config: JobConfig, strategy: Strategy, initial: Tensors, so
 
 
 def _merges(strategy: Strategy, initial: Tensors) -> bool:
-    """Tell whether any tensor travels from sites to the server, in any phase."""
+    """Return whether sites upload any tensor in some phase."""
     return any(strategy.names(initial, Role.SHARED, *place) for place in strategy.traits.role_schedule())

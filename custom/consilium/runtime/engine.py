@@ -1,4 +1,4 @@
-"""One coordinator and its sites in one process: reference semantics, test harness and the quick way for research."""
+"""The simulation: a coordinator and its sites without FLARE. It is the reference for FLARE's runs, and is used for research."""
 
 import json
 import shutil
@@ -42,9 +42,9 @@ def simulate(
 ) -> Coordinator:
     """Run `job` over `sites` and return the finished coordinator; see RunLog for what `workspace` then holds.
 
-    `workers`: the number of worker processes for the sites, 0 for this process alone. `together`: how many sites train side by
-    side, see side_by_side.py. A site that fails is refused for that
-    round, and the job goes on while the quorum holds. Raises ConsiliumError otherwise.
+    `workers`: the number of worker processes for the sites, 0 for this process only. `together`: how many sites train side by
+    side, see side_by_side.py. A site that fails is refused for that round. The run continues while enough sites are left (the
+    quorum). Raises ConsiliumError otherwise.
     """
     folder, former = workspace / "sites", former_run(job.config, workspace)
     if resume:
@@ -91,7 +91,7 @@ def simulate(
 
 
 def _check_goes_on(job: Job, workspace: Path) -> None:
-    """Raise ConsiliumError, before anything is written, where this job cannot resume the run in a workspace."""
+    """Raise ConsiliumError if this job cannot resume the run in `workspace`. It is called before any file is written."""
     rounds = initialization.load_for_resume(workspace, job).state.round
     if job.config.secure_aggregation and rounds < job.config.training.rounds and not (workspace / IDENTITIES).is_dir():
         what = f"--resume: the run in {workspace} ended after {number_of(rounds, 'round')}, and its sites' keys are gone"
@@ -99,7 +99,7 @@ def _check_goes_on(job: Job, workspace: Path) -> None:
 
 
 def _check_apart(job: Job, sites: Mapping[str, SiteConfig]) -> None:
-    """Raise ConfigError for a job whose sites must be in this process, or sites that need several processes."""
+    """Raise ConfigError if the sites cannot run in worker processes: they must be in this process, or have several devices."""
     if wide := next((name for name, site in sites.items() if site.device_count > 1), None):
         raise ConfigError(f"--workers: {wide} has several devices, each with a process of its own; leave it out")
     if job.strategy.traits.pools_data:
@@ -109,7 +109,7 @@ def _check_apart(job: Job, sites: Mapping[str, SiteConfig]) -> None:
 
 
 class LocalTransport:
-    """The transport of sites in this process or in its workers. `trainers`: the sites that register, all by default."""
+    """The transport to sites in this process or in worker processes. `trainers`: the sites that register, by default all."""
 
     def __init__(
         self,
@@ -122,18 +122,18 @@ class LocalTransport:
         self._trainers = members if trainers is None else trainers
 
     def register(self, first: bool) -> None:
-        """See Transport: all sites are here at the start."""
+        """See Transport. All sites register at the start; later calls do nothing."""
         if first:
             self.ask(Kind.HELLO, dict.fromkeys(self._trainers), lambda _, hello: self._coordinator.welcome(hello))
 
     def ask(
         self, kind: Kind, messages: Mapping[str, Asked | None], take: Take, enough: Callable[[], bool] = lambda: False
     ) -> None:
-        """See Transport: all sites are waited for."""
+        """See Transport. It waits for all sites, so `enough` is not used."""
         self.begin(kind, messages, take)()
 
     def begin(self, kind: Kind, messages: Mapping[str, Asked | None], take: Take) -> Callable[[], None]:
-        """See Transport. Sites in workers begin at once, those of this process one after another as they are waited for."""
+        """See Transport. Sites in workers begin at once; sites in this process run one after another when waited for."""
         c = self._coordinator
         answers = {name: self._members[name].begin(kind, c.run, message) for name, message in messages.items()}
 

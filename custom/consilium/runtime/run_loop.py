@@ -1,4 +1,4 @@
-"""The sequence of a run, from the first hello to the results. Both engines run it, each over a transport of its own."""
+"""The sequence of a run, from registration to the results. FLARE and the simulation run it, each with its own transport."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
@@ -30,19 +30,20 @@ class Transport(Protocol):
 
 
 class Probe(Protocol):
-    """Measures what a phase did inside the sites, see site_probe.py."""
+    """Measures inside the sites during a phase, see site_probe.py."""
 
     def after(self, info: SiteInfo, payload: Payload, result: Payload) -> None:
-        """Note an accepted result."""
+        """Store a site's accepted result and the payload that it was sent."""
 
     def conclude(self, state: ServerState) -> dict[str, float]:
-        """Return the phase's measurements, before its results are merged into `state`."""
+        """Return the phase's measurements. It is called before the results are merged into `state`."""
 
 
 class RunLoop:
-    """Runs the phases of one run. `masked`: with secure aggregation; `crossing`: of a cross-site job.
+    """Runs the phases of one run.
 
-    `pooled`: the sites whose data one centralized site trains on; statistics and the final evaluation ask them, not that site.
+    `masked`: rounds with secure aggregation. `crossing`: the state of a cross-site job. `pooled`: with the centralized
+    reference the sites whose data are pooled; statistics and the final evaluation ask these sites.
     """
 
     def __init__(
@@ -58,7 +59,10 @@ class RunLoop:
         self.probe, self.pooled = probe, pooled
 
     def run(self) -> None:
-        """Run everything. Raises ConsiliumError where a phase stays under the quorum; the checkpoint stays."""
+        """Run all phases and write the results.
+
+        Raises ConsiliumError if a phase has fewer results than the quorum. The last checkpoint then remains.
+        """
         c, ask = self.coordinator, self.transport.ask
         self.transport.register(first=True)
         if (survey := c.survey).wanted:
@@ -73,7 +77,7 @@ class RunLoop:
         self.finish()
 
     def phase(self) -> None:
-        """Run one phase of a round; sites that are held out evaluate meanwhile."""
+        """Run one phase of a round. Meanwhile, sites that do not train in it evaluate the model."""
         c = self.coordinator
         if self.masked:
             self.masked.phase(self.transport.ask, lambda: self._begin_held_out()())
@@ -95,7 +99,7 @@ class RunLoop:
         return self.transport.begin(Kind.EVALUATE, self.coordinator.evaluation_payloads(), self.coordinator.accept_held_out)
 
     def _score_across_sites(self, crossing: CrossSites) -> None:
-        """Have every site score the shared model, and then each personalized model that its owner sends."""
+        """Let every site score the shared models, and then each personalized model that its owner sends."""
         c, ask = self.coordinator, self.transport.ask
 
         def score(payloads: Mapping[str, Payload]) -> None:

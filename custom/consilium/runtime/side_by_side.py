@@ -1,9 +1,9 @@
-"""Sites of one process trained side by side: each is a thread that waits wherever its model runs, and all run at once.
+"""Trains several sites of one process side by side, with one forward and backward pass over all their batches.
 
-The sites' code is as it is alone: one training loop, one evaluation. A thread stops where it calls its model, or takes a loss's
-gradients. When all have stopped, those that wait for the same thing go on together: one forward pass over their batches, one
-backward pass over their losses. Only one thread runs at a time, always the same at the same moment, each with a state of
-PyTorch's random numbers of its own, so that a run can be repeated.
+Each site runs its usual code in a thread. A thread stops where it calls its model or needs a loss's gradients. When all threads
+have stopped, those with the same kind of request continue together: one forward pass over their batches, or one backward pass
+over their losses. Only one thread runs at a time, in a fixed order, and each has its own state of PyTorch's random generators.
+So a run is repeatable.
 """
 
 import threading
@@ -34,7 +34,7 @@ from consilium.training.loop import Stopped
 
 @dataclass(frozen=True)
 class _Forward:
-    """A site waits for the output of its model, under these modes of PyTorch."""
+    """A site's request for the output of its model, with the thread's modes of PyTorch (gradients, autocast)."""
 
     call: Call
     gradients: bool
@@ -43,7 +43,7 @@ class _Forward:
 
     @contextmanager
     def modes(self) -> Iterator[None]:
-        """Run the block as the site's thread would: a thread has modes of its own."""
+        """Within the context, use the modes of the site's thread, because PyTorch's modes are per thread."""
         wanted, dtype = self.autocast
         with torch.set_grad_enabled(self.gradients), torch.autocast(self.device.type, dtype, enabled=wanted):
             yield
@@ -51,13 +51,13 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Backward:
-    """A site waits for the gradients of a loss."""
+    """A site's request for the gradients of a loss."""
 
     loss: Tensor
 
 
 def one_by_one(job: Job) -> str:
-    """Return why the sites of a job cannot train side by side, "" where they can as far as the job tells."""
+    """Return why the sites of a job cannot train side by side; "" if the job's settings allow it."""
     config, parts = job.config, job.strategy.traits.parts
     hindrances = {
         "privacy: takes a gradient of each record": config.dpsgd is not None,
@@ -72,12 +72,12 @@ def one_by_one(job: Job) -> str:
 
 
 def one_by_one_event(why: str) -> dict[str, str]:
-    """Return the warning of a run whose sites train one by one although side by side was asked for."""
+    """Return the warning event for a run whose sites train one by one although `--together` was given."""
     return {"event": "warning", "text": f"--together: sites are trained one by one, as {why}"}
 
 
 class SideBySide:
-    """Runs the work of up to `most` sites at a time. Where sites must run one by one, `observer` is told why, once."""
+    """Runs the work of up to `most` sites at a time. If sites must run one by one, `observer` receives one warning."""
 
     def __init__(self, sites: Mapping[str, Client], most: int, observer: Observer) -> None:
         self._most, self._observer = most, observer
@@ -89,7 +89,7 @@ class SideBySide:
             site.context.backward = self._backward
 
     def run(self, work: Mapping[str, Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
-        """Do each site's work and return functions that return, or raise, what it did."""
+        """Do each site's work. Return by site a function that returns the result or raises the error of its work."""
         names, done = list(work), dict[str, Callable[[], Any]]()
         for start in range(0, len(names), self._most):
             workers = [_Worker(name, work[name]) for name in names[start : start + self._most]]
@@ -114,7 +114,7 @@ class SideBySide:
             self._running = {}
 
     def _answer(self, group: Sequence["_Worker"]) -> None:
-        """Answer the requests of sites that are at the same place."""
+        """Answer the requests of sites that are equally far (`_Worker.place`)."""
         losses = [worker.request.loss for worker in group if isinstance(worker.request, _Backward)]
         if losses:
             answer = _result(lambda: torch.autograd.backward(losses))
@@ -135,7 +135,10 @@ class SideBySide:
                     worker.alone()
 
     def _joined(self, key: object, workers: Sequence["_Worker"]) -> bool:
-        """Answer by one pass. False where that is not possible: then nothing was done, and it is not tried again."""
+        """Answer the requests by one joint pass and return True.
+
+        If that is not possible, return False with all states unchanged; later requests are then answered one by one.
+        """
         requests = [worker.request for worker in workers if isinstance(worker.request, _Forward)]
         calls = [request.call for request in requests]
         before = random_state()
@@ -149,7 +152,7 @@ class SideBySide:
             check_drew_nothing(before)
         except STOPS:
             raise
-        except Exception as error:  # what fails for one site alone, too, is that site's error
+        except Exception as error:  # an error that a site also raises alone becomes that site's error
             self._refused = True
             self._tell(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {str(error)[:200]}")
             set_random_state(before)
@@ -180,7 +183,7 @@ class SideBySide:
 
 
 class _Worker:
-    """One site's thread. It runs while the others wait, from `go_on` to its next request or its end."""
+    """One site's thread. `go_on` lets it run, while the others wait, until its next request or its end."""
 
     def __init__(self, name: str, work: Callable[[], Any]) -> None:
         self.name = name
@@ -193,34 +196,34 @@ class _Worker:
 
     @property
     def place(self) -> tuple[int, int]:
-        """How far the site is: the backward passes behind it, and what is next: 0 a score, 1 a loss, 2 its gradients.
+        """How far the site is: its finished backward passes, and its request: 0 for a score, 1 for a loss, 2 for gradients.
 
-        Those that are least far go on, so that sites with more batches to score do not fall out of step.
+        The sites that are least far continue first, so that sites with more batches to score stay in step with the others.
         """
         return self._steps, int(self.request.gradients) if isinstance(self.request, _Forward) else 2
 
     def begin(self) -> int:
-        """Start the thread, which waits; return its number."""
+        """Start the thread, which waits for `go_on`; return the thread's identifier."""
         self._thread.start()
         assert self._thread.ident is not None
         return self._thread.ident
 
     def go_on(self) -> None:
-        """Let the site run until its next request, or to its end."""
+        """Let the site run until its next request or its end."""
         self.request = None
         set_random_state(self._random)
         self._may.release()
         self._has_stopped.acquire()
 
     def stop(self) -> None:
-        """End the thread, wherever it is."""
+        """End the thread, also if it waits for an answer."""
         self._stopping = True
         while not self._ended:
             self.go_on()
         self._thread.join()
 
     def alone(self) -> None:
-        """Answer the request by the site's own model."""
+        """Answer the request with the site's own model."""
         request = self.request
         assert isinstance(request, _Forward)
         set_random_state(self._random)
@@ -229,7 +232,7 @@ class _Worker:
         self._random = random_state()
 
     def wait(self, request: _Forward | _Backward) -> Any:
-        """Stop this thread until the request is answered, and return the answer. Raises Stopped where the run ends."""
+        """Block this thread until the request is answered, and return the answer. Raises Stopped if the run ends."""
         self._random, self.request = random_state(), request
         self._has_stopped.release()
         self._may.acquire()
@@ -247,7 +250,7 @@ class _Worker:
 
 
 def _result(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a function that returns, or raises, what `work` does now."""
+    """Call `work` now. Return a function that returns its result or raises its error."""
     try:
         return partial(_given, work())
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Measurements inside the sites for a job's `diagnostics:`. Only the engine in one process can make them."""
+"""Measurements inside the sites for a job's `diagnostics:`. They are possible only in a simulation in one process."""
 
 import copy
 import random
@@ -26,11 +26,14 @@ from consilium.strategies.leakage import Move, leakage
 from consilium.strategies.strategy import Role, ServerState, SiteResult
 
 ORACLE = "oracle"
-"""The run under which a site stores what the oracle trained."""
+"""The run name under which a site stores the tensors that the oracle trained."""
 
 
 class SiteProbe:
-    """Measures the sites of a simulation, phase by phase. Raises ConfigError where the job has nothing to measure."""
+    """Measures the sites of a simulation in each phase.
+
+    Raises ConfigError if the job asks for a measurement that its strategy does not have.
+    """
 
     def __init__(self, job: Job, sites: Mapping[str, Client]) -> None:
         self.job, self.sites, self.config = job, sites, job.config.diagnostics
@@ -48,17 +51,17 @@ class SiteProbe:
             site.on_train = partial(self._before, name)
 
     def _before(self, name: str, run: str, payload: Payload) -> None:
-        """Store the tensors that a site starts from, once: after an interruption the site may get the same task again."""
+        """Store the tensors that a site starts a phase from. If the site repeats the task, the first values are kept."""
         site, self._runs[name] = self.sites[name], run
         own = _kept_once(site.context.folder / run / "before.safetensors", payload, site.kept(run))
         self._starts[name] = self.job.strategy.receive(own, payload)
 
     def after(self, info: SiteInfo, payload: Payload, result: Payload) -> None:
-        """Note an accepted result."""
+        """Store an accepted result with its payload and weight."""
         self._results[info.name] = SiteResult(result, self.job.config.weight(info.num_samples), payload, info)
 
     def conclude(self, state: ServerState) -> dict[str, float]:
-        """Return the phase's measurements, against the state before its results are merged, and forget them."""
+        """Return the phase's measurements and clear the stored results. `state`: before the results are merged."""
         found = {}
         if self.config.leakage and self._results:
             ends = {name: self.sites[name].kept(self._runs[name]) for name in self._results}
@@ -71,7 +74,7 @@ class SiteProbe:
         return found
 
     def _shared(self, round: int, phase: int) -> dict[str, str]:
-        """Return "A" or "B" by layer: the factor that is shared while the other stays at the site."""
+        """Return "A" or "B" for each layer with one shared factor whose other factor stays at the site."""
         roles = {name: self.job.strategy.role(name, round, phase) for name in self.job.initial if factor(name)}
         other = {"A": "B", "B": "A"}
         found = {}
@@ -82,7 +85,7 @@ class SiteProbe:
         return found
 
     def _drift(self, config: OracleConfig, state: ServerState) -> dict[str, float]:
-        """Return absolute and relative drift from the oracle, means over some of the round's sites."""
+        """Return the mean absolute and relative drift from the oracle over some of the round's sites."""
         assert isinstance(self.job.strategy, UnequalRanks)  # as __init__ has made sure
         draw = random.Random(seed_for(self.job.config.training.seed, "oracle", state.round))
         names = sorted(draw.sample(sorted(self._results), min(config.sites, len(self._results))))
@@ -96,7 +99,10 @@ class SiteProbe:
         return {"oracle drift/absolute": absolute * scaling, "oracle drift/relative": relative}
 
     def _rows(self, most: int | None) -> dict[str, Tensor]:
-        """Return by layer the rows of A that the oracle's directions start from: the job's own, and more like them."""
+        """Return by layer the initial A (rank, in) of the oracle: the job's own rows, and further rows from the same rule.
+
+        `most`: the largest rank; None for the layer's size.
+        """
         begin, seed = ADAPTERS[self.job.config.adapter.kind].start or layers.start, self.job.config.training.seed
         found = {}
         for layer, (out, into) in shapes(self.job.initial).items():
@@ -107,7 +113,7 @@ class SiteProbe:
 
 
 def _kept_once(path: Path, payload: Payload, own: Tensors) -> Tensors:
-    """Return a site's own tensors as they were before this phase, from the disk where they are there already."""
+    """Return a site's own tensors from before this phase: those stored at `path`, or `own`, which is then stored."""
     if path.exists():
         kept, meta = load_state(path)
         if (meta["round"], meta["phase"]) == (payload.round, payload.phase):
@@ -118,7 +124,7 @@ def _kept_once(path: Path, payload: Payload, own: Tensors) -> Tensors:
 
 
 def _unseen(site: Client) -> Client:
-    """Return the same site, training without events and without validation."""
+    """Return a copy of the site that trains without events and without validation."""
     training = site.context.config.training.model_copy(update={"validation": ValidateConfig(stages=())})
     unseen = copy.copy(site.context)
     unseen.config = site.context.config.model_copy(update={"training": training})

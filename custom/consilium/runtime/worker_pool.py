@@ -1,4 +1,4 @@
-"""The sites of a simulation: in this process, or dealt out over worker processes."""
+"""The sites of a simulation, in this process or distributed over worker processes."""
 
 import traceback
 from collections import deque
@@ -27,12 +27,12 @@ from consilium.privacy.secagg.terms import Message
 from consilium.training.joint_forward import copy_sharing_base
 
 # simulated site --------------------------------------------------------------------------------------------------------
-# A site of a simulation behind its guard, as FLARE puts an executor behind its filters.
+# In a simulation a site is called through its guard, as FLARE calls an executor through its filters.
 
 
 @dataclass(frozen=True)
 class SimulatedSite:
-    """A site and the guard at its door."""
+    """A site with the guard that checks all its tasks and answers."""
 
     site: Client
     guard: Guard
@@ -42,11 +42,11 @@ class SimulatedSite:
         return partial(self.ask, kind, run, message)
 
     def ask(self, kind: Kind, run: str, message: Payload | Message | None = None) -> Any:
-        """Return the site's answer, as its guard lets it leave. `message`: a payload, or a question of secure aggregation."""
+        """Return the site's answer after its guard. `message`: a payload, or a message of secure aggregation."""
         payload = message if message is None or isinstance(message, Payload) else Payload(-1, -1, {}, masking=message)
         task = self.guard.authorize(kind, run, payload)
         answer = self.guard.answer(task, perform(task, lambda: self.site))
-        # a pooled site has the guard of one of its sites
+        # the pooled site uses the guard of one of its sites, so the name is replaced
         return Hello(**answer | {"name": self.site.name}) if kind is Kind.HELLO else answer
 
     def close(self) -> None:
@@ -62,9 +62,9 @@ def simulated_sites(
     former: Path | None = None,
     together: bool = False,
 ) -> dict[str, SimulatedSite]:
-    """Return the sites of one process, which share the frozen base; `folder` gets a folder for each. Raises ConsiliumError.
+    """Return the sites of one process. They share the frozen base; each has a folder in `folder`. Raises ConsiliumError.
 
-    `former`: the run whose models a cross-site job scores. `together`: each site gets an adapter of its own beside the base.
+    `former`: the run whose models a cross-site job scores. `together`: each site has its own copy of the adapter tensors.
     """
     observer(loading(job.config.model.title))
     model, keys, made = build_model(job.config, next(iter(sites.values()))), folder.parent / IDENTITIES, {}
@@ -86,7 +86,7 @@ def simulated_sites(
 
 
 class WorkerSetup(NamedTuple):
-    """What a worker needs to make its sites, see simulated_sites: settings, initial tensors, and its sites."""
+    """The data from which a worker builds its sites, see simulated_sites: job settings, initial tensors and site settings."""
 
     number: int
     settings: dict[str, Any]
@@ -106,30 +106,30 @@ class Question(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """Why a site gave no answer: one line for an expected error, a traceback (and no reason) for any other."""
+    """A site's failure: one line and a reason for an expected error, a traceback without a reason for any other."""
 
     text: str
     reason: Reason | None
 
 
 class _Gone(Exception):
-    """A worker process has ended. That is not a site's fault, so it ends the simulation."""
+    """A worker process has ended unexpectedly. This is not the error of one site, so the simulation ends."""
 
 
 class Worker(ChildProcess):
-    """A process with its sites, and the questions that wait for it."""
+    """A worker process with its sites, and the queue of its questions."""
 
     def __init__(self) -> None:
         super().__init__(work, threads=1)
         self.waiting, self.busy = deque[Question](), False
 
     def ask(self, question: Question) -> None:
-        """Send a question once the one before is answered: a worker that sends does not receive."""
+        """Queue a question. It is sent after the one before is answered, because a worker does not receive while it sends."""
         self.waiting.append(question)
         self.next()
 
     def next(self) -> None:
-        """Send the next question, unless one is open."""
+        """Send the next queued question, unless one is unanswered."""
         if self.waiting and not self.busy:
             self.busy = True
             with suppress(OSError):  # the worker has ended, which `_take` reports
@@ -137,9 +137,9 @@ class Worker(ChildProcess):
 
 
 class WorkerPool:
-    """The workers of one simulation. As a context manager it leaves no process behind, however the block ends.
+    """The workers of one simulation. The context manager ends all processes, also after an error.
 
-    Raises ConsiliumError where a worker has ended by itself.
+    Raises ConsiliumError if a worker has ended unexpectedly.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class WorkerPool:
         for worker in self.workers:
             if error[0] is None:
                 with suppress(OSError):
-                    send(worker.pipe, None)  # its files are closed then
+                    send(worker.pipe, None)  # the worker then closes its files and ends
                     worker.process.join(5)
             worker.process.terminate()
         for worker in self.workers:
@@ -178,13 +178,13 @@ class WorkerPool:
             raise ConsiliumError(str(error[1])) from None
 
     def sites(self) -> dict[str, "RemoteSite"]:
-        """Return the sites once all are ready. Raises ConsiliumError where one cannot be made."""
+        """Wait until all sites are built, and return them. Raises ConsiliumError if a site cannot be built."""
         for number, _ in enumerate(self.workers):
             self._take(number)
         return {name: RemoteSite(name, self) for name in self.of}
 
     def ask(self, question: Question) -> Callable[[], Any]:
-        """Ask a site. Return a function that waits for the answer, and raises ConsiliumError as the site would."""
+        """Send a question to a site. Return a function that waits for the answer and raises the site's ConsiliumError."""
         self.of[question.site].ask(question)
         return lambda: self._take(question.site)
 
@@ -212,13 +212,13 @@ class WorkerPool:
 
 
 class RemoteSite(NamedTuple):
-    """A site in a worker, see SimulatedSite."""
+    """A site in a worker process, with the methods of SimulatedSite."""
 
     name: str
     pool: WorkerPool
 
     def begin(self, kind: Kind, run: str, message: Payload | Message | None = None) -> Callable[[], Any]:
-        """Ask at once; return a function that waits for the answer."""
+        """Send the question at once and return a function that waits for the answer."""
         return self.pool.ask(Question(self.name, kind, run, message))
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ class RemoteSite(NamedTuple):
 
 
 def _placed(site: SiteConfig, number: int) -> SiteConfig:
-    """Return the site, placed on its worker's GPU where there are several and the site names no device."""
+    """Return the site's settings, with a GPU by its worker's number if there are several and the site names no device."""
     from torch.cuda import device_count
 
     if site.main_device != "auto" or (gpus := device_count()) < 2:
@@ -238,7 +238,7 @@ def _placed(site: SiteConfig, number: int) -> SiteConfig:
 
 
 def work(pipe: connection.Connection) -> None:
-    """Make the sites, then answer questions until there are no more."""
+    """Run in a worker process: build the sites, then answer questions until None is received."""
     exit_with_parent()
     setup: WorkerSetup = receive(pipe)
 
@@ -256,8 +256,8 @@ def work(pipe: connection.Connection) -> None:
 
 
 def _make_sites(setup: WorkerSetup, tell: Observer) -> dict[str, SimulatedSite]:
-    config = validate(JobConfig, setup.settings, Path("job.yaml"), None)  # plug-ins too: it is the researcher's machine
-    return simulated_sites(Job(config, setup.initial), setup.sites, setup.folder, tell, setup.former)
+    config = validate(JobConfig, setup.settings, Path("job.yaml"), None)  # all installed plug-ins are allowed: this is the
+    researcher's own machine return simulated_sites(Job(config, setup.initial), setup.sites, setup.folder, tell, setup.former)
 
 
 def _tried(do: Callable[[], Any]) -> Any:
