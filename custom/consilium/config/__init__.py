@@ -1,1 +1,1 @@
-"""What people write: job.yaml, site.yaml, sites.yml. Free of torch."""
+"""The schemas of job.yaml, site.yaml and sites.yml. Nothing here imports torch."""

@@ -1,4 +1,4 @@
-"""Digests of the code of a job's algorithm, and of the plug-ins that it uses."""
+"""Digests of the code of a job's algorithm and of its plug-ins."""
 
 import hashlib
 import sys
@@ -14,9 +14,10 @@ OWN = "consilium"
 
 
 def code_of(config: JobConfig) -> str:
-    """Return a digest of the files of the strategy's class, and of the classes of sections that other packages add.
+    """Return a digest of the files that define the strategy's class, and the model's, task's and adapter's if from plug-ins.
 
-    A class' files are its own and those of its bases in the same package, so what else these import does not show.
+    The files of a class are its own module and those of its base classes in the same package. A change in other modules that
+    these import does not change the digest.
     """
     others = [type(one) for one in (config.model, config.task, config.adapter) if _package(type(one)) != OWN]
     files = {name: path for kind in (type(config.strategy), *others) for name, path in _files(kind).items()}
@@ -25,16 +26,16 @@ def code_of(config: JobConfig) -> str:
 
 
 def plugins_of(config: JobConfig) -> dict[str, str]:
-    """Return version and SHA-256 of the code of every other package that the job's kinds come from, by the package's name.
+    """Return, by name of each plug-in package that the job uses, its version and the SHA-256 of its code.
 
-    The code is all files of the packages and modules that the distribution's entry points name, whichever of them the job's
-    classes import; other distributions that it requires are not part of it. Raises ConfigError for code in no folder.
+    The code is all files of the packages and modules that the distribution's entry points name, imported or not. Other
+    distributions that it requires are not included. Raises ConfigError if the code is not in a folder (a zip file).
     """
     return {package: f"{version} {_code(package)}" for package, version in config.packages.items()}
 
 
 def _code(package: str) -> str:
-    """Return the SHA-256 of the installed code of a distribution with kinds of ours, by relative names and contents."""
+    """Return the SHA-256 over relative names and contents of the files of an installed plug-in distribution."""
     try:
         points = [point for point in distribution(package).entry_points if point.group.startswith(f"{OWN}.")]
     except PackageNotFoundError:
@@ -49,7 +50,7 @@ def _code(package: str) -> str:
 
 
 def _installed(top: str) -> Iterator[tuple[str, Path]]:
-    """Yield names and paths of all files of a package, or of a module that stands alone, but for Python's own cache."""
+    """Yield relative names and paths of all files of a package or of a single module, without `__pycache__`."""
     module = sys.modules.get(top)
     spec = module.__spec__ if module is not None else find_spec(top)
     folders = [Path(one) for one in (spec.submodule_search_locations or ())] if spec is not None else []
@@ -62,7 +63,7 @@ def _installed(top: str) -> Iterator[tuple[str, Path]]:
 
 
 def _files(kind: type) -> dict[str, Path]:
-    """Return the files of a class and of its bases in the same package, by module."""
+    """Return by module name the files of a class and of its base classes in the same package."""
     modules = {base.__module__ for base in kind.__mro__ if _package(base) == _package(kind)}
     found = {name: getattr(sys.modules.get(name), "__file__", None) for name in modules}
     return {name: path for name, file in found.items() if file and (path := Path(file)).is_file()}

@@ -1,4 +1,4 @@
-"""Where a job's data come from, the data sets that a site names, and which of them a job gets."""
+"""The `data:` section of job.yaml, the `datasets:` section of site.yaml, and the choice of a data set for a job."""
 
 import re
 from collections.abc import Mapping
@@ -23,42 +23,43 @@ PHANTOMS = {
     "sentences": "language",
     "codes": "language",
 }
-"""The task each kind of generated data is for."""
+"""The task that each kind of generated data is for."""
 
 
 class PhantomConfig(Section):
-    """Generated data for a site that has none of its own: counts per split and the strength of both shifts (0 to 1).
+    """Generated data for sites without data of their own: the counts per split, and the strength of two shifts (0 to 1).
 
-    An `organ` is a volume with a lesion in it, a study per count; PNG are pictures of all its slices.
+    An `organ` is a volume with a lesion, one study per sample. As PNG its slices are written as pictures.
     """
 
     kind: Annotated[
-        Literal["fundus", "nuclei", "organ", "cells", "sentences", "codes"], Field(description="what is drawn or written")
+        Literal["fundus", "nuclei", "organ", "cells", "sentences", "codes"],
+        Field(description="the kind of generated pictures, volumes or texts"),
     ]
     training: Annotated[int, Field(ge=1, le=100_000, description="samples to train on")] = 24
     validation: Annotated[int, Field(ge=0, le=100_000, description="samples to validate on")] = 8
     test: Annotated[int, Field(ge=0, le=100_000, description="samples to test on")] = 16
-    appearance: Annotated[Share, Field(description="strength of the shift of pictures between sites")] = 0.7
+    appearance: Annotated[Share, Field(description="strength of the shift in the appearance of pictures between sites")] = 0.7
     annotation: Annotated[
         Share,
         Field(
-            description="`annotation` is the shift of labels: how raters draw masks, and for `cells` and texts how "
-            "unevenly a site sees the classes, or the codes"
+            description="strength of the shift of labels between sites: how raters draw masks; for `cells` and texts how "
+            "unevenly the classes, or the codes, are distributed"
         ),
     ] = 0.7
     classes: Annotated[
         Annotated[int, Field(ge=1, le=5)] | None,
         Field(
-            description="a site learns from this many of the five kinds of cells; sites 1, 2, ... go round all of them, "
-            "and the test split has all at every site"
+            description="how many of the five kinds of cells are in a site's training data; sites 1, 2, ... take them in "
+            "turn, and every site's test split has all five"
         ),
     ] = None
-    files: Annotated[Literal["nifti", "dicom", "png"], Field(description="what an organ's volumes are written as")] = "nifti"
+    files: Annotated[Literal["nifti", "dicom", "png"], Field(description="the file format of an organ's volumes")] = "nifti"
     groups: Annotated[
         Annotated[int, Field(ge=1, le=10_000)] | None,
         Field(
-            description="sites 1, 2, ... take turns to belong to one of so many groups, whose sites have the same shifts; "
-            "without it no two sites have"
+            description="the number of groups with equal shifts; sites 1, 2, ... are assigned to them in turn; by default "
+            "all sites' shifts differ"
         ),
     ] = None
 
@@ -76,19 +77,19 @@ class PhantomConfig(Section):
 
 
 class DataConfig(Section):
-    """Data the job brings along, where a site's own data list always wins, or the name of a data set that every site has."""
+    """Generated data for sites without a data list of their own, or the name of a data set that every site has."""
 
     phantoms: Annotated[PhantomConfig | None, Field(description="generated data for sites that have none of their own")] = None
     dataset: Annotated[
         DatasetName | None,
-        Field(description="the data set that a job gets of sites with several; every site has one of this name"),
+        Field(description="the name of the data set to use at sites with several; every site must have one of this name"),
     ] = None
     most_training: Annotated[
         Annotated[int, Field(ge=1, le=1_000_000)] | None,
         Field(
-            description="a site trains on at most this many samples of its list (a volume or a slide is one), drawn by the"
-            " job's seed, whatever their classes; a smaller number takes a part of what a larger one takes: "
-            "learning curves"
+            description="a site trains on at most this many samples of its list (a volume or a slide is one sample), drawn "
+            "by the job's seed without regard to classes. The samples of a smaller number are a subset of those of a "
+            "larger one, for learning curves"
         ),
     ] = None
 
@@ -100,7 +101,7 @@ class DataConfig(Section):
 
 
 # datasets --------------------------------------------------------------------------------------------------------------
-# A site's data sets: the `datasets:` section of site.yaml, and which of them a job gets.
+# A site's data sets: the `datasets:` section of site.yaml, and the choice of one for a job.
 
 LabelValue = Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)] | Annotated[StrictStr, Field(min_length=1, max_length=200)]
 Mapped = Annotated[tuple[ClassName, ...], Field(max_length=MOST_CLASSES)]
@@ -112,7 +113,7 @@ def _number(key: Any) -> Any:
 
 
 def _parse_label_map(value: Any) -> Any:
-    """Put a single class into a list, and turn numbers that JSON made texts into numbers."""
+    """Return a label map with every single class as a list, and with numeric text keys (from JSON) as numbers."""
     if not isinstance(value, Mapping):
         return value
     found = {_number(key): [names] if isinstance(names, str) else names for key, names in value.items()}
@@ -127,41 +128,41 @@ LabelMap = Annotated[dict[LabelValue, Mapped], Field(min_length=1, max_length=40
 class DatasetConfig(Section):
     """One of a site's data sets."""
 
-    datalist: Annotated[Path, Field(description="the data set's list, as `datalist` of a site with one data set")]
+    datalist: Annotated[Path, Field(description="the data set's data list, in the forms of the site's `datalist`")]
     labels: Annotated[
         LabelMap | None,
         Field(
-            description="`labels` maps what the site calls a label (a mask's value, a DICOM region's name, a picture's "
-            "class) to the job's class, or to a list of classes. An empty list is background; a picture's "
-            "class with one leaves its pictures out. Names that a job does not have are left alone, because "
-            "several jobs may use the map; printable, without /"
+            description="maps the site's labels (a mask's value, a DICOM region's name, a picture's class) to the job's "
+            "class, or to a list of classes. An empty list means background; a picture class with an empty list is left "
+            "out. Classes that a job does not have are ignored, because several jobs may use the map. Names are "
+            "printable, without /"
         ),
     ] = None
     annotated: Annotated[
         Mapped | None,
         Field(
-            description="the classes that the masks show, where the list itself does not say; without it all of the job's;"
-            " printable, without /"
+            description="the classes that the masks show, for entries of the list that do not say; by default all classes of "
+            "the job. Names are printable, without /"
         ),
     ] = None
     nifti_affine: Annotated[
         NiftiAffine | None,
         Field(
-            description="where the voxels of NIfTI files lie whose sform and qform disagree; without it such files are "
-            "refused. By default the site's own `nifti_affine`"
+            description="which affine positions the voxels of NIfTI files whose sform and qform disagree; by default the "
+            "site's `nifti_affine`, and without either such files are refused"
         ),
     ] = None
     patients: Annotated[
         Annotated[str, Field(min_length=1, max_length=200)] | None,
         Field(
-            description="the name of these patients in the ledger, and so of their budget; data sets of the same patients "
-            "share one"
+            description="the name of these patients in the privacy ledger, which has one budget per name; give data sets of "
+            "the same patients the same name"
         ),
     ] = None
 
 
 def check_apart(path: Path, datasets: Mapping[str, DatasetConfig]) -> None:
-    """Raise ConfigError for two data sets of the same files but not of the same `patients`: their budget would count twice."""
+    """Raise ConfigError for two data sets with the same files but different `patients`, which would get two budgets."""
     for (one, first), (other, second) in combinations(datasets.items(), 2):
         apart = (first.patients or one) != (second.patients or other)
         if apart and _meet(_place(first.datalist), _place(second.datalist)):
@@ -170,13 +171,13 @@ def check_apart(path: Path, datasets: Mapping[str, DatasetConfig]) -> None:
 
 
 def _place(datalist: Path) -> Path:
-    """Return the file of a data list, or the folder of JSONL lists, resolved."""
+    """Return the resolved path of a data list, or of the folder that holds JSONL lists."""
     found = datalist.resolve()
     return found.parent if found.suffix == ".jsonl" else found
 
 
 def _meet(one: Path, other: Path) -> bool:
-    """Tell whether two lists are the same file, or one lies in the folder that the other is."""
+    """Return whether two paths of data lists are the same file, or one is a folder that contains the other."""
     try:
         same = one.samefile(other)
     except (OSError, ValueError):  # one is not there yet
@@ -188,9 +189,11 @@ def _meet(one: Path, other: Path) -> bool:
 def choose(
     datasets: Mapping[str, DatasetConfig], alone: DatasetConfig | None, wanted: str | None, who: str
 ) -> tuple[str | None, DatasetConfig | None]:
-    """Return the data set that a job gets of a site, and its name; None where there is none, or one `alone` without a name.
+    """Return (name, data set) of the data set at a site that a job uses.
 
-    Raises RefusedError for a name that the site `who` does not have, and for no name at a site with several.
+    `datasets`: the site's named data sets. `alone`: its single data set without a name. `wanted`: the name in the job. Without
+    a data set return (None, None). Raises RefusedError if the site `who` has no such name, or has several and the job names
+    none.
     """
     if wanted is None and len(datasets) <= 1:
         name = next(iter(datasets), None)

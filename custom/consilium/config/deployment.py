@@ -1,4 +1,4 @@
-"""sites.yml: the server, the hospitals and the people of one deployment, and what each startup kit says."""
+"""The schema of sites.yml: the server, the hospitals and the people of a deployment, from which startup kits are made."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +18,13 @@ class ServerEntry(Section):
     """The server."""
 
     name: Annotated[
-        str, Field(pattern=r"^[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*$", description="`name` is the host name that sites reach")
+        str, Field(pattern=r"^[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*$", description="the host name under which sites reach the server")
     ]
     org: Annotated[Org, Field(description="letters, digits and _")]
-    port: Annotated[int, Field(ge=1, le=65535, description="sites' and admins' connections alike")] = 8002
-    hosts: Annotated[tuple[str, ...], Field(description="its further names and addresses, for its certificate")] = ()
+    port: Annotated[int, Field(ge=1, le=65535, description="the port for connections of sites and admins")] = 8002
+    hosts: Annotated[
+        tuple[str, ...], Field(description="further host names and addresses of the server, for its certificate")
+    ] = ()
     state: Annotated[
         Path,
         Field(
@@ -45,17 +47,17 @@ class SiteEntry(Section):
 
     name: Annotated[str, Field(pattern=SITE_NAME, description="the site's name in all runs")]
     org: Annotated[Org, Field(description="letters, digits and _")]
-    gpus: Annotated[int, Field(ge=0, description="what FLARE may reserve for jobs that ask")] = 0
-    gpu_memory: Annotated[int, Field(ge=0, description="GiB a GPU")] = 0
+    gpus: Annotated[int, Field(ge=0, description="the GPUs that FLARE may reserve for jobs that request them")] = 0
+    gpu_memory: Annotated[int, Field(ge=0, description="GiB per GPU")] = 0
     bundles: Annotated[bool, Field(description="whether jobs may bring code (BYOC)")] = False
     site: Annotated[
         SiteConfig,
-        Field(description="`site` becomes its site.yaml, with paths as they are at the hospital; it may edit the file later"),
+        Field(description="the contents of its site.yaml, with the hospital's own paths; the hospital may edit the file later"),
     ] = SiteConfig()
 
 
 class AdminEntry(Section):
-    """One person. A lead submits jobs, an org_admin looks after a hospital's own site, a member watches."""
+    """One person. A lead submits jobs, an org_admin manages a hospital's own site, a member may only watch."""
 
     name: Annotated[
         str,
@@ -64,7 +66,7 @@ class AdminEntry(Section):
     org: Annotated[Org, Field(description="letters, digits and _")]
     role: Annotated[
         Literal["project_admin", "org_admin", "lead", "member"],
-        Field(description="a lead submits jobs, an org_admin looks after a hospital's own site, a member watches"),
+        Field(description="a lead submits jobs, an org_admin manages a hospital's own site, a member may only watch"),
     ]
 
 
@@ -72,16 +74,16 @@ class DeploymentConfig(Section):
     """A whole deployment."""
 
     name: Annotated[
-        str, Field(pattern=r"^[A-Za-z0-9_-]{1,63}$", description="the deployment's name; kits lie in a folder of this name")
+        str, Field(pattern=r"^[A-Za-z0-9_-]{1,63}$", description="the deployment's name, also of the folder of its kits")
     ]
     server: Annotated[ServerEntry, Field(description="the one server")]
     sites: Annotated[list[SiteEntry], Field(min_length=1, description="the hospitals")]
     admins: Annotated[list[AdminEntry], Field(min_length=1, description="the people")]
     scheme: Annotated[
         Literal["grpc", "http", "tcp"],
-        Field(description="FLARE's transport, always under mutual TLS; http carries no message over 4 MiB"),
+        Field(description="FLARE's transport, always with mutual TLS; http has a limit of 4 MiB per message"),
     ] = "grpc"
-    valid_days: Annotated[int, Field(ge=1, description="how long certificates last")] = 360
+    valid_days: Annotated[int, Field(ge=1, description="the number of days for which certificates are valid")] = 360
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
@@ -97,7 +99,7 @@ class DeploymentConfig(Section):
         return self
 
     def entries(self) -> Iterator[ServerEntry | SiteEntry | AdminEntry]:
-        """Return all participants, the server first."""
+        """Yield all participants, the server first."""
         yield self.server
         yield from self.sites
         yield from self.admins

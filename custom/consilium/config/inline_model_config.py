@@ -1,4 +1,4 @@
-"""Replacing the path of a model's config.json in a job by the file's contents."""
+"""Replaces the path of a model's config.json in a job by the file's contents."""
 
 import json
 from pathlib import Path
@@ -12,21 +12,22 @@ from consilium.models.architecture import refuse_adapter
 from consilium.models.gguf import refuse_gguf
 
 LARGEST = 2**20
-"""Bytes of a config.json; published ones have a few thousand."""
+"""The largest config.json in bytes. Published ones have a few thousand."""
 
 
 def embed_architecture(raw: Any, job: Path) -> None:
-    """Replace a path in `model.config` of `raw`, what the file `job` holds, by the contents of that config.json.
+    """Replace a path in `model.config` of `raw`, the parsed file `job`, by the contents of that config.json.
 
-    The path, of the file or its folder, counts from the job.yaml's folder. Only where the job is made, on its author's machine:
-    a site or a server that gets a path refuses it and opens nothing. Raises ConfigError, and CheckpointError for an adapter.
+    The path of the file or its folder is relative to the folder of job.yaml. This is done only on the machine of the job's
+    author: a site or server refuses a path and opens no file. Raises ConfigError; CheckpointError for an adapter or a GGUF
+    file.
     """
     if named := _config_path(raw):
         raw["model"]["config"] = _read(job.parent / named, named, job)
 
 
 def job_text(job: Path) -> bytes:
-    """Return what the file `job` holds, as it is, or with the architecture that it names by path. Raises ConfigError."""
+    """Return the contents of the file `job`, with the config.json inserted if the job names one by path. Raises ConfigError."""
     raw = read_yaml(job)
     if not _config_path(raw):
         return job.read_bytes()
@@ -35,7 +36,7 @@ def job_text(job: Path) -> bytes:
 
 
 def _config_path(raw: Any) -> str:
-    """Return the path in `model.config`, "" for none."""
+    """Return the path in `model.config`, "" if there is none."""
     model = raw.get("model") if isinstance(raw, dict) else None
     named = model.get("config") if isinstance(model, dict) else None
     return named if isinstance(named, str) else ""

@@ -1,4 +1,4 @@
-"""job.yaml: what a job is made of, and errors that name file, field, value and remedy."""
+"""The schema of job.yaml, its loading, and checks across sections, whose errors name file, field, value and remedy."""
 
 import hashlib
 import json
@@ -48,42 +48,44 @@ class JobConfig(Section):
     name: Annotated[Name, Field(description="the job's name, also of its folder")]
     experiment: Annotated[Name | None, Field(description="the name of one run of the job; given at submission")] = None
     strategy: Annotated[
-        Strategy, KindField(STRATEGIES, "name"), Field(description="the federated algorithm; a name alone takes its defaults")
+        Strategy, KindField(STRATEGIES, "name"), Field(description="the federated algorithm; a name alone uses its defaults")
     ]
     model: Annotated[ModelConfig, KindField(MODELS, "name", "sam"), Field(description="the frozen model that is adapted")]
     adapter: Annotated[
         AdapterConfig,
         KindField(ADAPTERS, "kind", "lora"),
-        Field(default={}, validate_default=True, description="what is trained"),
+        Field(default={}, validate_default=True, description="the trained part of the model"),
     ]
     task: Annotated[
-        TaskConfig, KindField(TASKS, "name", "segmentation"), Field(description="what the model learns, and how it is judged")
+        TaskConfig, KindField(TASKS, "name", "segmentation"), Field(description="what the model learns, and how it is scored")
     ]
-    data: Annotated[DataConfig, Field(description="data that the job brings along")] = DataConfig()
+    data: Annotated[DataConfig, Field(description="generated data, or the name of the sites' data set")] = DataConfig()
     training: Annotated[TrainingConfig, Field(description="local training")]
-    federation: Annotated[FederationConfig, Field(description="who takes part")] = FederationConfig()
+    federation: Annotated[FederationConfig, Field(description="participation of sites, weights and time limits")] = (
+        FederationConfig()
+    )
     server: Annotated[
-        ServerConfig | None, Field(description="the mean that the server takes of the sites' updates, and its step along it")
+        ServerConfig | None, Field(description="the kind of mean of the sites' updates, and the server's optimizer")
     ] = None
     privacy: Annotated[
-        PrivacyConfig | None, Field(description="differential privacy; without it shared factors leave as trained")
+        PrivacyConfig | None, Field(description="differential privacy; without it shared tensors leave without noise")
     ] = None
     secure_aggregation: Annotated[
-        SecureAggregationConfig | None, Field(description="sites mask their updates: the server learns their sum only")
+        SecureAggregationConfig | None, Field(description="sites mask their updates, so that the server learns only their sum")
     ] = None
     statistics: Annotated[
-        StatisticsConfig | None, Field(description="counts that every site is asked for once, before the first round")
+        StatisticsConfig | None, Field(description="counts that every site is asked for once before the first round")
     ] = None
     cross_site: Annotated[
-        CrossSiteConfig | None, Field(description="models of a run that has ended, scored at every site; nothing is trained")
+        CrossSiteConfig | None, Field(description="score the models of a finished run at every site; no training")
     ] = None
-    diagnostics: Annotated[DiagnosticsConfig, Field(description="what a run measures of itself")] = DiagnosticsConfig()
+    diagnostics: Annotated[DiagnosticsConfig, Field(description="measurements beside the scores")] = DiagnosticsConfig()
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of all settings but the number of rounds: a run may be resumed with more rounds of the same job.
+        """The SHA-256 of all settings except the number of rounds, so that a run may be resumed with more rounds.
 
-        Fields stand in the order in which they are declared; in maps, such as `task.classes`, the order of a job.yaml counts.
+        Fields are in the order of their declaration. In maps, such as `task.classes`, the order in job.yaml counts.
         """
         settings = self.model_dump(mode="json")
         del settings["training"]["rounds"]
@@ -99,18 +101,18 @@ class JobConfig(Section):
 
     @property
     def dpsgd(self) -> DpSgdConfig | None:
-        """The privacy section, where it makes training itself private (DP-SGD, by records or patients)."""
+        """The privacy section if it asks for DP-SGD (by records or patients), else None."""
         return None if isinstance(self.privacy, SiteLevelDpConfig) else self.privacy
 
     @property
     def title(self) -> str:
-        """The job's name in tables, ledgers and views, with the calibration where it is not honest."""
+        """The job's name in tables, ledgers and views. With calibration paper the name says so."""
         paper = self.privacy is not None and self.privacy.calibration == "paper"
         return f"{self.name} (calibration: paper)" if paper else self.name
 
     @property
     def packages(self) -> dict[str, str]:
-        """The other packages, by name, that strategy, model, task and adapter come from, with their versions."""
+        """The plug-in packages of the job's strategy, model, task and adapter: their versions by name."""
         named = (
             (STRATEGIES, self.strategy.name),
             (MODELS, self.model.name),
@@ -122,35 +124,37 @@ class JobConfig(Section):
 
     @property
     def adapter_kind(self) -> AdapterKind:
-        """The adapter's kind; one with room for frozen tails where the strategy sends them."""
+        """The adapter's kind; the variant with room for frozen ranks if the strategy sends them."""
         kind = ADAPTERS[self.adapter.kind]
         return kind.tailed if self.strategy.traits.sends_frozen_ranks and kind.tailed else kind
 
     @property
     def weighting(self) -> str:
-        """How updates are weighted: uniform with site-level DP, or DP and masks, as a weight would reveal the data size.
+        """How updates are weighted: `federation.weighting`, or its default.
 
-        A median or trimmed mean counts every site once.
+        The default is uniform with site-level DP, and with DP and masks, because a weight would reveal the data size; and for a
+        median or trimmed mean, which counts every site once. Otherwise it is samples.
         """
         private = self.privacy is not None and (self.privacy.unit == "site" or self.secure_aggregation is not None)
         robust = self.server is not None and self.server.robust
         return self.federation.weighting or ("uniform" if private or robust else "samples")
 
     def weight(self, num_samples: int) -> int:
-        """Return the weight in the mean of a site that reports `num_samples` samples."""
+        """Return the weight in the mean for a site that reports `num_samples` samples."""
         most = self.federation.max_weight
         return 1 if self.weighting == "uniform" else num_samples if most is None else min(num_samples, most)
 
     @property
     def most_weight(self) -> int:
-        """What a masked update weighs at most."""
+        """The largest weight of a masked update."""
         return 1 if self.weighting == "uniform" else self.federation.max_weight or MOST_WEIGHT
 
     @property
     def sums_without_noise(self) -> bool:
-        """Whether the server gets masked sums without noise: then only the same hospitals may be summed again.
+        """Whether the server receives masked sums without sufficient noise. Then only the same hospitals may be summed again.
 
-        A trusted server adds its noise later. The paper's calibration keeps no epsilon that means anything.
+        That includes `trust: central`, where the server adds its noise later, and `calibration: paper`, whose epsilon is not
+        meaningful.
         """
         privacy = self.privacy
         if self.secure_aggregation is None:
@@ -211,7 +215,7 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _check_robust_mean(self) -> Self:
-        """Raise ValueError for a robust mean beside weights, or beside sums that hide single updates."""
+        """Raise ValueError for a robust mean together with weights or with privacy whose noise is made for the sum."""
         if self.server is None or not self.server.robust:
             return self
         if self.federation.weighting == "samples" or self.federation.max_weight is not None:
@@ -248,18 +252,22 @@ class JobConfig(Section):
 def load_job(
     path: Path, overrides: Mapping[str, Any] | None = None, plugins: Plugins = NO_PLUGINS, author: bool = False
 ) -> JobConfig:
-    """Read and validate a job.yaml, or the one inside a job folder. Raises ConfigError with one line per problem.
+    """Return the validated job from a job.yaml, or from the one inside a job folder.
 
     `overrides` maps dotted fields, such as "training.lr", to values that replace the file's before validation. `plugins`: the
-    packages whose strategies, models, tasks and adapters the job may name, see core/registry.py. `author`: the file is its
-    user's own, so that it may name a model's config.json by path, see inline_model_config.py.
+    packages whose strategies, models, tasks and adapters the job may name, see core/registry.py. `author`: the caller owns the
+    file, so it may name a model's config.json by path, see inline_model_config.py. Raises ConfigError with one line per
+    problem.
     """
     path = job_file(path)
     return make_job(read_yaml(path), path, overrides, plugins, author)
 
 
 def load_run_job(folder: Path, plugins: Plugins = NO_PLUGINS) -> JobConfig:
-    """Read the job.yaml that a run wrote into its folder. A field with another default by now has the one it was made with."""
+    """Return the job from the job.yaml that a run wrote into its folder.
+
+    Fields that the file lacks get the defaults of the version that wrote it, where a task's defaults have changed since.
+    """
     path = job_file(folder / "job.yaml")
     raw = read_yaml(path)
     task = raw.get("task") if isinstance(raw, dict) else None
@@ -269,7 +277,7 @@ def load_run_job(folder: Path, plugins: Plugins = NO_PLUGINS) -> JobConfig:
 
 
 def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins: Plugins, author: bool = False) -> JobConfig:
-    """Return the job of what the file `path` holds, which stays as it is; otherwise as load_job."""
+    """Return the validated job from `raw`, the parsed file `path`, which is not changed. See load_job for the arguments."""
     raw = deepcopy(raw)
     kinds = {name: mark for name, field in JobConfig.model_fields.items() for mark in field.metadata}
     keys = {name: mark.key for name, mark in kinds.items() if isinstance(mark, KindField)}
@@ -283,9 +291,9 @@ def make_job(raw: Any, path: Path, overrides: Mapping[str, Any] | None, plugins:
 
 
 def _check_used(config: JobConfig, path: Path) -> None:
-    """Raise ConfigError for a setting without effect beside the others. Finished runs may have one and stay readable.
+    """Raise ConfigError for a setting that has no effect with the others. Jobs of finished runs are not checked.
 
-    Raises CheckpointError for an adapter's folder as the base, where the job names a place of this machine.
+    Raises CheckpointError if `model.checkpoint` is a path on this machine and is an adapter's folder.
     """
     if config.model.checkpoint and "${SITE}" not in config.model.checkpoint:
         refuse_adapter(Path(config.model.checkpoint), f"{path}: model.checkpoint")
@@ -298,7 +306,7 @@ def _check_used(config: JobConfig, path: Path) -> None:
 
 
 def job_file(path: Path) -> Path:
-    """Return the job.yaml of a job folder (or the file itself). Raises ConfigError if there is none."""
+    """Return the path of the job.yaml in a job folder, or `path` if it is a file. Raises ConfigError if there is none."""
     candidates = [path] if path.is_file() else [path / "app/config/job.yaml", path / "job.yaml"]
     found = next((c for c in candidates if c.is_file()), None)
     if found is None:

@@ -1,4 +1,4 @@
-"""Values that replace a file's before it is validated: `--set FIELD=VALUE`."""
+"""`--set FIELD=VALUE`: values that replace those of a file before it is validated."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from consilium.core.schema import Loader
 
 
 def parse_override(override: str) -> tuple[str, Any]:
-    """Return field and value of KEY=VALUE. Raises ConfigError for anything else."""
+    """Return (field, value) from a text KEY=VALUE. Raises ConfigError for other texts."""
     key, separator, value = override.partition("=")
     if not separator or not all(key.split(".")):
         raise ConfigError(f"--set: {override!r} is not KEY=VALUE; write for example --set training.lr=0.001")
@@ -23,11 +23,11 @@ def parse_override(override: str) -> tuple[str, Any]:
 
 
 def override(raw: Any, overrides: Mapping[str, Any], path: Path, keys: Mapping[str, str]) -> None:
-    """Write `overrides`, by dotted field, into `raw`, what the file `path` holds. Raises ConfigError.
+    """Write `overrides`, by dotted field, into `raw`, the parsed file `path`. Raises ConfigError for an unknown section.
 
-    `keys`: sections that may be written as the name of their kind alone, and the key which that name is then meant for.
+    `keys`: for each section that may be written as the name of its kind alone, the key of that name (strategy -> name).
     """
-    # Raise ConfigError for a rank that is set without alpha: alpha / rank would change silently.
+    # Refuse a rank that is set without alpha, because alpha / rank would change silently.
     adapter = raw.get("adapter") if isinstance(raw, dict) else None
     alone = "adapter.rank" in overrides and not {"adapter", "adapter.alpha"} & overrides.keys()
     if alone and isinstance(adapter, dict) and "alpha" in adapter and overrides["adapter.rank"] != adapter.get("rank"):
@@ -39,7 +39,7 @@ def override(raw: Any, overrides: Mapping[str, Any], path: Path, keys: Mapping[s
 
 
 def _opened(raw: dict[str, Any], section: str, keys: Mapping[str, str]) -> Any:
-    """Return a section to write into: made where it is missing or empty, a map where it is a kind's name."""
+    """Return a section as a map to write into. It is created if missing or empty, and a kind's name becomes a map."""
     if raw.get(section) is None:
         raw[section] = {}
     elif section in keys and isinstance(raw[section], str):

@@ -1,4 +1,4 @@
-"""What a job promises and a hospital allows: differential privacy by unit, budgets, and secure aggregation."""
+"""Privacy sections of job.yaml and site.yaml (differential privacy, budgets, secure aggregation), and checks between them."""
 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
@@ -13,28 +13,28 @@ from consilium.models.registry import ModelConfig
 from consilium.tasks.registry import TaskConfig
 
 Unit: TypeAlias = Literal["record", "patient", "site"]
-"""What a claim may be about, the finer first."""
+"""The units of a privacy guarantee, from the finest to the coarsest."""
 NEEDS_MASKS = (
     "a share of the noise protects nobody from a server that sees each site's update, and without secure_aggregation it does; "
     "add the section, or use local"
 )
-"""Why noise in shares is refused without masks."""
+"""Why `trust: distributed` is refused without masks."""
 
 
 NoiseMultiplier = Annotated[
     Annotated[float, Field(ge=0, le=1e4)] | None,
-    Field(description="sets the noise itself, instead of `epsilon` (0: clip only, protects nothing)"),
+    Field(description="the noise multiplier, instead of `epsilon` (0: clip only, which protects nothing)"),
 ]
-Delta = Annotated[float, Field(gt=0, lt=1, description="the chance that epsilon does not hold")]
+Delta = Annotated[float, Field(gt=0, lt=1, description="the probability that epsilon does not hold")]
 
 
 class SiteLevelDpConfig(Section):
-    """Site-level DP: all of a site's data is hidden behind its clipped and noised updates."""
+    """Site-level DP: clipping and noise on a site's updates protect all of its data together."""
 
     unit: Literal["site"]
     epsilon: Annotated[
         Annotated[float, Field(gt=0, le=1e4)] | None,
-        Field(description="what the whole run may cost a site; give it or `noise_multiplier`"),
+        Field(description="the epsilon that the whole run may spend per site; give it or `noise_multiplier`"),
     ] = None
     noise_multiplier: NoiseMultiplier = None
     delta: Delta = 1e-5
@@ -42,31 +42,32 @@ class SiteLevelDpConfig(Section):
     trust: Annotated[
         Literal["local", "central", "distributed"],
         Field(
-            description="who adds the noise: each site all of it (local), the server (central), or each site a share of it"
-            " (distributed), so that only the sum, which is all that secure aggregation shows, carries the "
-            "whole"
+            description="who adds the noise: each site the full noise (`local`), the server (`central`), or each site a share "
+            "of it (`distributed`), so that the sum has the full noise; secure aggregation shows only the sum"
         ),
     ] = "local"
     adjacency: Annotated[
         Literal["zero-out", "replace"],
-        Field(description="a site's update against none (zero-out), or any two data sets at it (replace, twice the noise)"),
+        Field(
+            description="`zero-out` compares a site's update with no update; `replace` compares any two data sets at the site "
+            "and needs twice the noise"
+        ),
     ] = "zero-out"
-    accountant: Annotated[Literal["exact", "prv", "rdp"], Field(description="how releases add up")] = "exact"
+    accountant: Annotated[Literal["exact", "prv", "rdp"], Field(description="the accountant that composes releases")] = "exact"
     calibration: Annotated[
         Literal["honest", "paper"],
         Field(
-            description="`calibration` paper takes the noise that DEeR's code takes for `epsilon`, to reproduce its "
-            "tables. It counts batches of images where sites' updates are released, at delta 1 / sites, and "
-            "clips every tensor on its own. What that really keeps is accounted and printed beside, and is "
-            "what a site's budget must cover"
+            description="`paper` uses the noise that DEeR's code uses for `epsilon`, to reproduce its tables. That code counts "
+            "batches of images although sites' updates are released, at delta 1 / sites, and clips every tensor separately. "
+            "The epsilon that really holds is printed beside, and a site's budget must cover it"
         ),
     ] = "honest"
     sites: Annotated[
-        Annotated[int, Field(ge=2, le=10_000)] | None, Field(description="how many take part, calibration paper only")
+        Annotated[int, Field(ge=2, le=10_000)] | None, Field(description="the number of sites; calibration paper only")
     ] = None
     samples: Annotated[
         Annotated[int, Field(ge=1, le=10**9)] | None,
-        Field(description="the training images of all sites together, calibration paper only"),
+        Field(description="the number of training images of all sites together; calibration paper only"),
     ] = None
 
     @model_validator(mode="after")
@@ -90,27 +91,31 @@ class SiteLevelDpConfig(Section):
 
 
 class _DpSgdConfig(Section):
-    """What DP-SGD by records and by patients share."""
+    """The fields that DP-SGD by records and by patients have in common."""
 
     unit: str
     epsilon: Annotated[
         Annotated[float, Field(gt=0, le=1e4)] | None,
-        Field(description="what the whole run may cost a record or patient; give it or `noise_multiplier`"),
+        Field(description="the epsilon that the whole run may spend per record or patient; give it or `noise_multiplier`"),
     ] = None
     noise_multiplier: NoiseMultiplier = None
     delta: Delta = 1e-5
     clip: Annotated[float, Field(gt=0, le=1e6, description="bounds the gradient of a record or patient")] = 1.0
-    accountant: Annotated[Literal["prv", "rdp"], Field(description="how steps add up")] = "prv"
+    accountant: Annotated[Literal["prv", "rdp"], Field(description="the accountant that composes steps")] = "prv"
     trust: Annotated[
         Literal["local", "distributed"],
-        Field(description="who adds the noise: each site for itself, or all in shares under secure aggregation"),
+        Field(description="who adds the noise: each site the full noise (`local`), or each a share, with secure aggregation"),
     ] = "local"
     sample_rate: Annotated[
         Annotated[float, Field(gt=0, lt=1)] | None,
-        Field(description="trust distributed: with which each is drawn at a step, at every site"),
+        Field(description="trust distributed: the probability with which a step draws each record or patient, at every site"),
     ] = None
     divisor: Annotated[
-        Positive | None, Field(description="trust distributed: of the step's sum; about how many all sites draw together")
+        Positive | None,
+        Field(
+            description="trust distributed: the divisor of a step's sum; about the number of records or patients that all "
+            "sites together draw"
+        ),
     ] = None
     adjacency: ClassVar[str] = "zero-out"
     calibration: ClassVar[str] = "honest"
@@ -130,31 +135,30 @@ class _DpSgdConfig(Section):
 
 
 class RecordLevelDpConfig(_DpSgdConfig):
-    """Record-level DP-SGD: each record is hidden by clipping its gradient to `clip`, noise and Poisson batches.
+    """Record-level DP-SGD: clipping each record's gradient to `clip`, noise and Poisson batches protect each record.
 
-    With trust local the number of records is public: a site tells it, and its weight and noise follow from it. `trust`
-    distributed takes one step a round over all sites' records, and sites' shares of noise are one noise together.
+    With trust local the number of records is public: a site reports it, and its weight and noise depend on it. With trust
+    distributed each round is one step over all sites' records, and the sites' shares of noise add up to the full noise.
     """
 
     unit: Literal["record"]
 
 
 class PatientLevelDpConfig(_DpSgdConfig):
-    """Patient-level DP-SGD: all entries of a data list with one `patient` are hidden together.
+    """Patient-level DP-SGD: all entries of a data list with the same `patient` are protected together.
 
-    The list must name patients. Steps draw patients, and `training.batch_size` counts them. A patient's gradient is the mean
-    over at most `per_patient` of its samples, clipped to `clip` as one. With trust local the number of patients is
-    public.
+    The list must name patients. Steps draw patients, and `training.batch_size` counts patients. A patient's gradient is the
+    mean over at most `per_patient` of its samples, clipped to `clip`. With trust local the number of patients is public.
     """
 
     unit: Literal["patient"]
     per_patient: Annotated[
-        int, Field(ge=1, le=4096, description="a step takes the mean over so many of a patient's samples at most")
+        int, Field(ge=1, le=4096, description="the most samples of a patient over which a step takes the mean")
     ] = 4
 
 
 DpSgdConfig: TypeAlias = PatientLevelDpConfig | RecordLevelDpConfig
-"""The sections by which training itself is private."""
+"""The privacy sections with DP-SGD."""
 
 
 def _one_noise(section: Any) -> Any:
@@ -167,44 +171,44 @@ PrivacyConfig = Annotated[SiteLevelDpConfig | DpSgdConfig, Field(discriminator="
 
 
 class BudgetConfig(Section):
-    """How much a data set may spend in all jobs together."""
+    """How much of a data set's privacy all jobs together may spend."""
 
-    epsilon: Annotated[float, Field(gt=0, le=1e4, description="what all jobs together may ever cost")]
-    delta: Annotated[float, Field(gt=0, lt=1, description="the chance that epsilon does not hold")] = 1e-5
+    epsilon: Annotated[float, Field(gt=0, le=1e4, description="the epsilon that all jobs together may ever spend")]
+    delta: Annotated[float, Field(gt=0, lt=1, description="the probability that epsilon does not hold")] = 1e-5
 
 
 class HospitalPrivacyPolicy(Section):
-    """What a hospital lets jobs do to its privacy."""
+    """A hospital's limits on the privacy that jobs may spend."""
 
     dataset: Annotated[
         Annotated[str, Field(min_length=1, max_length=200)] | None,
         Field(
-            description="`dataset` names the data in the ledger (default: the data list's path); give every list of the "
-            "same patients one name"
+            description="the name of the data in the privacy ledger, by default the data list's path; give all lists of the "
+            "same patients the same name"
         ),
     ] = None
     budgets: Annotated[
         dict[Unit, BudgetConfig],
         Field(
-            description="how much one record, one patient, or the whole site, may spend in all jobs; every job counts "
-            "against every budget, and one that a budget does not bound is refused"
+            description="budgets for `record`, `patient` or `site`, over all jobs. Every job counts against every budget; a job "
+            "with a privacy unit that bounds no cost for a budget's unit is refused"
         ),
     ] = Field(default_factory=dict)
     trust: Annotated[
         tuple[Literal["local", "central", "distributed"], ...] | None,
         Field(
-            description="who may be trusted to add the noise; with it, or with any budget (then only `local`, unless it "
-            "says more), a job without noise is refused"
+            description="the values of a job's `privacy.trust` that are allowed. With this field or any budget, a job without "
+            "noise is refused; with a budget alone only `local` is allowed"
         ),
     ] = None
-    ledger: Annotated[Path | None, Field(description="the privacy ledger's file, if not in `state`")] = None
+    ledger: Annotated[Path | None, Field(description="the privacy ledger's file; by default in `state`")] = None
     noise_seed: Annotated[
         Seed | None,
-        Field(description="`noise_seed` makes noise repeatable for tests; the run is then not private, and its records say so"),
+        Field(description="makes the noise repeatable, for tests; the run is then not private, and its records say so"),
     ] = None
 
     def ledger_in(self, root: Path) -> Path:
-        """Return the ledger's file at a site that keeps its records below `root`."""
+        """Return the path of the ledger at a site whose records are in `root`."""
         return self.ledger or root / "ledger.sqlite"
 
     @property
@@ -214,48 +218,51 @@ class HospitalPrivacyPolicy(Section):
 
 
 # secure aggregation ----------------------------------------------------------------------------------------------------
-# Secure aggregation: the `secure_aggregation:` sections of job.yaml and site.yaml, and the check of a job with masks.
+# The `secure_aggregation:` sections of job.yaml and site.yaml, and the check of a job with masks.
 
 MOST_WEIGHT = 65_536
-"""The most that a site's update may weigh, unless federation.max_weight says it."""
+"""The largest weight of a site's update if federation.max_weight is not set."""
 PartnerName = Annotated[str, Field(min_length=1, max_length=128)]
 Fingerprint = Annotated[str, Field(max_length=256), AfterValidator(read_fingerprint)]
 FEWEST = 3
-"""Of two sites each knows the other's update from the sum."""
+"""The fewest sites. With two, each site could compute the other's update from the sum."""
 
 
 class SecureAggregationConfig(Section):
-    """Sites mask their updates, so that the server, with up to `colluders` sites, learns their sum only."""
+    """Sites mask their updates, so that the server, even together with `colluders` sites, learns only their sum."""
 
     threshold: Annotated[
         Annotated[int, Field(ge=2, le=10_000)] | None,
         Field(
-            description="how many of the n sites asked must stay to the end of a phase; by default floor(2 n / 3) + 1. "
-            "Needed are 2 threshold > n + colluders and threshold >= colluders + 2, so with the defaults at "
-            "least three sites. Without noise all of them must send an update, and no sums, of whatever runs, "
-            "may show fewer than `threshold` hospitals together"
+            description="how many of the n asked sites must stay to the end of a phase; by default floor(2 n / 3) + 1. "
+            "It must satisfy 2 threshold > n + colluders and threshold >= colluders + 2, so the defaults need at "
+            "least three sites. Without noise all n must send an update, and no combination of sums, over all runs, "
+            "may reveal a sum over fewer than `threshold` hospitals"
         ),
     ] = None
     colluders: Annotated[int, Field(ge=0, le=10000, description="sites that may work together with the server")] = 1
     bound: Annotated[
-        Positive | None, Field(description="larger numbers are cut off at it; by default what sums of all sites have room for")
+        Positive | None,
+        Field(
+            description="numbers of an update are clipped to this size; by default the largest for which sums do not overflow"
+        ),
     ] = None
 
 
 class SitePartnersConfig(Section):
-    """What a site asks of secure aggregation before it takes part."""
+    """A site's conditions for taking part in secure aggregation."""
 
     partners: Annotated[
         dict[PartnerName, Fingerprint],
         Field(
             max_length=10_000,
-            description="the other sites by name, with the SHA-256 fingerprints of their public keys (64 hex digits, "
-            "colons or not; `consilium doctor` prints a kit's), compared out of band; no other is accepted. "
-            "Needed where `privacy.budgets` are. To remove one revokes it",
+            description="the other sites by name, with the SHA-256 fingerprints of their public keys (64 hex digits, with or "
+            "without colons; `consilium doctor` prints that of a kit), compared out of band. No other site is accepted. "
+            "Required with `privacy.budgets`. Removing an entry revokes that site",
         ),
     ] = Field(default_factory=dict)
-    min_colluders: Annotated[int, Field(ge=0, le=10000, description="jobs that count on fewer are refused")] = 1
-    min_sites: Annotated[int, Field(ge=FEWEST, le=10000, description="fewer sites together are refused")] = FEWEST
+    min_colluders: Annotated[int, Field(ge=0, le=10000, description="jobs with a smaller `colluders` are refused")] = 1
+    min_sites: Annotated[int, Field(ge=FEWEST, le=10000, description="phases with fewer sites are refused")] = FEWEST
 
 
 def check_masked(
@@ -265,7 +272,7 @@ def check_masked(
     privacy: PrivacyConfig | None,
     federation: FederationConfig,
 ) -> None:
-    """Raise ValueError, naming field, value and remedy, for a setting that needs single updates or other sums."""
+    """Raise ValueError, naming field, value and remedy, for a setting that does not work with masked sums."""
     if strategy.traits.needs == "sites" or strategy.traits.pools_data:
         what = "needs single sites' updates, which nobody sees"
         raise ValueError(f"secure_aggregation: strategy {strategy.name!r} {what}; remove the section, or use fedit")
@@ -283,16 +290,15 @@ def check_masked(
 
 
 # dpsgd -----------------------------------------------------------------------------------------------------------------
-# Checks of a job with DP-SGD, or with noise in shares, against its other sections.
+# Checks of a job with DP-SGD, or with distributed noise, against its other sections.
 
 
 def check_apart(
     dpsgd: DpSgdConfig, data: DataConfig, training: TrainingConfig, adapter: AdapterConfig, model: ModelConfig, task: TaskConfig
 ) -> None:
-    """Raise ValueError, naming field, value and remedy, for a setting that ties the records (or patients) of a batch together.
+    """Raise ValueError for a setting with which a record's (or patient's) gradient depends on others of its batch.
 
-    DP-SGD's noise is made for a sum that one of them moves by the clip at most. That holds only while its gradient does not
-    depend on those beside it.
+    DP-SGD's noise assumes that one of them changes the sum by at most the clip. The message names field, value and remedy.
     """
     unit, noise_multiplier = dpsgd.unit, dpsgd.noise_multiplier
     if data.most_training is not None:
@@ -322,7 +328,7 @@ def check_shares(
     training: TrainingConfig,
     server: ServerConfig | None,
 ) -> None:
-    """Raise ValueError, naming field, value and remedy, for a setting that excludes noise in shares (`trust: distributed`)."""
+    """Raise ValueError, naming field, value and remedy, for a setting that excludes `trust: distributed`."""
     if masks is None:
         raise ValueError(f"privacy.trust: 'distributed': {NEEDS_MASKS}")
     if isinstance(privacy, SiteLevelDpConfig):

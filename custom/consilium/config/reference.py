@@ -1,7 +1,7 @@
-"""The fields of job.yaml, site.yaml and sites.yml as tables, read from the sections' JSON schemas.
+"""Generates the tables of fields of job.yaml, site.yaml and sites.yml from the sections' JSON schemas.
 
-`python -m consilium.config.reference [ROOT]` rewrites the tables in the pages, between two comments. A field's meaning is its
-description.
+`python -m consilium.config.reference [ROOT]` rewrites the tables in the pages, between two comments. The column "meaning" is
+the field's description.
 """
 
 import json
@@ -45,7 +45,7 @@ from consilium.tasks.registry import TASKS
 from consilium.tasks.segmentation.scores import SegmentationScoresConfig
 
 KEYS = ("name", "kind", "unit")
-"""Fields that tell kinds apart; a kind's own heading has them."""
+"""Fields that select the kind of a section. The heading of a kind shows them, so its table does not."""
 BEGIN, END = "<!-- begin: written by python -m consilium.config.reference -->", "<!-- end -->"
 WORDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true` or `false`"}
 BOUNDS = {"minimum": "from", "exclusiveMinimum": "over", "maximum": "to", "exclusiveMaximum": "under"}
@@ -53,9 +53,9 @@ POWERS = {2**exponent: f"2^{exponent}" for exponent in (16, 60, 63)}
 
 
 def fields_of(section: type) -> dict[str, dict[str, Any]]:
-    """Return the JSON schema of every field of a section, or of a strategy without those of its base classes, by name.
+    """Return by name the JSON schema of every field of a section; of a strategy without its base classes' fields.
 
-    The field that tells kinds apart is left out. A required one has no "default".
+    The field that selects the kind is left out. A required field has no "default".
     """
     schema = TypeAdapter(section).json_schema()
     own = None if issubclass(section, BaseModel) else section.__annotations__
@@ -67,7 +67,7 @@ def fields_of(section: type) -> dict[str, dict[str, Any]]:
 
 
 def shown_type(field: Mapping[str, Any]) -> str:
-    """Return what a value may be, in words."""
+    """Return the allowed values of a field in words."""
     if "kind" in field:
         return f"section; `{field['kind']}` tells the kind"
     if "enum" in field or "const" in field:
@@ -96,7 +96,7 @@ def _number(value: float) -> str:
 
 
 def _default(field: Mapping[str, Any]) -> str:
-    """Return a default as YAML has it; the defaults of a section are in its own table."""
+    """Return a field's default as YAML, "-" for none or for a section, whose own table has its defaults."""
     if "default" not in field:
         return "required"
     value = field.get("default_kind", field["default"])
@@ -121,13 +121,13 @@ def chapter(title: str, section: type, cited: str = "") -> str:
 
 
 def _source(kind: type) -> str:
-    """Return the first sentence of an algorithm's file: its name, its source."""
+    """Return the first sentence of the docstring of an algorithm's module."""
     text = " ".join((sys.modules[kind.__module__].__doc__ or "").split("\n\n")[0].split())
     return re.split(r"(?<=[.:]) (?=[A-Z])", text)[0] if ". " in text else text
 
 
 def job_reference() -> str:
-    """Return all of job.yaml."""
+    """Return the reference of job.yaml as Markdown."""
     parts = [chapter("The whole file", JobConfig), chapter("`training:`", TrainingConfig)]
     parts += [chapter("`training: {validate:}`", ValidateConfig)]
     parts += [chapter("`federation:`", FederationConfig), chapter("`server:`", ServerConfig)]
@@ -146,7 +146,7 @@ def job_reference() -> str:
 
 
 def site_reference() -> str:
-    """Return all of site.yaml."""
+    """Return the reference of site.yaml as Markdown."""
     parts = [chapter("The whole file", SiteConfig), chapter("An entry of `datasets:`", DatasetConfig)]
     parts += [chapter("`cache:`", CacheConfig), chapter("`tracking:`", TrackingConfig), chapter("`capacity:`", CapacityConfig)]
     parts += [chapter("`privacy:`", HospitalPrivacyPolicy), chapter("An entry of `privacy: {budgets:}`", BudgetConfig)]
@@ -154,7 +154,7 @@ def site_reference() -> str:
 
 
 def deployment_reference() -> str:
-    """Return all of sites.yml."""
+    """Return the reference of sites.yml as Markdown."""
     parts = [chapter("The whole file", DeploymentConfig), chapter("`server:`", ServerEntry)]
     return "\n\n".join([*parts, chapter("An entry of `sites:`", SiteEntry), chapter("An entry of `admins:`", AdminEntry)])
 
@@ -176,7 +176,7 @@ def rewritten(page: str, reference: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the pages below the folder that is given, or the current one."""
+    """Rewrite the pages in the folder given as argument, by default the current folder."""
     root = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
     for name, reference in PAGES.items():
         page = root / name

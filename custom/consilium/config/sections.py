@@ -1,4 +1,4 @@
-"""Sections of job.yaml on how a run goes: training, validation, federation, server, statistics, cross_site, diagnostics."""
+"""Sections of job.yaml that control a run: training, validation, federation, server, statistics, cross_site, diagnostics."""
 
 from typing import Annotated, Literal, Self
 
@@ -7,32 +7,37 @@ from pydantic import ConfigDict, Field, model_validator
 from consilium.core.schema import Name, Positive, Seconds, Section, Seed, Share
 
 # validation ------------------------------------------------------------------------------------------------------------
-# When a job scores the validation split, and whether these scores end it.
+# When a job scores the validation split, and early stopping by these scores.
 
 
 class ValidateConfig(Section):
-    """When the validation split is scored: in rounds `every`, 2 `every` and so on, counted from 1, and by which models.
+    """When the validation split is scored (in rounds `every`, 2 `every` and so on, counted from 1), and for which models.
 
-    The closing evaluation comes in any case.
+    The final evaluation takes place in any case.
     """
 
-    every: Annotated[int, Field(ge=1, le=100000, description="score in every so many rounds")] = 1
+    every: Annotated[int, Field(ge=1, le=100000, description="the number of rounds from one validation to the next")] = 1
     stages: Annotated[
         tuple[Literal["global", "personalized"], ...],
-        Field(max_length=2, description="the model as it comes from the server, and after the site's training; [] for none"),
+        Field(
+            max_length=2,
+            description="`global`: the model as received from the server; `personalized`: after the site's training; [] for none",
+        ),
     ] = ("global", "personalized")
-    full: Annotated[bool, Field(description="score as at the end: written answers, distances, intervals")] = False
+    full: Annotated[
+        bool, Field(description="compute all scores of the final evaluation: generated answers, distances, intervals")
+    ] = False
     patience: Annotated[
         int,
         Field(
             ge=0,
             le=100_000,
             exclude_if=lambda value: not value,
-            description="the run ends when the mean over sites of the global model's leading score has not improved in so "
-            "many validations in a row; the closing evaluation follows. 0 runs all rounds",
+            description="early stopping: the run ends after this many validations in a row without improvement of the global "
+            "model's leading score (mean over sites); the final evaluation follows. 0 runs all rounds",
         ),
     ] = 0
-    """Written into a job only where it is on, so that no other job's digest tells of it."""
+    """Written into a job only if it is not 0, so that the digests of other jobs do not change."""
 
     @model_validator(mode="after")
     def _sees_the_global_model(self) -> Self:
@@ -50,35 +55,42 @@ class ValidateConfig(Section):
 class TrainingConfig(Section):
     """Local training."""
 
-    rounds: Annotated[int, Field(ge=1, le=100_000, description="rounds of the whole run")]
-    local_epochs: Annotated[int, Field(ge=1, le=1000, description="passes over a site's training data in a round")] = 1
+    rounds: Annotated[int, Field(ge=1, le=100_000, description="number of rounds of the run")]
+    local_epochs: Annotated[int, Field(ge=1, le=1000, description="passes over a site's training data per round")] = 1
     local_steps: Annotated[
         Annotated[int, Field(ge=1, le=100_000)] | None,
-        Field(description="optimizer steps in a round, instead of `local_epochs`"),
+        Field(description="optimizer steps per round, instead of `local_epochs`"),
     ] = None
-    batch_size: Annotated[int, Field(ge=1, le=65536, description="samples in a batch")] = 4
+    batch_size: Annotated[int, Field(ge=1, le=65536, description="samples per batch")] = 4
     accumulate: Annotated[int, Field(ge=1, le=4096, description="batches per optimizer step")] = 1
     optimizer: Annotated[Literal["adam", "adamw", "sgd"], Field(description="the optimizer at every site")] = "adam"
     optimizer_state: Annotated[
         Literal["fresh", "kept"],
-        Field(description="`fresh`: empty in every round; `kept`: it stays at the site, which goes on with it"),
+        Field(description="`fresh`: reset in every round; `kept`: stored at the site and continued in its next round"),
     ] = "fresh"
     lr: Annotated[float, Field(gt=0, le=1000, description="learning rate")] = 1e-4
     schedule: Annotated[
         Literal["constant", "cosine", "linear"],
         Field(
-            description="`schedule` cosine and linear let the learning rate fall from `lr` to 0 within each round's local "
+            description="`cosine` and `linear` decrease the learning rate from `lr` to 0 within each round's local "
             "training, without warm-up"
         ),
     ] = "constant"
     weight_decay: Annotated[float, Field(ge=0, le=1000, description="the optimizer's weight decay")] = 0.0
     momentum: Annotated[float, Field(ge=0, lt=1, description="sgd only")] = 0.0
-    precision: Annotated[Literal["auto", "bf16", "fp32"], Field(description="`auto` is bf16 where the GPU has it")] = "auto"
-    gradient_checkpointing: Annotated[bool, Field(description="less memory for more time")] = False
-    compile: Annotated[
-        bool, Field(description="the model's blocks by torch.compile: the first step takes up to minutes, all others less")
+    precision: Annotated[
+        Literal["auto", "bf16", "fp32"], Field(description="`auto`: bf16 if the GPU supports it, else fp32")
+    ] = "auto"
+    gradient_checkpointing: Annotated[
+        bool, Field(description="recompute activations in the backward pass: less memory, more time")
     ] = False
-    seed: Annotated[Seed, Field(description="with round and site it fixes every random choice but privacy noise")] = 0
+    compile: Annotated[
+        bool,
+        Field(
+            description="compile the model's blocks by torch.compile: the first step may take minutes, later steps are faster"
+        ),
+    ] = False
+    seed: Annotated[Seed, Field(description="fixes, with round and site, every random choice except privacy noise")] = 0
     validation: Annotated[ValidateConfig, Field(alias="validate", description="when the validation split is scored")] = (
         ValidateConfig()
     )
@@ -86,11 +98,11 @@ class TrainingConfig(Section):
     model_config = ConfigDict(serialize_by_alias=True)
 
     def validates(self, round: int, stage: str) -> bool:
-        """Tell whether the validation split is scored in this round, counted from 0, by the model of this stage."""
+        """Return whether the validation split is scored in this round, counted from 0, for the model of this stage."""
         return stage in self.validation.stages and (round + 1) % self.validation.every == 0
 
     def steps_per_round(self, num_samples: int) -> int:
-        """Return the optimizer steps of one round at a site with `num_samples` training samples."""
+        """Return the number of optimizer steps per round at a site with `num_samples` training samples."""
         if self.local_steps:
             return self.local_steps
         batches = -(-num_samples // self.batch_size)
@@ -102,37 +114,46 @@ class TrainingConfig(Section):
 
 
 class FederationConfig(Section):
-    """Who takes part."""
+    """Participation of sites, weights and time limits."""
 
-    min_sites: Annotated[int, Field(ge=1, le=10_000, description="the quorum of a round")] = 1
-    fraction_train: Annotated[float, Field(gt=0, le=1, description="the share of the sites that a round asks to train")] = 1.0
+    min_sites: Annotated[
+        int, Field(ge=1, le=10_000, description="the quorum: the fewest results with which a round counts")
+    ] = 1
+    fraction_train: Annotated[float, Field(gt=0, le=1, description="the share of the sites that each round asks to train")] = (
+        1.0
+    )
     fraction_evaluate: Annotated[
         Share,
         Field(
-            description="`fraction_evaluate` of the sites that are not asked evaluate the shared model before the round, "
-            "on their validation data"
+            description="the share of the other sites, not asked to train, that evaluate the shared model on their "
+            "validation data"
         ),
     ] = 0.0
     weighting: Annotated[
         Literal["samples", "uniform"] | None,
-        Field(description="what a site's update weighs; by default its samples, and `uniform` under site-level privacy"),
+        Field(
+            description="the weights of the sites' updates; by default `samples`, the number of training samples, and "
+            "`uniform` with site-level privacy"
+        ),
     ] = None
     max_weight: Annotated[
         Annotated[int, Field(ge=1, le=10**9)] | None,
         Field(
-            description="the most samples that one site counts for in the mean, whatever it says it has; without it, what "
-            "it says"
+            description="the largest weight of a site in the mean, for a site that reports more samples; by default no limit"
         ),
     ] = None
-    round_timeout: Annotated[Seconds, Field(gt=0, description="seconds that a round may take")] = 3600.0
-    straggler_grace_seconds: Annotated[Seconds, Field(description="wait for more sites once the quorum is in")] = 600.0
+    round_timeout: Annotated[Seconds, Field(gt=0, description="the time limit of a round in seconds")] = 3600.0
+    straggler_grace_seconds: Annotated[
+        Seconds, Field(description="how many seconds to wait for further sites after the quorum has reported")
+    ] = 600.0
     max_norm_ratio: Annotated[
-        Positive, Field(description="an update whose norm is over this many times that of the adapter at its start is refused")
+        Positive,
+        Field(description="an update is refused if its norm is over this many times the norm of the adapter's initial tensors"),
     ] = 100.0
 
 
 # server ----------------------------------------------------------------------------------------------------------------
-# The `server:` section of job.yaml: the mean of the sites' updates, and the step along it.
+# The `server:` section of job.yaml: the kind of mean of the sites' updates, and the server's optimizer.
 
 _USED = {
     "lr": ("momentum", "adam", "yogi"),
@@ -145,7 +166,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ServerConfig(Section):
-    """Which mean of the sites' updates is taken, and which step along it. Without the section: the weighted mean, as it is."""
+    """The kind of mean of the sites' updates, and the server's optimizer. Without the section the weighted mean is added."""
 
     optimizer: Annotated[
         Literal["momentum", "adam", "yogi"] | None,
@@ -159,7 +180,10 @@ class ServerConfig(Section):
     tau: Annotated[Positive, Field(description="added to the root of the squares (`adam`, `yogi`)")] = 1e-3
     mean: Annotated[
         Literal["weighted", "median", "trimmed"],
-        Field(description="`median` and `trimmed`, number by number, bound what one site can do; each site counts once"),
+        Field(
+            description="`median` and `trimmed` are computed for each number and bound the influence of a single site; each "
+            "site counts once"
+        ),
     ] = "weighted"
     trim: Annotated[float, Field(gt=0, lt=0.5, description="`trimmed`: the share of sites left out at each end")] = 0.1
 
@@ -170,12 +194,12 @@ class ServerConfig(Section):
 
     @property
     def robust(self) -> bool:
-        """Whether the mean needs every site's update by itself."""
+        """Whether the mean needs single sites' updates."""
         return self.mean != "weighted"
 
     @model_validator(mode="after")
     def _uses_all(self) -> Self:
-        """Raise ValueError for a field that would do nothing. A default is let through: a run's own job.yaml has all fields."""
+        """Raise ValueError for a field that has no effect. Default values are accepted: a run's job.yaml has all fields."""
         given = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
         for name in _USED:
             if name in given and self.optimizer not in _USED[name]:
@@ -194,17 +218,17 @@ MIN_CELL_COUNT = 3
 
 
 class StatisticsConfig(Section):
-    """Counts that every site is asked for once, before the first round, so that a federation sees how its sites differ."""
+    """Counts that every site is asked for once before the first round. They show how the sites' data differ."""
 
     minimum: Annotated[
         int,
         Field(
             ge=MIN_CELL_COUNT,
             le=100_000,
-            description="counts of fewer patients are merged with their neighbours; a site's own minimum may be higher",
+            description="counts of fewer patients are merged with their neighbours; a site may set a higher minimum",
         ),
     ] = 10
-    bins: Annotated[Literal[4, 8, 16, 32], Field(description="`bins` of grey levels")] = 16
+    bins: Annotated[Literal[4, 8, 16, 32], Field(description="number of bins of grey levels")] = 16
     only: Annotated[bool, Field(description="the job ends with the statistics and trains nothing")] = False
 
 
@@ -213,66 +237,70 @@ class StatisticsConfig(Section):
 
 
 class CrossSiteConfig(Section):
-    """Every model of a run that has ended, scored at every site.
+    """Score every model of a finished run at every site.
 
-    The job trains nothing; the rest of job.yaml is the run's.
+    The job does not train. The other sections of job.yaml must equal those of the run.
     """
 
     run: Annotated[
         Name,
         Field(
-            description="the run's name at server and sites, which is its experiment; for a simulation the folder beside "
+            description="the run's name (its experiment) at server and sites; in a simulation the folder beside "
             "this job's workspace"
         ),
     ]
-    split: Annotated[Literal["test", "validation"], Field(description="which samples are scored")] = "test"
+    split: Annotated[Literal["test", "validation"], Field(description="the split that is scored")] = "test"
     personalized: Annotated[
         bool,
         Field(
-            description="besides the shared model, which every site runs with its own local factors, the models of sites "
-            "whose site.yaml says `share_personalized: true`; never with `privacy:`"
+            description="also score the personalized models of sites whose site.yaml has `share_personalized: true`; never "
+            "with `privacy:`. The shared model, with each site's own local factors, is scored in any case"
         ),
     ] = False
 
 
 # diagnostics -----------------------------------------------------------------------------------------------------------
-# The `diagnostics:` section of job.yaml: what a run measures of itself beside the scores.
+# The `diagnostics:` section of job.yaml: measurements of a run beside the scores.
 
-Every = Annotated[int, Field(ge=1, le=100_000, description="look in every so many rounds, counted from 1")]
-SiteCount = Annotated[int, Field(ge=1, le=10_000, description="how many of a round's sites, drawn by the seed")]
-OracleRank = Annotated[int, Field(ge=1, le=65536, description="the oracle's rank; by default whatever a layer has")]
+Every = Annotated[int, Field(ge=1, le=100_000, description="measure in rounds `every`, 2 `every`, ..., counted from 1")]
+SiteCount = Annotated[int, Field(ge=1, le=10_000, description="how many of a round's sites are measured, drawn by the seed")]
+OracleRank = Annotated[int, Field(ge=1, le=65536, description="the oracle's rank; by default each layer's full rank")]
 
 
 class OracleConfig(Section):
     """Drift from an oracle (FedHera, Eq. 14 and 15), for strategies with unequal ranks.
 
-    The oracle is the same site on the same batches, from the whole global update and with all ranks training.
+    The oracle is the same site on the same batches. It starts from the whole global update and trains all ranks.
     """
 
-    every: Annotated[Every, Field(description="look in every so many rounds, counted from 1")] = 1
-    sites: Annotated[SiteCount, Field(description="how many of a round's sites, drawn by the seed")] = 5
-    rank: Annotated[OracleRank | None, Field(description="the oracle's rank; by default whatever a layer has")] = None
+    every: Annotated[Every, Field(description="measure in rounds `every`, 2 `every`, ..., counted from 1")] = 1
+    sites: Annotated[SiteCount, Field(description="how many of a round's sites are measured, drawn by the seed")] = 5
+    rank: Annotated[OracleRank | None, Field(description="the oracle's rank; by default each layer's full rank")] = None
 
 
 class DiagnosticsConfig(Section):
-    """What a run measures of itself beside the scores. Pictures of it lie in the run's folder and in the sites'."""
+    """Measurements of a run beside the scores. Their figures are in the run's folder and in the sites' folders."""
 
     deviation: Annotated[
         bool,
         Field(
-            description="how far the product of the mean factors lies from the mean of the products, each phase, at the "
-            "server (DEeR, Eq. 7)"
+            description="distance of the product of mean factors from the mean of products, per phase, at the server (DEeR, "
+            "Eq. 7)"
         ),
     ] = False
     noise: Annotated[
         bool,
         Field(
-            description="norms of the linear terms that noise adds to a product (DEeR, Eq. 10, Figure 2), at each site, "
-            "which keeps them"
+            description="norms of the linear terms that noise adds to a product (DEeR, Eq. 10, Figure 2); measured at each "
+            "site, and they stay there"
         ),
     ] = False
     drift: Annotated[
-        bool, Field(description="how far local training moves each adapter (FedSCA, Figure 3), at each site, which keeps it")
+        bool,
+        Field(
+            description="relative change of each adapter by local training (FedSCA, Figure 3); measured at each site, and it "
+            "stays there"
+        ),
     ] = False
     leakage: Annotated[
         bool,
@@ -287,5 +315,5 @@ class DiagnosticsConfig(Section):
 
     @property
     def looks_inside(self) -> bool:
-        """Whether anything looks inside the sites."""
+        """Whether a measurement needs tensors from inside the sites."""
         return self.leakage or self.oracle is not None

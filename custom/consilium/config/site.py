@@ -1,4 +1,4 @@
-"""site.yaml: what belongs to a hospital, not to a job."""
+"""The schema of site.yaml, which holds a hospital's own settings, and the search for a site's settings."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,21 +24,21 @@ from consilium.data.text import has_texts
 
 
 class CapacityConfig(Section):
-    """Either ranks per adapted layer on average (`train`, `download`), or limits from which a short probe finds them."""
+    """Either average ranks per adapted layer (`train`, `download`), or limits from which a short probe finds the ranks."""
 
-    train: Annotated[Positive | None, Field(description="ranks it can train")] = None
-    download: Annotated[Positive | None, Field(description="ranks it can download")] = None
+    train: Annotated[Positive | None, Field(description="average ranks per layer that the site can train")] = None
+    download: Annotated[Positive | None, Field(description="average ranks per layer that the site can download")] = None
     step_seconds: Annotated[
-        Annotated[Seconds, Field(gt=0)] | None, Field(description="`step_seconds`, the longest a training step may take")
+        Annotated[Seconds, Field(gt=0)] | None, Field(description="the longest time of a training step in seconds")
     ] = None
     memory_bytes: Annotated[
-        Annotated[float, Field(gt=0, le=2**60)] | None, Field(description="`memory_bytes`, the most that training may hold")
+        Annotated[float, Field(gt=0, le=2**60)] | None, Field(description="the most memory that training may use, in bytes")
     ] = None
     download_bytes: Annotated[
         Annotated[float, Field(gt=0, le=2**60)] | None,
         Field(
-            description="`download_bytes` in a round. What is not given does not limit; with nothing given the job decides"
-            " (its tiers)"
+            description="the most bytes that the site downloads per round. A field that is not set does not limit; if none "
+            "is set, the job's tiers decide"
         ),
     ] = None
 
@@ -64,25 +64,26 @@ PackageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z
 
 
 class CacheConfig(Section):
-    """Decoded, resized samples on the site's disk, readable by the site's own user only.
+    """A cache of decoded, resized samples on the site's disk, readable by the site's own user only.
 
-    They are made again from what the data list names whenever they are missing.
+    Missing samples are decoded again from the files of the data list.
     """
 
     folder: Annotated[
         Path | None,
         Field(
-            description="they get a folder of their own in it; by default in the site's state, and in a simulation in its "
-            "workspace, until it ends"
+            description="the cache gets a subfolder in this folder; by default in the site's `state`, in a simulation in its "
+            "workspace until it ends"
         ),
     ] = None
     gigabytes: Annotated[
-        float, Field(ge=0, le=1e6, description="beyond so many, those go first that were used longest ago; 0 keeps none")
+        float,
+        Field(ge=0, le=1e6, description="the largest size; the least recently used samples are deleted first; 0: no cache"),
     ] = 20.0
 
 
 class TrackingConfig(Section):
-    """Where the server hands a run's numbers, settings and shared files to, while it goes on and at its end."""
+    """Where the server sends a run's numbers, settings and shared files, during the run and at its end."""
 
     mlflow: Annotated[
         str, Field(description="an MLflow server (http or https), or a folder (file:///PATH). Needs the extra `mlflow`")
@@ -104,17 +105,17 @@ class TrackingConfig(Section):
         return value
 
 
-RETENTION = "after so many days in which a run writes nothing, `consilium forget --expired` deletes what the site keeps of it"
+RETENTION = "`consilium forget --expired` deletes a run's files at the site after this many days without a write"
 
 
 class SiteConfig(Section):
-    """A site's own site.yaml: what belongs to the hospital, not to the job. Relative paths start at the file's folder."""
+    """A hospital's own settings, which no job can change. Relative paths start at the file's folder."""
 
     datalist: Annotated[
         Path | None,
         Field(
-            description="the data list, a folder per class or a folder of JSONL lists; a relative path starts at this "
-            "file's folder"
+            description="the data list: a file, a folder with one subfolder per class, or a folder of JSONL lists; a relative "
+            "path starts at this file's folder"
         ),
     ] = None
     datasets: Annotated[
@@ -122,23 +123,24 @@ class SiteConfig(Section):
         Field(max_length=256, description="several data sets by name, instead of `datalist`; a job names one (`data.dataset`)"),
     ] = Field(default_factory=dict)
     labels: Annotated[
-        LabelMap | None, Field(description="of the one data set `datalist`: as `labels` of an entry of `datasets`, see there")
+        LabelMap | None, Field(description="the label map for `datalist`, as `labels` in an entry of `datasets`, see there")
     ] = None
     annotated: Annotated[
-        Mapped | None, Field(description="of the one data set `datalist`: as `annotated` of an entry of `datasets`")
+        Mapped | None, Field(description="the annotated classes of `datalist`, as `annotated` in an entry of `datasets`")
     ] = None
     nifti_affine: Annotated[
         NiftiAffine | None,
         Field(
-            description="where the voxels of NIfTI files lie whose sform and qform disagree; without it such files are refused"
+            description="which affine positions the voxels of NIfTI files whose sform and qform disagree; without it such "
+            "files are refused"
         ),
     ] = None
-    checkpoints: Annotated[Path | None, Field(description="the folder that `${SITE}` in `model.checkpoint` stands for")] = None
+    checkpoints: Annotated[Path | None, Field(description="the folder that replaces `${SITE}` in `model.checkpoint`")] = None
     state: Annotated[
         Path | None,
         Field(
-            description="the folder for private state, ledger and records; back it up. A simulation keeps them in its "
-            "workspace and does not use it: set `privacy.ledger` to add runs up"
+            description="the folder for private state, privacy ledger and records; back it up. A simulation uses its "
+            "workspace instead: set `privacy.ledger` to count several simulations in one ledger"
         ),
     ] = None
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$", description="auto, cpu, cuda, cuda:1 or mps")] = (
@@ -148,97 +150,99 @@ class SiteConfig(Section):
         tuple[DeviceName, ...],
         Field(
             max_length=64,
-            description="GPUs by number that share every batch of training, such as [0, 1], instead of `device`; the first"
-            " also does all the rest. Not for privacy by records or patients",
+            description="GPUs by number, such as [0, 1], that split every training batch, instead of `device`; all other work "
+            "runs on the first. Not for privacy by records or patients",
         ),
     ] = ()
     base: Annotated[
         Literal["replicated", "sharded"],
         Field(
-            description="`sharded`: each of several `devices` keeps a part of every frozen block, for a base too large for one"
+            description="`sharded`: each of several `devices` holds a part of every frozen block, for a base too large for one "
+            "device"
         ),
     ] = "replicated"
     threads: Annotated[Annotated[int, Field(ge=1, le=1024)] | None, Field(description="CPU threads for training")] = None
-    cache: Annotated[CacheConfig, Field(description="where decoded samples are kept, and how many")] = CacheConfig()
+    cache: Annotated[CacheConfig, Field(description="the cache of decoded samples")] = CacheConfig()
     workers: Annotated[
         Annotated[int, Field(ge=0, le=256)] | None,
         Field(
-            description="threads that read samples ahead of training, 0 for none; by default as many as torch uses, at most 8"
+            description="threads that read samples ahead of training, 0 for none; by default PyTorch's number of threads, at "
+            "most 8"
         ),
     ] = None
     bad_samples: Annotated[
         Literal["refuse", "skip"],
         Field(
-            description="what a sample that cannot be read does: `refuse` ends the job here, `skip` leaves the sample out "
+            description="for a sample that cannot be read: `refuse` ends the job at this site, `skip` leaves the sample out "
             "and counts it in the result"
         ),
     ] = "refuse"
     test_only: Annotated[
         bool,
         Field(
-            description="the site never trains, whatever its lists hold; the run's last global model is scored on its test"
-            " split. The server is told; neither data nor jobs change it"
+            description="the site never trains, even if its lists have training samples; the run's last global model is "
+            "scored on its test split. The server is informed; neither data nor jobs change this"
         ),
     ] = False
     share_metrics: Annotated[
         bool | None,
         Field(
-            description="whether scores leave the site beside the update; by default only in jobs without a `privacy:` "
-            "section, because no noise protects them"
+            description="whether the site sends scores with its update; by default only in jobs without a `privacy:` "
+            "section, because no noise protects scores"
         ),
     ] = None
     share_statistics: Annotated[
         bool | None,
         Field(
-            description="whether counts of the data leave for a job that asks; by default only where the site has no "
-            "privacy policy and the job no `privacy:` section"
+            description="whether the site sends counts of its data to a job that asks for them; by default only if the site "
+            "has no privacy policy and the job no `privacy:` section"
         ),
     ] = None
     share_personalized: Annotated[
         bool,
         Field(
-            description="whether this site's own model leaves it for a job with `cross_site.personalized`, to be scored at"
-            " the other sites; never under `privacy:`"
+            description="whether the site sends its own model to a job with `cross_site.personalized`, to be scored at "
+            "the other sites; never with `privacy:`"
         ),
     ] = False
     statistics_minimum: Annotated[
-        int, Field(ge=MIN_CELL_COUNT, le=100_000, description="the fewest patients in a count; a job may ask for more")
+        int, Field(ge=MIN_CELL_COUNT, le=100_000, description="the fewest patients in a count; a job may require more")
     ] = 10
     health: Annotated[
         Literal["share"] | None,
         Field(
-            description="`health: share` lets the hub see free disk, memory and GPU memory, whether the data lists can be read"
-            " and when that was tried, and the code of the last refusal; nothing counts or names data. Counts within a minute"
+            description="`share`: the hub sees free disk, memory and GPU memory, whether the data lists can be read and when "
+            "that was checked, and the code of the last refusal; no counts or names of data. A change takes effect within a "
+            "minute"
         ),
     ] = None
     approve: Annotated[
         Literal["digest"] | None,
-        Field(description="`approve: digest`: only jobs that its administrator has approved run here, see `consilium approve`"),
+        Field(description="`digest`: only jobs that the site's administrator has approved run here, see `consilium approve`"),
     ] = None
     plugins: Annotated[
         Annotated[tuple[PackageName, ...], Field(max_length=64)] | None,
         Field(
-            description="installed packages whose strategies, models, tasks and adapters jobs may name here; of any other "
-            "package nothing is looked at. Without the list none are, in a simulation all"
+            description="installed packages whose strategies, models, tasks and adapters jobs may name here; entry points of "
+            "other packages are not read. By default none, in a simulation all"
         ),
     ] = None
     capacity: Annotated[
         CapacityConfig,
-        Field(description="`capacity` tells algorithms with unequal ranks how much this site can train and download"),
+        Field(description="how much this site can train and download, for algorithms with unequal ranks"),
     ] = CapacityConfig()
-    privacy: Annotated[HospitalPrivacyPolicy, Field(description="what this hospital lets jobs do")] = HospitalPrivacyPolicy()
-    secure_aggregation: Annotated[SitePartnersConfig, Field(description="what this hospital asks of jobs with masks")] = (
+    privacy: Annotated[HospitalPrivacyPolicy, Field(description="this hospital's privacy policy")] = HospitalPrivacyPolicy()
+    secure_aggregation: Annotated[SitePartnersConfig, Field(description="this hospital's conditions for jobs with masks")] = (
         SitePartnersConfig()
     )
     tracking: Annotated[
         TrackingConfig | None,
-        Field(description="in a server's site.yaml only; a job cannot name a place where a server sends numbers"),
+        Field(description="in a server's site.yaml only; a job cannot name where a server sends numbers"),
     ] = None
     retention_days: Annotated[
         Annotated[int, Field(ge=1, le=36500)] | None,
         Field(
-            description="after so many days in which a run writes nothing, `consilium forget --expired` deletes what the "
-            "site keeps of it"
+            description="`consilium forget --expired` deletes a run's files at the site after this many days without a write"
         ),
     ] = None
 
@@ -253,7 +257,7 @@ class SiteConfig(Section):
     @field_validator("devices", mode="before")
     @classmethod
     def _numbered(cls, value: Any) -> Any:
-        """Turn a number into the name of the GPU of that number."""
+        """Return `devices` with each number replaced by the name of that GPU, such as cuda:0."""
         return [f"cuda:{one}" if type(one) is int else one for one in value] if isinstance(value, list | tuple) else value
 
     @model_validator(mode="after")
@@ -270,7 +274,7 @@ class SiteConfig(Section):
 
     @property
     def device_count(self) -> int:
-        """The number of devices that share a batch."""
+        """The number of devices that split a batch."""
         return max(len(self.devices), 1)
 
     @property
@@ -279,16 +283,16 @@ class SiteConfig(Section):
         return self.devices[0] if self.devices else self.device
 
     def dataset(self, wanted: str | None, who: str) -> tuple[str | None, DatasetConfig | None]:
-        """Return the data set that a job gets, see datasets.choose. Raises RefusedError."""
+        """Return (name, data set) of the data set that a job uses, see config.data.choose. Raises RefusedError."""
         name, found = choose(self.datasets, self.of_list(self.datalist) if self.datalist else None, wanted, who)
         return name, found and self._placed(found)
 
     def of_list(self, datalist: Path) -> DatasetConfig:
-        """Return a list without a name as a data set."""
+        """Return a data list without a name as a data set, with the site's label map."""
         return self._placed(DatasetConfig(datalist=datalist, labels=self.labels, annotated=self.annotated))
 
     def named_datasets(self) -> dict[str, DatasetConfig]:
-        """Return the data sets by name, each as a job gets it."""
+        """Return the data sets by name, with the site's `nifti_affine` as default."""
         return {name: self._placed(one) for name, one in self.datasets.items()}
 
     def _placed(self, one: DatasetConfig) -> DatasetConfig:
@@ -296,12 +300,12 @@ class SiteConfig(Section):
 
 
 def allowed_plugins(site: SiteConfig, simulated: bool = False) -> Plugins:
-    """Return the packages whose kinds a job may name at this site."""
+    """Return the plug-in packages whose kinds a job may name at this site; None means all."""
     return (None if simulated else NO_PLUGINS) if site.plugins is None else frozenset(site.plugins)
 
 
 def check_packages(config: JobConfig, site: SiteConfig, name: str) -> None:
-    """Raise RefusedError where a job of this process names a kind of a package that the site, in a simulation, leaves out."""
+    """Raise RefusedError if a simulated job uses a plug-in package that the site's `plugins` does not list."""
     allowed = allowed_plugins(site, simulated=True)
     known = {normal(package) for package in allowed or ()}
     if allowed is not None and (extra := [package for package in config.packages if normal(package) not in known]):
@@ -310,19 +314,19 @@ def check_packages(config: JobConfig, site: SiteConfig, name: str) -> None:
 
 
 def kit_plugins(local: Path, simulated: bool = False) -> Plugins:
-    """Return the packages whose kinds a job may name, by the site.yaml in a kit's folder `local`. Raises ConfigError."""
+    """Return the plug-in packages that the site.yaml in a kit's folder `local` allows. Raises ConfigError."""
     path = local / "site.yaml"
     return allowed_plugins(load_site(path) if path.is_file() else SiteConfig(), simulated)
 
 
 def load_site(path: Path) -> SiteConfig:
-    """Read and validate a site.yaml; relative paths are resolved against its folder. Raises ConfigError."""
+    """Return the validated settings from a site.yaml, with relative paths resolved against its folder. Raises ConfigError."""
     site = validate(SiteConfig, read_yaml(path) or {}, path)
     paths: dict[str, Any] = {k: path.parent / v for k in PATHS if (v := getattr(site, k)) is not None}
     if site.cache.folder is not None:
         paths["cache"] = site.cache.model_copy(update={"folder": path.parent / site.cache.folder})
     paths["datasets"] = {n: d.model_copy(update={"datalist": path.parent / d.datalist}) for n, d in site.datasets.items()}
-    if site.privacy.dataset is None:  # else all data sets are one in the ledger
+    if site.privacy.dataset is None:  # otherwise the ledger has one entry for all data sets
         check_apart(path, paths["datasets"])
     if site.privacy.ledger is not None:
         paths["privacy"] = site.privacy.model_copy(update={"ledger": path.parent / site.privacy.ledger})
@@ -330,14 +334,14 @@ def load_site(path: Path) -> SiteConfig:
 
 
 SIMULATION = "simulation.json"
-"""The file beside a simulated run that holds the settings given to its sites; never in a startup kit."""
+"""The file in a simulated run's folder that records its sites. Startup kits never have it."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """Settings that a simulation gives its sites: a folder with a folder per site, and the checkpoint folder (${SITE}).
+    """Settings of a simulation for its sites.
 
-    `tracking` is for its server.
+    `data`: a folder with one subfolder per site. `checkpoints`: the folder that replaces ${SITE}. `tracking`: for the server.
     """
 
     data: Path | None = None
@@ -346,9 +350,13 @@ class Given:
 
 
 def find_site(name: str, given: Given = Given(), kit_local: Path | None = None) -> SiteConfig:
-    """Return the site's configuration: of a simulation's folder, else the kit's local/site.yaml, else defaults.
+    """Return the settings of the site `name`, from the first of these that applies.
 
-    See read_site_folder for the simulation's folder. Raises ConfigError if there is one and it holds nothing for this site.
+    1. If `given.data` is set: the site's subfolder there, see read_site_folder. Raises ConfigError if it has no data.
+    2. The site.yaml in the kit's folder `kit_local`.
+    3. The defaults.
+
+    `given.checkpoints` applies if these settings name no checkpoint folder. Raises ConfigError for `tracking` at a site.
     """
     site = _find_site(name, given.data, kit_local)
     if site.tracking:
@@ -368,13 +376,16 @@ def _find_site(name: str, data: Path | None, kit_local: Path | None) -> SiteConf
 
 
 def is_site_folder(folder: Path) -> bool:
-    """Tell whether a folder is one site's, see read_site_folder; the split of a picture set (train/CLASS) is not one."""
+    """Return whether a folder holds one site's data, see read_site_folder. A split of a picture set (train/CLASS) does not."""
     own = any((folder / name).is_file() for name in ("site.yaml", "datalist.json"))
     return own or has_texts(folder) or (split_of(folder.name) is None and has_classes(folder))
 
 
 def read_site_folder(folder: Path) -> SiteConfig | None:
-    """Return what one site's folder says: its site.yaml, datalist.json, JSONL lists or folders per class, else None."""
+    """Return the settings from one site's folder, None if it has no data.
+
+    The first of these is used: site.yaml, datalist.json, JSONL lists, one subfolder per class.
+    """
     if (folder / "site.yaml").is_file():
         return load_site(folder / "site.yaml")
     if (folder / "datalist.json").is_file():

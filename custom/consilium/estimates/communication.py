@@ -66,7 +66,7 @@ def cost_of(strategy: Strategy, initial: Tensors, label: str) -> Cost:
 def whole_run(job: Job, own: Cost, sites: int) -> dict[str, float]:
     """Return the bytes that the job's own strategy trains and sends over all rounds.
 
-    "trained": the trained tensors of one site. "run_site": one site's uploads and downloads, with its start. "run": the same for
+    "trained": the trained tensors of a site. "run_site": a site's uploads and downloads, with its start. "run": the same for
     all `sites`, if each takes part in every round. FedSCA's Table 3 counts differently: "one_way" is all trained tensors of a
     site, decoder included, sent one way once per round, whether they are sent or not; "one_way_each" is that divided by the
     number of bottlenecks, by 1 if there are none.

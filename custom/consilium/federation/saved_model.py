@@ -112,7 +112,7 @@ def check_forward(kept: SavedModel, path: Path | str) -> None:
 
 
 def note_best(path: Path, kept: SavedModel, config: JobConfig, metric: str, score: float | None) -> None:
-    """Save a model if its validation score is the best so far. With `privacy:` save none, because no noise covers the choice."""
+    """Save a model if its validation score is the best so far. With `privacy:` save none: no noise covers the choice."""
     if score is None or math.isnan(score) or config.privacy is not None:
         return
     if path.exists():

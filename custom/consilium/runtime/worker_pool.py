@@ -256,8 +256,9 @@ def work(pipe: connection.Connection) -> None:
 
 
 def _make_sites(setup: WorkerSetup, tell: Observer) -> dict[str, SimulatedSite]:
-    config = validate(JobConfig, setup.settings, Path("job.yaml"), None)  # all installed plug-ins are allowed: this is the
-    researcher's own machine return simulated_sites(Job(config, setup.initial), setup.sites, setup.folder, tell, setup.former)
+    # None: all installed plug-ins are allowed, because this is the researcher's own machine
+    config = validate(JobConfig, setup.settings, Path("job.yaml"), None)
+    return simulated_sites(Job(config, setup.initial), setup.sites, setup.folder, tell, setup.former)
 
 
 def _tried(do: Callable[[], Any]) -> Any:

@@ -1,1 +1,1 @@
-"""Tasks: batches, loss and metrics of one kind of problem."""
+"""Tasks: batches, loss and metrics for each kind of problem."""

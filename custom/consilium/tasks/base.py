@@ -13,9 +13,9 @@ Batch: TypeAlias = "dict[str, Tensor]"
 
 @dataclass(frozen=True)
 class Segmented:
-    """Pictures beside their masks: `images` (N, 3, S, S) uint8, `references` and `predictions` (N, C, S, S) bool of `classes`.
+    """Pictures with their masks: `images` (N, 3, S, S) uint8, `references` and `predictions` (N, C, S, S) bool by `classes`.
 
-    `dice` (N,) is the mean over the classes that a picture's reference has, NaN if it has none; `grid`: whose pixels it is of.
+    `dice` (N,): the mean over the classes in a picture's reference, NaN if it has none. `grid`: whose pixels `dice` counts.
     """
 
     images: "Tensor"
@@ -28,8 +28,8 @@ class Segmented:
 
 @dataclass(frozen=True)
 class Classified:
-    """Pictures beside their classes: `images` (N, 3, S, S) uint8, `references` (N,) numbers of `classes`, `predictions` (N, C)
-    probabilities.
+    """Pictures with their classes: `images` (N, 3, S, S) uint8, `references` (N,), indices into `classes`, and `predictions`
+    (N, C), probabilities.
     """
 
     images: "Tensor"
@@ -43,7 +43,7 @@ Examples = Segmented | Classified
 
 @dataclass(frozen=True)
 class Answered:
-    """Prompts, reference answers and the model's answers, one of each per record."""
+    """Prompts, reference answers and the model's answers; each has one entry per record."""
 
     prompts: tuple[str, ...]
     references: tuple[str, ...]
@@ -55,10 +55,10 @@ Shown = Examples | Answered
 
 @dataclass(frozen=True)
 class Scored:
-    """The scores of a closing evaluation by unit (an image, a volume, a patient, a record).
+    """The scores of the final evaluation by unit (an image, a volume, a patient, a record).
 
-    `score`: how the values are called; `lower`: whether less is better; `names` of the units, such as their files'; `values`:
-    NaN where there is none; `samples`: which one of the split shows a unit.
+    `score`: the name of the score. `lower`: whether lower values are better. `names`: one per unit, such as its file. `values`:
+    one per unit, NaN if undefined. `samples`: for each unit the index of the sample in the split that shows it.
     """
 
     score: str
@@ -73,7 +73,7 @@ class ShowsUnits(Protocol):
     """Optional methods of a task that show its best, median and worst units; see report/best_worst_cases.py."""
 
     scored: Scored | None
-    """Of the last closing evaluation."""
+    """The scores of the last final evaluation."""
 
     def show(self, model: "nn.Module", split: str, indices: Sequence[int]) -> Shown | None:
         """Return these samples of a split, in order, with the model's predictions; None if none can be read."""
@@ -81,10 +81,10 @@ class ShowsUnits(Protocol):
 
 
 class GroupsRecords(Protocol):
-    """A task that may want other records in one batch than chance."""
+    """A task that may choose which records are in a batch together, instead of random ones."""
 
     def grouped(self, order: list[int], size: int) -> list[int]:
-        """Return an epoch's shuffled order, for batches of `size`, in the order that is wanted."""
+        """Return an epoch's shuffled `order`, rearranged for batches of `size`."""
         ...
 
 
@@ -94,16 +94,16 @@ class Task(Protocol):
     num_samples: int
 
     def has(self, split: str) -> bool:
-        """Tell whether the split has any sample."""
+        """Return whether the split has any sample."""
         ...
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
-        """Return these samples of the training split. The first dimension is the sample.
+        """Return these samples of the training split as a batch. The first dimension is the sample.
 
-        A sample's augmentation depends on `seed` and its own index only, never on the samples beside it. Without those that
-        cannot be read, where the site leaves them out; {} if none is left. A task with `workers`, a number of threads, has
-        its next batches made by another thread, one at a time. One that is `quiet` leaves out what does not fit the job, and
-        none need be left; see data/loading.py.
+        A sample's augmentation depends only on `seed` and its own index, never on other samples of the batch. Samples that
+        cannot be read are left out if the site allows it; {} if none remains. If a task has an attribute `workers` (a number of
+        threads) over 0, another thread prepares its next batches, one at a time. A task whose attribute `quiet` is true leaves
+        out samples that do not fit the job, possibly all; see data/loading.py.
         """
         ...
 
@@ -112,7 +112,7 @@ class Task(Protocol):
         ...
 
     def evaluate(self, model: "nn.Module", split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
-        """Return metrics of a split, {} if it is empty."""
+        """Return the metrics of a split, {} if it is empty. `distances`: also those of the final evaluation only."""
         ...
 
     def examples(self, model: "nn.Module", split: str) -> Examples | None:
@@ -125,9 +125,9 @@ class Task(Protocol):
 
 @contextmanager
 def evaluating(model: "nn.Module") -> Iterator[None]:
-    """Have the model in evaluation mode for the block, and in its own mode after it.
+    """Put the model into evaluation mode within the context, and restore its mode afterwards.
 
-    To switch the mode costs as much as a small model's forward pass, so it is switched only where it is another.
+    Switching the mode costs as much as a small model's forward pass, so it is skipped if the mode is already right.
     """
     if not model.training:
         yield

@@ -1,4 +1,4 @@
-"""How sure a site's mean is: 95 % intervals by a bootstrap over its patients. Only their ends leave the site."""
+"""95 % confidence intervals of a site's mean scores by a bootstrap over its patients. Only their ends leave the site."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -9,11 +9,11 @@ from consilium.tasks.registry import HIGH, LOW
 
 RESAMPLES = 1000
 SEED = 0
-"""The same everywhere: a site's interval depends on its own scores and on nothing else."""
+"""The same at all sites, so that a site's interval depends only on its own scores."""
 _AT_ONCE = 2**22
 
 Statistic = Callable[[np.ndarray], dict[str, np.ndarray]]
-"""Returns every score (B,) of a data set that has each group as often as weights (B, G) say; NaN where it has none."""
+"""A function from weights (B, G), how often each group is drawn in each of B resamples, to every score (B,); NaN if undefined."""
 
 
 def group_of(item: Item) -> str:
@@ -22,13 +22,13 @@ def group_of(item: Item) -> str:
 
 
 def numbered(groups: Sequence[str]) -> np.ndarray:
-    """Return the number of each one's group, counted from 0 in the order in which groups appear first."""
+    """Return for each entry the number of its group (N,), counted from 0 in the order of first appearance."""
     seen: dict[str, int] = {}
     return np.array([seen.setdefault(group, len(seen)) for group in groups], np.int64)
 
 
 def grouped(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Return the sums (G, ...) of values (N, ...) by group."""
+    """Return the sums (G, ...) of values (N, ...) by group; `numbers` (N,): the group of each value."""
     found = np.zeros((int(numbers.max()) + 1, *values.shape[1:]), np.float64)
     np.add.at(found, numbers, values)
     return found
@@ -48,7 +48,7 @@ def intervals(groups: int, statistic: Statistic) -> dict[str, float]:
 
 
 def intervals_of_means(values: Mapping[str, Sequence[float]], groups: Sequence[str]) -> dict[str, float]:
-    """Return intervals of the means over samples of scores, of N values and N groups."""
+    """Return the intervals of each score's mean over samples. `values`: N values by score; `groups`: the N samples' groups."""
     whose = numbered(groups)
     sums, sizes = grouped(np.array(list(values.values())).T, whose), grouped(np.ones(len(whose)), whose)
 
@@ -59,7 +59,7 @@ def intervals_of_means(values: Mapping[str, Sequence[float]], groups: Sequence[s
 
 
 def _weights(drawn: np.ndarray) -> np.ndarray:
-    """Return how often each of G groups is in each of B samples (B, G)."""
+    """Return how often each of G groups was drawn in each of B resamples (B, G); `drawn` (B, G): the drawn groups."""
     count, groups = drawn.shape
     flat = (drawn + groups * np.arange(count)[:, None]).ravel()
     return np.bincount(flat, minlength=count * groups).reshape(count, groups).astype(np.float64)

@@ -1,8 +1,8 @@
 """Embeddings of pictures by a frozen encoder, computed once and cached beside the site's decoded samples.
 
-Where nothing in the encoder trains, its answer to a picture is the same in every step, round and stage. Each picture is encoded
-by itself, kept or not, so that no result depends on what is kept. The store is that of the samples: salted names, the user's
-own files, the same room, cleared with them.
+If no part of the encoder trains, the embedding of a picture is the same in every step, round and stage. Each picture is encoded
+separately, cached or not, so that no result depends on the cache. The store is that of the decoded samples: names are salted,
+files belong to the user, and both share one size limit and are deleted together.
 """
 
 import numpy as np
@@ -13,16 +13,16 @@ from consilium.data.store import Store, salted
 
 
 class Embeddings:
-    """Embeddings of pictures by an encoder that `identity` names, weights and settings. Without a store none is kept."""
+    """Embeddings of pictures by one encoder; `identity` names its weights and settings. Without a store none is cached."""
 
     def __init__(self, store: Store | None, identity: str) -> None:
         self._store, self._identity = store, identity
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, images: Tensor) -> Tensor:
-        """Return the embeddings (N, ...) of pictures (N, 3, S, S), whole numbers of 0..255, on the model's device.
+        """Return the embeddings (N, ...), on the model's device, of pictures (N, 3, S, S) with whole numbers in 0..255.
 
-        The model has `embed`, of one picture (1, 3, S, S).
+        The model needs a method `embed` for one picture (1, 3, S, S).
         """
         device = next(model.parameters()).device
         return torch.cat([self._one(model, image[None], device) for image in images])
@@ -39,7 +39,7 @@ class Embeddings:
         return made
 
     def _name(self, image: Tensor, device: torch.device) -> str:
-        """Return a salted name of the picture, the encoder and the precision in which it computes here."""
+        """Return a salted name made from the picture, the encoder, and the device and precision in use."""
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
         content = salted(self._salt(), "picture", image.to(torch.uint8).cpu().numpy().tobytes())
         return salted(

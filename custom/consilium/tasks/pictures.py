@@ -1,4 +1,4 @@
-"""How tasks on pictures read, prepare and check their lists."""
+"""Functions with which tasks on pictures read, prepare and check data lists."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,22 +14,22 @@ _expand = lazy("consilium.data.slices:expand")
 
 
 def reader(classes: bool) -> Callable[[Path], DataList]:
-    """Return a function that reads a list whose labels are `classes`, or else masks."""
+    """Return a function that reads a data list with class labels (`classes`) or masks. It raises DataError for a bad entry."""
     return lambda path: read_datalist(path, classes)
 
 
 def usable(classes: bool) -> Callable[[Path, list[Lost]], DataList]:
-    """Return a function that reads the usable entries of a list, and adds to another list why the others cannot be used."""
+    """Return a function that reads the usable entries of a data list and adds (split, error) of the others to `lost`."""
     return lambda path, lost: read_datalist(path, classes, lambda split, index, error: lost.append((split, error)))
 
 
 def prepare(config: Any, data: DataList) -> DataList:
-    """Return a list with volumes as their planes and large pictures as their tiles. Raises DataError."""
+    """Return a data list with volumes expanded to planes and large pictures to tiles. Raises DataError."""
     found: DataList = _expand(data, config)
     return found
 
 
 def check(path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None) -> Findings:
-    """Return what the check finds in a list and its files, for a job's task where one is given, see Check."""
+    """Return the findings of the check of a data list and its files, for a job's task if `config` is given. See Check."""
     found: Findings = _check_datalist(path, *((config.classes, config) if config else ()), change=change, size=max_length)
     return found

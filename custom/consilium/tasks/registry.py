@@ -1,4 +1,4 @@
-"""The kinds of tasks. A new one: a folder (or a file) with a TaskKind, and its line in TASKS."""
+"""The registry of task kinds. A new kind needs a folder (or a file) with a TaskKind, and a line in TASKS."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from consilium.tasks.base import Task
 COUNT, LOW, HIGH = "n", "_low", "_high"
 """The metric that counts scored units, and the suffixes of a 95 % interval's ends; see bootstrap.py."""
 LOWER = frozenset({"loss", "hd95", "assd", "hd95_mm", "assd_mm", "mae", "perplexity", "token_loss", "bits_per_token"})
-"""Metrics of which less is better."""
+"""Metrics for which lower values are better."""
 
 
 def uncertainty_names(names: Iterable[str]) -> set[str]:
@@ -30,20 +30,24 @@ class TaskConfig(Section):
 
     @property
     def outputs(self) -> int:
-        """Outputs of a model's head for one sample; 0 for a task whose models have no such head."""
+        """The number of outputs of a model's head per sample; 0 for a task whose models have no such head."""
         return 0
 
     def keep_apart(self) -> None:
-        """Raise ValueError, naming field, value and remedy, for a setting that ties the records of a site together."""
+        """Raise ValueError for a setting with which a record's gradient depends on other records of the site.
+
+        The message names field, value and remedy. It is called under record-level privacy.
+        """
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How a task's scores are shown. `leading`: its main score, the first of these that is reported.
+    """How a task's scores are shown.
 
-    `beside`: further columns of the closing table; `headings` by score; `remark` belongs to the table's title. `grid`: whose
-    pixels are scored, where they are masks. `too_small`: the metric that counts, by class, pictures with a structure too small
-    for the model's size, "" for none. `meanings`: by score, a note below tables that have it.
+    `leading`: the main score is the first of these that is reported. `beside`: further columns of the results table.
+    `headings`: by score. `remark`: the end of the table's title. `grid`: whose pixels are scored, for masks. `too_small`: the
+    metric that counts, by class, pictures with a structure too small for the model's size; "" for none. `meanings`: by score, a
+    note below tables with that score.
     """
 
     leading: tuple[str, ...]
@@ -55,20 +59,20 @@ class Scores:
     meanings: Mapping[str, str] = field(default_factory=dict)
 
     def lead(self, reported: Iterable[str]) -> str:
-        """Return the leading score among the names of reported ones; the first choice where none is."""
+        """Return the name of the leading score among the `reported` names; the first of `leading` if none is reported."""
         found = set(reported)
         return next((name for name in self.leading if name in found), self.leading[0])
 
     def heading(self, name: str) -> str:
-        """Return how a score is called in a table."""
+        """Return a score's heading in a table."""
         return self.headings.get(name, name)
 
     def label(self, name: str) -> str:
-        """Return how a score is called where no title names the grid: in figures, captions and sentences."""
+        """Return a score's heading with its grid, for figures, captions and sentences."""
         return ", ".join(part for part in (self.heading(name), self.grid_of(name)) if part)
 
     def grid_of(self, name: str) -> str:
-        """Return whose pixels a score is of, "" for one that is of no masks."""
+        """Return whose pixels a score counts, "" for the loss and for tasks without masks."""
         return "" if name == "loss" else self.grid
 
 
@@ -76,30 +80,34 @@ Change = Callable[[DataList], DataList]
 
 
 class Check(Protocol):
-    """Checks a data list before training. `config`, `tokenizer`, `max_length`: the job's, if there is one.
+    """Checks a data list before training. `config`, `tokenizer`, `max_length`: from the job, if there is one.
 
-    `max_length`: what its model takes, tokens of a text or pixels of a picture's side.
+    `max_length`: the size of the model's input: tokens of a text, or pixels of a picture's side.
     """
 
     def __call__(
         self, path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None
     ) -> Findings:
-        """Raise DataError where the list itself cannot be read. `change` returns the list as the job uses it."""
+        """Return the findings. `change` returns the list as the job uses it. Raises DataError if the list cannot be read."""
         ...
 
 
 @dataclass(frozen=True)
 class TaskKind:
-    """A kind of task. `build(config, model, data, tokenizer)`: the task on one site's data.
+    """The functions and properties of one kind of task.
 
-    `metric_names(config)`: every metric it can report; `read(path)`: a site's data list; `prepare(config, data)`: the samples
-    that this job makes of it, such as a volume's planes; `look(config, item)`: raises DataError for a sample that is bad at a
-    look, which a site may have left out; `usable(path, lost)`: `read` without the entries that cannot be used, which go into
-    `lost`; `file`: the name of such a list; `models`: names of models made for another
-    task that do this one too, their head having the task's `outputs`; `rehearse(config, model config, model, n)`: the training
-    loss of n samples of full size that hold nothing, on which a step's memory is counted, and what a site can carry measured
-    in a private job; `former`: what a run was made with whose job.yaml lacks a field that has another default by now;
-    `undigested`: values of younger fields with which a job has the digest that it had without them.
+    - `scores(config)` returns how its scores are shown; `metric_names(config)` the names of all metrics that it can report.
+    - `read(path)` returns a site's data list; `file` is the usual name of such a list.
+    - `build(config, model, data, tokenizer)` returns the task on one site's data.
+    - `check` checks a data list for `consilium data check`.
+    - `models`: names of models made for another task that can do this one too, with the task's `outputs` as size of their head.
+    - `prepare(config, data)` returns the samples that a job makes of a data list, such as a volume's planes.
+    - `look(config, item)` raises DataError for a sample whose header or label is bad; a site may leave such samples out.
+    - `usable(path, lost)` is `read` without the entries that cannot be used, which are added to `lost`.
+    - `rehearse(config, model config, model, n)` returns the training loss of n empty samples of full size. It serves to count a
+      step's memory, and in a private job to measure a site's capacity.
+    - `former`: the values of fields that a run's job.yaml lacks, where the default has changed since.
+    - `undigested`: values of newer fields that leave a job's digest as it was without these fields.
     """
 
     config: type[TaskConfig]
@@ -118,7 +126,7 @@ class TaskKind:
     undigested: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def completed(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the `task:` section of a run's own files with what it was made with, where it lacks a field of `former`."""
+        """Return the `task:` section of a run's files, completed with the values of `former` for the fields that it lacks."""
         given = {name: task.get(name) or {} for name in self.former}
         return {**task, **{n: {**self.former[n], **own} if isinstance(own, dict) else own for n, own in given.items()}}
 
@@ -137,7 +145,7 @@ TASKS: Registry[TaskKind] = Registry(
 
 
 def task_scores(task: Mapping[str, Any]) -> Scores | None:
-    """Return how the scores of a `task:` section are shown; None for a task that is not known here, or not such a section."""
+    """Return how the scores of a `task:` section are shown; None for an unknown task or an invalid section."""
     try:
         kind = TASKS[str(task.get("name"))]
         return kind.scores(kind.config.model_validate(kind.completed(task)))

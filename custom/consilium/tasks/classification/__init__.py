@@ -1,4 +1,4 @@
-"""Classification: one class per image or text, judged by accuracy."""
+"""The classification task: settings, metric names and registration. One class per image or text, scored by accuracy."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,22 +19,23 @@ F1Classes = Literal["all", "present"]
 
 
 class ClassificationScoresConfig(Section):
-    """The unit of a score, and of which classes macro F1 is the mean."""
+    """The unit that is scored, and the classes over which macro F1 is the mean."""
 
     per: Annotated[
-        Literal["image", "patient"], Field(description="each image, or the mean probability over a patient's images")
+        Literal["image", "patient"],
+        Field(description="the scored unit: each `image`, or each `patient` by the mean probability over its images"),
     ] = "image"
     f1: Annotated[
         F1Classes,
         Field(
-            description="macro F1 is the mean over `all` classes that the split has or the model answers (scikit-learn's "
-            '`average="macro"`), or over those `present` in the split'
+            description="macro F1 is the mean over `all` classes that the split contains or the model predicts (scikit-learn's "
+            '`average="macro"`), or over the classes `present` in the split'
         ),
     ] = "all"
 
 
 class ClassificationConfig(PictureSettings, TaskConfig):
-    """One class per image, or per text for a text encoder; what is said of pictures is for these alone."""
+    """One class per image, or per text for a text encoder. Fields about pictures have no effect on texts."""
 
     name: Literal["classification"]
     classes: Annotated[
@@ -42,20 +43,20 @@ class ClassificationConfig(PictureSettings, TaskConfig):
         Field(
             min_length=2,
             max_length=MOST_CLASSES,
-            description="the classes' names, in the order of the model's outputs; integer labels count from 0; printable, "
-            "without /",
+            description="the classes' names, in the order of the model's outputs; integer labels count from 0. Names are "
+            "printable, without /",
         ),
     ]
     augment: Annotated[bool, Field(description="random flips, quarter turns and mild changes of intensity in training")] = True
     balance: Annotated[
         Literal["none", "weights", "prior"],
         Field(
-            description="how the loss meets a site's mix of classes: `weights`: every class of the site weighs the same; "
-            "`prior`: logits plus the log of the class's share at the site, so that a class it lacks is left "
-            "alone"
+            description="how the loss corrects for a site's mix of classes: `weights`: every class of the site has the same "
+            "total weight; `prior`: the log of each class's share at the site is added to its logit, so that a class without "
+            "samples gets no gradient"
         ),
     ] = "none"
-    scores: Annotated[ClassificationScoresConfig, Field(description="what a score is taken of")] = ClassificationScoresConfig()
+    scores: Annotated[ClassificationScoresConfig, Field(description="how scores are computed")] = ClassificationScoresConfig()
 
     @property
     def outputs(self) -> int:
@@ -63,7 +64,7 @@ class ClassificationConfig(PictureSettings, TaskConfig):
         return len(self.classes)
 
     def keep_apart(self) -> None:
-        """See TaskConfig: the site's counts of classes are in every record's gradient."""
+        """See TaskConfig. With `balance` the site's class counts influence every record's gradient."""
         if self.balance != "none":
             what = "counts a site's classes, so one record is in the gradients of all: no privacy.unit record"
             raise ValueError(f"task.balance: {self.balance!r}: {what}; write none")
@@ -85,14 +86,14 @@ NAMES = ("accuracy", "f1")
 
 
 def metric_names(config: ClassificationConfig) -> frozenset[str]:
-    """Return every metric a classification task can report."""
+    """Return the names of all metrics that a classification task can report."""
     classes = config.classes
     pairs = (f"confusion/{true}/{predicted}" for true in classes for predicted in classes)
     return frozenset({"loss", *NAMES, *uncertainty_names(NAMES), *(f"recall/{c}" for c in classes), *pairs})
 
 
 def scores(config: ClassificationConfig) -> Scores:
-    """Return how the scores are shown."""
+    """Return the names, headings and order with which the scores are shown."""
     headings = SCORES.headings if config.scores.f1 == "all" else {**SCORES.headings, "f1": "Macro F1, present"}
     return replace(SCORES, headings=headings, remark=f", per {config.scores.per}", meanings={"f1": MEANINGS[config.scores.f1]})
 
@@ -103,7 +104,7 @@ MEANINGS: dict[F1Classes, str] = {
 }
 SCORES = Scores(("accuracy",), ("f1",), {"accuracy": "Accuracy", "f1": "Macro F1", "loss": "Loss"})
 FORMER = {"scores": {"f1": "present"}}
-"""What macro F1 was of runs whose job.yaml does not say it."""
+"""The meaning of macro F1 in runs whose job.yaml does not have the field."""
 _TASK = "consilium.tasks.classification.task"
 _check_texts = lazy("consilium.data.check:check_texts")
 _class_index = lazy(f"{_TASK}:class_index")
@@ -129,7 +130,7 @@ def _prepare(config: ClassificationConfig, data: DataList) -> DataList:
 def _check(
     path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None
 ) -> Findings:
-    """Return what the check finds in a list of pictures, or in a folder of texts."""
+    """Return the findings of the check of a list of pictures or a folder of texts."""
     if not _is_texts(path):
         return pictures.check(path, config, tokenizer, max_length, change)
     length = (lambda text: len(tokenizer(text.prompt_words).input_ids)) if tokenizer is not None else None

@@ -1,4 +1,4 @@
-"""Classification: batches of images, or texts, and class numbers; cross-entropy, accuracy, F1, recalls, the confusion table."""
+"""The classification task on one site's data: batches of images or texts, cross-entropy, accuracy, F1, recalls, confusions."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -27,18 +27,18 @@ from consilium.tasks.classification.texts import TextSamples, padded, require_ki
 from consilium.tasks.registry import COUNT
 
 EXAMPLES = 6
-"""How many pictures of a split are shown."""
+"""The number of pictures of a split that are shown."""
 NONE = -1
-"""In the place of a class, of an image that has none of the task's."""
+"""The class index of an image that has none of the task's classes."""
 
 
 class ClassificationTask:
-    """One site's images, each of one class. All are checked at the start, so that bad data stops before any training.
+    """One site's images, each with one class. All are checked at the start, so bad data stops the job before training.
 
-    With `texts` they are those, in the place of images: a batch has "text" (N, T) where else it has "image".
-    Metrics: see `score`, of each image, or `by_patient` of the mean probability over a patient's images.
-    A class without samples in the evaluated split has no recall; `f1` says whether macro F1 counts it. In a quiet list an
-    image of no class is in no batch and no score, and a patient of two classes has that of the first image.
+    With `texts` the samples are texts: a batch has "text" (N, T) instead of "image". Metrics: see `score`, for each image, or
+    with `by_patient` for the mean probability over a patient's images. A class without samples in the evaluated split has no
+    recall; `f1` says whether macro F1 counts it. In a list that ignores unfit samples an image without a class is in no batch
+    and no score, and a patient with two classes has the class of the first image.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ClassificationTask:
         )
 
     def _class(self, item: Item) -> int:
-        """Return the class of an image. Raises UnfitError where it has none of the task's, but for NONE in a quiet list."""
+        """Return the class index of an image. Raises UnfitError if it has none; a list that ignores unfit samples gives NONE."""
         try:
             return class_index(item, self.classes)
         except UnfitError:
@@ -84,7 +84,7 @@ class ClassificationTask:
             return NONE
 
     def _read(self, item: Item, size: int, settings: PictureSettings, padding: Colour) -> Sample:
-        """Return an image of some class of the task. Raises DataError."""
+        """Return the decoded image of an item. Raises DataError if it cannot be read, UnfitError if it has no class."""
         found = {"image": read_picture(item, size, settings, padding)}
         class_index(item, self.classes)  # last: whether a file can be read must not depend on the job's settings
         return found
@@ -104,13 +104,13 @@ class ClassificationTask:
         self._samples.read_again(split, index)
 
     def has(self, split: str) -> bool:
-        """Tell whether the split has any sample."""
+        """Return whether the split has any sample."""
         return bool(self.data.splits[split])
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
-        """Return "image" (N, 3, S, S), or "text" (N, T), and "label" (N,) of these training samples, augmented as `seed` says.
+        """Return "image" (N, 3, S, S), or "text" (N, T), and "label" (N,) of these training samples.
 
-        {} if none of them can be read.
+        Images are augmented with `seed`. Return {} if no sample can be read.
         """
 
         def made(index: int, raw: CachedSample) -> Sample:
@@ -119,14 +119,14 @@ class ClassificationTask:
         return self._collate("training", self._samples.map("training", indices, made))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy of a batch, in float32, balanced as the job says."""
+        """Return the mean cross-entropy of a batch in float32, balanced by the job's `task.balance`."""
         device = next(model.parameters()).device
         logits = model(batch[self._key].to(device, non_blocking=True)).float()
         return balanced_loss(logits, batch["label"].to(device), self._counts.to(device), self._balance)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
-        """Return metrics of a split, {} if it is empty; `distances`, the closing evaluation, adds confusions and intervals.
+        """Return the metrics of a split, {} if it is empty. `distances` (final evaluation) adds confusions and intervals.
 
         The model's mode is restored.
         """
@@ -147,13 +147,13 @@ class ClassificationTask:
         return score(found, labels, self.classes, distances, self._f1) | closing
 
     def _scored(self, split: str, kept: Sequence[int], logits: Tensor, labels: Tensor) -> Scored:
-        """Return the probability that each unit's true class was given: accuracy alone tells no two right answers apart."""
+        """Return the predicted probability of each unit's true class, which ranks units more finely than accuracy."""
         names = tuple(self.data.splits[split][index].name for index in kept)
         values = logits.softmax(1)[torch.arange(len(labels)), labels].tolist()
         return Scored("probability of the true class", False, names, tuple(values), tuple(kept))
 
     def examples(self, model: nn.Module, split: str) -> Classified | None:
-        """Return pictures of as many classes as can be; None if the split is empty, and for texts."""
+        """Return a few pictures, of as many classes as possible; None for an empty split or for texts."""
         if self._key == "text":
             return None
         found = self.show(model, split, spread(self._labels[split], EXAMPLES))
@@ -161,9 +161,9 @@ class ClassificationTask:
 
     @torch.no_grad()
     def show(self, model: nn.Module, split: str, indices: Sequence[int]) -> Classified | Answered | None:
-        """Return these pictures, or texts, with their classes; None if none can be read.
+        """Return these pictures or texts with true and predicted classes; None if none can be read.
 
-        The model sees one at a time, to save memory.
+        The model runs on one sample at a time to save memory.
         """
         batch = self._collate(split, self._samples.map(split, indices, self._plain))
         if not batch:
@@ -185,12 +185,12 @@ class ClassificationTask:
         return {self._key: torch.stack(rows) if self._key == "image" else padded(rows), "label": labels}
 
     def _plain(self, index: int, raw: Any) -> Sample:
-        """Return a sample as it is, of an image as float32."""
+        """Return a sample without augmentation; an image as float32."""
         return to_float(index, raw) if self._key == "image" else raw
 
     @torch.no_grad()
     def write(self, model: nn.Module, split: str, batch_size: int) -> list[dict[str, Any]]:
-        """Return each text's class and the probabilities of all, whatever class the record says."""
+        """Return the predicted class of each text and the probabilities of all classes. Labels are not read."""
         device, found = next(model.parameters()).device, list[dict[str, Any]]()
         with evaluating(model):
             for part in self._samples.parts(split, batch_size):
@@ -202,15 +202,15 @@ class ClassificationTask:
 
 
 def balanced_loss(logits: Tensor, labels: Tensor, counts: Tensor, balance: str) -> Tensor:
-    """Return the mean loss of logits (N, C) and labels (N,), at a site with `counts` (C,) training samples of each class.
+    """Return the mean loss for logits (N, C) and labels (N,), at a site with `counts` (C,) training samples per class.
 
-    `weights`: each sample's cross-entropy times n / (P n_y), P the classes that the site has: a class weighs the same in an
-    epoch, whatever its count. `prior`: the cross-entropy of logits + log(n_c / n), after which the plain logits are those of
-    classes of equal shares; a class that the site lacks gets no gradient.
+    `weights`: each sample's cross-entropy times n / (P n_y), where P is the number of classes at the site. So every class has
+    the same total weight in an epoch. `prior`: the cross-entropy of logits + log(n_c / n). The plain logits then are those for
+    classes with equal shares, and a class without samples gets no gradient.
 
     Source of `prior`: A. K. Menon, S. Jayasumana, A. S. Rawat, H. Jain, A. Veit, S. Kumar, "Long-Tail Learning via Logit
-    Adjustment", ICLR 2021, Eq. 10 with tau = 1. That a site's own shares stand for the prior, and that a class without samples
-    is left out, is our reading for federations; X.-C. Li, D.-C. Zhan, "FedRS", KDD 2021, leaves such classes out too.
+    Adjustment", ICLR 2021, Eq. 10 with tau = 1. Using a site's own shares as the prior, and leaving out a class without
+    samples, is our reading for federations; X.-C. Li, D.-C. Zhan, "FedRS", KDD 2021, leaves such classes out too.
     """
     if balance == "prior":
         return F.cross_entropy(logits + (counts / counts.sum()).log(), labels)
@@ -221,7 +221,7 @@ def balanced_loss(logits: Tensor, labels: Tensor, counts: Tensor, balance: str) 
 
 
 def spread(labels: Sequence[int], count: int) -> list[int]:
-    """Return at most `count` indices in order: the first of every class, then the second of every class, and so on."""
+    """Return at most `count` sorted indices, chosen as the first of every class, then the second of every class, and so on."""
     seen: Counter[int] = Counter()
     turns = []
     for index, label in enumerate(labels):
@@ -231,7 +231,7 @@ def spread(labels: Sequence[int], count: int) -> list[int]:
 
 
 def class_index(item: Item | Text, classes: Sequence[str]) -> int:
-    """Return a sample's class by name or number from 0. Raises UnfitError if it has none of `classes`."""
+    """Return the index of a sample's class, given by name or number. Raises UnfitError if it has none of `classes`."""
     known = f"task.classes has {', '.join(classes)}"
     label, name = item.label, item.image or item.name
     if isinstance(item, Text) and label not in classes and str(label).isdecimal():
@@ -248,7 +248,7 @@ def class_index(item: Item | Text, classes: Sequence[str]) -> int:
 
 
 def check_patients(items: Sequence[Item], labels: Sequence[int], whose: np.ndarray) -> None:
-    """Raise DataError for a patient whose images differ in class: a score per patient needs one."""
+    """Raise DataError for a patient whose images differ in class, because a score per patient needs one class."""
     first: dict[int, int] = {}
     for item, label, patient in zip(items, labels, whose.tolist(), strict=True):
         if first.setdefault(patient, label) != label:
@@ -257,7 +257,7 @@ def check_patients(items: Sequence[Item], labels: Sequence[int], whose: np.ndarr
 
 
 def of_patients(logits: Tensor, labels: Tensor, whose: np.ndarray) -> tuple[Tensor, Tensor, np.ndarray]:
-    """Return logits (P, C) of the mean probability over each patient's images, the patients' labels, and their numbers."""
+    """Return for P patients the log (P, C) of the mean probability over images, the labels (P,) and the numbers 0 .. P - 1."""
     count = grouped(np.ones(len(whose)), whose)
     mean = torch.from_numpy(grouped(logits.double().softmax(1).numpy(), whose) / count[:, None]).float()
     first = np.unique(whose, return_index=True)[1]
@@ -265,7 +265,7 @@ def of_patients(logits: Tensor, labels: Tensor, whose: np.ndarray) -> tuple[Tens
 
 
 def summary(logits: Tensor, labels: Tensor, whose: np.ndarray, f1: F1Classes = "all") -> dict[str, float]:
-    """Return how many were scored, and 95 % intervals of accuracy and macro F1 by a bootstrap over patients."""
+    """Return the number of scored units, and 95 % intervals of accuracy and macro F1 by a bootstrap over patients."""
     groups, true, guess = int(whose.max()) + 1, labels.numpy(), logits.argmax(1).numpy()
     hits, of_true, of_guess = (np.zeros((groups, logits.shape[1])) for _ in range(3))
     np.add.at(of_true, (whose, true), 1)
@@ -284,11 +284,11 @@ def summary(logits: Tensor, labels: Tensor, whose: np.ndarray, f1: F1Classes = "
 def score(
     logits: Tensor, labels: Tensor, classes: Sequence[str], confusion: bool = False, f1: F1Classes = "all"
 ) -> dict[str, float]:
-    """Return metrics of logits (N, C) for labels (N,): mean cross-entropy "loss", "accuracy", macro "f1", "recall/<class>".
+    """Return metrics for logits (N, C) and labels (N,): "loss" (mean cross-entropy), "accuracy", macro "f1", "recall/<class>".
 
-    `confusion` adds the counts "confusion/<true>/<predicted>". F1 of a class is 2 TP / (2 TP + FP + FN). Macro F1
-    is its mean over the classes that are there or answered (`f1` "all": scikit-learn's average="macro"), or over those that are
-    there ("present"). Classes without samples have neither recall nor a row of counts.
+    `confusion` adds the counts "confusion/<true>/<predicted>". F1 of a class is 2 TP / (2 TP + FP + FN). Macro F1 is its mean
+    over the classes with samples or predictions (`f1` "all": scikit-learn's average="macro"), or over those with samples
+    ("present"). Classes without samples have neither a recall nor a row of counts.
     """
     size = len(classes)
     counts = torch.bincount(labels * size + logits.argmax(1), minlength=size**2).view(size, size).double()
@@ -309,7 +309,7 @@ def _check_item(item: Item, classes: Sequence[str], settings: PictureSettings) -
 
 
 def check_item(config: ClassificationConfig, item: Item) -> None:
-    """Raise DataError for a sample without a class of the task, or whose header says that it cannot be read."""
+    """Raise DataError for a sample without a class of the task, or with a header that cannot be read."""
     _check_item(item, config.classes, config)
 
 

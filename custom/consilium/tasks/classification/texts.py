@@ -1,4 +1,4 @@
-"""Texts in the place of pictures: reports as token numbers, and the class that each record says."""
+"""Texts as samples of the classification task, as token ids."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +20,15 @@ T = TypeVar("T")
 
 
 def holds_texts(data: DataList) -> bool:
-    """Tell whether a list is one of texts. Raises DataError for an empty one."""
+    """Return whether a list has texts. An empty list has none."""
     return any(isinstance(item, Text) for items in data.splits.values() for item in items)
 
 
 class TextSamples:
-    """A site's texts as tokens, all written at the start; where `SampleCache` has pictures. Long texts lose their end."""
+    """A site's texts as token ids, in the place of the `SampleCache` of pictures. All are tokenized at the start.
+
+    Texts longer than `max_length` tokens lose their end.
+    """
 
     skipped, all_lost = 0, False
 
@@ -42,25 +45,26 @@ class TextSamples:
             logging.getLogger(__name__).warning(f"{data.path}: {what}; raise it to keep them whole")
 
     def _tokens(self, text: Text, quiet: bool) -> list[int]:
-        """Return a text's tokens with those that the tokenizer puts around it; in a quiet list of nothing, where it fails.
+        """Return a text's token ids, with the tokens that the tokenizer adds around it.
 
-        Its own words hold no special token.
+        Names of special tokens within the text are ordinary text. Raises CheckpointError if the tokenizer fails; with `quiet`
+        the text then counts as empty.
         """
         try:
             with plain_failure():
                 found = list(self._tokenizer(words_of(text), split_special_tokens=True, verbose=False).input_ids)
-                return found or [self._tokenizer.unk_token_id or 0]  # an encoder of no token gives no number
+                return found or [self._tokenizer.unk_token_id or 0]  # an encoder needs at least one token
         except CheckpointError:
             if not quiet:
                 raise
         return self._tokens(replace(text, instruction="", input="", system="", history=()), quiet=False)
 
     def map(self, split: str, indices: Sequence[int], transform: Callable[[int, Any], T]) -> list[tuple[int, T]]:
-        """Return these samples with their indices, transformed."""
+        """Return (index, transformed sample) for these samples."""
         return [(index, transform(index, self._rows[split][index])) for index in indices]
 
     def parts(self, split: str, size: int) -> Iterator[list[tuple[int, Sample]]]:
-        """Yield a split in parts of `size`."""
+        """Yield the samples of a split, with their indices, in parts of `size`."""
         rows = list(enumerate(self._rows[split]))
         yield from (rows[start : start + size] for start in range(0, len(rows), size))
 
@@ -69,17 +73,17 @@ class TextSamples:
 
 
 def words_of(text: Text) -> str:
-    """Return a record's words; of texts alone all are in one field."""
+    """Return a record's text; a blank for an empty one."""
     return text.prompt_words or " "
 
 
 def padded(rows: Sequence[Tensor]) -> Tensor:
-    """Return token numbers (N, T) with PAD behind each."""
+    """Return token ids (N, T), padded with PAD on the right."""
     return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=PAD)
 
 
 def require_kind(data: DataList, reads_texts: bool, model: str) -> None:
-    """Raise DataError for pictures where the model reads texts, and for texts where it does not."""
+    """Raise DataError if the list has pictures and the model reads texts, or the reverse."""
     if any(data.splits.values()) and holds_texts(data) != reads_texts:
         found, wanted = ("pictures", "a folder with training.jsonl") if reads_texts else ("texts", "a list of pictures")
         raise DataError(f"{Path(data.path)}: holds {found}, which model.name {model!r} does not read; give {wanted}")

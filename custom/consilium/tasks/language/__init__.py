@@ -1,4 +1,4 @@
-"""Language: answers to instructions."""
+"""The language task (answers to instructions): settings, metric names and registration."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,21 +16,21 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "loss": (), "options": ("accuracy", "accuracy_norm"), "label": ("accuracy",), "exact": ("exact",), "generation": NAMES,
     "teacher_forced": (*NAMES, "token_accuracy"),
 }  # fmt: skip
-"""Metrics that each kind of `task.evaluate` adds to loss and perplexity, the leading one first."""
+"""The metrics that each value of `task.evaluate` adds to loss and perplexity, the leading one first."""
 
 
 PER_TOKEN = ("perplexity", "token_loss", "bits_per_token")
-"""Of all learned tokens of a split, however they lie in records: what trainers of language models draw."""
+"""Means over all learned tokens of a split, as usual for language models; the "loss" is a mean over records."""
 PREFERRED = ("preferred", "reward_margin")
-"""Of preferences: the share of records whose better answer has the higher reward, and the mean margin of rewards."""
+"""For preferences: the share of records whose better answer has the higher reward, and the mean margin of rewards."""
 CUT = ("cut_prompts", "cut_answers")
-"""Shares of a split's records whose prompt, or answer, was cut."""
+"""The shares of a split's records whose prompt, or answer, was shortened."""
 CUT_ASKED = "cut_asked"
-"""The same of prompts that were answered: an answer needs positions of the model too."""
+"""The share of prompts that were shortened before an answer was generated, which needs positions of the model too."""
 ASKS = ("label", "exact", "generation")
-"""Kinds of evaluation in which the model writes answers."""
+"""The values of `task.evaluate` for which the model generates answers."""
 BY_RECORD = frozenset({"accuracy", "accuracy_norm", "exact", "preferred", "reward_margin", "rouge_l", "meteor"})
-"""Metrics that are means over records and so have an interval, as the loss has."""
+"""Metrics that are means over records and so have an interval, like the loss."""
 
 
 class LanguageConfig(TaskConfig):
@@ -40,25 +40,25 @@ class LanguageConfig(TaskConfig):
     evaluate: Annotated[
         Literal["loss", "options", "label", "exact", "generation", "teacher_forced"],
         Field(
-            description="loss; `options` adds how often the likeliest of a record's labels is right; label, exact or "
-            "generation add what their greedily written answers score. `teacher_forced` "
-            "scores each position's likeliest token with the true ones before it given, as FedHera's public "
-            "code does: no answers, and much higher"
+            description="`loss` only; `options` adds how often the most likely of a record's labels is right; `label`, `exact` "
+            "and `generation` add scores of greedily generated answers. `teacher_forced` "
+            "scores the most likely token at each position, given the true tokens before it, as FedHera's public "
+            "code does: no answers are generated, and scores are much higher"
         ),
     ] = "loss"
     prompt: Annotated[
         str,
         Field(
             min_length=1,
-            description="alpaca (our words), alpaca-paper (the published ones), chat (the tokenizer's template), or a "
-            "template with {instruction} and {input}; alpaca, alpaca-paper, chat, or a template",
+            description="`alpaca` (our wording), `alpaca-paper` (the published wording), `chat` (the tokenizer's template), or a "
+            "template with {instruction} and {input}",
         ),
     ] = "alpaca"
     learn: Annotated[
         Literal["answer", "sequence", "preference"],
         Field(
-            description="answers, prompts with them, or by `preference` (DPO) which of a record's two answers, `chosen` and "
-            "`rejected`, is better"
+            description="which tokens are learned: the `answer`, the whole `sequence` with the prompt, or by `preference` (DPO) "
+            "which of a record's two answers, `chosen` and `rejected`, is better"
         ),
     ] = "answer"
     beta: Annotated[
@@ -66,28 +66,30 @@ class LanguageConfig(TaskConfig):
         Field(
             gt=0.0,
             le=100.0,
-            exclude_if=lambda value: value == 0.1,  # so no other job's digest tells of it
-            description="how strongly learning preferences keeps the model at its base (DPO's beta): more is closer",
+            exclude_if=lambda value: value == 0.1,  # so that the digests of other jobs do not change
+            description="DPO's beta: how strongly the model is kept close to its base; larger is closer",
         ),
     ] = 0.1
     labels: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
         Field(
             max_length=MOST_CLASSES,
-            description="the answers to choose from, in any order, for records that name none of their own",
+            description="the possible answers, in any order, for records without labels of their own",
         ),
     ] = ()
     extraction: Annotated[
         Literal["any", "gsm8k", "metamath"],
         Field(
-            exclude_if=lambda value: value == "any",  # so no other job's digest tells of it
-            description="how `evaluate: exact` finds the answer in a text: `any` reads many spellings; `gsm8k` and `metamath` "
-            "are the rules of those papers' published evaluations, for tables held against theirs",
+            exclude_if=lambda value: value == "any",  # so that the digests of other jobs do not change
+            description="how `evaluate: exact` finds the answer in a text: `any` accepts many spellings; `gsm8k` and `metamath` "
+            "are the rules of those papers' published evaluations, for comparisons with their tables",
         ),
     ] = "any"
-    packed: Annotated[bool, Field(description="several records in a row instead of padding: equal losses, less work")] = False
-    bucketed: Annotated[bool, Field(description="batches of records of like length: another order, less padding")] = False
-    max_new_tokens: Annotated[int, Field(ge=1, le=4096, description="the most tokens of a written answer")] = 128
+    packed: Annotated[bool, Field(description="several records per row instead of padding: equal losses, less computation")] = (
+        False
+    )
+    bucketed: Annotated[bool, Field(description="batches of records with similar lengths: another order, less padding")] = False
+    max_new_tokens: Annotated[int, Field(ge=1, le=4096, description="the most tokens of a generated answer")] = 128
 
     @field_validator("prompt")
     @classmethod
@@ -123,7 +125,7 @@ class LanguageConfig(TaskConfig):
 
 
 def metric_names(config: LanguageConfig) -> frozenset[str]:
-    """Return every metric a language task can report."""
+    """Return the names of all metrics that a language task can report."""
     found = (*WRITTEN[config.evaluate], *_beside_loss(config))
     return frozenset({"loss", *_cuts(config), *found, *uncertainty_names({"loss", *BY_RECORD.intersection(found)})})
 
@@ -152,7 +154,7 @@ def _cuts(config: LanguageConfig) -> tuple[str, ...]:
 
 
 def scores(config: LanguageConfig) -> Scores:
-    """Return how the scores of this kind of evaluation are shown."""
+    """Return the names, headings and order with which the scores of this evaluation are shown."""
     written = WRITTEN[config.evaluate]
     remark = ", teacher-forced: no answers were written" if config.evaluate == "teacher_forced" else ""
     if config.evaluate == "exact" and config.extraction != "any":
@@ -170,7 +172,7 @@ _encoder = lazy("consilium.tasks.language.tokens:Encoder")
 def _check(
     path: Path, config: Any = None, tokenizer: Any = None, max_length: int = 0, change: Change | None = None
 ) -> Findings:
-    """Return what the check finds in a folder of texts. A site's `labels` are not for texts: nothing is changed."""
+    """Return the findings of the check of a folder of texts. `change` is not used: a site's `labels` do not apply to texts."""
     known = (_encoder(tokenizer, max_length, config.prompt).length, max_length) if config is not None else ()
     found: Findings = _check_texts(path, *known)
     return found

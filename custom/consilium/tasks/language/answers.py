@@ -1,7 +1,7 @@
-"""Labels and final answers in texts that a model wrote.
+"""Finds labels and final answers in generated texts.
 
-`final_answer` reads many spellings. `gsm8k_answer` and `metamath_answer` are the rules of two published evaluations, which
-read fewer; tables that are held against published ones need them.
+`final_answer` accepts many spellings. `gsm8k_answer` and `metamath_answer` are the rules of two published evaluations, which
+accept fewer. Comparisons with published tables need these.
 """
 
 import re
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 MOST = 2**15
-"""Characters of an answer or a reference that are read. A record may have a million, and some patterns read one often."""
+"""The most characters of an answer or a reference that are read. A record may have a million, and some patterns are slow."""
 _DECIMAL = r"(?:(?:\d{1,3}(?:,\d{2,3}){0,133},\d{3}(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
-"""After a word "." starts no number: "Fig.5" ends with 5. So many groups have over _LONGEST characters; without a bound,
-"1,23,23,23" is read to its end from each of its groups."""
+"""After a word "." does not begin a number: "Fig.5" ends with 5. 133 groups have more than _LONGEST characters. Without this
+bound a text such as "1,23,23,23" would be read to its end from each of its groups."""
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}])[-+]\\?[$€£]?)?(?<![0-9A-Za-z\u00c0-\u04ff_])"
     r"(?:(?<![/.])(?:(?P<whole>\d{1,18})\s+)?(?P<top>\d{1,18})\s*/\s*(?P<bottom>\d{1,18})(?![\d/]|\.\d)"
@@ -21,14 +21,14 @@ _NUMBER = re.compile(
     rf"|(?P<decimal>{_DECIMAL}(?:[eE][-+]?\d{{1,3}}(?!\w))?))"
     r"(?:\s+(?P<scale>(?i:dozen|hundred|thousand|lakh|million|crore|billion|trillion))s?\b)?"
 )
-"""1/2 and 3 1/2, 2 x 10^3, or 1,234.5 and 1.5e3, and "5 million". Behind a digit or a word "-" is not a sign: "3-5" ends with
-5. A letter before it, of a script with spaces, makes digits a name: "B12"."""
+"""Numbers such as 1/2, 3 1/2, 2 x 10^3, 1,234.5, 1.5e3 and "5 million". After a digit or a word "-" is not a sign: "3-5" ends
+with 5. Digits after a letter (of a script with spaces) are a name and not a number: "B12"."""
 _SCALES = {
     "dozen": 12, "hundred": 100, "thousand": 10**3, "lakh": 10**5, "million": 10**6, "crore": 10**7,
     "billion": 10**9, "trillion": 10**12,
 }  # fmt: skip
 _LONGEST = 400
-"""Characters of a number that is computed; longer ones are compared as they stand, because Python refuses to write them."""
+"""The most characters of a number that is converted. Longer ones are compared as text, because Python refuses to print them."""
 _BEHIND = re.compile(
     r"(?!\s*pi\b)(?:\s*%|\s*°[CF]?|[kcdmµμap][gmlLsW][^\W\d_]*(?:/[^\W\d_]+)?|m/[^\W\d_]+)?"
     r"(?=\s*$|\s*[.,;:!?)\]]|\s+(?:[^\W\d_]{2}|(?![eiknxyz]\b)[A-Za-z]\b|\())"
@@ -42,7 +42,7 @@ _MARKS = r"(?:\\(?:boxed|text|mathrm)\s*\{|[\"'(\[*_`$\\]){0,8}"
 _ENDS = r"(?=\s*(?:[.,;:!?)\]\"'\n*_`}$\\]|$))"
 """Contexts in which a small letter after "answer" is a label and no word: "the answer is a cat" does not mean A."""
 _END = r"(?!_*[^\W_])"
-"""Where a label ends: Markdown's _B_ is B, and A_1 is not A."""
+"""The end of a label: Markdown's _B_ is B, and A_1 is not A."""
 _ANSWER = r"\banswer\b(?:\s+(?:is|should be|would be))?[\s*_]{0,8}[:=]?[\s*_]{0,8}(?:(?:option|choice)\s+)?"
 _SAYS = rf"(?:{_ANSWER}|\\boxed\s*\{{\s*){_MARKS}"
 _BOX = re.compile(r"\\boxed\s*\{")
@@ -53,21 +53,21 @@ _NOT = re.compile(
     re.IGNORECASE,
 )
 _ARITHMETIC = re.compile(r"(?:(?:[\d\s.,%()+\-*/×·÷]|(?<=[\d%)] )(?:x|of)(?= [\d(]))+=)+\s*(?=[-+\\.\d])")
-"""The left side of an equation of numbers, 100,000 - 20 = 99,980; its answer is on the right."""
+"""The left side of an equation of numbers, such as 100,000 - 20 = 99,980. The answer is on the right side."""
 _GROUPS = re.compile(r"(?<![\d.,/])(?!0)(\d{1,3})((?:[ \u00a0\u2009\u202f]\d{3})+)(?![\d/]|\s*/)")
-"""1 000 and 12 345 678, with a blank of any width."""
+"""Numbers such as 1 000 and 12 345 678, grouped by a blank of any width."""
 _VULGAR = frozenset(c for c in map(chr, range(0xBC, 0x218A)) if unicodedata.decomposition(c).startswith("<fraction> 003"))
-"""½ and its like, but not 1 over nothing."""
+"""Characters such as ½, without the one for an incomplete fraction (1/)."""
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 
 
 def first_label(text: str, labels: Sequence[str]) -> str | None:
-    """Return the label that a text settles on, or None.
+    """Return the label that a text names as its answer, or None.
 
-    That is the one behind the last "answer", "answer is" or "answer:", or in \\boxed{}, a single letter in another case only
-    where nothing but a mark follows; else the first as whole words, in its own case for a single letter ("a question" does not
-    say A), in any case for longer ones; of two at one place the longer. One behind "not" does not count. Of a longer text the
-    first and last MOST characters.
+    It is the last label after "answer", "answer is" or "answer:", or in \\boxed{}. A single letter in another case counts there
+    only before a punctuation mark. Without such a label it is the first label that occurs as a whole word: a single letter in
+    its own case ("a question" is not A), longer labels in any case. Of two labels at one position the longer counts. A label
+    after "not" does not count. Of a text longer than 2 MOST characters the first and last MOST are read.
     """
     text = (text if len(text) <= 2 * MOST else f"{text[:MOST]}\n{text[-MOST:]}").translate(_FULL_WIDTH)
     said = [found for label in labels for found in _after_answer(text, label)]
@@ -80,14 +80,14 @@ def first_label(text: str, labels: Sequence[str]) -> str | None:
 
 
 def _after_answer(text: str, label: str) -> list[tuple[int, int, str]]:
-    """Return the places of a label after "answer"."""
+    """Return the occurrences of a label after "answer" or in \\boxed{}, as `_places` does."""
     pattern = rf"{_SAYS}(?P<label>{re.escape(label)}){_END}"
     alone = _places(f"{pattern}{_ENDS}", text, label, any_case=True) if _is_letter(label) else []
     return [*_places(pattern, text, label), *alone]
 
 
 def _places(pattern: str, text: str, label: str, any_case: bool = False) -> list[tuple[int, int, str]]:
-    """Return where a label stands, with its length and itself, so that the longer of two at one place comes first."""
+    """Return (position, -length, label) for each match of the label, so that of two at one position the longer sorts first."""
     found = re.finditer(pattern, text, re.IGNORECASE)
     exact = _is_letter(label) and not any_case
     meant = [m for m in found if not _NOT.search(text, max(0, m.start("label") - 40), m.start("label"))]
@@ -99,10 +99,10 @@ def _is_letter(label: str) -> bool:
 
 
 def final_answer(text: str) -> str | None:
-    """Return the final answer of a text in its plain form, None where there is nothing.
+    """Return the final answer of a text in plain form (see `settled`), None if there is none.
 
-    That is what stands behind the last "####", in the last \\boxed{}, or behind the last "answer is:"; else the number that
-    follows the last "answer is"; else the last number. Of a longer text the last MOST characters.
+    It is the text after the last "####", in the last \\boxed{}, or after the last "answer is:". Without these it is the number
+    after the last "answer is", else the last number. Of a text longer than MOST characters the last MOST are read.
     """
     text = text[-MOST:]
     if marked := text.rpartition("####")[2].strip() if "####" in text else "":
@@ -120,11 +120,11 @@ def final_answer(text: str) -> str | None:
 
 
 def settled(answer: str) -> str | None:
-    """Return an answer that stands alone in its plain form, so that equal ones are equal texts; None for an empty one.
+    """Return an answer in plain form, in which equal answers are equal texts; None for an empty one. `answer`: the answer only.
 
-    That is the number it begins with in lowest terms, 0.50 as 1/2, if nothing but words follow; else all of its first line, so
-    that "2x + 3" is not a 2. A name before a sign, "x = 7", is left out, and so is arithmetic, "5 - 2 = 3". Of a longer answer
-    the first MOST characters.
+    If it is a number followed by words only, the plain form is the number in lowest terms, such as 1/2 for 0.50. Otherwise it
+    is the whole first line, so that "2x + 3" is not 2. A name before "=" ("x = 7") and arithmetic ("5 - 2 = 3") are left out.
+    Of an answer longer than MOST characters the first MOST are read.
     """
     bare = _normalized(answer[:MOST])
     if (number := _whole_number(bare)) is not None:
@@ -134,7 +134,7 @@ def settled(answer: str) -> str | None:
 
 
 def gsm8k_answer(text: str) -> str | None:
-    """Return the answer as GSM8K's own evaluation reads it: digits, points and commas behind the first "#### ", as text.
+    """Return the answer by the rule of GSM8K's evaluation: the digits, points and commas after the first "#### ", as text.
 
     Source: K. Cobbe et al., "Training Verifiers to Solve Math Word Problems", 2021, arXiv 2110.14168: its published code.
     """
@@ -143,7 +143,7 @@ def gsm8k_answer(text: str) -> str | None:
 
 
 def metamath_answer(text: str) -> str | None:
-    """Return the answer as MetaMath's evaluation on GSM8K reads it: the number behind the last "The answer is: ", rounded.
+    """Return the answer by the rule of MetaMath's evaluation on GSM8K: the rounded number after the last "The answer is: ".
 
     Source: L. Yu et al., "MetaMath: Bootstrap Your Own Mathematical Questions for Large Language Models", ICLR 2024,
     arXiv 2309.12284: its published code.
@@ -159,12 +159,12 @@ def metamath_answer(text: str) -> str | None:
 
 
 def metamath_reference(text: str) -> str | None:
-    """Return the answer of a reference for `metamath_answer`: its own ending, or the number behind GSM8K's "####"."""
+    """Return the answer of a reference by the rule of `metamath_answer`, also if it ends with GSM8K's "####"."""
     return metamath_answer(text if _METAMATH in text else text.replace("####", _METAMATH))
 
 
 def _normalized(answer: str) -> str:
-    """Return the first line of an answer without what has no influence on it."""
+    """Return the first line of an answer without characters that do not change its meaning."""
     boxed = _boxed(answer)
     first = next(iter(_spelt(answer if boxed is None else boxed).strip().splitlines()), "")
     bare = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 ", _LOOKS.sub("", first))
@@ -172,19 +172,19 @@ def _normalized(answer: str) -> str:
 
 
 def _behind_equation(bare: str) -> str:
-    """Return what an equation of numbers comes to; another text as it is."""
+    """Return the right side of an equation of numbers; any other text unchanged."""
     equation = _ARITHMETIC.match(bare)
     return bare[equation.end() :] if equation else bare
 
 
 def _whole_number(bare: str) -> str | None:
-    """Return the number that an answer is, in lowest terms; None if it is more than a number."""
+    """Return the number in lowest terms if an answer is a number followed by words only; else None."""
     number = _NUMBER.match(bare)
     return _exact(number) if number is not None and _BEHIND.fullmatch(bare, number.end()) else None
 
 
 def _boxed(text: str) -> str | None:
-    """Return what stands in the last \\boxed{}, however deep its braces, to the end of a cut text; None without one."""
+    """Return the contents of the last \\boxed{}, with nested braces, or up to the end of the text; None without one."""
     starts = [match.end() for match in _BOX.finditer(text)]
     if not starts:
         return None
@@ -197,7 +197,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _spelt(text: str) -> str:
-    r"""Return a text in ASCII where it can be: digits, "-", letters of full width, 1{,}000 and 1 000, ½ and \frac12 as 1/2."""
+    r"""Return a text with digits, minus signs, full-width letters, 1{,}000, 1 000, ½ and \frac12 (as 1/2) in plain ASCII."""
     plain = unicodedata.normalize("NFC", text).translate({0x2212: "-", 0x2013: "-", **_FULL_WIDTH}).replace("{,}", ",")
     plain = "".join(map(_digit, plain))
     plain = _GROUPS.sub(lambda match: match[1] + re.sub(r"\D", "", match[2]), plain)
@@ -207,20 +207,20 @@ def _spelt(text: str) -> str:
 
 
 def _digit(letter: str) -> str:
-    """Return a digit of any script as 0 to 9, and ½ as 1/2 behind a blank."""
+    """Return a digit of any script as 0 to 9, and ½ as " 1/2"; any other character unchanged."""
     if letter.isdecimal():
         return str(unicodedata.decimal(letter))
     return f" {unicodedata.normalize('NFKC', letter).replace(chr(0x2044), '/')}" if letter in _VULGAR else letter
 
 
 def _over(match: re.Match[str]) -> str:
-    r"""Return \frac{a}{b} as a/b, behind a whole number as that and a/b."""
+    r"""Return a match of \frac{a}{b} as a/b, with a blank before it after a whole number."""
     minus = "-" if f"{match[2]}{match[3]}{match[5]}" in ("-", "---") else ""
     return f"{' ' if match[1] else ''}{minus}{match[4]}/{match[6]}"
 
 
 def _exact(match: re.Match[str]) -> str:
-    """Return a number in lowest terms; unchanged if it is not a number, is 1/0, or is too long."""
+    """Return a match of _NUMBER in lowest terms; unchanged if its denominator is 0 or it is too long."""
     if len(match[0]) > _LONGEST or (match["bottom"] and not int(match["bottom"])):
         return match[0]
     if match["bottom"]:

@@ -1,4 +1,4 @@
-"""Which written answers are right: those with the label of a reference, or its final answer."""
+"""Decides whether generated answers are right: they must have the label, or the final answer, of a reference."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
 
@@ -20,11 +20,14 @@ READERS: Mapping[str, tuple[Reader, Reader, Reader]] = {
     "gsm8k": (gsm8k_answer, gsm8k_answer, lambda alone: gsm8k_answer(f"#### {alone}")),
     "metamath": (metamath_answer, metamath_reference, lambda alone: metamath_answer(f"The answer is: {alone}")),
 }
-"""By `task.extraction`: what reads the answer of a written text, of a reference, and of an answer that stands alone."""
+"""By `task.extraction`: the functions that read the answer of a generated text, of a reference, and of a bare answer."""
 
 
 def truth(text: Text, config: LanguageConfig) -> frozenset[str]:
-    """Return a record's right labels or final answers, none where none is asked for. Raises UnfitError if it has none."""
+    """Return a record's right labels or final answers; an empty set for evaluations without them.
+
+    Raises UnfitError if the record has none, or options that cannot be chosen between.
+    """
     if config.evaluate in ("label", "options"):
         given = (text.final_answer,) if text.final_answer else text.outputs
         found, known = [_label_or_answer(one, text, config) for one in given], text.labels or config.labels
@@ -46,7 +49,7 @@ def truth(text: Text, config: LanguageConfig) -> frozenset[str]:
 
 
 def judged(written: Sequence[str], texts: Sequence[Text], truths: Sequence[Set[str]], config: LanguageConfig) -> list[float]:
-    """Return 1 for each right answer, else 0; without a reference no answer is right."""
+    """Return 1 for each right answer, 0 for others. A record without a true answer has no right answer."""
     said = [_label_or_answer(one, text, config) for one, text in zip(written, texts, strict=True)]
     return [float(one in true) for one, true in zip(said, truths, strict=True)]
 

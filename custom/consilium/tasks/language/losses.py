@@ -1,6 +1,6 @@
-"""Losses of chosen tokens: a model's output layer is applied where a token is learned, and nowhere else.
+"""Losses at chosen tokens: a model's output layer is applied only at positions whose token is learned.
 
-With a large vocabulary the output layer and its cross-entropy are a large part of a step, and a prompt's tokens need neither.
+With a large vocabulary the output layer and the cross-entropy are a large part of a step. A prompt's tokens need neither.
 """
 
 from collections.abc import Mapping
@@ -14,21 +14,21 @@ from consilium.tasks.language.tokens import IGNORED
 
 
 def learned_positions(targets: Tensor) -> Tensor:
-    """Return the positions (M,), in the flattened targets (N, T) on the CPU, of tokens that are learned."""
+    """Return the positions (M,) of learned tokens in the flattened targets; `targets` (N, T) is on the CPU."""
     return (targets.flatten() != IGNORED).nonzero().squeeze(1)
 
 
 def losses_at(model: nn.Module, inputs: Mapping[str, Any], targets: Tensor, places: Tensor) -> Tensor:
-    """Return the cross-entropy (M,), in float32, of the targets (N, T) at these of their flattened places (M,)."""
+    """Return the cross-entropy (M,), float32, at the positions `places` (M,) of the flattened targets (N, T)."""
     logits = logits_at(model, inputs, places)
     wanted = targets.to(logits.device, non_blocking=True).flatten()[places.to(logits.device, non_blocking=True)]
     return F.cross_entropy(logits, wanted, reduction="none")
 
 
 def logits_at(model: nn.Module, inputs: Mapping[str, Any], places: Tensor) -> Tensor:
-    """Return the logits (M, V), in float32, at these flattened places (M,) of the inputs (N, T).
+    """Return the logits (M, V), float32, at the positions `places` (M,) of the flattened inputs (N, T).
 
-    A model that applies its output layer in another way than once to all of (N, T) computes all logits.
+    A model that does not apply its output layer exactly once to all of (N, T) computes all logits, from which these are taken.
     """
     rows, device = inputs["input_ids"].shape, next(model.parameters()).device
     places, chosen = places.to(device, non_blocking=True), False
@@ -51,5 +51,5 @@ def logits_at(model: nn.Module, inputs: Mapping[str, Any], places: Tensor) -> Te
 
 
 def spread(values: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
-    """Return values (M,) at their flattened places of a tensor of this shape, 0 elsewhere."""
+    """Return a tensor of `shape` with `values` (M,) at the flattened positions `places` (M,) and 0 elsewhere."""
     return values.new_zeros(shape.numel()).index_put((places.to(values.device, non_blocking=True),), values).view(shape)

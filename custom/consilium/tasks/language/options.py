@@ -1,4 +1,4 @@
-"""Log-likelihoods of a record's options behind its prompt, as lm-evaluation-harness ranks them; no answer is written."""
+"""Log-likelihoods of a record's options after its prompt, as in lm-evaluation-harness; no answer is generated."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,10 +20,10 @@ def log_likelihoods(
     options: Sequence[Sequence[Sequence[int]]],
     batch_size: int,
 ) -> list[list[float]]:
-    """Return by record the summed log-probability of each option's tokens behind the prompt.
+    """Return for each record the summed log-probability of each option's tokens after the prompt.
 
-    `inputs_of(records, rows)`: the model's inputs of token ids and labels, one of each row. An option's last token is never an
-    input, so that all letters of a question are read off one row.
+    `inputs_of(records, rows)` returns the model's inputs for rows of (token ids, labels) that belong to these records. An
+    option's last token is never an input, so all options with one token are read from the same row.
     """
     rows: dict[tuple[int, tuple[int, ...]], list[tuple[int, Sequence[int]]]] = {}
     for record, (prompt, own) in enumerate(zip(prompts, options, strict=True)):

@@ -1,8 +1,9 @@
 """Several records in one row, without padding between them: equal losses from fewer tokens.
 
-A record attends to its own tokens alone (block-diagonal), and its positions count from 0, so that it is computed as if it stood
-by itself (Krell et al., "Efficient Sequence Packing without Cross-contamination", arXiv 2107.02027). Rows are as long as the
-batch's longest record and filled first-fit, longest first: never more rows than records, so attention costs no more either.
+A record attends only to its own tokens (block-diagonal mask), and its positions count from 0. So it is computed as if it were
+alone (Krell et al., "Efficient Sequence Packing without Cross-contamination", arXiv 2107.02027). Rows are as long as the
+batch's longest record and are filled first-fit, longest first. There are never more rows than records, so attention costs no
+more either.
 """
 
 from typing import NamedTuple
@@ -17,9 +18,10 @@ from consilium.tasks.language.tokens import IGNORED
 
 
 class Packed(NamedTuple):
-    """Rows (R, T) of tokens, positions and labels of the next token; `segments` count the records of a row, 0 for padding.
+    """Packed rows (R, T): token `ids`, `positions`, and `labels`, the next tokens.
 
-    `places` (N, T) say where in the flattened rows a record's tokens are, -1 for its padding.
+    `segments` (R, T): the number of the record within its row, from 1; 0 for padding. `places` (N, T): the position of each
+    record's tokens in the flattened rows, -1 for padding.
     """
 
     ids: Tensor
@@ -30,7 +32,7 @@ class Packed(NamedTuple):
 
 
 def pack(batch: Batch) -> Packed:
-    """Return a batch of records (N, T) on the CPU, padded on the right, packed in rows."""
+    """Return a batch of records (N, T), padded on the right, as packed rows on the CPU."""
     mask, width = batch["attention_mask"].cpu().bool(), batch["input_ids"].shape[1]
     places, segments, count = _places(mask.sum(1).tolist(), width)
     following = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
@@ -46,7 +48,7 @@ def pack(batch: Batch) -> Packed:
 
 
 def _places(lengths: list[int], width: int) -> tuple[Tensor, Tensor, int]:
-    """Return the places (N, T) of records with these lengths, which segment of its row each is (N,), and how many rows."""
+    """Return the places (N, T) of records with these lengths, the segment of each record (N,), and the number of rows."""
     free: list[int] = []
     counts: list[int] = []
     places, segments = torch.full((len(lengths), width), -1), torch.zeros(len(lengths), dtype=torch.long)
@@ -67,8 +69,8 @@ def packed_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the result of `token_losses`, computed on packed rows."""
     device, rows = next(model.parameters()).device, pack(batch)
     ids, positions, segments = (part.to(device, non_blocking=True) for part in (rows.ids, rows.positions, rows.segments))
-    mask = (segments[:, None, :, None] == segments[:, None, None, :]).tril()  # padding attends to padding: no empty row
-    inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+    mask = (segments[:, None, :, None] == segments[:, None, None, :]).tril()  # padding attends to padding, so that no row of
+    the mask is empty inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
     there = learned_positions(rows.labels)
     losses = spread(losses_at(model, inputs, rows.labels, there), there, rows.labels.shape).flatten()
     places, learned = rows.places[:, :-1].to(device, non_blocking=True), batch["labels"][:, 1:] != IGNORED
@@ -76,9 +78,10 @@ def packed_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def grouped(order: list[int], lengths: list[int], size: int) -> list[int]:
-    """Return an epoch's `order` with records of like length in one batch, within parts of 32 batches; batches stay shuffled.
+    """Return an epoch's `order`, rearranged so that batches have records of similar length.
 
-    The last batch stays last, as it may be smaller.
+    Records are sorted within parts of 32 batches, and the order of batches stays random. The last batch of a part, which may be
+    smaller, stays last.
     """
     part, found, first = 32 * size, list[int](), {index: at for at, index in enumerate(order)}
     for start in range(0, len(order), part):

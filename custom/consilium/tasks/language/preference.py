@@ -1,7 +1,7 @@
-"""Direct preference optimization (DPO): the better of two answers becomes likelier than the worse one.
+"""Direct preference optimization (DPO): the better of two answers becomes more likely than the worse one.
 
 Source: R. Rafailov et al., "Direct Preference Optimization: Your Language Model is Secretly a Reward Model", NeurIPS 2023,
-equation 7. The reference model is the base without its adapter: no second copy of the weights is kept.
+equation 7. The reference model is the base without its adapter, so no second copy of the weights is needed.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from consilium.adapters.layers import disabled
 from consilium.tasks.base import Batch, evaluating
 
 Losses = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
-"""Each token's cross-entropy, 0 where it is not learned, and which are learned; see task.token_losses."""
+"""A function like task.token_losses: it returns each token's cross-entropy, 0 if not learned, and a mask of learned tokens."""
 
 
 def rows_of(batch: Batch) -> Batch:
@@ -22,9 +22,9 @@ def rows_of(batch: Batch) -> Batch:
 
 
 def reward_margins(model: nn.Module, batch: Batch, beta: float, losses_of: Losses) -> Tensor:
-    """Return by how much the better answer's implicit reward exceeds the worse one's (N,), in float32.
+    """Return the implicit reward of the better answer minus that of the worse one (N,), float32.
 
-    An answer's reward is `beta` times the log of how much likelier the model makes it than the base does.
+    An answer's reward is `beta` times the log of its probability under the model over that under the base.
     """
     rows = rows_of(batch)
     with torch.no_grad(), evaluating(model), disabled(model):

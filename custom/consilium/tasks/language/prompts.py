@@ -1,4 +1,4 @@
-"""Prompts: the job's template around a record's instruction and input."""
+"""Prompts: the text of a record by the job's template or the tokenizer's chat template."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,19 +22,19 @@ PAPER_WITHOUT_INPUT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
-"""Quoted to the letter, because a model answers to the letter: Taori et al., "Stanford Alpaca", 2023, its data release."""
+"""The exact published wording, because models react to single characters: Taori et al., "Stanford Alpaca", 2023, data release."""
 CLOCK = "{% macro strftime_now(form) %}26 Jul 2024{% endmacro %}"
-"""In place of the clock that some templates read: prompts are the same on every day. The day is Llama 3's own default."""
+"""Replaces the clock that some templates read, so that prompts are the same on every day. The date is Llama 3's default."""
 PROBE = "an answer"
 STAND_INS = range(0xE000, 0x110000)
-"""Characters, private ones first, of which one stands for an input or an answer while a template renders the text around it.
-A record is shorter than there are such characters, so it lacks one."""
+"""Characters, private-use ones first, from which a placeholder for an input or an answer is chosen while a template is
+rendered. There are more such characters than a record has, so one is always unused."""
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 FORMS = {"alpaca": (WITH_INPUT, WITHOUT_INPUT), "alpaca-paper": (PAPER_WITH_INPUT, PAPER_WITHOUT_INPUT)}
 
 
 class Parts(NamedTuple):
-    """A prompt in three parts, before, within and after its input: only a long input loses its middle."""
+    """A prompt in three parts: before, within and after its input. If a prompt is too long, its input loses its middle first."""
 
     before: str
     input: str
@@ -43,7 +43,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One way to ask: a name of FORMS, "chat" (the tokenizer's own template), or a template with {instruction} and {input}."""
+    """A form of prompts: a name in FORMS, "chat" (the tokenizer's template), or a template with {instruction} and {input}."""
 
     form: str
     tokenizer: PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ class Prompt:
             raise _no_chat("the model's tokenizer has no chat template")
 
     def parts(self, text: Text) -> Parts:
-        """Return the prompt of a record; an input without an instruction is the instruction."""
+        """Return the prompt of a record. An input without an instruction takes the place of the instruction."""
         question, context = _question(text)
         if self.form == "chat":
             return self._asked(question, context, self._earlier(text))
@@ -64,10 +64,10 @@ class Prompt:
         return found._replace(before=f"{text.system}\n\n{found.before}") if text.system else found
 
     def conversation(self, text: Text) -> list[tuple[str, bool]]:
-        """Return a chat's whole text in parts, and of each whether it is learned: what the assistant says, with its ends.
+        """Return a chat's whole text as parts (text, learned). The assistant's answers with their ends are learned.
 
-        By the template's own `generation` marks; without marks by stand-ins for the answers. Of a record that does not learn
-        its history only the last answer is learned.
+        Answers are found by the template's `generation` marks, or without these by placeholders. If a record does not learn its
+        history, only the last answer is learned.
         """
         question = {"role": "user", "content": _message(*_question(text))}
         turns = [*self._earlier(text), question, {"role": "assistant", "content": text.outputs[0].strip()}]
@@ -80,7 +80,7 @@ class Prompt:
         return parts
 
     def _marked(self, turns: Sequence[Mapping[str, str]]) -> list[tuple[str, bool]]:
-        """Return the parts of a conversation by the template's marks."""
+        """Return the parts (text, learned) of a conversation by the template's marks."""
         try:
             said, spans = marked(self._template, turns, self._values(asks=False))
         except TemplateFailure as error:
@@ -95,7 +95,10 @@ class Prompt:
         return [*parts, (said[at:], False)]
 
     def _standing_in(self, turns: Sequence[Mapping[str, str]]) -> list[tuple[str, bool]]:
-        """Return the parts of a conversation: each answer is learned with what ends the last answer too."""
+        """Return the parts (text, learned) of a conversation by placeholders for the answers.
+
+        Each answer is learned together with its end, as far as that equals the end of the last answer.
+        """
         _, ending = self._around
         answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
         here = self._stand_in(turn["content"] for turn in turns)
@@ -117,7 +120,7 @@ class Prompt:
         return parts
 
     def _earlier(self, text: Text) -> list[dict[str, str]]:
-        """Return the turns before the last question. Raises ConfigError for a system prompt that the template drops."""
+        """Return the turns before the last question. Raises ConfigError for a system prompt that the template ignores."""
         if text.system and not self.takes_system:
             remedy = "move its words into the first question, or use task.prompt: alpaca"
             raise ConfigError(f"{text.name}: system: the tokenizer's chat template takes no system prompt; {remedy}")
@@ -128,7 +131,7 @@ class Prompt:
 
     @cached_property
     def takes_system(self) -> bool:
-        """Whether the chat template writes a system prompt down."""
+        """Whether the chat template includes a system prompt in its text."""
         try:
             return PROBE in self._render([{"role": "system", "content": PROBE}, {"role": "user", "content": "?"}])
         except TemplateFailure:
@@ -136,11 +139,11 @@ class Prompt:
 
     @cached_property
     def marks(self) -> bool:
-        """Whether the chat template marks itself what the model generates."""
+        """Whether the chat template has `generation` marks around the assistant's answers."""
         return self.form == "chat" and _MARK.search(self._template) is not None
 
     def _asked(self, question: str, context: str, earlier: list[dict[str, str]]) -> Parts:
-        """Return a chat's prompt. A stand-in marks the input, whose own text might occur in the template too."""
+        """Return a chat's prompt. A placeholder locates the input, whose own text might also occur in the template."""
         lead, _ = self._around
 
         def said_of(message: str) -> str:
@@ -154,20 +157,20 @@ class Prompt:
         return Parts(before, said[len(before) : end], after)
 
     def _stand_in(self, words: Iterable[str]) -> str:
-        """Return a character that neither these words nor the template hold."""
+        """Return a character that occurs neither in these words nor in the template."""
         held = set(self._template).union(*words)
         return next(one for one in map(chr, STAND_INS) if one not in held)
 
     def ending(self, answer: str) -> tuple[str, str]:
-        """Return an answer as it follows the prompt, and its ending ("" for the tokenizer's end token)."""
+        """Return an answer as it is written after the prompt, and its ending ("" means the tokenizer's end token)."""
         return (answer.strip(), self._around[1]) if self.form == "chat" else (answer, "")
 
     @cached_property
     def _around(self) -> tuple[str, str]:
-        """The chat template's text before and after an answer. Raises ConfigError if none can follow the question.
+        """The chat template's text before and after an answer. Raises ConfigError if no answer can follow the question.
 
-        Words before it, such as an empty thought, are given with the question. Blanks alone are not: tokenizers that need one
-        before a word put it there.
+        Text before the answer, such as an empty thought, belongs to the prompt. Blanks alone do not, because tokenizers that
+        need a blank before a word add it themselves.
         """
         try:
             start, said = self._said("?"), self._said("?", PROBE)
@@ -185,9 +188,9 @@ class Prompt:
 
     @cached_property
     def default_system(self) -> str:
-        """The system prompt that a chat template adds to a conversation without one; "" for none.
+        """The system prompt that a chat template adds to a conversation without one; "" if it adds none.
 
-        Raises ConfigError for a template that renders no question with its answer.
+        Raises ConfigError for a template that cannot render a question with its answer.
         """
         _, before = self._around, self._said("?")
         if not self.takes_system:
@@ -199,7 +202,10 @@ class Prompt:
         return before[len(lead) : len(before) - len(rest)].strip()
 
     def _chat(self, turns: Sequence[Mapping[str, str]], asks: bool = True) -> str:
-        """Return a record's text. Raises ConfigError without the template's words, which may be the record's."""
+        """Return the rendered text of a record's turns.
+
+        Raises ConfigError without the template's own message, which may quote the record.
+        """
         try:
             return self._render(turns, asks)
         except TemplateFailure as error:
@@ -211,14 +217,14 @@ class Prompt:
         return self._render(turns, asks=answer is None)
 
     def _render(self, turns: Sequence[Mapping[str, str]], asks: bool = True) -> str:
-        """Return the template's text of some turns, with the opening of an answer if it `asks` for one."""
+        """Return the rendered text of some turns, with the beginning of an answer if `asks`."""
         return rendered(self._template, turns, self._values(asks))
 
     @cached_property
     def _template(self) -> str:
         try:
             return CLOCK + self.tokenizer.get_chat_template()
-        except (TypeError, ValueError) as error:  # several templates, and none is the default
+        except (TypeError, ValueError) as error:  # the tokenizer has several templates and no default
             raise _no_chat(f"the tokenizer has no template to take: {shown(' '.join(str(error).split()), 200)}") from None
 
     def _values(self, asks: bool) -> dict[str, Any]:
@@ -226,7 +232,10 @@ class Prompt:
 
 
 def _shared_end(behind: str, ending: str, names: Iterable[str]) -> int:
-    """Return how many characters behind an answer are as at a conversation's end, no special token cut in two."""
+    """Return how many characters after an answer equal those of `ending`, without splitting a special token.
+
+    `behind`: the text after an earlier answer. `ending`: the text after the last one. `names`: the special tokens.
+    """
     pairs = enumerate(zip(behind, ending, strict=False))
     end = next((at for at, (one, other) in pairs if one != other), min(len(behind), len(ending)))
     for name in names:
@@ -237,7 +246,7 @@ def _shared_end(behind: str, ending: str, names: Iterable[str]) -> int:
 
 
 def _question(text: Text) -> tuple[str, str]:
-    """Return a record's question and its context; an input without an instruction is the question."""
+    """Return a record's (question, context). An input without an instruction is the question."""
     return (text.instruction, text.input) if text.instruction else (text.input, "")
 
 
@@ -246,15 +255,15 @@ def _no_chat(why: str) -> ConfigError:
 
 
 def specials(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Return a tokenizer's special tokens and their numbers."""
+    """Return the ids of a tokenizer's special tokens by name."""
     added = {one.content: number for number, one in tokenizer.added_tokens_decoder.items() if one.special}
     return dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)) | added
 
 
 def filled(template: str, instruction: str, context: str) -> Parts:
-    """Return a template with both fields put in; braces of a record are text, not fields.
+    """Return a template with instruction and input filled in. Braces in a record are text, not fields.
 
-    Where it has no place for an input, that stands behind the instruction, as in a chat.
+    If the template has no field for an input, the input follows the instruction, as in a chat.
     """
     if context and "{input}" not in template:
         template = template.replace("{instruction}", _message("{instruction}", "{input}"), 1)

@@ -1,4 +1,4 @@
-"""Language: answers to instructions, learned by cross-entropy on their tokens, scored by loss or by written answers."""
+"""The language task on one site's data: answers to instructions, learned by cross-entropy, scored by loss or by answers."""
 
 import logging
 import math
@@ -31,16 +31,20 @@ CAUSAL = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class LanguageTask:
-    """One site's instructions. All are turned into tokens once at the start, so that bad data stops before any training.
+    """One site's instruction records. All are tokenized at the start, so bad data stops the job before training.
 
-    Metrics: "loss", the mean over samples of each sample's mean loss per learned token, so that every sample has a gradient of
-    its own and weighs the same; "token_loss", the mean over all learned tokens of the split, also as "bits_per_token" and
-    "perplexity". By `evaluate`: "options" adds "accuracy" and "accuracy_norm", see _chosen; "label" adds "accuracy", how often
-    the label of the greedily written answer is that of a reference (no label is wrong); "exact" adds "exact", how often final
-    answers agree; "generation" adds text_scores.NAMES, and so does "teacher_forced", of no answers: see _forced. All but labels
-    and options come in the closing evaluation only. CUT and CUT_ASKED are shares of records that were cut. The closing
-    evaluation adds how many records were scored, and intervals of what is a mean over records. In a quiet list a record without
-    a label or a final answer is never right, and one that cannot be written as tokens is an empty one.
+    Metrics:
+    - "loss": the mean over samples of each sample's mean loss per learned token, so that every sample has the same weight.
+    - "token_loss": the mean over all learned tokens of the split; also as "bits_per_token" and "perplexity".
+    - `evaluate: options` adds "accuracy" and "accuracy_norm", see _chosen.
+    - `label` adds "accuracy": how often the label in the greedy answer is that of a reference (no label counts as wrong).
+    - `exact` adds "exact": how often final answers agree.
+    - `generation` adds text_scores.NAMES; so does `teacher_forced`, without generated answers, see _forced.
+    - CUT and CUT_ASKED: the shares of records that were shortened.
+
+    Exact, generation and teacher_forced are scored in the final evaluation only, which also adds the number of scored records
+    and the intervals of means over records. In a list that ignores unfit samples a record without a label or final answer is
+    never right, and a record that cannot be tokenized counts as empty.
     """
 
     def __init__(self, data: DataList, tokenizer: PreTrainedTokenizerBase, max_length: int, config: LanguageConfig) -> None:
@@ -48,7 +52,7 @@ class LanguageTask:
         self.num_samples, self.quiet = len(data.splits["training"]), data.loading.ignore_unfit
         self.scored: Scored | None = None
         self._minds: bool | None = None
-        self._cut_asked = 0  # prompts that were cut, of those that were answered last
+        self._cut_asked = 0  # how many prompts were shortened in the last generation of answers
         self._encoder = self._encoder_of(tokenizer, max_length)
         written = {split: [self._written(text) for text in data.splits[split]] for split in SPLITS}
         self.data = replace(data, splits={split: tuple(text for text, _ in rows) for split, rows in written.items()})
@@ -74,15 +78,15 @@ class LanguageTask:
             self._tell(f"{what}; a record's `system` replaces it")
 
     def _tell(self, what: str) -> None:
-        """Warn the site's user, once of each."""
+        """Log a warning; each text only once."""
         if what not in self._told:
             self._told.add(what)
             logging.getLogger(__name__).warning(f"{self.data.path}: {what}")
 
     def _written(self, text: Text) -> tuple[Text, Encoded]:
-        """Return a record with its tokens; in a list that ignores unfit samples an empty one, if the tokenizer fails for it.
+        """Return a record with its tokens. In a list that ignores unfit samples a record that cannot be tokenized becomes empty.
 
-        Such a tokenizer would otherwise tell, by the site's silence, who has certain words.
+        Otherwise a malicious tokenizer that fails for certain words would reveal, by the site's failure, who has these words.
         """
         try:
             if bool(text.rejected) != self._compares:
@@ -101,51 +105,51 @@ class LanguageTask:
 
     @property
     def _compares(self) -> bool:
-        """Whether two answers of each record are compared."""
+        """Whether the task compares two answers per record (learn: preference)."""
         return self.config.learn == "preference"
 
     def _rejected(self, text: Text) -> Encoded:
         return self._encoder.pair(replace(text, outputs=(text.rejected,)))
 
     def has(self, split: str) -> bool:
-        """Tell whether the split has any sample."""
+        """Return whether the split has any sample."""
         return bool(self.data.splits[split])
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
-        """Return "input_ids", "attention_mask" and "labels" of these training samples; `seed` changes nothing.
+        """Return "input_ids", "attention_mask" and "labels" of these training samples; `seed` is not used.
 
-        Each is (N, T), of preferences (N, 2, T), the better answer first.
+        Each is (N, T), or (N, 2, T) for preferences, with the better answer first.
         """
         return self._learned("training", indices)
 
     def _learned(self, split: str, indices: Sequence[int]) -> Batch:
-        """Return a batch of these records of a split, as the loss takes it."""
+        """Return a batch of these records of a split, in the form that `loss` takes."""
         if not self._compares:
             return self._collate(split, indices)
         rows = [one[split][index][:2] for index in indices for one in (self._pairs, self._worse)]
         return {name: values.unflatten(0, (-1, 2)) for name, values in self._collate(split, indices, rows).items()}
 
     def _collate(self, split: str, indices: Sequence[int], rows: Sequence[Row] | None = None) -> Batch:
-        """Return a batch of these records of a split, or of other `rows` of token ids and labels about them."""
+        """Return a batch of these records of a split. `rows`: other (token ids, labels) for the same records."""
         return self._encoder.collate([self._pairs[split][i][:2] for i in indices] if rows is None else rows)
 
     def _collate_prompts(self, split: str, indices: Sequence[int], prompts: Sequence[list[int]]) -> Batch:
-        """Return a batch of these records' prompts, to be written on."""
+        """Return a batch of these records' prompts, for generation."""
         return self._encoder.collate_prompts(prompts)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean over samples of mean cross-entropy per learned token, or of the loss of preferences; in float32."""
+        """Return the loss, float32: the mean over samples of mean cross-entropy per learned token, or of the preference loss."""
         if self._compares:
             return -F.logsigmoid(reward_margins(model, batch, self.config.beta, token_losses)).mean()
         return mean_loss(model, batch, self.config.packed)
 
     def grouped(self, order: list[int], size: int) -> list[int]:
-        """Return an epoch's order, for batches of `size`, as the job wants it; see packing.py."""
+        """Return an epoch's order, for batches of `size`; by similar length if the job sets `bucketed`. See packing.py."""
         return grouped(order, [len(pair.ids) for pair in self._pairs["training"]], size) if self.config.bucketed else order
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
-        """Return metrics of a split, {} if it is empty; `distances`, the closing evaluation, adds written scores and intervals.
+        """Return the metrics of a split, {} if it is empty. `distances` (final evaluation) adds scores of answers and intervals.
 
         The model's mode is restored.
         """
@@ -162,14 +166,14 @@ class LanguageTask:
         return found | (self._summary(split, {"loss": losses} | each) if distances else {})
 
     def _summary(self, split: str, each: Mapping[str, Sequence[float]]) -> dict[str, float]:
-        """Return how many records were scored, and 95 % intervals of their mean scores by a bootstrap over patients."""
+        """Return the number of scored records, and 95 % intervals of their mean scores by a bootstrap over patients."""
         whose = [text.patient or text.name for text in self.data.splits[split]]
         return {COUNT: float(len(whose))} | intervals_of_means(each, whose)
 
     def _answers(
         self, model: nn.Module, split: str, batch_size: int, distances: bool
     ) -> tuple[dict[str, float], dict[str, list[float]]]:
-        """Return the scores of answers, as far as they are asked for: of the whole split, and record by record."""
+        """Return the scores of answers that `evaluate` asks for: (scores of the whole split, scores by record)."""
         if self.kind == "teacher_forced" and distances:
             said, true, accuracy = self._forced(model, split, batch_size)
             return accuracy | text_scores.of_corpus(said, true), text_scores.of_records(said, true)
@@ -188,10 +192,11 @@ class LanguageTask:
         return cut | text_scores.of_corpus(written, references), each
 
     def _chosen(self, model: nn.Module, split: str, batch_size: int) -> dict[str, list[float]]:
-        """Return by record whether its likeliest option is right: by log-likelihood, and by that per character of the option.
+        """Return for each record whether its most likely option is right.
 
-        These are acc and acc_norm of lm-evaluation-harness, which counts the blanks at the end of a prompt to its options. A
-        prompt is cut to leave room for the longest option.
+        "accuracy" compares log-likelihoods, "accuracy_norm" log-likelihoods per character of the option. These are acc and
+        acc_norm of lm-evaluation-harness, which counts blanks at the end of a prompt as part of the options. A prompt is
+        shortened to leave room for the longest option.
         """
         texts, encoder = self._texts(split), self._encoder
         words = [text.labels or self.config.labels for text in texts]
@@ -213,11 +218,11 @@ class LanguageTask:
 
     @torch.no_grad()
     def write(self, model: nn.Module, split: str, batch_size: int, indices: Sequence[int] | None = None) -> list[str]:
-        """Return the model's greedy answer to every prompt of a split, or to these, at most `max_new_tokens` tokens each.
+        """Return the model's greedy answers to the prompts of a split, or to those at `indices`.
 
-        Answers come behind the `max_length` tokens of the longest prompt, as far as the model has positions. Nothing of the
-        checkpoint's generation_config.json counts: a penalty for repetition is not a greedy answer. Raises ConfigError where
-        the model has no position left for a prompt.
+        Answers have at most `max_new_tokens` tokens. Prompts have at most `max_length` tokens, or fewer if the model has too
+        few positions for both. The checkpoint's generation_config.json is ignored, because a repetition penalty would not be
+        greedy. Raises ConfigError if the model has no position left for a prompt.
         """
         answers, texts = list[str](), self._texts(split, indices)
         rows = self._prompts(texts, min(self._encoder.max_length, room(model, self.config.max_new_tokens)))
@@ -234,9 +239,9 @@ class LanguageTask:
         return answers
 
     def _apart(self, model: nn.Module, rows: Sequence[list[int]], given: Callable[[Sequence[int]], Batch]) -> bool:
-        """Tell, by one trial, whether prompts must be answered one by one, because answers depend on their batch.
+        """Return whether prompts must be answered one by one, because answers depend on their batch. This is tried once.
 
-        A recurrence may read the padding or mix rows up, and a decoder taken from an encoder-decoder may count the padding.
+        A recurrent model may read the padding or mix rows, and the decoder of an encoder-decoder model may count the padding.
         """
         if self._minds is None and _is_known(model):
             self._minds = False
@@ -244,11 +249,11 @@ class LanguageTask:
             order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
             found = minds_others(model, given(order[:1]), given([order[0], order[-1]]), self._encoder.pad)
             padded = len(rows[order[0]]) < len(rows[order[-1]])
-            self._minds = found or (False if padded else None)  # without padding only a known architecture is safe
+            self._minds = found or (False if padded else None)  # a trial without padding proves nothing about padding
         return bool(self._minds)
 
     def _prompts(self, texts: Sequence[Text], most: int) -> list[list[int]]:
-        """Return the prompts' tokens and count cut ones; warn if the model's context length is too short."""
+        """Return the prompts' tokens, count the shortened ones, and warn if the model's context length is too short."""
         found = [self._encoder.prompt(text, most) for text in texts]
         self._cut_asked = sum(cut for _, cut in found)
         if most < self._encoder.max_length and self._cut_asked:
@@ -261,10 +266,10 @@ class LanguageTask:
         return GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=encoder.ends, pad_token_id=encoder.pad)
 
     def _forced(self, model: nn.Module, split: str, batch_size: int) -> tuple[list[str], list[list[str]], dict[str, float]]:
-        """Return each position's likeliest token, the true ones before it being given, as texts, and the true texts.
+        """Return (predicted texts, true texts, token accuracy) by teacher forcing, without generating answers.
 
-        No answer is written. Prompt and answer count, as in the public code of FedHera's authors; "token_accuracy" is over the
-        same tokens.
+        A predicted text has at each position the most likely token, given the true tokens before it. The tokens of prompt and
+        answer are scored, as in the public code of FedHera's authors; "token_accuracy" is over the same tokens.
         """
         said, true, hits, count = list[str](), list[list[str]](), 0, 0
         for part in _parts(range(len(self._pairs[split])), batch_size):
@@ -277,11 +282,11 @@ class LanguageTask:
         return said, true, {"token_accuracy": hits / count}
 
     def examples(self, model: nn.Module, split: str) -> None:
-        """Return None: there is no picture to show."""
+        """Return None, because the task has no pictures."""
 
     @torch.no_grad()
     def show(self, model: nn.Module, split: str, indices: Sequence[int]) -> Answered:
-        """Return these records with the model's answers."""
+        """Return the prompts, references and generated answers of these records."""
         texts = self._texts(split, indices)
         with evaluating(model):
             written = self.write(model, split, len(texts), indices)
@@ -300,7 +305,10 @@ class LanguageTask:
     def _preferences(
         self, model: nn.Module, split: str, batch_size: int
     ) -> tuple[list[float], dict[str, float], dict[str, list[float]]]:
-        """Return each record's loss, the mean loss, and by record whether the better answer has more reward, and how much."""
+        """Return (loss per record, split scores, scores per record).
+
+        The scores per record are "preferred", whether the better answer has the higher reward, and "reward_margin".
+        """
         parts = _parts(range(len(self._pairs[split])), batch_size)
         margins = [reward_margins(model, self._learned(split, part), self.config.beta, token_losses) for part in parts]
         found = torch.cat(margins).double().cpu()
@@ -311,7 +319,7 @@ class LanguageTask:
     def _likelihood(
         self, model: nn.Module, split: str, batch_size: int
     ) -> tuple[list[float], dict[str, float], dict[str, list[float]]]:
-        """Return each record's mean loss per learned token, the split's scores, and no more scores by record."""
+        """Return (mean loss per learned token for each record, split scores, {}); the last as `_preferences` has it."""
         each, means, total, count = list[float](), 0.0, 0.0, 0
         for part in _parts(range(len(self._pairs[split])), batch_size):
             losses, learned = token_losses(model, self._collate(split, part), self.config.packed)
@@ -322,7 +330,7 @@ class LanguageTask:
         return each, {"loss": means / len(each), "perplexity": math.exp(min(total / count, 700.0)), **per_token}, {}
 
     def _true(self, text: Text) -> frozenset[str]:
-        """Return `truth` of a record; nothing for UnfitError if the list ignores unfit samples."""
+        """Return a record's right answers, see `truth`; an empty set for an unfit record in a list that ignores unfit samples."""
         try:
             found = truth(text, self.config)
             for one in (text.labels or self.config.labels) if self.kind == "options" else ():
@@ -337,18 +345,18 @@ class LanguageTask:
 
 
 def _cut(pairs: Sequence[Encoded]) -> tuple[int, int]:
-    """Return of how many records the prompt, and the answer, lost something."""
+    """Return how many prompts and how many answers were shortened."""
     return sum(pair.prompt_cut for pair in pairs), sum(pair.answer_cut for pair in pairs)
 
 
 def mean_loss(model: nn.Module, batch: Batch, packed: bool = False) -> Tensor:
-    """Return the mean over samples of their mean cross-entropy per learned token, in float32."""
+    """Return the mean over samples of the mean cross-entropy per learned token, float32."""
     losses, learned = token_losses(model, batch, packed)
     return (losses.sum(1) / learned.sum(1)).mean()
 
 
 def token_losses(model: nn.Module, batch: Batch, packed: bool = False) -> tuple[Tensor, Tensor]:
-    """Return each token's cross-entropy, 0 where it is not learned, and which are learned, both (N, T - 1)."""
+    """Return each token's cross-entropy, 0 if it is not learned, and a mask of learned tokens, both (N, T - 1)."""
     if packed:
         return packed_losses(model, batch)
     inputs: dict[str, Any] = dict(inputs_of(model, batch))
@@ -362,7 +370,7 @@ def token_losses(model: nn.Module, batch: Batch, packed: bool = False) -> tuple[
 
 
 def inputs_of(model: nn.Module, batch: Batch) -> Batch:
-    """Return a language model's inputs of a batch, on its device; a vision-language model makes its own of pictures."""
+    """Return a language model's inputs for a batch, on its device. With pictures the vision-language model's `see` makes them."""
     device = next(model.parameters()).device
     moved = {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
     text = {key: moved[key] for key in ("input_ids", "attention_mask")}
@@ -373,9 +381,9 @@ def inputs_of(model: nn.Module, batch: Batch) -> Batch:
 
 
 def _sees_no_padding(model: nn.Module, device: torch.device) -> bool:
-    """Tell whether scores are equal to the bit without a mask: no token attends to the padding on its right.
+    """Return whether scores are equal to the bit without an attention mask, as no token attends to the padding on its right.
 
-    A CPU then computes a tenth less. Gradients are not the same to the bit, so training keeps its mask.
+    This saves a tenth of the time on a CPU. Gradients would not be equal to the bit, so training uses the mask.
     """
     return _is_known(model) and device.type == "cpu" and not torch.is_grad_enabled()
 
@@ -400,16 +408,16 @@ def rehearse(config: LanguageConfig, base: Any, model: nn.Module, count: int) ->
 
 
 def all_token_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """Return the mean loss of texts of which every token is learned but the first; also of a model that is only laid out."""
+    """Return the mean loss of texts with all tokens learned except the first. The model may be on the meta device."""
     ids = inputs["input_ids"]
     places = torch.arange(ids.numel(), device=ids.device).view(ids.shape)[:, :-1].flatten()
     return losses_at(model, inputs, ids.roll(-1, 1), places).mean()
 
 
 def full_rows(length: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return token ids and mask (N, T) of a batch of full length; the last token is padding, as with unequal lengths.
+    """Return token ids and mask (N, T) of a batch of full length, with padding at the last token.
 
-    Without padding `transformers` leaves its mask out, and a step takes less memory.
+    Without padding `transformers` would omit the mask, and a step would need less memory than real batches do.
     """
     ids = torch.zeros(count, length, dtype=torch.long)
     mask = torch.ones_like(ids)
@@ -418,11 +426,14 @@ def full_rows(length: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 ROUNDING = 0.005
-"""By how much of their deviation scores in 32 bits may differ because they were added up otherwise."""
+"""The largest difference between float32 scores that counts as rounding, relative to the scores' standard deviation."""
 
 
 def minds_others(model: nn.Module, alone: Batch, beside: Batch, pad: int) -> bool:
-    """Tell whether scores of the first two tokens after a prompt, `alone` or `beside` another, differ beyond rounding."""
+    """Return whether the scores of the first two generated tokens differ beyond rounding between two batches.
+
+    `alone`: a batch with one prompt. `beside`: the same prompt with a second one.
+    """
     how = GenerationConfig(max_new_tokens=2, pad_token_id=pad, output_logits=True, return_dict_in_generate=True)
     with torch.autocast(alone["input_ids"].device.type, enabled=False):
         one, other = (cast(Any, model).generate(**it, generation_config=how) for it in (alone, beside))

@@ -1,6 +1,6 @@
-"""Chat templates of model folders, rendered by a process with limits of processor time, memory and length of the text.
+"""Renders chat templates of model folders in a child process with limits on CPU time, memory and text length.
 
-The sandbox of transformers keeps a template from files and code. It bounds neither loops nor memory.
+The sandbox of transformers prevents a template's access to files and code, but limits neither loops nor memory.
 """
 
 import json
@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).with_name("template_worker.py")
 
 
 class TemplateFailure(ConsiliumError):
-    """A template fails on these messages. `kind` quotes neither template nor messages."""
+    """A template failed to render. `kind` is a short text that quotes neither the template nor the messages."""
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(shown(" ".join(why.split()), 200))
@@ -29,7 +29,7 @@ class TemplateFailure(ConsiliumError):
 
 
 class _Renderer:
-    """The process of this one that renders, begun when it is first asked and again where a template ended it."""
+    """The child process that renders. It is started at the first request, and again if a template has ended it."""
 
     def __init__(self) -> None:
         self._lock, self._process = threading.Lock(), None
@@ -37,13 +37,13 @@ class _Renderer:
     _process: subprocess.Popen[str] | None
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer. Raises TemplateFailure where the process ends instead."""
+        """Send a request and return the reply. Raises TemplateFailure if the process ends instead."""
         with self._lock:
             process = self._process = self._process or self._begin()
             try:
                 if reply := _exchanged(process, json.dumps(question, default=str) + "\n"):
                     return dict(json.loads(reply))
-            except BaseException:  # an interrupted exchange would leave its answer for the next question
+            except BaseException:  # after an interrupted exchange the next request would read this one's reply
                 process.kill()
                 self._end(process)
                 raise
@@ -62,7 +62,7 @@ class _Renderer:
 
     @staticmethod
     def _begin() -> subprocess.Popen[str]:
-        """Start the script without its folder on Python's path, and deaf to Ctrl-C. It ends when this process does."""
+        """Start the script without its folder on Python's path, in a session without Ctrl-C. It ends with this process."""
         return subprocess.Popen(
             [sys.executable, "-P", str(SCRIPT)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="ascii",
@@ -71,7 +71,7 @@ class _Renderer:
 
 
 def _exchanged(process: subprocess.Popen[str], question: str) -> str:
-    """Return the answer, "" where the process ends instead."""
+    """Write a request and return the reply line, "" if the process ends instead."""
     if process.stdin is None or process.stdout is None:
         return ""
     with suppress(BrokenPipeError):
@@ -84,7 +84,7 @@ _renderer = _Renderer()
 
 
 def _anew() -> None:
-    """Give a forked process a renderer of its own: two would read each other's answers from one pipe."""
+    """Give a forked process its own renderer, because two processes would read each other's replies from one pipe."""
     global _renderer
     _renderer = _Renderer()
 
@@ -100,7 +100,10 @@ def rendered(template: str, turns: Sequence[Mapping[str, str]], values: Mapping[
 def marked(
     template: str, turns: Sequence[Mapping[str, str]], values: Mapping[str, Any], marks: bool = True
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text, and begin and end of each part between the template's own `generation` marks. Raises TemplateFailure."""
+    """Return the rendered text, and (begin, end) of each part between the template's `generation` marks.
+
+    Without `marks` there are no parts. Raises TemplateFailure.
+    """
     answer = _renderer.ask({"template": template, "turns": list(turns), "values": dict(values), "marked": marks})
     if "text" not in answer:
         raise TemplateFailure(answer["kind"], answer["error"])

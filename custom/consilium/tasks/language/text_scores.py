@@ -1,13 +1,16 @@
-"""Scores of written answers against one or more references each: ROUGE-L, BLEU, METEOR, NIST and CIDEr-D.
+"""Scores of generated answers against one or more references each: ROUGE-L, BLEU, METEOR, NIST and CIDEr-D.
 
-ROUGE-L as rouge-score has it, BLEU by sacrebleu (its own tokenization, scaled to 0..1), METEOR by nltk. METEOR matches exact
-words and stems only: its synonyms need WordNet's data, which nothing here downloads, so it lies below published values. NIST
-and CIDEr-D are our own: NIST is mteval-v13a's, as E2E's evaluation has it, CIDEr-D on equal words the COCO caption
-evaluation's. BLEU and NIST split words as mteval-v13a does, METEOR and CIDEr-D lower-case text at words and punctuation.
-ROUGE-L drops punctuation; of ASCII texts its words are rouge-score's own, which knows no other letters. A letter and its mark
-are the same as both in one.
+- ROUGE-L follows rouge-score, without punctuation. For ASCII texts its words equal those of rouge-score, which drops all other
+  letters.
+- BLEU is computed by sacrebleu with its own tokenization, scaled to 0..1.
+- METEOR is computed by nltk with exact words and stems only. Synonyms need WordNet's data, which is never downloaded here, so
+  values are below published ones.
+- NIST is our implementation of mteval-v13a, as in E2E's evaluation.
+- CIDEr-D is our implementation. On equal words it gives the values of the COCO caption evaluation.
 
-Scripts without spaces (Chinese, Japanese, Thai) are not segmented: all text up to the next mark is one word.
+BLEU and NIST split words like mteval-v13a. METEOR and CIDEr-D split lower-case text into words and punctuation marks. A letter
+with a combining mark equals the composed character. Scripts without spaces (Chinese, Japanese, Thai) are not segmented: all
+text up to the next punctuation mark is one word.
 """
 
 import math
@@ -25,24 +28,24 @@ Grams = Counter[tuple[str, ...]]
 
 
 class _NoSynonyms:
-    """An empty WordNet."""
+    """A WordNet without synonyms, for nltk."""
 
     def synsets(self, word: str) -> list[str]:
-        """Return no synonym of any word."""
+        """Return no synonyms for any word."""
         return []
 
 
 def of_records(written: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, list[float]]:
-    """Return ROUGE-L (F) and METEOR, 0..1, of each of N written answers with the best of its references.
+    """Return ROUGE-L (F) and METEOR, 0..1, of each of N answers against its best reference.
 
-    A split's score is their mean. Of longer texts the first MOST characters are compared.
+    A split's score is their mean. Of texts longer than MOST characters the first MOST are compared.
     """
     written, references = _cut(written, references)
     return {"rouge_l": rouge_l(written, references), "meteor": meteor(written, references)}
 
 
 def of_corpus(written: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return BLEU, 0..1, NIST (up to 5-grams) and CIDEr of N written answers as one corpus; texts as for `of_records`."""
+    """Return BLEU (0..1), NIST (up to 5-grams) and CIDEr-D of N answers as one corpus. Long texts are cut as in `of_records`."""
     written, references = _cut(written, references)
     return {"bleu": bleu(written, references), "nist": nist(written, references), "cider": cider(written, references)}
 
@@ -52,7 +55,7 @@ def _cut(written: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[l
 
 
 def rouge_l(written: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
-    """Return each answer's F-measure of the longest common subsequence with its best reference, words stemmed."""
+    """Return each answer's F-measure of the longest common subsequence of stems, with its best reference."""
     from rouge_score.scoring import fmeasure
 
     split, found = _Stems().tokenize, []
@@ -68,7 +71,7 @@ def rouge_l(written: Sequence[str], references: Sequence[Sequence[str]]) -> list
 def _longest_common(one: Sequence[str], other: Sequence[str]) -> int:
     """Return the length of the longest common subsequence (Hyyrö, "Bit-Parallel LCS-length Computation Revisited", 2004).
 
-    rouge-score's own table has a Python number for each pair of words: 20 s for 256 words beside 20,000.
+    rouge-score computes a table with a Python number per pair of words: 20 s for 256 against 20,000 words.
     """
     places: dict[str, int] = {}
     for place, word in enumerate(other):
@@ -82,9 +85,9 @@ def _longest_common(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 class _Stems:
-    """In the place of rouge-score's tokenizer, which drops all but a to z and digits: no answer in Cyrillic would score.
+    """A replacement for rouge-score's tokenizer, which keeps only a to z and digits, so that Cyrillic answers would score 0.
 
-    Letters, marks on them and digits of every script make words. English ones of over three letters are stemmed, as there.
+    Words are letters, combining marks and digits of every script. ASCII words of more than three letters are stemmed, as there.
     """
 
     @cached_property
@@ -117,7 +120,7 @@ def bleu(written: Sequence[str], references: Sequence[Sequence[str]]) -> float:
 
 
 def meteor(written: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
-    """Return each answer's METEOR with its best reference, by exact words and stems."""
+    """Return each answer's METEOR against its best reference, by exact words and stems."""
     from nltk.translate.meteor_score import meteor_score
 
     pairs = zip(written, references, strict=True)
@@ -125,11 +128,12 @@ def meteor(written: Sequence[str], references: Sequence[Sequence[str]]) -> list[
 
 
 def nist(written: Sequence[str], references: Sequence[Sequence[str]], longest: int = 5) -> float:
-    """Return corpus NIST (Doddington, HLT 2002) as mteval-v13a; references may vary in number, as in E2E's evaluation.
+    """Return corpus NIST (Doddington, HLT 2002) as in mteval-v13a; answers may have different numbers of references, as in E2E.
 
-    An n-gram tells log2(how often its first n - 1 words are said / how often it is itself), over all references. For n = 1 ..
-    `longest`, what the answers' n-grams tell is added up, each as often as the reference with most of them has it, and divided
-    by how many there are. Answers that are shorter than their references' mean lose. 0 where nothing is written.
+    The information of an n-gram is log2(count of its first n - 1 words / count of the n-gram) over all references. For n = 1 ..
+    `longest`, the information of the answers' n-grams is summed, each at most as often as in the reference with most of them,
+    and divided by the number of n-grams. A brevity factor lowers answers that are shorter than the mean of their references.
+    Without any words the score is 0.
     """
     split = _mteval()
     own, known = [split(one) for one in written], [[split(ref) for ref in refs] for refs in references]
@@ -146,7 +150,7 @@ def nist(written: Sequence[str], references: Sequence[Sequence[str]], longest: i
 
 
 def _brevity(written: int, expected: float) -> float:
-    """Return NIST's brevity factor: 1/2 for answers with two thirds of the words of their references."""
+    """Return NIST's brevity factor; it is 1/2 if answers have two thirds of their references' words."""
     if not written or written >= expected:
         return float(written > 0)
     return float(0.5 ** ((math.log(written / expected) / math.log(1.5)) ** 2))
@@ -161,12 +165,12 @@ def _mteval() -> Callable[[str], list[str]]:
 
 
 def cider(written: Sequence[str], references: Sequence[Sequence[str]], longest: int = 4) -> float:
-    """Return CIDEr-D (Vedantam et al., CVPR 2015) as the COCO caption evaluation computes it, 0..10, of words not stemmed.
+    """Return CIDEr-D (Vedantam et al., CVPR 2015), 0..10, as in the COCO caption evaluation, without stemming.
 
-    For n = 1 .. `longest`, an answer and a reference are vectors of n-gram counts times log(N / documents with the n-gram), a
-    document being all references of one answer. Their cosine, with an answer's entries clipped to the reference's, falls with
-    the difference of lengths (counted in pairs of words, as there) and is averaged over references, n and answers, times 10.
-    With one answer alone every weight is log 1 = 0, and so is the score.
+    For n = 1 .. `longest`, an answer and a reference are vectors of n-gram counts times log(N / documents with the n-gram). A
+    document is all references of one answer. The cosine of both, with an answer's entries clipped to the reference's, is
+    lowered by a penalty on the difference of lengths (counted in pairs of words, as there). It is averaged over references, n
+    and answers, and multiplied by 10. With a single answer every weight is log 1 = 0, so the score is 0.
     """
     total = 0.0
     for n in range(1, longest + 1):
@@ -185,7 +189,7 @@ def _penalty(one: str, other: str) -> float:
 
 
 def words(text: str) -> list[str]:
-    """Return a text's lower-case words and punctuation marks. Letters, marks on them, numbers and _ make words."""
+    """Return a text's lower-case words and punctuation marks. Words are letters, combining marks, numbers and _."""
     inside = (c if c.isalnum() or c == "_" or _spells(c) else f" {c} " for c in _composed(text.lower()))
     return "".join(inside).split()
 

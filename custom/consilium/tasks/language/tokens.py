@@ -1,4 +1,4 @@
-"""Instruction records as token numbers: prompt and answer, cut to a length, padded into batches."""
+"""Instruction records as token ids: prompt and answer, shortened to a length and padded into batches."""
 
 import re
 from collections import defaultdict
@@ -21,15 +21,15 @@ IGNORED = -100
 
 
 BREAK = "\ufdd0"
-"""Marks places where a record's text is cut into separately tokenized parts: a private-use character."""
+"""A noncharacter that marks where a record's text is split into parts that are tokenized separately."""
 
 
 WHOLE = 2**40
-"""More tokens than any text has."""
+"""A length limit larger than any text."""
 
 
 class Encoded(NamedTuple):
-    """A record's tokens, the labels of each, and whether its prompt and its answer lost something."""
+    """A record's token ids, the label of each token, and whether its prompt and its answer were shortened."""
 
     ids: list[int]
     labels: list[int]
@@ -38,16 +38,16 @@ class Encoded(NamedTuple):
 
 
 class Encoder:
-    """Writes records as tokens: [begin] prompt answer end, of which `max_length` counts all.
+    """Converts records to tokens [begin] prompt answer end, together at most `max_length`.
 
-    A begin token is there if the tokenizer puts one by itself. Of a record that is too long the prompt is cut first, down to
-    half of `max_length`: it loses the middle of its input, then the middle of the rest, never the begin token or its end. Then
-    the answer loses its end, and the end token with it. A record's own words hold no special token: "</s>" is four letters.
-    `whole_sequence`: the prompt is learned too, not only the answer. Raises ConfigError for a chat that cannot be followed.
+    The begin token is added if the tokenizer adds one itself. If a record is too long, its prompt is shortened first, down to
+    half of `max_length`: it loses the middle of its input, then the middle of the rest, but never the begin token or its end.
+    Then the answer loses its end with the end token. Names of special tokens in a record, such as "</s>", are ordinary text.
+    `whole_sequence`: the prompt is learned too, not only the answer. Raises ConfigError for an unusable chat template.
     """
 
     by_turns = True
-    """Whether a chat template's own marks, and conversations of several turns, are followed."""
+    """Whether a chat template's `generation` marks and conversations of several turns are supported."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_length: int, form: str = "alpaca", whole_sequence: bool = False
@@ -62,7 +62,7 @@ class Encoder:
         self.ends = self._ends()
 
     def prompt(self, text: Text, most: int) -> tuple[list[int], bool]:
-        """Return the prompt's tokens, at most `most`, and whether some had to go."""
+        """Return the prompt's tokens, at most `most`, and whether the prompt was shortened."""
         parts = self._prompt.parts(self._broken(text))
         whole = self._begun(self._plain("".join(parts)))
         if len(whole) <= most:
@@ -85,7 +85,7 @@ class Encoder:
         return self._plain(self._prompt.ending(self._own(words))[0])
 
     def blank_end(self, tokens: Sequence[int]) -> int:
-        """Return how many tokens at the end are blanks and line breaks alone."""
+        """Return how many tokens at the end consist only of blanks and line breaks."""
         found = 0
         with plain_failure():
             while found < len(tokens) and self.tokenizer.decode(tokens[-found - 1]).isspace():
@@ -93,15 +93,15 @@ class Encoder:
         return found
 
     def _ends(self) -> list[int]:
-        """Return the tokens that end an answer: the tokenizer's own, and the first special one of a chat's ending."""
+        """Return the tokens that end an answer: the tokenizer's end token, and the first special token of a chat's ending."""
         _, ending = self._prompt.ending("")
         known = specials(self.tokenizer).values()
         return sorted({self.tokenizer.eos_token_id, *[token for token in self._plain(ending) if token in known][:1]})
 
     def pair(self, text: Text) -> Encoded:
-        """Return a record with its first reference. Labels of the prompt are IGNORED, unless the whole sequence is learned.
+        """Return a record with its first reference. Labels of the prompt are IGNORED unless the whole sequence is learned.
 
-        Raises UnfitError for a conversation of several turns that is longer than `max_length`: cut, its turns would not fit.
+        Raises UnfitError for a conversation of several turns that is longer than `max_length`, which cannot be shortened.
         """
         if self.by_turns and self._prompt.form == "chat" and (text.history or self._prompt.marks):
             found = self._conversation(text)
@@ -117,18 +117,19 @@ class Encoder:
         return Encoded(prompt + kept, unlearned + kept, cut, len(kept) < len(answer))
 
     def length(self, text: Text) -> int:
-        """Return how many tokens a record and its first reference are, whole."""
+        """Return the number of tokens of a record with its first reference, before shortening."""
         if text.history and self._prompt.form == "chat":
             return len(self._conversation(text).ids)
         return len(self.prompt(text, WHOLE)[0]) + len(self.answer(text))
 
     def _conversation(self, text: Text) -> Encoded:
-        """Return a whole chat; answers of earlier turns are learned too, if the record says so."""
+        """Return a whole chat. Answers of earlier turns are learned too if the record says so."""
         parts = self._prompt.conversation(self._broken(text))
         pairs = self._as_one(parts) or [
             (token, learned)
             for part, learned in parts
-            for token in self._plain(part if learned else part.rstrip(" "))  # the blank is the answer's, see Prompt
+            for token in self._plain(part if learned else part.rstrip(" "))  # a blank before an answer belongs to the answer,
+            see Prompt
         ]
         begin = self._begin if [token for token, _ in pairs[:1]] != self._begin else []
         pairs = [*((token, False) for token in begin), *pairs]
@@ -137,7 +138,7 @@ class Encoder:
         return Encoded(ids, list(ids) if self._whole else labels, False, False)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return written tokens as text, without special tokens and outer spaces."""
+        """Return generated tokens as text, without special tokens and outer spaces."""
         with plain_failure():
             return self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
 
@@ -148,18 +149,18 @@ class Encoder:
         return {"input_ids": _pad(ids, self.pad), "attention_mask": _pad(mask, 0), "labels": _pad(labels, IGNORED)}
 
     def collate_prompts(self, prompts: Sequence[list[int]]) -> dict[str, Tensor]:
-        """Return "input_ids" and "attention_mask" (N, T), padded on the left, ready to be written on."""
+        """Return "input_ids" and "attention_mask" (N, T), padded on the left, for generation."""
         mask = [[1] * len(row) for row in prompts]
         return {"input_ids": _pad(prompts, self.pad, "left"), "attention_mask": _pad(mask, 0, "left")}
 
     def _begun(self, tokens: list[int]) -> list[int]:
-        """Return tokens behind the begin token; a chat template may have written it already."""
+        """Return the tokens with the begin token before them, unless a chat template has already written it."""
         return tokens if tokens[:1] == self._begin else [*self._begin, *tokens]
 
     def _as_one(self, parts: Sequence[tuple[str, bool]]) -> list[tuple[int, bool]]:
-        """Return the tokens of a whole text, learned where they overlap a learned part, as transformers counts them.
+        """Return (token, learned) for a whole text tokenized at once. A token that overlaps a learned part is learned.
 
-        Nothing where special tokens' names had to be broken, or for a tokenizer that does not say where its tokens lie.
+        Return [] if names of special tokens had to be split, or for a tokenizer without token offsets.
         """
         said = "".join(part for part, _ in parts)
         if BREAK in said or not self.tokenizer.is_fast:
@@ -174,30 +175,30 @@ class Encoder:
         return [(token, any(begin < to and start < end for begin, end in spans)) for token, (start, to) in places]
 
     def _broken(self, text: Text) -> Text:
-        """Return a record without special tokens in its own words."""
+        """Return a record with all names of special tokens in its texts split by BREAK."""
         history = tuple((self._own(question), self._own(answer)) for question, answer in text.history)
         outputs = tuple(map(self._own, text.outputs[:1]))
         own = replace(text, instruction=self._own(text.instruction), input=self._own(text.input), system=self._own(text.system))
         return replace(own, history=history, outputs=outputs)
 
     def _own(self, words: str) -> str:
-        """Return a record's words with every special token's name in them broken, so that none is read as one."""
+        """Return a text with every name of a special token split by BREAK, so that it is tokenized as ordinary text."""
         words = words.replace(BREAK, "")
         return self._names.sub(BREAK, self._normal(words) if self._names.search(self._normal(words)) else words)
 
     def _normal(self, words: str) -> str:
-        """Return words as the tokenizer normalizes them: it may find a token's name only then, as of full-width signs."""
+        """Return a text as the tokenizer normalizes it, because a name (in full-width characters) may appear only then."""
         normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", None)
         return words if normalizer is None else str(normalizer.normalize_str(words)).replace(BREAK, "")
 
     @property
     def default_system(self) -> str:
-        """The system prompt that a chat template adds by itself; "" for none, and for other prompts."""
+        """The system prompt that a chat template adds by itself; "" if none, and for other kinds of prompts."""
         return self._prompt.default_system if self._prompt.form == "chat" else ""
 
     @cached_property
     def _names(self) -> re.Pattern[str]:
-        """Finds where a special token's name goes on behind its first letter."""
+        """A pattern for the position after the first letter of each special token's name."""
         rests = defaultdict[str, list[str]](list)
         for name in specials(self.tokenizer):
             rests[name[:1]] += [re.escape(name[1:])] if len(name) > 1 else []
@@ -205,7 +206,7 @@ class Encoder:
         return re.compile("|".join(found) or "(?!)", re.IGNORECASE)
 
     def _plain(self, text: str) -> list[int]:
-        """Return a text's tokens; names of special tokens are such tokens, unless they are broken."""
+        """Return a text's tokens. Names of special tokens give special tokens unless they are split by BREAK."""
         texts = [part for part in text.split(BREAK) if part]
         with plain_failure():
             parts = [self.tokenizer(part, add_special_tokens=False, verbose=False).input_ids for part in texts]
@@ -213,7 +214,7 @@ class Encoder:
 
 
 def without_middle(tokens: list[int], most: int) -> list[int]:
-    """Return at most `most` tokens: the first and the last, of an odd number one more of the last."""
+    """Return at most `most` tokens, the first and the last half; for an odd number one more of the last."""
     if len(tokens) <= most:
         return tokens
     return tokens[: most // 2] + tokens[len(tokens) - (most - most // 2) :]

@@ -1,4 +1,4 @@
-"""Reports and answers about pictures: texts that are learned and scored as in the language task, each about one picture."""
+"""The report task (reports and answers about pictures): settings and registration. Learned and scored like language."""
 
 from functools import partial
 from typing import Annotated, Literal
@@ -15,20 +15,20 @@ from consilium.tasks.registry import TaskKind
 class ReportConfig(LanguageConfig):
     """Reports on pictures, and answers to questions about them.
 
-    Records are as for language, each with an `image`. All else is as for language. A record's question stands behind its
-    picture; with `prompt: chat` both are in the user's turn.
+    Records are those of the language task, each with an `image`. A record's question follows its picture; with `prompt: chat`
+    both are in the user's turn. The other fields are those of language.
     """
 
     name: Literal["report"]  # type: ignore[assignment]
-    learn: Annotated[Literal["answer"], Field(description="answers alone are learned")] = "answer"  # type: ignore[assignment]
-    window: Annotated[WindowConfig | None, Field(description="values that become black and white, in the file's unit")] = None
+    learn: Annotated[Literal["answer"], Field(description="only answers are learned")] = "answer"  # type: ignore[assignment]
+    window: Annotated[WindowConfig | None, Field(description="the values shown as black and white, in the file's unit")] = None
     resize: Annotated[Literal["stretch", "pad"], Field(description="`stretch` to a square, or `pad` right and below")] = (
         "stretch"
     )
 
     @property
     def settings(self) -> PictureSettings:
-        """How its pictures are read."""
+        """The settings for reading pictures."""
         return PictureSettings(window=self.window, resize=self.resize)
 
 

@@ -1,4 +1,4 @@
-"""Reports and answers about pictures: the language task, whose records have a picture each."""
+"""The report task on one site's data: the language task with one picture per record."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,15 +27,15 @@ from consilium.tasks.language.tokens import Encoder
 from consilium.tasks.report import ReportConfig
 
 MARK = "\ufffc"
-"""Unicode's object replacement character: stands for the picture in a prompt until it becomes tokens."""
+"""Unicode's object replacement character. It stands for the picture in a prompt until the prompt is tokenized."""
 LEAST = 16
-"""Tokens that a prompt and its answer need beside the picture."""
+"""The fewest tokens for a prompt and its answer beside the picture."""
 
 
 class SeeingEncoder(Encoder):
-    """An encoder whose prompts have a picture: where a chat's user says it, else before all words.
+    """An encoder whose prompts contain a picture: in the user's turn of a chat, otherwise before the text.
 
-    Raises ConfigError where `max_length` holds no more than the picture.
+    Raises ConfigError if `max_length` leaves no room beside the picture.
     """
 
     by_turns = False
@@ -52,7 +52,7 @@ class SeeingEncoder(Encoder):
             self._begin = [*self._shown, *self._begin] if seen.leads else [*self._begin, *self._shown]
 
     def prompt(self, text: Text, most: int) -> tuple[list[int], bool]:
-        """See Encoder. Raises UnfitError for a record that contains the picture's stand-in, or has no room for its picture."""
+        """See Encoder. Raises UnfitError for a record that contains the picture's token, or is too long for its picture."""
         found, cut = super().prompt(self._marked(text), most)
         if found.count(self._seen.token) != self._seen.ids.count(self._seen.token):
             why = "has words that stand for a picture, or is too long to keep its own"
@@ -71,7 +71,7 @@ class SeeingEncoder(Encoder):
         return super().option(words.replace(MARK, ""))
 
     def _marked(self, text: Text) -> Text:
-        """Return a record that has the picture in the user's turn of a chat, before the words."""
+        """Return a record with MARK before the user's text, if it is a chat."""
         text = _without_mark(text)
         if not self._in_turn:
             return text
@@ -80,25 +80,25 @@ class SeeingEncoder(Encoder):
         )
 
     def _begun(self, tokens: list[int]) -> list[int]:
-        """Return tokens after the tokenizer's start token, unless a chat template has written it already."""
+        """Return the tokens with the begin tokens before them, unless a chat template has already written these."""
         return tokens if tokens[: len(self._begin)] == self._begin else [*self._begin, *tokens]
 
     def _plain(self, text: str) -> list[int]:
-        """Return a text's tokens, with the picture's in the place of its mark."""
+        """Return a text's tokens, with the picture's tokens in the place of MARK."""
         before, found, after = text.partition(MARK)
         return super()._plain(before) + self._shown + super()._plain(after) if found else super()._plain(text)
 
 
 def _without_mark(text: Text) -> Text:
-    """Return a record without Unicode's object replacement character, which texts copied from documents hold."""
+    """Return a record without MARK, which texts copied from documents may contain."""
     fields = {name: getattr(text, name).replace(MARK, "") for name in ("instruction", "input", "system")}
     return replace(text, outputs=tuple(one.replace(MARK, "") for one in text.outputs), **fields)
 
 
 class ReportTask(LanguageTask):
-    """One site's pictures with texts. All records are tokenized, and all pictures checked, at the start.
+    """One site's pictures with texts. All records are tokenized and all pictures checked at the start.
 
-    Metrics: see LanguageTask. In a quiet list a picture that does not fit the job is black.
+    Metrics: see LanguageTask. In a list that ignores unfit samples a picture that does not fit the job becomes black.
     """
 
     config: ReportConfig
@@ -154,6 +154,6 @@ def build(config: ReportConfig, model: VisionLanguageConfig, data: DataList, tok
 
 
 def rehearse(config: ReportConfig, base: VisionLanguageConfig, model: Any, count: int) -> Tensor:
-    """Return the loss of texts of full length alone: the frozen vision tower keeps nothing for a backward pass."""
+    """Return the loss of texts of full length without pictures: the frozen vision tower stores nothing for the backward pass."""
     ids, mask = full_rows(base.max_length, count)
     return all_token_loss(model, model.read(ids, mask))

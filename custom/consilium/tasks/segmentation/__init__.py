@@ -1,4 +1,4 @@
-"""Segmentation: masks, judged by Dice."""
+"""The segmentation task (masks, scored by Dice): settings, metric names and registration."""
 
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -16,7 +16,7 @@ LabelValues = Annotated[list[Annotated[int, Field(ge=0, lt=2**16)]], Field(min_l
 
 
 class PromptKind(NamedTuple):
-    """A kind of prompt: its plural, and the names of its numbers, in pixels from the left and the top."""
+    """A kind of prompt: its plural, and the names of its coordinates, in pixels from the left and the top."""
 
     many: str
     numbers: tuple[str, ...]
@@ -26,12 +26,12 @@ PROMPTS = {"box": PromptKind("boxes", ("left", "top", "right", "bottom")), "poin
 
 
 def prompts_of(task: Any) -> PromptKind | None:
-    """Return the kind of prompt that a job's task section asks for, None for a task without."""
+    """Return the kind of prompt in a job's task section, None for a task without prompts."""
     return PROMPTS.get(getattr(task, "prompt", "none"))
 
 
 class SegmentationConfig(PictureSettings, TaskConfig):
-    """Masks."""
+    """Masks for one or more classes, which may overlap."""
 
     name: Literal["segmentation"] = "segmentation"
     classes: Annotated[
@@ -39,19 +39,20 @@ class SegmentationConfig(PictureSettings, TaskConfig):
         Field(
             min_length=1,
             max_length=MOST_CLASSES,
-            description="a list of names (label values 1, 2, ...) or a map from name to its label values; printable, without /",
+            description="a list of names (label values 1, 2, ...) or a map from name to its label values. Names are printable, "
+            "without /",
         ),
     ]
     prompt: Annotated[
         Literal["none", "box", "point"],
-        Field(description="`box` gives the model the box around each class, `point` a point in it"),
+        Field(description="`box`: the model is given the box around each class; `point`: a point inside each class"),
     ] = "none"
     augment: Annotated[bool, Field(description="random flips, quarter turns and mild changes of intensity in training")] = True
     loss: Annotated[
         Literal["dice+bce", "bce"],
-        Field(description="Dice and binary cross-entropy, or the latter alone, as in FedSCA's Eq. 3"),
+        Field(description="Dice plus binary cross-entropy, or only the latter, as in FedSCA's Eq. 3"),
     ] = "dice+bce"
-    scores: Annotated[SegmentationScoresConfig, Field(description="what a score is taken of")] = SegmentationScoresConfig()
+    scores: Annotated[SegmentationScoresConfig, Field(description="how scores are computed")] = SegmentationScoresConfig()
 
     @field_validator("classes", mode="before")
     @classmethod
@@ -62,7 +63,7 @@ class SegmentationConfig(PictureSettings, TaskConfig):
 
 
 def metric_names(config: SegmentationConfig) -> frozenset[str]:
-    """Return every metric a segmentation task can report."""
+    """Return the names of all metrics that a segmentation task can report."""
     return scores.metric_names(config.classes)
 
 

@@ -1,4 +1,4 @@
-"""Prompts that a reference mask gives: a box or a point for every class, in the pixels that the model sees."""
+"""Prompts computed from reference masks: a box or a point for every class, in pixels of the model's input."""
 
 import torch
 from scipy.ndimage import distance_transform_edt
@@ -24,11 +24,11 @@ def boxes(label: Tensor, seed: int | None = None) -> Tensor:
 
 
 def points(label: Tensor, seed: int | None = None) -> Tensor:
-    """Return a point (C, 2), xy, in each mask (C, S, S); NaN where a class is absent.
+    """Return a point (C, 2), xy, inside each mask (C, S, S); NaN where a class is absent.
 
-    It is the pixel farthest from the mask's edge, of several the first row by row, as in Sofiiuk et al., "Reviving Iterative
-    Training with Mask Guidance for Interactive Segmentation", ICIP 2022; what lies beyond the picture is not a mask. With a
-    seed it is any pixel of the mask, all alike.
+    It is the pixel farthest from the mask's outside (of several the first, row by row), as in Sofiiuk et al., "Reviving
+    Iterative Training with Mask Guidance for Interactive Segmentation", ICIP 2022. Pixels beyond the picture are outside. With
+    a seed it is a random pixel of the mask, all with equal probability.
     """
     found = torch.full((len(label), 2), float("nan"))
     draw = None if seed is None else torch.rand(len(label), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -47,4 +47,4 @@ def _deepest(mask: Tensor) -> tuple[int, int]:
 
 
 TAKEN = {"box": boxes, "point": points}
-"""How each kind of prompt is taken from masks."""
+"""The function that computes each kind of prompt from masks."""

@@ -1,4 +1,4 @@
-"""Scores of a segmentation job: settings, names of metrics, table headings. Loads no torch."""
+"""Scores of a segmentation job: settings, metric names, table headings. Nothing here imports torch."""
 
 from collections.abc import Iterable
 from typing import Annotated, Literal
@@ -11,31 +11,40 @@ from consilium.tasks.registry import Scores, uncertainty_names
 
 
 class SegmentationScoresConfig(Section):
-    """The unit of a score, and its grid."""
+    """The unit that is scored, the pixel grid, and the treatment of empty references."""
 
     grid: Annotated[
         Literal["resized", "original"],
         Field(
-            description="the file's pixels, to which a prediction is enlarged from logits, or the model's without their padding"
+            description="the scored pixels: those of the file (`original`), to which the logits are enlarged, or those of the "
+            "model's input without padding (`resized`)"
         ),
     ] = "original"
     per: Annotated[
         Literal["image", "volume", "patient"],
-        Field(description="each picture or plane, all planes of a volume as one, or the mean of a patient's volumes"),
+        Field(
+            description="the scored unit: each picture or plane (`image`), all planes of a `volume` together, or a `patient` as "
+            "the mean over its volumes"
+        ),
     ] = "image"
     empty_references: Annotated[
         Literal["skip", "count"],
-        Field(description="what lacks the class is left out, or Dice and IoU are 1 without a false positive and 0 with one"),
+        Field(
+            description="for units whose reference lacks the class: `skip` leaves them out; `count` gives Dice and IoU 1 without "
+            "a false positive and 0 with one"
+        ),
     ] = "skip"
     iou: Annotated[
         Literal["foreground", "both"],
-        Field(description="IoU of the class, or the mean of the class's and of the background's, as DEeR prints it"),
+        Field(
+            description="IoU of the class (`foreground`), or the mean of the class's and the background's (`both`, as in DEeR)"
+        ),
     ] = "foreground"
 
 
 OVERLAPS, DISTANCES = ("dice", "iou"), ("hd95", "assd")
 MILLIMETRES = "_mm"
-"""Ends the name of a distance in millimetres; without it a distance is in pixels, so that no mean ever mixes them."""
+"""Suffix of a distance in millimetres. Without it a distance is in pixels, so a mean never mixes both."""
 NAMES = (*OVERLAPS, *(f"{name}{unit}" for name in DISTANCES for unit in ("", MILLIMETRES)))
 HEADINGS = {
     "dice": "Dice", "iou": "IoU", "hd95": "HD95 px", "hd95_mm": "HD95 mm", "assd": "ASSD px", "assd_mm": "ASSD mm",
@@ -48,20 +57,20 @@ MEANINGS = dict.fromkeys(
     "HD95: the larger of both directions' 95th percentiles, as in MONAI; medpy takes one percentile of both together",
 )
 TOO_SMALL = "too_small"
-"""Counts, by split and class, the pictures in which resizing to the model's size alone leaves nothing of a class."""
+"""Metric that counts, by split and class, the pictures in which resizing to the model's size removes a class completely."""
 GRIDS = {"original": "original grid", "resized": "model grid"}
 FORMER = {"scores": {"grid": "resized"}}
-"""What runs were scored on whose job.yaml names no grid."""
+"""The grid of runs whose job.yaml does not have the field."""
 
 
 def metric_names(classes: Iterable[str]) -> frozenset[str]:
-    """Return every metric a segmentation task can report."""
+    """Return the names of all metrics that a segmentation task can report."""
     each = (*NAMES, *(f"{TOO_SMALL}/{split}" for split in SPLITS))
     return frozenset({"loss", *NAMES, *uncertainty_names(NAMES), *(f"{name}/{c}" for c in classes for name in each)})
 
 
 def scores(config: SegmentationScoresConfig) -> Scores:
-    """Return how the scores are shown; the closing table's title names their unit and grid."""
+    """Return the names, headings and order with which the scores are shown. The table's title names their unit and grid."""
     title = f", per {config.per}, {GRIDS[config.grid]}"
     title += "; empty references count" if config.empty_references == "count" else ""
     title += "; IoU of foreground and background" if config.iou == "both" else ""

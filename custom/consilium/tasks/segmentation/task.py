@@ -1,6 +1,6 @@
-"""Segmentation: batches of images and masks, Dice + cross-entropy, Dice / IoU / HD95 / ASSD per class.
+"""The segmentation task on one site's data: batches of images and masks, the loss, and Dice, IoU, HD95 and ASSD per class.
 
-Classes may nest (a cup lies in its disc), so every class is a binary problem of its own: sigmoid, not softmax.
+Classes may overlap (a cup lies in its disc), so each class is a separate binary problem with a sigmoid, not a softmax.
 """
 
 import math
@@ -30,20 +30,22 @@ from consilium.tasks.segmentation.scores import GRIDS, TOO_SMALL, SegmentationSc
 from consilium.tasks.segmentation.units import Plane, Row, Units, counts, dice_loss, order, overlaps, summary
 
 MASK_BYTES = 2**27
-"""Masks at the files' size are kept in memory up to here, a bit a pixel and class: validation needs them in every round."""
+"""The most bytes of masks at the files' size kept in memory, with 1 bit per pixel and class; each validation needs them."""
 STRIP = 2**22
+"""The numbers per strip when logits are enlarged."""
 EXAMPLES = 3
-"""How many pictures of a split are shown: its first."""
+"""The number of pictures of a split that are shown: its first ones."""
 
 
 class SegmentationTask:
-    """One site's images. All samples are checked at the start, so that bad data stops before any training.
+    """One site's images. All samples are checked at the start, so bad data stops the job before training.
 
-    Metrics are of each image, volume or patient, as `scores` say, averaged over those where they are defined: a reference that
-    lacks the class has neither HD95 nor ASSD, and Dice and IoU only if empty references count. A prediction that lacks the
-    class counts with the grid's diagonal. Distances are in millimetres where the spacing is known ("hd95_mm"), else in pixels.
-    Metrics without a class, such as "dice", are means over the classes. A class that a site did not annotate in an item counts
-    nowhere in it, nor does, in a quiet list, an item that does not fit the job.
+    Metrics are computed for each image, volume or patient (`scores.per`) and averaged over the units where they are defined.
+    For a reference without the class HD95 and ASSD are undefined, and Dice and IoU too unless empty references count. A
+    prediction without the class has the grid's diagonal as distance. Distances are in millimetres if the spacing is known
+    ("hd95_mm"), else in pixels. Metrics without a class, such as "dice", are means over the classes. A class that was not
+    annotated in an item is not scored there. In a list that ignores unfit samples an item that does not fit the job is not
+    scored at all.
     """
 
     def __init__(
@@ -99,15 +101,15 @@ class SegmentationTask:
         self._samples.read_again(split, index)
 
     def remember(self, encoder: str) -> None:
-        """Encode no picture twice from now on, by the frozen encoder of this name; augmented ones are other pictures."""
+        """Cache the embeddings of pictures from now on, under the name of the frozen encoder. Augmented pictures differ."""
         self._embeddings = Embeddings(self._samples.store, encoder)
 
     def has(self, split: str) -> bool:
-        """Tell whether the split has any sample."""
+        """Return whether the split has any sample."""
         return bool(self.data.splits[split])
 
     def batch(self, indices: Sequence[int], seed: int) -> Batch:
-        """Return these samples of the training split, augmented as `seed` says; {} if none of them can be read."""
+        """Return these samples of the training split, augmented with `seed`; {} if none of them can be read."""
 
         def made(index: int, raw: CachedSample) -> Sample:
             moved = augment(raw, seed, index) if self.augment else to_float(index, raw)
@@ -117,17 +119,17 @@ class SegmentationTask:
         return self._collate([sample for _, sample in found])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean of Dice loss plus binary cross-entropy, or of the latter alone, in float32.
+        """Return the mean of Dice loss plus binary cross-entropy, or of the latter only, in float32.
 
-        Padding counts as background, as in MedSAM's, micro-sam's and lightning-sam's fine-tuning: what is never scored costs
-        little, and the model answers nothing there.
+        Padding counts as background, as in the fine-tuning of MedSAM, micro-sam and lightning-sam. It is never scored and costs
+        little, and the model learns to predict nothing there.
         """
         logits, label, annotated = self._forward(model, batch, known=not self.augment)
         return self._loss(logits, label, annotated)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
-        """Return metrics of a split, {} if it is empty; `distances`, the closing evaluation, adds HD95, ASSD and intervals.
+        """Return the metrics of a split, {} if it is empty. `distances` (final evaluation) adds HD95, ASSD and intervals.
 
         The model's mode is restored.
         """
@@ -150,25 +152,28 @@ class SegmentationTask:
         return {"loss": losses / count} | self._average(table) | closing
 
     def _too_small(self, split: str) -> dict[str, float]:
-        """Return the counts of all splits; of a quiet list this split's alone: training pictures are what its job protects."""
+        """Return the counts of too small structures for all splits.
+
+        For a list that ignores unfit samples only those of `split` are returned, because such a job protects training pictures.
+        """
         told = {split} if self.data.loading.ignore_unfit else set(SPLITS)
         return {f"{TOO_SMALL}/{where}/{name}": float(n) for (where, name), n in self._samples.small.items() if where in told}
 
     def _scored(self, items: Sequence[Item], units: Sequence[Item], shown: Sequence[Item], dice: Tensor) -> Scored:
-        """Return each unit's mean Dice over its classes, of dice (U, C)."""
+        """Return each unit's mean Dice over its classes; `dice` (U, C)."""
         places, whole = {item: index for index, item in enumerate(items)}, self.scores.per != "image"
         names = tuple(item.image.name if whole else item.name for item in units)
         return Scored("Dice", False, names, tuple(dice.nanmean(1).tolist()), tuple(places[item] for item in shown))
 
     def examples(self, model: nn.Module, split: str) -> Segmented | None:
-        """Return the split's first pictures with their masks; None if it is empty."""
+        """Return the split's first pictures with true and predicted masks; None if the split is empty."""
         return self.show(model, split, range(min(EXAMPLES, len(self.data.splits[split]))))
 
     @torch.no_grad()
     def show(self, model: nn.Module, split: str, indices: Sequence[int]) -> Segmented | None:
-        """Return these pictures with their masks; None if none can be read.
+        """Return these pictures with true and predicted masks; None if none can be read.
 
-        The model sees one at a time, to save memory.
+        The model runs on one picture at a time to save memory.
         """
         found = self._samples.map(split, indices, to_float)
         if not found:
@@ -188,7 +193,7 @@ class SegmentationTask:
         )
 
     def _average(self, scores: Row) -> dict[str, float]:
-        """Return the mean per class over the units where it is defined, and their mean."""
+        """Return for each metric the mean per class over the units where it is defined, and the mean of these."""
         result: dict[str, float] = {}
         for metric, values in scores.items():
             by_class = {c: float(values[:, i].nanmean()) for i, c in enumerate(self.classes)}
@@ -198,16 +203,16 @@ class SegmentationTask:
         return result
 
     def _forward(self, model: nn.Module, batch: Batch, known: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return logits, labels and which classes are annotated. `known`: the pictures may be those of the next call too."""
+        """Return logits, labels and the mask of annotated classes. `known`: the pictures repeat, so their embeddings are cached."""
         device = next(model.parameters()).device
         made = {"embedding": self._embeddings(model, batch["image"])} if known and self._embeddings else {}
         moved = {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
         return model(moved["image"], moved.get("prompt"), **made).float(), moved["label"], moved.get("annotated")
 
     def _loss(self, logits: Tensor, label: Tensor, annotated: Tensor | None) -> Tensor:
-        """Return the loss; where `annotated` (N, C) is given, each sample's mean over its annotated classes alone.
+        """Return the loss; with `annotated` (N, C) each sample's loss is the mean over its annotated classes.
 
-        A sample's share is then 1 / N whatever the others lack: its gradient must not depend on them (DP-SGD).
+        Each sample then has weight 1 / N, so that its gradient does not depend on other samples' annotations (DP-SGD).
         """
         if annotated is None:
             entropy = F.binary_cross_entropy_with_logits(logits, label)
@@ -219,7 +224,7 @@ class SegmentationTask:
         return (each.sum(1) / annotated.sum(1).clamp(min=1)).mean()
 
     def _planes(self, items: Sequence[Item], logits: Tensor, label: Tensor) -> Iterator[Plane]:
-        """Yield predictions and references on the grid that is scored, without padding."""
+        """Yield predictions and references on the scored grid, without padding."""
         for item, one, mask in zip(items, logits, label, strict=True):
             rows, columns = self._inner(item)
             one, mask = one[:, :rows, :columns], mask[:, :rows, :columns].bool().cpu()
@@ -230,7 +235,7 @@ class SegmentationTask:
             yield Plane(item, _enlarged(one, tuple(mask.shape[1:])), mask, self._known(item))
 
     def _masks(self, item: Item) -> Tensor:
-        """Return a picture's masks (C, H, W) at the file's size: kept as bits up to MASK_BYTES, beyond them read again."""
+        """Return a picture's masks (C, H, W) at the file's size. Up to MASK_BYTES they are cached as bits, others are read again."""
         if item not in self._kept:
             masks = read_masks(item, self.classes, self.settings)
             packed = masks.shape, np.packbits(masks)
@@ -249,7 +254,7 @@ class SegmentationTask:
         return torch.tensor([item.annotated is None or name in item.annotated for name in self.classes])
 
     def _annotated(self, split: str, index: int, sample: Sample) -> Sample:
-        """Return a sample with the classes (C,) that its site annotated, where it lacks one."""
+        """Return the sample, with "annotated" (C,) added if its site did not annotate all classes in it."""
         item = self.data.splits[split][index]
         if item.annotated is None or (known := self._known(item)).all():
             return sample
@@ -260,8 +265,9 @@ class SegmentationTask:
 
     @staticmethod
     def _collate(samples: list[Sample]) -> Batch:
-        """Return a batch. Only where a sample of it lacks a class is it told of all: no sample beyond a unit changes how its
-        loss is computed, to the last bit, which sums of rounded gradients ask for.
+        """Return a batch. It has "annotated" only if one of its samples has.
+
+        Under DP-SGD a batch is one unit, so no sample outside a unit changes how its loss is computed, to the last bit.
         """
         known = next((sample["annotated"] for sample in samples if "annotated" in sample), None)
         if known is not None:
@@ -270,9 +276,9 @@ class SegmentationTask:
 
 
 def _enlarged(logits: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return where logits (C, rows, columns) are over 0 once enlarged to `shape` by bilinear interpolation.
+    """Return the mask where logits (C, rows, columns), enlarged to `shape` by bilinear interpolation, are over 0.
 
-    Rows come first, then columns in strips of STRIP numbers: all of a large picture at once would take gigabytes.
+    Rows are enlarged first, then columns in strips of STRIP numbers, because a large picture at once would need gigabytes.
     """
     bilinear = partial(F.interpolate, mode="bilinear", align_corners=False)
     tall, step = bilinear(logits[None], (shape[0], logits.shape[2])), max(1, STRIP // (len(logits) * shape[1]))

@@ -1,6 +1,7 @@
-"""From pictures to the unit of a score: an image, a volume, a patient.
+"""Scores of segmentation by unit: an image, a volume or a patient.
 
-Volumes come one after the other, so that the masks of one at most are kept, a bit a voxel. Without distances only counts are.
+Volumes are scored one after the other, so that the masks of at most one are in memory, with 1 bit per voxel. Without distances
+only counts are stored.
 """
 
 import math
@@ -25,33 +26,32 @@ from consilium.tasks.segmentation.scores import DISTANCES, MILLIMETRES, NAMES, S
 # measures --------------------------------------------------------------------------------------------------------------
 # Dice loss, and Dice, IoU, HD95 and ASSD of binary masks, in two dimensions or three.
 #
-# Dice loss and surfaces are those of MONAI, to the bit, without MONAI: it loads itself whole, seconds in every process of a
-# site.
+# Dice loss and surfaces equal MONAI's to the bit. MONAI itself is not imported, because that takes seconds in every process.
 
 SMOOTH = 1e-5
-"""Added above and below the fraction of the Dice loss."""
+"""Added to numerator and denominator of the Dice loss."""
 _MOST_SORTED = 2**24
-"""torch.quantile takes no more values."""
+"""The most values that torch.quantile accepts."""
 
 
 def dice_loss(logits: Tensor, label: Tensor) -> Tensor:
-    """Return the soft Dice loss (N, C) of logits and labels in 0..1 (N, C, ...): `monai.losses.DiceLoss(sigmoid=True)`."""
+    """Return the soft Dice loss (N, C) for logits and labels in 0..1 (N, C, ...), as `monai.losses.DiceLoss(sigmoid=True)`."""
     guess, plane = torch.sigmoid(logits), list(range(2, logits.ndim))
     both, all_guess, all_label = (part.sum(plane) for part in (guess * label, guess, label))
     return 1 - (2 * both + SMOOTH) / (2 * (both + 0.5 * (all_guess - both) + 0.5 * (all_label - both)) + SMOOTH)
 
 
 def counts(guess: Tensor, reference: Tensor) -> Tensor:
-    """Return (4, C) whole numbers of masks (C, ...) bool: voxels of both, of the prediction, of the reference, of all."""
+    """Return counts (4, C) for bool masks (C, ...): voxels in both, in the prediction, in the reference, and in all."""
     each = [[np.count_nonzero(one) for one in mask.numpy()] for mask in (guess & reference, guess, reference)]
-    return torch.tensor([*each, [guess[0].numel()] * len(guess)])  # torch's sum of a mask takes thirty times longer
+    return torch.tensor([*each, [guess[0].numel()] * len(guess)])  # numpy: torch's sum of a mask takes thirty times longer
 
 
 def overlaps(found: Tensor, count_empty: bool, background: bool = False) -> dict[str, Tensor]:
-    """Return Dice and IoU (C,) of `counts`; with `background` IoU is the mean of the class's and of all that is not the class.
+    """Return Dice and IoU (C,) from `counts`; with `background` IoU is the mean of the class's IoU and the background's.
 
-    Where the reference is empty they are NaN, or with `count_empty` Dice and the class's IoU are 1 if the prediction is empty
-    too, else 0. A picture without any background in both has its IoU of 1.
+    For an empty reference Dice and the class's IoU are NaN; with `count_empty` they are 1 if the prediction is empty too, else
+    0. If both masks cover the whole picture, the background's IoU is 1.
     """
     both, guess, reference, _ = found.float()
     absent = torch.where(guess == 0, 1.0, 0.0) if count_empty else torch.full_like(guess, float("nan"))
@@ -61,7 +61,7 @@ def overlaps(found: Tensor, count_empty: bool, background: bool = False) -> dict
 
 
 def _outside(found: Tensor) -> Tensor:
-    """Return the IoU (C,) of the background of each class."""
+    """Return the IoU (C,) of each class's background."""
     both, guess, reference, whole = found.double()
     return torch.where(both == whole, 1.0, (whole - guess - reference + both) / (whole - both))
 
@@ -69,8 +69,8 @@ def _outside(found: Tensor) -> Tensor:
 def distances(guess: np.ndarray, reference: np.ndarray, spacing: Sequence[float]) -> tuple[float, float]:
     """Return (HD95, ASSD) of two masks of one class, in the unit of `spacing` along each axis.
 
-    HD95: the larger of the 95th percentiles of both directions. ASSD: the mean over both surfaces. Without a reference NaN;
-    a prediction without the class lies the grid's diagonal away.
+    HD95: the larger of the 95th percentiles of both directions. ASSD: the mean over both surfaces. Both are NaN for an empty
+    reference, and the grid's diagonal for an empty prediction.
     """
     if not reference.any():
         return float("nan"), float("nan")
@@ -84,12 +84,12 @@ def distances(guess: np.ndarray, reference: np.ndarray, spacing: Sequence[float]
 
 
 def _surface(mask: np.ndarray, spacing: Sequence[float]) -> np.ndarray:
-    """Return where the voxels at a mask's border lie, (V, axes) in the unit of `spacing`."""
+    """Return the positions of the voxels at a mask's border (V, axes), in the unit of `spacing`."""
     return np.argwhere(mask ^ binary_erosion(mask)) * np.asarray(spacing, dtype=np.float64)
 
 
 def _nearest(these: np.ndarray, others: np.ndarray) -> Tensor:
-    """Return how far each of `these` is from the nearest of `others`, float32."""
+    """Return the distance of each point of `these` to the nearest point of `others`, float32."""
     return torch.from_numpy(KDTree(others, leafsize=32).query(these)[0]).float()
 
 
@@ -100,7 +100,7 @@ def _percentile(values: Tensor) -> float:
 
 
 def _box(mask: np.ndarray) -> tuple[slice, ...]:
-    """Return the smallest box around a mask: nothing of a surface lies outside it, and most of a volume does."""
+    """Return the smallest box around a mask. It contains all surfaces, and most of a volume is outside of it."""
     found = []
     for axis in range(mask.ndim):
         there = np.flatnonzero(mask.any(axis=tuple(other for other in range(mask.ndim) if other != axis)))
@@ -111,12 +111,12 @@ def _box(mask: np.ndarray) -> tuple[slice, ...]:
 # units -----------------------------------------------------------------------------------------------------------------
 
 Row = dict[str, Tensor]
-"""Scores (C,) by metric; NaN where there is none."""
+"""Scores by metric, (C,) for one unit or (U, C) for several; NaN if undefined."""
 
 
 @dataclass(frozen=True)
 class Plane:
-    """One picture's masks (C, rows, columns) bool, the classes (C,) that are scored, and its item."""
+    """One picture's item, its predicted and reference masks (C, rows, columns) bool, and the mask of scored classes (C,)."""
 
     item: Item
     guess: Tensor
@@ -126,8 +126,10 @@ class Plane:
 
 @dataclass
 class _Unit:
-    """An image or a volume under way, whose pictures have `shape`. `planes` by number: the packed masks of prediction and
-    reference, where distances are wanted. `shown`: the picture with the largest reference, of `most` pixels.
+    """An image or a volume that is being collected.
+
+    `shape`: of its pictures. `planes`: by plane number, the packed masks of prediction and reference, if distances are
+    computed. `shown`: the picture with the largest reference so far, of `most` pixels.
     """
 
     item: Item
@@ -140,9 +142,10 @@ class _Unit:
 
 
 class Units:
-    """Takes the pictures of a split in the order of `order`, and scores a unit as soon as its last one has come.
+    """Collects the pictures of a split, added in the order of `order`, and scores a unit after its last picture.
 
-    Where bad samples are left out it may not come: then the next unit's first one ends it, or the end of the split.
+    If bad samples are left out, the last picture may be missing. Then the next unit's first picture, or the end of the split,
+    completes the unit.
     """
 
     def __init__(self, items: Sequence[Item], config: SegmentationScoresConfig, far: bool) -> None:
@@ -152,7 +155,7 @@ class Units:
         self._open = dict[object, _Unit]()
 
     def add(self, plane: Plane) -> None:
-        """Take one picture."""
+        """Add one picture to its unit."""
         name, found = volume_of(plane.item), counts(plane.guess, plane.reference)
         self._end(but=name)
         rows, columns = plane.guess.shape[1:]
@@ -167,9 +170,9 @@ class Units:
             self._end()
 
     def scores(self) -> tuple[list[Item], Row]:
-        """Return one item of each unit, and the scores (U, C) of all; a patient's are the means over its volumes.
+        """Return one item per unit, and the scores (U, C) by metric. A patient's scores are the means over its volumes.
 
-        `shown` then has the picture of each unit that shows most of the reference; of a patient, in its first volume.
+        Afterwards `shown` has, per unit, the picture with the largest reference; for a patient that of its first volume.
         """
         self._end()
         items, table = [item for item, _ in self.rows], _table([row for _, row in self.rows])
@@ -181,7 +184,7 @@ class Units:
         return first, {name: _means(values, whose) for name, values in table.items()}
 
     def _end(self, but: object = None) -> None:
-        """Score the unit under way, unless it is the one named."""
+        """Score all open units except the one named `but`."""
         for name in [name for name in self._open if name != but]:
             self._close(self._open.pop(name))
 
@@ -189,14 +192,14 @@ class Units:
         row = overlaps(unit.counts, self._config.empty_references == "count", self._config.iou == "both")
         parted = (
             self._config.per != "image" and unit.item.tile is not None
-        )  # tiles overlap, and differ in scale: no one surface
+        )  # tiles overlap and differ in scale, so they have no common surface
         row |= _distances(unit, self._config.per != "image") if self._far and not parted else {}
         self.shown.append(unit.shown)
         self.rows.append((unit.item, {name: values.masked_fill(~unit.known, math.nan) for name, values in row.items()}))
 
 
 def order(items: Sequence[Item], config: SegmentationScoresConfig) -> list[int]:
-    """Return the indices in the order of evaluation: the list's own, but a volume's planes stay together."""
+    """Return the indices in the order of evaluation: the list's order, but with a volume's planes together."""
     if config.per == "image":
         return list(range(len(items)))
     first: dict[object, int] = {}
@@ -204,25 +207,25 @@ def order(items: Sequence[Item], config: SegmentationScoresConfig) -> list[int]:
 
 
 def volume_of(item: Item) -> object:
-    """Return a key of an item's volume and cutting direction; a picture is its own volume.
+    """Return a key for an item's volume and slicing direction. A picture is a volume of its own.
 
-    One volume with two masks is two: two raters are not added up.
+    A volume with two masks (two raters) counts as two.
     """
     by_plane = volumes.is_volume(item.image) and isinstance(item.label, Path) and not volumes.is_volume(item.label)
     return item.image, item.axis, None if by_plane else item.label
 
 
 def spacing_of(item: Item, shape: tuple[int, int]) -> tuple[float, float, float] | None:
-    """Return millimetres between planes, rows and columns of an item brought to `shape`; None where unknown."""
+    """Return the spacing in millimetres between planes, rows and columns of an item resized to `shape`; None if unknown."""
     grid = volumes.header(item.image, item.affine).grid if volumes.is_volume(item.image) else None
     if grid is None or (pixel := grid.pixel(item.axis)) is None:
         return None
     rows, columns = (step * old / new for step, old, new in zip(pixel, cropped_shape(item), shape, strict=True))
-    return grid.voxel[grid.across(item.axis)] if grid.voxel else 1.0, rows, columns  # one plane alone has no depth
+    return grid.voxel[grid.across(item.axis)] if grid.voxel else 1.0, rows, columns  # 1.0: a single plane has no depth
 
 
 def summary(items: Sequence[Item], table: Row) -> dict[str, float]:
-    """Return how many units were scored, and 95 % intervals of the means over classes by a bootstrap over patients."""
+    """Return the number of scored units, and 95 % intervals of the means over classes by a bootstrap over patients."""
     scored = (~table["dice"].isnan()).any(1).sum()
     whose = numbered([group_of(item) for item in items])
     sums = {name: grouped(values.nan_to_num(0).numpy(), whose) for name, values in table.items()}
@@ -235,7 +238,7 @@ def summary(items: Sequence[Item], table: Row) -> dict[str, float]:
 
 
 def _mean_of_known(total: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Return the means (B,) over classes of sums (B, C) over counts (B, C); NaN where nothing was counted."""
+    """Return the means (B,) over classes of sums (B, C) divided by counts (B, C); NaN if all counts are 0."""
     there = count > 0
     each = np.divide(total, count, out=np.zeros_like(total), where=there)
     classes = there.sum(1)
@@ -247,7 +250,7 @@ def _packed(masks: Tensor) -> np.ndarray:
 
 
 def _distances(unit: _Unit, whole: bool) -> Row:
-    """Return HD95 and ASSD (C,) under the names of their unit; a volume of one plane is a picture."""
+    """Return HD95 and ASSD (C,), named with their unit (mm or pixels). A volume with one plane is treated as a picture."""
     spacing, image = spacing_of(unit.item, unit.shape), unit.item.image
     depth = volumes.header(image, unit.item.affine).grid.planes(unit.item.axis) if whole and volumes.is_volume(image) else 1
     steps = (spacing or (1.0, 1.0, 1.0))[0 if depth > 1 else 1 :]
@@ -257,7 +260,10 @@ def _distances(unit: _Unit, whole: bool) -> Row:
 
 
 def _mask(unit: _Unit, which: int, number: int, depth: int) -> np.ndarray:
-    """Return a class's mask, of the prediction (0) or the reference (1): (depth, rows, columns), a picture's without depth."""
+    """Return the mask of class `number`: (depth, rows, columns), or (rows, columns) if `depth` is 1.
+
+    `which`: 0 for the prediction, 1 for the reference.
+    """
     found = np.zeros((depth, *unit.shape), bool)
     for place, packed in unit.planes.items():
         found[place if depth > 1 else 0] = np.unpackbits(packed[which][number], count=math.prod(unit.shape)).reshape(unit.shape)
@@ -265,7 +271,7 @@ def _mask(unit: _Unit, which: int, number: int, depth: int) -> np.ndarray:
 
 
 def _table(rows: Sequence[Row]) -> Row:
-    """Return all rows as (U, C); NaN where a row lacks a metric, such as a distance in another unit."""
+    """Return all rows stacked as (U, C); NaN where a row lacks a metric, such as a distance in the other unit."""
     names = [name for name in NAMES if any(name in row for row in rows)]
     absent = torch.full_like(rows[0]["dice"], math.nan)
     return {name: torch.stack([row.get(name, absent) for row in rows]) for name in names}
