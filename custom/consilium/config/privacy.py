@@ -190,8 +190,8 @@ class HospitalPrivacyPolicy(Section):
     budgets: Annotated[
         dict[Unit, BudgetConfig],
         Field(
-            description="budgets for `record`, `patient` or `site`, over all jobs. Every job counts against every budget; a job "
-            "with a privacy unit that bounds no cost for a budget's unit is refused"
+            description="budgets for `record`, `patient` or `site`, over all jobs. Every job counts against every budget; a "
+            "job with a privacy unit that bounds no cost for a budget's unit is refused"
         ),
     ] = Field(default_factory=dict)
     trust: Annotated[

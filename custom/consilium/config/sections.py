@@ -21,7 +21,8 @@ class ValidateConfig(Section):
         tuple[Literal["global", "personalized"], ...],
         Field(
             max_length=2,
-            description="`global`: the model as received from the server; `personalized`: after the site's training; [] for none",
+            description="`global`: the model as received from the server; `personalized`: after the site's training; "
+            "[] for none",
         ),
     ] = ("global", "personalized")
     full: Annotated[

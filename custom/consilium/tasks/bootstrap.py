@@ -13,7 +13,7 @@ SEED = 0
 _AT_ONCE = 2**22
 
 Statistic = Callable[[np.ndarray], dict[str, np.ndarray]]
-"""A function from weights (B, G), how often each group is drawn in each of B resamples, to every score (B,); NaN if undefined."""
+"""Maps weights (B, G), how often each group is drawn in each of B resamples, to every score (B,); NaN if undefined."""
 
 
 def group_of(item: Item) -> str:

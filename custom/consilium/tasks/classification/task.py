@@ -75,7 +75,7 @@ class ClassificationTask:
         )
 
     def _class(self, item: Item) -> int:
-        """Return the class index of an image. Raises UnfitError if it has none; a list that ignores unfit samples gives NONE."""
+        """Return an image's class index. Raises UnfitError if it has none; a list that ignores unfit samples gives NONE."""
         try:
             return class_index(item, self.classes)
         except UnfitError:

@@ -50,14 +50,16 @@ class LanguageConfig(TaskConfig):
         str,
         Field(
             min_length=1,
-            description="`alpaca` (our wording), `alpaca-paper` (the published wording), `chat` (the tokenizer's template), or a "
+            description="`alpaca` (our wording), `alpaca-paper` (the published wording), `chat` (the tokenizer's "
+            "template), or a "
             "template with {instruction} and {input}",
         ),
     ] = "alpaca"
     learn: Annotated[
         Literal["answer", "sequence", "preference"],
         Field(
-            description="which tokens are learned: the `answer`, the whole `sequence` with the prompt, or by `preference` (DPO) "
+            description="which tokens are learned: the `answer`, the whole `sequence` with the prompt, or by "
+            "`preference` (DPO) "
             "which of a record's two answers, `chosen` and `rejected`, is better"
         ),
     ] = "answer"
@@ -81,7 +83,8 @@ class LanguageConfig(TaskConfig):
         Literal["any", "gsm8k", "metamath"],
         Field(
             exclude_if=lambda value: value == "any",  # so that the digests of other jobs do not change
-            description="how `evaluate: exact` finds the answer in a text: `any` accepts many spellings; `gsm8k` and `metamath` "
+            description="how `evaluate: exact` finds the answer in a text: `any` accepts many spellings; `gsm8k` and "
+            "`metamath` "
             "are the rules of those papers' published evaluations, for comparisons with their tables",
         ),
     ] = "any"

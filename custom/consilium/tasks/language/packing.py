@@ -69,8 +69,9 @@ def packed_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the result of `token_losses`, computed on packed rows."""
     device, rows = next(model.parameters()).device, pack(batch)
     ids, positions, segments = (part.to(device, non_blocking=True) for part in (rows.ids, rows.positions, rows.segments))
-    mask = (segments[:, None, :, None] == segments[:, None, None, :]).tril()  # padding attends to padding, so that no row of
-    the mask is empty inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+    # padding attends to padding, so that no row of the mask is empty
+    mask = (segments[:, None, :, None] == segments[:, None, None, :]).tril()
+    inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
     there = learned_positions(rows.labels)
     losses = spread(losses_at(model, inputs, rows.labels, there), there, rows.labels.shape).flatten()
     places, learned = rows.places[:, :-1].to(device, non_blocking=True), batch["labels"][:, 1:] != IGNORED

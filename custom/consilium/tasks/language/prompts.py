@@ -22,7 +22,7 @@ PAPER_WITHOUT_INPUT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
-"""The exact published wording, because models react to single characters: Taori et al., "Stanford Alpaca", 2023, data release."""
+"""The exact published wording, as models react to single characters: Taori et al., "Stanford Alpaca", 2023, data release."""
 CLOCK = "{% macro strftime_now(form) %}26 Jul 2024{% endmacro %}"
 """Replaces the clock that some templates read, so that prompts are the same on every day. The date is Llama 3's default."""
 PROBE = "an answer"
@@ -34,7 +34,7 @@ FORMS = {"alpaca": (WITH_INPUT, WITHOUT_INPUT), "alpaca-paper": (PAPER_WITH_INPU
 
 
 class Parts(NamedTuple):
-    """A prompt in three parts: before, within and after its input. If a prompt is too long, its input loses its middle first."""
+    """A prompt in three parts: before, within and after its input. A prompt that is too long loses the input's middle first."""
 
     before: str
     input: str

@@ -84,7 +84,7 @@ class LanguageTask:
             logging.getLogger(__name__).warning(f"{self.data.path}: {what}")
 
     def _written(self, text: Text) -> tuple[Text, Encoded]:
-        """Return a record with its tokens. In a list that ignores unfit samples a record that cannot be tokenized becomes empty.
+        """Return a record with its tokens. In a list that ignores unfit samples an untokenizable record becomes empty.
 
         Otherwise a malicious tokenizer that fails for certain words would reveal, by the site's failure, who has these words.
         """
@@ -138,7 +138,7 @@ class LanguageTask:
         return self._encoder.collate_prompts(prompts)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss, float32: the mean over samples of mean cross-entropy per learned token, or of the preference loss."""
+        """Return the mean over samples of mean cross-entropy per learned token, or of the preference loss, in float32."""
         if self._compares:
             return -F.logsigmoid(reward_margins(model, batch, self.config.beta, token_losses)).mean()
         return mean_loss(model, batch, self.config.packed)
@@ -149,7 +149,7 @@ class LanguageTask:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, batch_size: int, distances: bool = False) -> dict[str, float]:
-        """Return the metrics of a split, {} if it is empty. `distances` (final evaluation) adds scores of answers and intervals.
+        """Return the metrics of a split, {} if it is empty. `distances` (final evaluation) adds answers' scores and intervals.
 
         The model's mode is restored.
         """
@@ -330,7 +330,7 @@ class LanguageTask:
         return each, {"loss": means / len(each), "perplexity": math.exp(min(total / count, 700.0)), **per_token}, {}
 
     def _true(self, text: Text) -> frozenset[str]:
-        """Return a record's right answers, see `truth`; an empty set for an unfit record in a list that ignores unfit samples."""
+        """Return a record's right answers, see `truth`; none for an unfit record in a list that ignores unfit samples."""
         try:
             found = truth(text, self.config)
             for one in (text.labels or self.config.labels) if self.kind == "options" else ():
@@ -370,7 +370,7 @@ def token_losses(model: nn.Module, batch: Batch, packed: bool = False) -> tuple[
 
 
 def inputs_of(model: nn.Module, batch: Batch) -> Batch:
-    """Return a language model's inputs for a batch, on its device. With pictures the vision-language model's `see` makes them."""
+    """Return a language model's inputs for a batch, on its device. With pictures the model's method `see` makes them."""
     device = next(model.parameters()).device
     moved = {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
     text = {key: moved[key] for key in ("input_ids", "attention_mask")}

@@ -45,7 +45,7 @@ def of_records(written: Sequence[str], references: Sequence[Sequence[str]]) -> d
 
 
 def of_corpus(written: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return BLEU (0..1), NIST (up to 5-grams) and CIDEr-D of N answers as one corpus. Long texts are cut as in `of_records`."""
+    """Return BLEU (0..1), NIST (to 5-grams) and CIDEr-D of N answers as one corpus. Long texts are cut as in `of_records`."""
     written, references = _cut(written, references)
     return {"bleu": bleu(written, references), "nist": nist(written, references), "cider": cider(written, references)}
 

@@ -128,8 +128,8 @@ class Encoder:
         pairs = self._as_one(parts) or [
             (token, learned)
             for part, learned in parts
-            for token in self._plain(part if learned else part.rstrip(" "))  # a blank before an answer belongs to the answer,
-            see Prompt
+            # a blank before an answer belongs to the answer, see Prompt
+            for token in self._plain(part if learned else part.rstrip(" "))
         ]
         begin = self._begin if [token for token, _ in pairs[:1]] != self._begin else []
         pairs = [*((token, False) for token in begin), *pairs]

@@ -154,6 +154,6 @@ def build(config: ReportConfig, model: VisionLanguageConfig, data: DataList, tok
 
 
 def rehearse(config: ReportConfig, base: VisionLanguageConfig, model: Any, count: int) -> Tensor:
-    """Return the loss of texts of full length without pictures: the frozen vision tower stores nothing for the backward pass."""
+    """Return the loss of full-length texts without pictures: the frozen vision tower stores nothing for the backward pass."""
     ids, mask = full_rows(base.max_length, count)
     return all_token_loss(model, model.read(ids, mask))

@@ -23,14 +23,16 @@ class SegmentationScoresConfig(Section):
     per: Annotated[
         Literal["image", "volume", "patient"],
         Field(
-            description="the scored unit: each picture or plane (`image`), all planes of a `volume` together, or a `patient` as "
+            description="the scored unit: each picture or plane (`image`), all planes of a `volume` together, or a "
+            "`patient` as "
             "the mean over its volumes"
         ),
     ] = "image"
     empty_references: Annotated[
         Literal["skip", "count"],
         Field(
-            description="for units whose reference lacks the class: `skip` leaves them out; `count` gives Dice and IoU 1 without "
+            description="for units whose reference lacks the class: `skip` leaves them out; `count` gives Dice and IoU "
+            "1 without "
             "a false positive and 0 with one"
         ),
     ] = "skip"

@@ -203,7 +203,7 @@ class SegmentationTask:
         return result
 
     def _forward(self, model: nn.Module, batch: Batch, known: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return logits, labels and the mask of annotated classes. `known`: the pictures repeat, so their embeddings are cached."""
+        """Return logits, labels and the mask of annotated classes. `known`: pictures repeat, so embeddings are cached."""
         device = next(model.parameters()).device
         made = {"embedding": self._embeddings(model, batch["image"])} if known and self._embeddings else {}
         moved = {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
@@ -235,7 +235,7 @@ class SegmentationTask:
             yield Plane(item, _enlarged(one, tuple(mask.shape[1:])), mask, self._known(item))
 
     def _masks(self, item: Item) -> Tensor:
-        """Return a picture's masks (C, H, W) at the file's size. Up to MASK_BYTES they are cached as bits, others are read again."""
+        """Return a picture's masks (C, H, W) at the file's size. Up to MASK_BYTES are cached as bits; others are read again."""
         if item not in self._kept:
             masks = read_masks(item, self.classes, self.settings)
             packed = masks.shape, np.packbits(masks)
