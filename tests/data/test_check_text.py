@@ -25,7 +25,7 @@ def test_problems_and_warnings_are_counted_and_named(tmp_path: Path) -> None:
 
 def test_lengths_in_tokens_of_a_job(tmp_path: Path) -> None:
     write(tmp_path, "training.jsonl", {"input": "Add the numbers.", "output": "3"}, {"input": "long " * 100, "output": "3"})
-    found = check_texts(tmp_path, Encoder(load_tokenizer("tiny", None), 64).length, 64).to_dict()
+    found = check_texts(tmp_path, Encoder(load_tokenizer("tiny", None), 64).full_length, 64).to_dict()
     assert sum(found["sizes"].values()) == 2
     assert found["sizes"].keys() <= {"up to 32 tokens", "up to 64 tokens", "up to 256 tokens", "up to 512 tokens"}
     assert found["warnings"]["longer than 64 tokens"]["first"][0].startswith("training.jsonl:2: ")

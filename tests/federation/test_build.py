@@ -118,7 +118,7 @@ def test_a_classifiers_head_is_laid_out_last() -> None:
 
 
 def test_a_model_of_a_million_modules_is_refused_before_it_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consilium.models.layout.MOST", 50)
+    monkeypatch.setattr("consilium.models.meta_device.MOST", 50)
     with pytest.raises(ConfigError, match=r"model\.config: over 50 modules"):
         assemble_job(small_config("fedit"))
 

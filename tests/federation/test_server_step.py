@@ -12,7 +12,7 @@ import torch
 
 from consilium.adapters.names import MEAN
 from consilium.config.job import JobConfig
-from consilium.config.sections import ServerConfig
+from consilium.config.run_sections import ServerConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Hello, Payload, SiteInfo
 from consilium.core.schema import validate

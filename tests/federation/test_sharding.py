@@ -18,7 +18,7 @@ from consilium.data.datalist import DataList
 from consilium.estimates.memory import memory_of
 from consilium.federation.job import laid_out
 from consilium.training import sharding
-from consilium.training.sharding import backend, kept_whole, spared, stacks
+from consilium.training.sharding import backend, kept_whole, spared_bytes, stacks
 from tests.conftest import assembled, run, small_cells, small_config, small_text
 
 
@@ -45,10 +45,10 @@ def test_blocks_are_split_but_for_what_trains_what_is_shared_and_single_numbers(
 
 def test_a_rank_is_spared_the_others_parts_but_two_of_the_largest_block() -> None:
     """By hand: two blocks of 64 bytes over 4 ranks leave 16 each, 96 less; two whole ones of 64 take that again."""
-    assert spared(Model(), 4) == 0
+    assert spared_bytes(Model(), 4) == 0
     model = Model()
     model.blocks.extend(nn.Linear(4, 4, bias=False) for _ in range(4))
-    assert spared(model, 4) == 6 * 48 - 2 * 64
+    assert spared_bytes(model, 4) == 6 * 48 - 2 * 64
 
 
 @pytest.mark.parametrize("maker", [small_config, small_cells])
@@ -65,9 +65,9 @@ def test_fit_counts_a_ranks_part() -> None:
     part, model = memory_of(job, 4, sharded=True), laid_out(job.config)
     own = sum(tensor.numel() for tensor in layers.tensors(model).values())
     held = sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()))
-    assert part.base == held - 4 * own - spared(model, 4)
+    assert part.base == held - 4 * own - spared_bytes(model, 4)
     assert part.trained == 16 * own
-    assert spared(model, 4) == 101_568  # three layers of 406,272 bytes: 9/4 of one are elsewhere, two are whole at times
+    assert spared_bytes(model, 4) == 101_568  # three layers of 406,272 bytes: 9/4 of one are elsewhere, two are whole at times
 
 
 def test_gpus_exchange_parts_by_nccl_and_cpus_by_gloo() -> None:

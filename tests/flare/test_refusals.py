@@ -21,7 +21,7 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from consilium.client.build import build_site
 from consilium.client.ddp import failure
 from consilium.client.ddp_worker import as_failure
-from consilium.config.sections import ServerConfig
+from consilium.config.run_sections import ServerConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, DataError, Reason, RefusedError
 from consilium.core.messages import Kind, Payload, SiteInfo, Tensors

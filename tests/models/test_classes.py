@@ -22,7 +22,7 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import CheckpointError, ConfigError
 from consilium.core.messages import Payload
 from consilium.federation.job import assemble_job
-from consilium.models import folder
+from consilium.models import transformers_folder
 from consilium.models.causal_lm.network import load_tokenizer
 from consilium.models.registry import MODELS
 from consilium.models.sam import positions
@@ -329,7 +329,7 @@ def test_a_tokenizer_that_must_be_converted_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0b\x0a\x05<unk>")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
     with pytest.raises(CheckpointError, match=r"tokenizer\.model alone is not enough: convert it once") as error:
-        folder.load_tokenizer(tmp_path)
+        transformers_folder.load_tokenizer(tmp_path)
     assert "\n" not in str(error.value)
 
 

@@ -16,9 +16,9 @@ from consilium.core.errors import CheckpointError, ConfigError
 from consilium.models import architecture
 from consilium.models.causal_lm import CAUSAL_LM, CausalLmConfig
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
-from consilium.models.folder import positions
-from consilium.models.layout import layout
+from consilium.models.meta_device import layout
 from consilium.models.sam import SamConfig
+from consilium.models.transformers_folder import positions
 from consilium.models.vision import VISION, VisionConfig
 from consilium.tasks.classification import ClassificationConfig
 from consilium.tasks.language import LanguageConfig
@@ -61,7 +61,7 @@ def test_an_architecture_has_its_own_default_sizes(kind: str) -> None:
 
 
 def test_layers_that_a_list_makes_before_it_holds_them_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consilium.models.layout.MOST", 50)
+    monkeypatch.setattr("consilium.models.meta_device.MOST", 50)
     with layout(), pytest.raises(ConfigError, match="over 50 modules or parameters"):
         [torch.nn.Linear(1, 1) for _ in range(100)]
 

@@ -135,7 +135,7 @@ def test_a_conversation_over_the_context_is_refused_and_fits_when_the_context_is
     ) as found:
         encoder(SMOLLM, 30).pair(TWO)
     needed = int(str(found.value).split(" tokens")[0].split()[-1])
-    assert len(encoder(SMOLLM, needed).pair(TWO).ids) == needed == encoder(SMOLLM, 30).length(TWO)
+    assert len(encoder(SMOLLM, needed).pair(TWO).ids) == needed == encoder(SMOLLM, 30).full_length(TWO)
 
 
 def test_a_prompt_of_one_question_refuses_several_turns() -> None:

@@ -80,7 +80,7 @@ class DualRank(layers.AdapterModule):
         own = (down[:rank], up[:rank], weights[:rank])
         return y + Products.apply(self.dropout(x).to(dtype), self.lora_A, self.lora_B, *own).to(y.dtype)
 
-    def product(self) -> Tensor:
+    def weight_change(self) -> Tensor:
         """Return the change of the base's weight (out, in): s (B_tr A_tr + gate * B_tail A_tail)."""
         return (self.up.T * self._weights()) @ self.down
 
@@ -160,7 +160,7 @@ def merge(model: nn.Module) -> None:
     """Add prefix and tail to the weights of every adapted layer, and remove the adapters, in place."""
     for name, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, DualRank)]:
         with torch.no_grad():
-            layer.base.weight += layer.product().to(layer.base.weight)
+            layer.base.weight += layer.weight_change().to(layer.base.weight)
         layers.replace(model, name, layer.base)
 
 

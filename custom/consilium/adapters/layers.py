@@ -74,16 +74,16 @@ def freeze_base(model: nn.Module, trained: Iterable[str], base: Iterable[str] = 
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_short(name) in own or name in of_base)
     kept = {of_base[n]: p.detach().clone() for n, p in model.named_parameters() if n in of_base}
-    _note(model, Adapted(own | kept.keys(), kept))
+    _store_adapted(model, Adapted(own | kept.keys(), kept))
 
 
 def add_names(model: nn.Module, names: Iterable[str]) -> None:
     """Add parameters of the model, by name, to its adapter."""
     found = _adapted(model)
-    _note(model, Adapted(found.names | set(names), found.base))
+    _store_adapted(model, Adapted(found.names | set(names), found.base))
 
 
-def _note(model: nn.Module, adapted: Adapted) -> None:
+def _store_adapted(model: nn.Module, adapted: Adapted) -> None:
     object.__setattr__(model, "adapter", adapted)
     vars(model).pop(_PLACES, None)
 
@@ -252,18 +252,18 @@ def leave_out(model: nn.Module, blocks: Set[str]) -> None:
         return  # true in nearly every round; walking the model takes longer than a small model's step
     for name, module in model.named_modules():
         if name in blocks:
-            vars(module)["forward"] = _hand_on
-        elif vars(module).get("forward") is _hand_on:
+            vars(module)["forward"] = _return_input
+        elif vars(module).get("forward") is _return_input:
             del vars(module)["forward"]
     object.__setattr__(model, _LEFT_OUT, frozenset(blocks))
 
 
 def left_out(model: nn.Module) -> list[str]:
     """Return the names of the modules that `leave_out` made return their input."""
-    return [name for name, module in model.named_modules() if vars(module).get("forward") is _hand_on]
+    return [name for name, module in model.named_modules() if vars(module).get("forward") is _return_input]
 
 
-def _hand_on(hidden: Tensor, *args: object, **options: object) -> Tensor:
+def _return_input(hidden: Tensor, *args: object, **options: object) -> Tensor:
     return hidden
 
 

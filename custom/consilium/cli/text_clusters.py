@@ -7,7 +7,7 @@ from typing import Literal
 from consilium.data.clusters import clusters
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.models.causal_lm.text_embeddings import embeddings
-from consilium.models.model_folder import named_as
+from consilium.models.untrusted_folder import named_as
 
 
 def text_clusters(count: int, folder: Path | None, seed: int, texts: Sequence[str]) -> list[str]:

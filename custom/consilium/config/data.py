@@ -165,7 +165,7 @@ def check_apart(path: Path, datasets: Mapping[str, DatasetConfig]) -> None:
     """Raise ConfigError for two data sets with the same files but different `patients`, which would get two budgets."""
     for (one, first), (other, second) in combinations(datasets.items(), 2):
         apart = (first.patients or one) != (second.patients or other)
-        if apart and _meet(_place(first.datalist), _place(second.datalist)):
+        if apart and _overlap(_place(first.datalist), _place(second.datalist)):
             what = f"names the files of {one!r} again, so one budget would count as two"
             raise ConfigError(f"{path}: datasets.{other}.datalist: {what}; give both the same `patients`")
 
@@ -176,7 +176,7 @@ def _place(datalist: Path) -> Path:
     return found.parent if found.suffix == ".jsonl" else found
 
 
-def _meet(one: Path, other: Path) -> bool:
+def _overlap(one: Path, other: Path) -> bool:
     """Return whether two paths of data lists are the same file, or one is a folder that contains the other."""
     try:
         same = one.samefile(other)

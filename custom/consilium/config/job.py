@@ -23,7 +23,7 @@ from consilium.config.privacy import (
     check_masked,
     check_shares,
 )
-from consilium.config.sections import (
+from consilium.config.run_sections import (
     CrossSiteConfig,
     DiagnosticsConfig,
     FederationConfig,

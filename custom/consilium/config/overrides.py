@@ -38,7 +38,7 @@ def override(raw: Any, overrides: Mapping[str, Any], path: Path, keys: Mapping[s
         _override(raw, field, value, path, keys)
 
 
-def _opened(raw: dict[str, Any], section: str, keys: Mapping[str, str]) -> Any:
+def _section_to_write(raw: dict[str, Any], section: str, keys: Mapping[str, str]) -> Any:
     """Return a section as a map to write into. It is created if missing or empty, and a kind's name becomes a map."""
     if raw.get(section) is None:
         raw[section] = {}
@@ -52,7 +52,7 @@ def _override(raw: Any, field: str, value: Any, path: Path, keys: Mapping[str, s
     for section in sections:
         if not isinstance(raw, dict):
             raise ConfigError(f"{path}: {field}: there is no section above it; check the field's name")
-        raw = _opened(raw, section, keys)
+        raw = _section_to_write(raw, section, keys)
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: {field}: there is no section above it; check the field's name")
     raw[last] = value

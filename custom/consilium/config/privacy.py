@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from consilium.adapters.registry import AdapterConfig
 from consilium.config.data import DataConfig
-from consilium.config.sections import DiagnosticsConfig, FederationConfig, ServerConfig, TrainingConfig
+from consilium.config.run_sections import DiagnosticsConfig, FederationConfig, ServerConfig, TrainingConfig
 from consilium.core.schema import SMALLEST_NOISE, Positive, Section, Seed, read_fingerprint
 from consilium.models.registry import ModelConfig
 from consilium.tasks.registry import TaskConfig

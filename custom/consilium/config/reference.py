@@ -26,7 +26,7 @@ from consilium.config.privacy import (
     SiteLevelDpConfig,
     SitePartnersConfig,
 )
-from consilium.config.sections import (
+from consilium.config.run_sections import (
     CrossSiteConfig,
     DiagnosticsConfig,
     FederationConfig,

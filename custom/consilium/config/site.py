@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from consilium.config.data import DatasetConfig, DatasetName, LabelMap, Mapped, check_apart, choose
 from consilium.config.job import JobConfig
 from consilium.config.privacy import HospitalPrivacyPolicy, SitePartnersConfig
-from consilium.config.sections import MIN_CELL_COUNT
+from consilium.config.run_sections import MIN_CELL_COUNT
 from consilium.core.errors import ConfigError, Reason, RefusedError
 from consilium.core.registry import NO_PLUGINS, Plugins, normal
 from consilium.core.schema import Positive, Seconds, Section, read_yaml, validate

@@ -17,7 +17,7 @@ from consilium.adapters.names import is_local
 from consilium.config.job import JobConfig
 from consilium.core.messages import Stage
 from consilium.federation.job import Job, laid_out
-from consilium.models.layout import numberless
+from consilium.models.meta_device import numberless
 from consilium.strategies.strategy import trained_names
 from consilium.tasks.segmentation import prompts_of
 

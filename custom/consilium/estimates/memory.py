@@ -23,10 +23,10 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.federation.job import Job, assemble_job, laid_out
 from consilium.models.dtypes import BLOCK, QUANTIZED, computing
-from consilium.models.layout import numberless
 from consilium.models.low_precision import replace, store
+from consilium.models.meta_device import numberless
 from consilium.tasks.registry import TASKS
-from consilium.training.sharding import spared
+from consilium.training.sharding import spared_bytes
 
 # memory tracker --------------------------------------------------------------------------------------------------------
 # The bytes of tensors, fake or real, that are alive while a model computes.
@@ -167,7 +167,7 @@ def memory_of(job: Job, devices: int = 1, sharded: bool = False, gpu: bool = Tru
             task.rehearse(config.task, config.model, model, -(-config.training.batch_size // devices)).backward()
         own = sum(p.numel() for p in trained)
         gradients = 4 * own
-    frozen = sum(held.values()) - 4 * own - (spared(model, devices) if sharded else 0)
+    frozen = sum(held.values()) - 4 * own - (spared_bytes(model, devices) if sharded else 0)
     return StepMemory(frozen, _training_bytes(config, own) + gradients, max(live.most - gradients, _stepping(config, own)))
 
 

@@ -44,11 +44,11 @@ def forget(kit: Path, folder: Path, state: Path, reason: str) -> dict[str, Any]:
     """
     messages = [line for path in folder.rglob(FILE) for line in verified(path)["messages"]]
     jobs = sorted({job for one in messages if _JOB.fullmatch(job := str(one.get("flare_job", "")))})
-    if going := next((one for one in jobs if _runs(one)), None):
+    if going := next((one for one in jobs if _is_running(one)), None):
         raise ConfigError(f"{folder.name}: job {going} is at it; wait for its end, or `consilium abort` it")
     flares = [kit / job for job in jobs if (kit / job).is_dir() and not (kit / job).is_symlink()]
     flares += [path for job in jobs for path in sorted((kit / STATE / ERRORS).glob(f"{job}.log*"))]
-    return _delete(folder, flares, state, {"reason": reason, "jobs": jobs, "stays": STAYS, "left": _left(messages)})
+    return _delete(folder, flares, state, {"reason": reason, "jobs": jobs, "stays": STAYS, "left": _describe_sent(messages)})
 
 
 def forget_at_server(folder: Path, stored: Sequence[Path], state: Path, reason: str) -> dict[str, Any]:
@@ -89,13 +89,13 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in found if path.name not in KEPT and path.suffix != ".lock")
 
 
-def _left(messages: list[dict[str, Any]]) -> str:
+def _describe_sent(messages: list[dict[str, Any]]) -> str:
     sent = [one for one in messages if one.get("tensors")]
     if not sent:
         return "nothing: no update has left in this run"
     return f"{len(sent)} updates that the server had, and the models that it and other sites made of them"
 
 
-def _runs(job: str) -> bool:
+def _is_running(job: str) -> bool:
     """Return whether a process on this machine has the FLARE job's id in its command line."""
     return any(job in word for one in psutil.process_iter(["cmdline"]) for word in one.info["cmdline"] or ())

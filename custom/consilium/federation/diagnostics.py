@@ -1,4 +1,4 @@
-"""Measurements of a run beside its scores (`diagnostics:` in config/sections.py), and the figures that a site draws of them."""
+"""Measurements of a run beside its scores (`diagnostics:` in config/run_sections.py), and the figures that a site draws of them."""
 
 import json
 from collections.abc import Mapping
@@ -76,8 +76,10 @@ def drift(start: Tensors, end: Tensors) -> dict[str, float]:
     say what its "shift" is divided by, so this is our reading. If an adapter's start is all 0, the value is ||end||.
     """
     groups: dict[str, list[str]] = {}
-    for name in sorted((n for n in end if _group(n)), key=lambda n: bottleneck_position(n) or 0):  # the sort keeps the order
-        groups.setdefault(_group(name), []).append(name)
+    for name in sorted(
+        (n for n in end if _group_name(n)), key=lambda n: bottleneck_position(n) or 0
+    ):  # the sort keeps the order
+        groups.setdefault(_group_name(name), []).append(name)
     found = {}
     for group, names in groups.items():
         moved, begin = (
@@ -88,7 +90,7 @@ def drift(start: Tensors, end: Tensors) -> dict[str, float]:
     return found
 
 
-def _group(name: str) -> str:
+def _group_name(name: str) -> str:
     """Return the name of the adapter that a tensor belongs to, as in `drift`; "" for a parameter of the base."""
     if (position := bottleneck_position(name)) is not None:
         return f"adapter {position + 1}"

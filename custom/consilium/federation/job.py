@@ -27,15 +27,15 @@ from consilium.federation.trainable_checks import (
     base_shapes,
     check_base,
     check_blend,
-    check_optimizers,
+    check_server_step_and_state,
     check_start,
     warnings_of,
 )
 from consilium.models.checkpoint_file import refuse_adapter
 from consilium.models.dtypes import QUANTIZED
 from consilium.models.gguf import refuse_gguf
-from consilium.models.layout import layout
 from consilium.models.low_precision import require_stored, store
+from consilium.models.meta_device import layout
 from consilium.models.registry import MODELS, ModelConfig, ModelKind
 from consilium.privacy.plan import make_plan
 from consilium.strategies.heterogeneous_ranks.ranks import at_one_rank
@@ -84,7 +84,7 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         names = adapter.trainable_base(model, config.adapter)
         shapes = own | part_shapes(config.strategy.traits.parts, own, model, base)
         shapes |= base_shapes(model, names) | layers.head_shapes(model)
-        warnings = (*warnings_of(model, own), *_fewer_steps(config))
+        warnings = (*warnings_of(model, own), *_pooled_steps_warning(config))
         require_stored(model, config.model.dtype, [model.get_parameter(name.partition(".")[2]) for name in names])
     begin, seed = adapter.start or layers.start, config.training.seed
     job = Job(config, {name: begin(name, shape, seed) for name, shape in shapes.items()}, warnings)
@@ -94,14 +94,14 @@ def assemble_job(config: JobConfig, source: Path | str = "job.yaml") -> Job:
         job.strategy.role(name, 0, 0)
     check_blend(job.strategy, model, base, source)
     _check_privacy(job, source)
-    check_optimizers(config, job.strategy, job.initial, source)
+    check_server_step_and_state(config, job.strategy, job.initial, source)
     check_start(config, job.initial, source)
     check_deviation(config, source)
     make_plan(config, job.strategy, names=job.initial)
     return job
 
 
-def _fewer_steps(config: JobConfig) -> Iterator[str]:
+def _pooled_steps_warning(config: JobConfig) -> Iterator[str]:
     """Yield a warning if pooled data would get only one site's number of steps per round."""
     if config.strategy.traits.pools_data and (steps := config.training.local_steps):
         equal = f"for the same work set training.local_steps to {steps} times the number of sites, or training.local_epochs"
@@ -134,7 +134,7 @@ def _check_privacy(job: Job, source: Path | str) -> None:
         return
     if strategy.traits.pools_data:
         raise ConfigError(f"{source}: privacy: strategy {strategy.name!r} pools all sites' data; remove the section")
-    if job.config.dpsgd and (why := _uncharged(strategy) or _unsummed(job)):
+    if job.config.dpsgd and (why := _why_not_charged(strategy) or _why_not_a_sum(job)):
         raise ConfigError(f"{source}: {why}")
     parts = [(name, getattr(job.config.task, name, None)) for name in ("slices", "tiles")]
     if thinned := [name for name, part in parts if job.config.dpsgd and part and part.empty != "keep"]:
@@ -147,7 +147,7 @@ def _check_privacy(job: Job, source: Path | str) -> None:
         )
 
 
-def _uncharged(strategy: Strategy) -> str | None:
+def _why_not_charged(strategy: Strategy) -> str | None:
     """Return why record- and patient-level privacy do not cover all of a strategy's work at a site; None if they do."""
     traits, own = strategy.traits, type(strategy).local_update is not Strategy.local_update
     reads = traits.probe_fraction or traits.fits_after_last_round or FEATURE_SHIFT in traits.parts
@@ -159,7 +159,7 @@ def _uncharged(strategy: Strategy) -> str | None:
     return None
 
 
-def _unsummed(job: Job) -> str | None:
+def _why_not_a_sum(job: Job) -> str | None:
     """Return why a strategy cannot train by DP-SGD steps over all sites (`trust: distributed`); None if it can.
 
     Also None for `trust: local`, where each site takes its own steps.

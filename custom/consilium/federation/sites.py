@@ -62,12 +62,12 @@ class Kept(NamedTuple):
 def kept(sites: Mapping[str, SiteConfig]) -> Kept:
     """Return the record of a run's sites that its folder stores."""
     return Kept(
-        {name: _lists(site) for name, site in sites.items()},
+        {name: _list_paths(site) for name, site in sites.items()},
         {name: " ".join(fingerprint(path) for path in _paths(site)) for name, site in sites.items()},
     )
 
 
-def _lists(site: SiteConfig) -> list[str] | None:
+def _list_paths(site: SiteConfig) -> list[str] | None:
     if site.model_copy(update={"checkpoints": None}) == SiteConfig():
         return None
     return sorted(os.path.abspath(path) for path in _paths(site))

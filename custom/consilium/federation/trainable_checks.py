@@ -123,7 +123,7 @@ def warnings_of(model: nn.Module, adapted: Iterable[str]) -> tuple[str, ...]:
     return (f"adapter.targets: {found[0]!r} shares its weight with {found[1]!r}; {end}",) if found else ()
 
 
-def check_optimizers(config: JobConfig, strategy: Strategy, initial: Tensors, source: Path | str) -> None:
+def check_server_step_and_state(config: JobConfig, strategy: Strategy, initial: Tensors, source: Path | str) -> None:
     """Raise ConfigError for a `server:` section or a kept optimizer state that the strategy cannot use."""
     server, who = config.server, f"strategy {strategy.name!r}"
     if server is not None and strategy.traits.needs == "sites":
@@ -131,13 +131,13 @@ def check_optimizers(config: JobConfig, strategy: Strategy, initial: Tensors, so
     if server is not None and server.optimizer and not strategy.traits.fixed_basis:
         what = f"{who} changes what a tensor's numbers mean between rounds"
         raise ConfigError(f"{source}: server.optimizer: {server.optimizer!r}: {what}; leave it out")
-    if server is not None and (server.optimizer or server.robust) and not _merges(strategy, initial):
+    if server is not None and (server.optimizer or server.robust) and not _uploads_any_tensor(strategy, initial):
         raise ConfigError(f"{source}: server: {who} sends the server nothing that it could merge; remove the section")
     if config.training.optimizer_state == "kept" and (strategy.traits.scales_adapter or not strategy.traits.fixed_basis):
         what = f"{who} changes between rounds what a site trains"
         raise ConfigError(f"{source}: training.optimizer_state: 'kept': {what}; use fresh")
 
 
-def _merges(strategy: Strategy, initial: Tensors) -> bool:
+def _uploads_any_tensor(strategy: Strategy, initial: Tensors) -> bool:
     """Return whether sites upload any tensor in some phase."""
     return any(strategy.names(initial, Role.SHARED, *place) for place in strategy.traits.role_schedule())

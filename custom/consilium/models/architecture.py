@@ -91,7 +91,7 @@ class FolderConfig(ModelConfig):
             what = f"not known to keep records apart for privacy.unit record; use one of {', '.join(self.apart)}"
             raise ValueError(f"model.config.model_type: {kind!r}: {what}")
         for key, value in _config_values(_DRAWN.get(kind, {}) | self.config):
-            if found := _ties(key, value, kind):
+            if found := _why_records_mix(key, value, kind):
                 what, remedy = found
                 raise ValueError(f"model.config.{key}: {value!r} {what} under privacy.unit record; {remedy}")
 
@@ -247,7 +247,7 @@ def _follows(key: str, value: Any) -> bool:
     return (own.endswith("rope_type") or (own == "type" and "rope" in key)) and value not in (*_STATIC, "axial")
 
 
-def _ties(key: str, value: Any, kind: str) -> tuple[str, str] | None:
+def _why_records_mix(key: str, value: Any, kind: str) -> tuple[str, str] | None:
     """Return how an entry of a config.json would tie the records of a batch together, and the remedy; None if it does not."""
     own = key.rpartition(".")[2]
     if value and _DROPS.search(key):

@@ -3,7 +3,8 @@
 A job carries the config.json, so a submitter writes it, and `transformers` reads more from it than sizes: names of hub
 repositories whose code is attention, names of weights, files and classes. `listed` passes on what the configuration class of
 the `model_type` declares, and of words those that the architecture's own code holds. The lists are read off the installed
-`transformers`, so that a new version needs no table of ours. `models/folder.py` calls it before any configuration is made.
+`transformers`, so that a new version needs no table of ours. `models/transformers_folder.py` calls it before any configuration
+is made.
 """
 
 import re

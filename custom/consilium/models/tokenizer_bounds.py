@@ -2,7 +2,8 @@
 
 Unbounded it may write millions of tokens for one letter, search for minutes, or fail for records of one kind only, and so tell
 who has them. `check_program` passes the kinds of step that published tokenizers have, with limits; `plain_failure` turns
-what still fails into one error. `models/folder.py` checks with it, `tasks/language` and the embeddings encode within it.
+what still fails into one error. `models/transformers_folder.py` checks with it, `tasks/language` and the embeddings encode
+within it.
 """
 
 import base64

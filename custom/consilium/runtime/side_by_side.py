@@ -158,7 +158,7 @@ class SideBySide:
             set_random_state(before)
             return False
         for worker, output in zip(workers, outputs, strict=True):
-            worker.answer = partial(_given, output)
+            worker.answer = partial(_return_value, output)
         return True
 
     def _tell(self, why: str) -> None:
@@ -188,8 +188,8 @@ class _Worker:
     def __init__(self, name: str, work: Callable[[], Any]) -> None:
         self.name = name
         self.request: _Forward | _Backward | None = None
-        self.answer: Callable[[], Any] = partial(_given, None)
-        self.outcome: Callable[[], Any] = partial(_given, None)
+        self.answer: Callable[[], Any] = partial(_return_value, None)
+        self.outcome: Callable[[], Any] = partial(_return_value, None)
         self._work, self._steps, self._random, self._stopping, self._ended = work, 0, random_state(), False, False
         self._may, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -252,14 +252,14 @@ class _Worker:
 def _result(work: Callable[[], Any]) -> Callable[[], Any]:
     """Call `work` now. Return a function that returns its result or raises its error."""
     try:
-        return partial(_given, work())
+        return partial(_return_value, work())
     except BaseException as error:
-        return partial(_raised, error)
+        return partial(_raise_error, error)
 
 
-def _given(value: Any) -> Any:
+def _return_value(value: Any) -> Any:
     return value
 
 
-def _raised(error: BaseException) -> Any:
+def _raise_error(error: BaseException) -> Any:
     raise error

@@ -13,7 +13,7 @@ from consilium.adapters import layers
 from consilium.adapters.names import factor
 from consilium.adapters.registry import ADAPTERS
 from consilium.client.client import Client
-from consilium.config.sections import OracleConfig, ValidateConfig
+from consilium.config.run_sections import OracleConfig, ValidateConfig
 from consilium.core.errors import ConfigError
 from consilium.core.messages import Payload, SiteInfo, Tensors
 from consilium.core.seeding import seed_for
@@ -43,7 +43,7 @@ class SiteProbe:
         if self.config.oracle and not isinstance(job.strategy, UnequalRanks):
             what = f"strategy {job.strategy.name!r} has equal ranks, and so no oracle of a higher one"
             raise ConfigError(f"diagnostics.oracle: {what}; remove it, or use a strategy such as fedhera")
-        if self.config.leakage and not self._shared(0, 0):
+        if self.config.leakage and not self._factors_with_local_partner(0, 0):
             what = f"strategy {job.strategy.name!r} keeps no factor of a layer at the site while it shares the other"
             raise ConfigError(f"diagnostics.leakage: {what}; remove it, or use a strategy such as fediat")
 
@@ -66,14 +66,14 @@ class SiteProbe:
         if self.config.leakage and self._results:
             ends = {name: self.sites[name].kept(self._runs[name]) for name in self._results}
             seen = {n: Move(self._starts[n], ends[n], one.weight) for n, one in sorted(self._results.items())}
-            found = leakage(seen, self._shared(state.round, state.phase))
+            found = leakage(seen, self._factors_with_local_partner(state.round, state.phase))
         oracle = self.config.oracle
         if oracle and self._results and (state.round + 1) % oracle.every == 0:
             found |= self._drift(oracle, state)
         self._starts, self._results = {}, {}
         return found
 
-    def _shared(self, round: int, phase: int) -> dict[str, str]:
+    def _factors_with_local_partner(self, round: int, phase: int) -> dict[str, str]:
         """Return "A" or "B" for each layer with one shared factor whose other factor stays at the site."""
         roles = {name: self.job.strategy.role(name, round, phase) for name in self.job.initial if factor(name)}
         other = {"A": "B", "B": "A"}
@@ -89,16 +89,16 @@ class SiteProbe:
         assert isinstance(self.job.strategy, UnequalRanks)  # as __init__ has made sure
         draw = random.Random(seed_for(self.job.config.training.seed, "oracle", state.round))
         names = sorted(draw.sample(sorted(self._results), min(config.sites, len(self._results))))
-        whole = Payload(state.round, state.phase, whole_update(self.job.strategy, state, self._rows(config.rank)))
+        whole = Payload(state.round, state.phase, whole_update(self.job.strategy, state, self._oracle_start(config.rank)))
         drifts = []
         for name in names:
-            best = SiteResult(_unseen(self.sites[name]).train(ORACLE, whole), 1, whole, self._results[name].site)
+            best = SiteResult(_without_events(self.sites[name]).train(ORACLE, whole), 1, whole, self._results[name].site)
             drifts.append(oracle_drift(moves(self._results[name]), moves(best)))
         absolute, relative = (sum(values) / len(values) for values in zip(*drifts, strict=True))
         scaling = self.job.config.adapter.product_scaling
         return {"oracle drift/absolute": absolute * scaling, "oracle drift/relative": relative}
 
-    def _rows(self, most: int | None) -> dict[str, Tensor]:
+    def _oracle_start(self, most: int | None) -> dict[str, Tensor]:
         """Return by layer the initial A (rank, in) of the oracle: the job's own rows, and further rows from the same rule.
 
         `most`: the largest rank; None for the layer's size.
@@ -123,7 +123,7 @@ def _kept_once(path: Path, payload: Payload, own: Tensors) -> Tensors:
     return own
 
 
-def _unseen(site: Client) -> Client:
+def _without_events(site: Client) -> Client:
     """Return a copy of the site that trains without events and without validation."""
     training = site.context.config.training.model_copy(update={"validation": ValidateConfig(stages=())})
     unseen = copy.copy(site.context)

@@ -156,7 +156,7 @@ class WorkerPool:
         self.workers = [Worker() for _ in range(min(count, len(names)))]
         self.of = {name: self.workers[place % len(self.workers)] for place, name in enumerate(names)}
         for number, worker in enumerate(self.workers):
-            dealt = {name: _placed(sites[name], number) for name in names if self.of[name] is worker}
+            dealt = {name: _with_gpu(sites[name], number) for name in names if self.of[name] is worker}
             setup = WorkerSetup(number, job.config.model_dump(mode="json"), job.initial, dealt, folder, former)
             with suppress(OSError):
                 send(worker.pipe, setup)
@@ -225,7 +225,7 @@ class RemoteSite(NamedTuple):
         """Do nothing: the worker closes its sites' files."""
 
 
-def _placed(site: SiteConfig, number: int) -> SiteConfig:
+def _with_gpu(site: SiteConfig, number: int) -> SiteConfig:
     """Return the site's settings, with a GPU by its worker's number if there are several and the site names no device."""
     from torch.cuda import device_count
 
@@ -247,10 +247,10 @@ def work(pipe: connection.Connection) -> None:
 
     members: dict[str, SimulatedSite] = {}
     with suppress(EOFError, OSError):
-        send(pipe, (setup.number, _tried(lambda: members.update(_make_sites(setup, tell)))))
+        send(pipe, (setup.number, _result_or_failure(lambda: members.update(_make_sites(setup, tell)))))
         while (question := receive(pipe)) is not None:
             site, *words = question
-            send(pipe, (site, _tried(lambda: members[site].ask(*words))))  # noqa: B023 - called at once
+            send(pipe, (site, _result_or_failure(lambda: members[site].ask(*words))))  # noqa: B023 - called at once
     for member in members.values():
         member.close()
 
@@ -261,7 +261,7 @@ def _make_sites(setup: WorkerSetup, tell: Observer) -> dict[str, SimulatedSite]:
     return simulated_sites(Job(config, setup.initial), setup.sites, setup.folder, tell, setup.former)
 
 
-def _tried(do: Callable[[], Any]) -> Any:
+def _result_or_failure(do: Callable[[], Any]) -> Any:
     try:
         return do()
     except ConsiliumError as error:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from consilium.config.job import TrainingConfig
-from consilium.config.sections import ServerConfig
+from consilium.config.run_sections import ServerConfig
 from consilium.core.errors import ConsiliumError, RefusedError
 from consilium.core.linalg.norms import concat_small
 from consilium.core.messages import TRAIN_LOSS, TRAIN_PENALTY, Payload, SiteInfo, Tensors

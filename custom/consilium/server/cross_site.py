@@ -6,7 +6,7 @@ from pathlib import Path
 
 from consilium.client.model_store import former_jobs
 from consilium.config.job import JobConfig
-from consilium.config.sections import CrossSiteConfig
+from consilium.config.run_sections import CrossSiteConfig
 from consilium.core.errors import CheckpointError, ConfigError, RefusedError
 from consilium.core.messages import MetricKey, Payload, Stage
 from consilium.federation.job import Job

@@ -81,7 +81,9 @@ class DPDyLoRA(Strategy):
         if self.tested_rank == "full":
             return {f"rank {full}": payload}
         ranks = range(full, min(self.rank_min, full) - 1, -1)  # of equally good ones the highest
-        return {f"rank {b}": replace(payload, tensors={n: _at(t, n, b) for n, t in payload.tensors.items()}) for b in ranks}
+        return {
+            f"rank {b}": replace(payload, tensors={n: _at_rank(t, n, b) for n, t in payload.tensors.items()}) for b in ranks
+        }
 
     def receive(self, own: Tensors, payload: Payload) -> Tensors:
         """Return the factors padded with zeros. A direction with A = 0 and B = 0 has no gradient, so it does not train."""
@@ -110,7 +112,7 @@ def _cut(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor[tuple(slice(size) for size in shape)]
 
 
-def _at(tensor: Tensor, name: str, rank: int) -> Tensor:
+def _at_rank(tensor: Tensor, name: str, rank: int) -> Tensor:
     if factor(name) == "A":
         return _pad(tensor[:rank], name, tensor.shape[0])
     if factor(name) == "B":

@@ -63,7 +63,7 @@ class FedHEAL(FedIT):
         masked = {name: {n: m * results[name].update.tensors[n].double() for n, m in masks[name].items()} for name in masks}
         kept = self.weights(state, {name: _distance(one) for name, one in masked.items()})
         share = normalized({name: float(kept[name][WEIGHT]) for name in masks})
-        shared = {n: _moved(t, n, share, masks, masked) for n, t in state.shared.items()}
+        shared = {n: _shared_after(t, n, share, masks, masked) for n, t in state.shared.items()}
         sites = {name: _history(state.sites.get(name, {}), results[name].update.tensors) | kept[name] for name in masks}
         round, phase = next_phase(state, self.traits.phases_of(state.round))
         reported = state.reported | dict.fromkeys(masks, state.round)
@@ -96,7 +96,7 @@ def _distance(update: Tensors) -> float:
     return sum(float(tensor.norm()) for _, tensor in sorted(update.items()))
 
 
-def _moved(
+def _shared_after(
     value: Tensor, name: str, share: Mapping[str, float], masks: Mapping[str, Tensors], masked: Mapping[str, Tensors]
 ) -> Tensor:
     """Return theta_g plus the weighted mean of masked updates; for each number over the sites whose mask is 1 there.

@@ -107,7 +107,7 @@ class FedSCA(Strategy):
         if name not in state.sites:
             return state.shared
         row = state.matrices[MATRIX][sorted(state.sites).index(name)]
-        return _mix(row, [state.sites[other] for other in sorted(state.sites)])
+        return _weighted_sum(row, [state.sites[other] for other in sorted(state.sites)])
 
     def aggregate(self, state: ServerState, results: dict[str, SiteResult]) -> ServerState:
         """Return the next state: each site's upload, the matrix, and in `shared` the weighted mean of this round's uploads."""
@@ -115,7 +115,7 @@ class FedSCA(Strategy):
         sites = {**state.sites, **fresh}
         reported = {**state.reported, **dict.fromkeys(fresh, state.round)}
         weights = {name: float(result.weight) for name, result in results.items()}
-        shared = _mix(shares(results).values(), list(fresh.values()))
+        shared = _weighted_sum(shares(results).values(), list(fresh.values()))
         known = {name: weights.get(name, state.weights.get(name, 1.0)) for name in sites}
         matrix = self._matrix(sites, known, set(fresh))
         round, phase = next_phase(state, self.traits.phases_of(state.round))
@@ -206,7 +206,7 @@ def similarities(flat: Tensor, kind: str, normalize: bool) -> Tensor:
     return found / scale if normalize and scale > 0 else found
 
 
-def _mix(weights: Iterable[float] | Tensor, values: list[Tensors]) -> Tensors:
+def _weighted_sum(weights: Iterable[float] | Tensor, values: list[Tensors]) -> Tensors:
     """Return sum_j w_j values_j, summed in float64 in the order given."""
     totals = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in values[0].items()}
     for weight, value in zip(map(float, weights), values, strict=True):

@@ -79,7 +79,7 @@ class FRLoRA(Strategy):
         """Return the next state: add this round's residual to every layer's frozen tail, and average the head."""
         tails, shared = dict[str, Tensor](), dict(state.shared)
         for layer in shapes(state.shared):
-            tails |= _grown(state.matrices, layer, factors(state.shared, layer), factors(results, layer))
+            tails |= _extended_tail(state.matrices, layer, factors(state.shared, layer), factors(results, layer))
         heads = {n: u for n, u in results.items() if lora_factor(n, self.name) is None}
         shared |= {n: (shared[n].double() + u).to(shared[n].dtype) for n, u in heads.items()}
         round, phase = next_phase(state, self.traits.phases_of(state.round))
@@ -103,7 +103,7 @@ def principal(weight: Tensor, rank: int, scaling: float) -> Product:
     return (u[:, :rank] * (signs * root)).float(), ((signs * root)[:, None] * vt[:rank]).float()
 
 
-def _grown(kept: Tensors, layer: str, start: Product, moved: Product) -> Tensors:
+def _extended_tail(kept: Tensors, layer: str, start: Product, moved: Product) -> Tensors:
     """Return the layer's tail plus B A - B0 A0 = dB A + B0 dA, for `moved` = (dB, dA) in float64."""
     (b0, a0), (db, da) = start, moved
     added = (db.float(), (a0.double() + da).float())

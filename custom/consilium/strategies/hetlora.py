@@ -84,7 +84,7 @@ class HetLoRA(UnequalRanks):
         """Return the site's next rank (1,): g times its last rank if the norms of the ranks beyond that shrank in the round."""
         rank = max(len(t) for n, t in end.items() if n.endswith(".lora_A"))
         kept = max(1, int(self.prune * rank))
-        shrunk = self.prune_weight > 0 and float(_beyond(end, kept)) < float(_beyond(upload.sent.tensors, kept))
+        shrunk = self.prune_weight > 0 and float(_norm_beyond(end, kept)) < float(_norm_beyond(upload.sent.tensors, kept))
         return torch.tensor([kept if shrunk else rank])
 
     # client half ------------------------------------------------------------------------------------------------------
@@ -99,10 +99,10 @@ class HetLoRA(UnequalRanks):
         if not self.prune_weight:
             return None
         rank = max(len(t) for n, t in step.params.items() if n.endswith(".lora_A"))
-        return self.prune_weight * _beyond(step.params, max(1, int(self.prune * rank)))
+        return self.prune_weight * _norm_beyond(step.params, max(1, int(self.prune * rank)))
 
 
-def _beyond(tensors: Mapping[str, Tensor], rank: int) -> Tensor:
+def _norm_beyond(tensors: Mapping[str, Tensor], rank: int) -> Tensor:
     """Return sum over layers of ||B[:, rank:]||_F ||A[rank:]||_F; its gradient at 0 is 0."""
     pairs = [factors(tensors, layer) for layer in shapes(tensors)]
     return lowrank.summed([_length(b[:, rank:]) * _length(a[rank:]) for b, a in pairs])

@@ -39,7 +39,7 @@ def leakage(moves: Mapping[str, Move], shared: Mapping[str, str]) -> dict[str, f
 
     Also return the smallest singular value of the factors. `shared`: "A" or "B", the shared factor of each layer.
     """
-    parts = [_parts(moves, layer, which) for layer, which in shared.items()]
+    parts = [_drift_and_leakage(moves, layer, which) for layer, which in shared.items()]
     common, leaked = (
         float(torch.stack([part.square().sum() for part in one]).sum().sqrt()) for one in zip(*parts, strict=True)
     )
@@ -51,17 +51,17 @@ def leakage(moves: Mapping[str, Move], shared: Mapping[str, str]) -> dict[str, f
     }
 
 
-def _parts(moves: Mapping[str, Move], layer: str, which: str) -> tuple[Tensor, Tensor]:
+def _drift_and_leakage(moves: Mapping[str, Move], layer: str, which: str) -> tuple[Tensor, Tensor]:
     """Return (common drift, leakage) of a layer's shared factor, in its shape, float64."""
     share = normalized({name: move.weight for name, move in sorted(moves.items())})
     private = {n: _factor(moves[n].start, layer, "A" if which == "B" else "B") for n in share}
     mean = torch.stack([share[n] * private[n] for n in share]).sum(0)
-    common = [share[n] * _against(moves[n], layer, which, mean) for n in share]
-    leaked = [share[n] * _against(moves[n], layer, which, private[n] - mean) for n in share]
+    common = [share[n] * _change_times_factor(moves[n], layer, which, mean) for n in share]
+    leaked = [share[n] * _change_times_factor(moves[n], layer, which, private[n] - mean) for n in share]
     return torch.stack(common).sum(0), torch.stack(leaked).sum(0)
 
 
-def _against(move: Move, layer: str, which: str, private: Tensor) -> Tensor:
+def _change_times_factor(move: Move, layer: str, which: str, private: Tensor) -> Tensor:
     """Return G A' (out, r) for a shared B, or B' G (r, in) for a shared A; A or B is `private`.
 
     G = B A - B0 A0 is the site's change of the product. G itself (out, in) is never computed.

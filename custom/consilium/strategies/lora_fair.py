@@ -70,10 +70,10 @@ class LoraFair(Strategy):
             identity = torch.eye(len(gram), dtype=gram.dtype)
             return torch.linalg.solve(gram + self.penalty * identity, towards - b @ gram, left=False)
         length = lowrank.norm(wanted)
-        return _refined(towards / length, gram, b, self.penalty) if length > 0 and b.any() else torch.zeros_like(b)
+        return _minimize_cosine_loss(towards / length, gram, b, self.penalty) if length > 0 and b.any() else torch.zeros_like(b)
 
 
-def _refined(towards: Tensor, gram: Tensor, b: Tensor, penalty: float) -> Tensor:
+def _minimize_cosine_loss(towards: Tensor, gram: Tensor, b: Tensor, penalty: float) -> Tensor:
     """Return the dB that L-BFGS finds from 0 for the cosine loss.
 
     The cosine is <towards, B + dB> / |(B + dB) A|, with `towards` = D A' / |D| (out, r) and `gram` = A A' (r, r).

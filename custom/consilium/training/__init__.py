@@ -1,1 +1,1 @@
-"""Local training: PyTorch only."""
+"""Local training at a site. It uses PyTorch and knows no server."""

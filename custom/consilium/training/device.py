@@ -1,4 +1,4 @@
-"""Where and in which precision a site computes."""
+"""The device and precision of a site's computations, and compilation of a model's blocks."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """Return bf16 autocast where it is wanted and the device computes in it ("auto" means on GPUs only)."""
+    """Return a context with bf16 autocast if `precision` asks for it and the device supports it ("auto": on GPUs only)."""
     gpu = device.type == "cuda" and torch.cuda.is_bf16_supported()
     if (precision == "bf16" and (gpu or device.type == "cpu")) or (precision == "auto" and gpu):
         return torch.autocast(device.type, torch.bfloat16)
@@ -22,9 +22,9 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
 
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[dict[str, float]]:
-    """Yield what holds the most bytes of a GPU that tensors took meanwhile, as "peak_bytes", when the block has ended.
+    """Yield a dict that after the context holds "peak_bytes", the most bytes of GPU memory that tensors used in it.
 
-    It stays empty on a CPU, where nobody counts them.
+    On a CPU it stays empty, because PyTorch does not count there.
     """
     found: dict[str, float] = {}
     if device.type == "cuda":
@@ -35,14 +35,14 @@ def peak_memory(device: torch.device) -> Iterator[dict[str, float]]:
 
 
 def pinned(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return a batch in pinned memory if it is for a GPU, to which it is then copied while the GPU computes."""
+    """Return a batch, in pinned memory if `device` is a GPU, so that copying overlaps with computing."""
     return {key: tensor.pin_memory() for key, tensor in batch.items()} if device.type == "cuda" else batch
 
 
 def pick_device(wanted: str, said: str = "site.yaml: device") -> torch.device:
     """Return the torch device for "auto" (first GPU, else CPU) or a named one.
 
-    Raises ConsiliumError if it is not there, naming where the user `said` so.
+    Raises ConsiliumError if the device does not exist; `said`: the setting that names it.
     """
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -53,7 +53,7 @@ def pick_device(wanted: str, said: str = "site.yaml: device") -> torch.device:
 
 
 def _missing(kind: str, number: int) -> str | None:
-    """Return why a device cannot be used here, None where it can. PyTorch itself takes cuda:256 for cuda:0."""
+    """Return why a device cannot be used here, None if it can. PyTorch itself would accept cuda:256 as cuda:0."""
     if kind == "mps":
         return None if torch.backends.mps.is_available() else "no MPS device here"
     if kind != "cuda":
@@ -65,24 +65,24 @@ def _missing(kind: str, number: int) -> str | None:
 
 
 def cuda_devices(params: Mapping[str, Tensor]) -> list[torch.device]:
-    """Return the GPUs that any of the tensors is on."""
+    """Return the GPUs on which any of the tensors is."""
     return list({p.device for p in params.values() if p.device.type == "cuda"})
 
 
 # compiled --------------------------------------------------------------------------------------------------------------
-# A model whose repeated blocks are compiled by torch.compile while it trains: one compilation serves all of them.
+# The repeated blocks of a model are compiled by torch.compile while it trains. One compilation serves all blocks.
 #
-# Blocks, not the whole: what lies around them (masks, prompts, hooks) stays as it is written, names of parameters too, and the
-# first step waits for one block. Training alone: answers that are written grow by a token a call, each of them another shape.
-# Random numbers are PyTorch's own, so that dropout is that of the model as it was.
+# Only blocks are compiled: the code around them (masks, prompts, hooks) and all parameter names stay unchanged, and the first
+# step waits for one block only. Only training is compiled: generated answers grow by one token per call, each a new shape.
+# Random numbers are PyTorch's own, so dropout equals that of the uncompiled model.
 
 OPTIONS = {"fallback_random": True}
-"""Of TorchInductor."""
+"""Options of TorchInductor."""
 
 
 @contextmanager
 def compiled(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Have the blocks of `model` compiled in the block, where it is `wanted`. What was compiled once is found again."""
+    """Compile the blocks of `model` within the context, if `wanted`. Earlier compilations are reused."""
     blocks = _blocks(model) if wanted else []
     try:
         for block in blocks:
@@ -94,7 +94,7 @@ def compiled(model: nn.Module, wanted: bool) -> Iterator[None]:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the list with the most parameters; the model itself where it has none."""
+    """Return the modules of the ModuleList with the most parameters; the model itself if it has no such list."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
     if not lists:
         return [model]
@@ -103,7 +103,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def require_compiler(device: torch.device) -> None:
-    """Raise ConfigError where this machine cannot compile, such as one without a C++ compiler."""
+    """Raise ConfigError if this machine cannot compile, for example without a C++ compiler."""
     try:
         torch.compile(lambda x: (x + 1).sin(), options=dict(OPTIONS))(torch.zeros(64, device=device))
     except Exception as error:  # Dynamo's and Inductor's share no base that is public

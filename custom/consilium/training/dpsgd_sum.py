@@ -1,9 +1,10 @@
-"""One step of DP-SGD over all sites' data: what a site adds to the sum of clipped gradients.
+"""One step of DP-SGD over all sites' data: a site's contribution to the sum of clipped gradients.
 
-Every site draws its own units (records or patients) with the same rate, by coins of the system's generator. Each unit's
-gradient is clipped and put on the grid on its own, so a unit moves the sum by its clip and the rounding of one gradient,
-whatever else was drawn and in whichever order. The guard adds the share of noise. An empty batch is a sum of zeros. So is a
-unit whose loss or gradient is not finite: an error instead would tell, without noise, that it was drawn.
+Every site draws its units (records or patients) independently with the same probability, with the system's random generator.
+Each unit's gradient is clipped and rounded to the grid separately. So a unit changes the sum by at most its clip and the
+rounding of one gradient, for any other drawn units and any order. The guard adds the site's share of noise. An empty batch
+gives zeros, and so does a unit whose loss or gradient is not finite: an error would reveal without noise that the unit was
+drawn.
 
 Source: M. Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1, its sum taken over hospitals.
 """
@@ -28,13 +29,13 @@ def clipped_sum(
     config: TrainingConfig,
     dp: DpSgd,
 ) -> Tensors:
-    """Return minus the sum of the drawn units' clipped gradients of the tensors `trained`, int64 in units of the grid.
+    """Return minus the sum of the drawn units' clipped gradients for the tensors `trained`, int64 in units of the grid.
 
-    `params`: the model's adapter tensors by name; they stay as they are. All that is drawn is secret, or of `dp.seed`. Models
-    draw nothing: one that does is refused. Raises ConsiliumError for a task whose loss is not one number.
+    `params`: the model's adapter tensors by name, which are not changed. Draws are secret, or fixed by `dp.seed`. A model that
+    draws random numbers itself is refused. Raises ConsiliumError for a task whose loss is not one number.
     """
     active, randomness = set_requires_grad(params, trained), dp.randomness()
-    config = config.model_copy(update={"precision": "fp32"})  # bf16 rounds by who else is in the batch
+    config = config.model_copy(update={"precision": "fp32"})  # in bf16 rounding depends on the rest of the batch
     drawn = randomness.coins(dp.count(task.num_samples), dp.sample_rate)
     clipped = ClippedSum(model, active, dp)
     model.train()

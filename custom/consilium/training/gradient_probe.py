@@ -1,4 +1,4 @@
-"""Losses and gradients of the model at given values, batch after batch of the training data, before local training."""
+"""Losses and gradients of a model with given values on batches of training data, and penalties on features."""
 
 import itertools
 from collections.abc import Collection, Mapping
@@ -20,9 +20,9 @@ from consilium.training.device import autocast, cuda_devices
 
 
 class BatchGradients:
-    """A strategy's `GradientProbe`: goes round a random `share` of the training data in batches of the job's size.
+    """The `GradientProbe` of a strategy: it cycles through a random `share` of the training data in batches of the job's size.
 
-    `seed` fixes which samples, and their augmentation. The model is in evaluation mode, so without dropout.
+    `seed` fixes the samples and their augmentation. The model is in evaluation mode, so there is no dropout.
     """
 
     def __init__(self, model: nn.Module, task: Task, config: TrainingConfig, seed: int, share: float) -> None:
@@ -33,9 +33,9 @@ class BatchGradients:
         self.batches, self._parts = len(parts), itertools.cycle(enumerate(parts))
 
     def __call__(self, values: Tensors, names: Collection[str]) -> tuple[float, Tensors]:
-        """See GradientProbe. Raises DataError where no sample can be read, ConsiliumError for a loss that is not finite.
+        """See GradientProbe. Raises DataError if no sample can be read, ConsiliumError for a loss that is not finite.
 
-        Where no sample can be read, a task that is `quiet` about samples that do not fit it gives a loss and gradients of 0.
+        If no sample can be read and the task is `quiet` about unfit samples, loss and gradients are 0 instead.
         """
         if not (batch := self._batch()) and getattr(self.task, "quiet", False):
             return 0.0, {name: torch.zeros_like(values[name], device="cpu") for name in names}
@@ -54,7 +54,7 @@ class BatchGradients:
         return loss.item(), gradients_of(loss, {name: params[name] for name in names})
 
     def _batch(self) -> Batch:
-        """Return the next batch of which some sample can be read, {} where there is none."""
+        """Return the next batch with at least one readable sample, {} if there is none."""
         for _ in range(self.batches):
             number, indices = next(self._parts)
             if batch := self.task.batch(indices, seed_for(self.seed, "look", number)):
@@ -63,8 +63,8 @@ class BatchGradients:
 
 
 def gradients_of(loss: Tensor, of: Mapping[str, Tensor]) -> Tensors:
-    """Return the loss's gradients by name, on the CPU; 0 for what it does not depend on."""
-    if not loss.requires_grad:  # on none of them: the last layer of SAM's decoder, which no mask comes from
+    """Return the gradients of the loss for the tensors `of`, by name, on the CPU; 0 for tensors that it does not depend on."""
+    if not loss.requires_grad:  # it depends on none, such as the last layer of SAM's decoder, which produces no mask
         return {name: torch.zeros_like(p, device="cpu") for name, p in of.items()}
     found = torch.autograd.grad(loss, list(of.values()), allow_unused=True)
     given = zip(of.items(), found, strict=True)
@@ -72,21 +72,21 @@ def gradients_of(loss: Tensor, of: Mapping[str, Tensor]) -> Tensors:
 
 
 # features --------------------------------------------------------------------------------------------------------------
-# A task whose loss also has what a strategy asks of the features between encoder and head.
+# A task whose loss includes a strategy's penalty on the features between encoder and head.
 
 
 class WithFeatures:
-    """The `task`, its training loss raised by `penalty` of the batch's mean features (C,)."""
+    """The `task`, with `penalty` of the batch's mean features (C,) added to its training loss."""
 
     def __init__(self, task: Task, penalty: FeaturePenalty) -> None:
         self.task, self.penalty = task, penalty
 
     def __getattr__(self, name: str) -> Any:
-        """Return what is the task's own."""
+        """Return the task's attribute."""
         return getattr(self.task, name)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the task's loss and the penalty, in one number."""
+        """Return the sum of the task's loss and the penalty."""
         loss, part = self.task.loss(model, batch), model.get_submodule("feature_shift")
         assert isinstance(part, FeatureShift)
         penalty = self.penalty(part.batch_mean())

@@ -1,6 +1,6 @@
-"""The personalized model of a site with a local adapter: each sample weighs it by how alike it is to the site's data.
+"""The personalized model of a site with a local adapter, weighted for each sample by its similarity to the site's data.
 
-Which records a sample is compared with, and what they look like inside the model, never leaves this block.
+The records that samples are compared with, and their representations, are never stored or sent.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,9 +23,9 @@ Mix = Callable[[float | Tensor], None]
 def interpolated(
     model: nn.Module, cut: Cut | None, task: Task, mix: Mix, interpolation: Interpolation, seed: int
 ) -> Iterator[None]:
-    """Let every call of `model` inside the block weigh the local adapter as `interpolation` says; `mix` sets the share.
+    """Within the context, every call of `model` weighs the local adapter by `interpolation`; `mix` sets the weight.
 
-    `cut`: where similar samples look alike; None for a share that is fixed.
+    `cut`: the point in the model whose output is the representation of a sample; None for a fixed weight.
     """
     examples, handle = interpolation.examples, None
     if cut is not None and examples and len(known := references(model, cut, task, mix, examples, seed)):
@@ -40,7 +40,7 @@ def interpolated(
 
 
 def references(model: nn.Module, cut: Cut, task: Task, mix: Mix, count: int, seed: int) -> Tensor:
-    """Return the representations (S, F) of `count` training records; fewer where there are no more that can be read."""
+    """Return the representations (S, F) of `count` random training records, or of fewer if not all can be read."""
     order = torch.randperm(task.num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
     batch = task.batch(order[:count], seed_for(seed, "references"))
     if not batch:
@@ -51,7 +51,7 @@ def references(model: nn.Module, cut: Cut, task: Task, mix: Mix, count: int, see
 
 
 def represented(cut: Cut, run: Callable[[], Any]) -> Tensor:
-    """Return the means over all places (N, F) of what passes the cut while `run` runs."""
+    """Call `run` and return the mean over positions (N, F) of the output at the cut."""
     seen: list[Tensor] = []
     handle = cut.module.register_forward_hook(lambda module, args, output: seen.append(output))
     try:
@@ -62,12 +62,12 @@ def represented(cut: Cut, run: Callable[[], Any]) -> Tensor:
 
 
 def fixed_share(interpolation: Interpolation) -> float:
-    """Return the local adapter's share for a sample that is not compared with others, or is like them all."""
+    """Return the local adapter's weight for a sample that is not compared, or that has similarity 1."""
     return 1 - interpolation.most if interpolation.as_in_code else interpolation.most
 
 
 def sample_shares(interpolation: Interpolation, found: Tensor, known: Tensor) -> Tensor:
-    """Return the local adapter's shares (N,) for samples by their representations (N, F) and those of references (S, F)."""
+    """Return the local adapter's weights (N,) for samples. `found` (N, F), `known` (S, F): representations of samples and records."""
     cosines = F.normalize(found, dim=1) @ F.normalize(known, dim=1).T
     if interpolation.as_in_code:
         return 1 - interpolation.most * cosines.mean(1)

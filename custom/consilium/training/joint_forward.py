@@ -1,8 +1,8 @@
-"""One forward pass for several sites that share a frozen base: it sees their batches as one, and each adapter sees its own.
+"""One forward pass for several sites that share a frozen base: their batches are joined, and each adapter gets its own rows.
 
-The sites' models are copies that share the base's tensors (`copy_sharing_base`). The first one's code runs on all batches, and
-in it every module that holds adapter tensors hands each site's rows to that site's own module. So the products of the base,
-most of a step, become few large ones. The numbers are those of single passes, but for the rounding of another batch size.
+The sites' models are copies that share the base's tensors (`copy_sharing_base`). The first model runs on all batches. In it
+every module with adapter tensors passes each site's rows to that site's own module. So the base's matrix products, most of a
+step, become few large ones. The results equal those of single passes up to the rounding of another batch size.
 """
 
 import copy
@@ -20,20 +20,23 @@ from consilium.adapters import layers
 
 Key = tuple[Any, ...]
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
-"""By which a joined pass may differ from one alone, relative to the largest number; of shorter types 2e-2."""
+"""The largest difference between a joint and a single pass, relative to the largest number; 2e-2 for shorter types."""
 CHANGE = 0.1
-"""By how much `check_rows` changes adapter tensors, relative to their mean size; tensors of zeros by this much."""
+"""The size of the noise that `check_rows` adds to adapter tensors, relative to their mean size; absolute for zero tensors."""
 
 
 def copy_sharing_base(model: nn.Module) -> nn.Module:
-    """Return a copy of `model` with adapter tensors of its own, which shares every other tensor with it."""
+    """Return a copy of `model` with its own adapter tensors, which shares all other tensors with `model`."""
     own = {id(tensor) for tensor in layers.tensors(model).values()}
     shared = [*model.parameters(), *model.buffers(), *layers.unchanged_base(model)]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared if id(tensor) not in own})
 
 
 def joined_part(model: nn.Module) -> nn.Module:
-    """Return what runs for all sites at once: of a language model all but its output layer, which only reads learned tokens."""
+    """Return the part of a model that runs for all sites at once.
+
+    Of a language model it is the decoder without the output layer, which reads only learned tokens.
+    """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model  # type: ignore[operator]
     return decoder if isinstance(decoder, nn.Module) else model
 
@@ -49,22 +52,22 @@ class Call:
     options: dict[str, Any]
 
     def alone(self) -> Any:
-        """Return what the site's own model makes of it."""
+        """Return the output of the site's own model."""
         return self.run(*self.arguments, **self.options)
 
     @property
     def watched(self) -> bool:
-        """Whether something looks into the site's own model, and would see nothing of a joined pass."""
+        """Whether the site's model has hooks, which a joint pass would not call."""
         return any(one._forward_hooks or one._forward_pre_hooks for one in self.part.modules())
 
     @property
     def rows(self) -> int:
-        """The size of the batch: that of the first tensor."""
+        """The size of the batch, from the first tensor."""
         return len(self._first)
 
     @property
     def length(self) -> int:
-        """The tokens of a batch of texts, 0 of pictures."""
+        """The number of tokens per text of a batch, 0 for pictures."""
         return self._first.shape[1] if _is_tokens(self._first) else 0
 
     @property
@@ -73,14 +76,15 @@ class Call:
 
     @property
     def key(self) -> Key:
-        """What calls must have in common to be joined: the shapes of a row, other arguments, and the model's switches."""
+        """The properties that joined calls must share: shapes of a row, other arguments, and the model's settings."""
         return self.part.training, layers.switches(self.model), _shape((self.arguments, self.options))
 
 
 def forward_together(calls: Sequence[Call]) -> list[Any]:
-    """Return each call's output, of one pass over all their batches.
+    """Return each call's output, from one pass over all their batches.
 
-    The base must treat rows apart: no batch norm in training, no dropout. Raises ValueError where rows cannot be told apart.
+    The base must treat rows independently (no batch norm in training, no dropout). Raises ValueError if the outputs cannot be
+    split by row.
     """
     sizes, lengths = [call.rows for call in calls], [call.length for call in calls]
     first = calls[0]
@@ -91,10 +95,10 @@ def forward_together(calls: Sequence[Call]) -> list[Any]:
 
 
 def check_rows(calls: Sequence[Call]) -> None:
-    """Raise ValueError unless a joined pass gives each call what its own model gives, for whatever adapter tensors.
+    """Raise ValueError unless a joint pass gives each call the output of its own model, for any adapter tensors.
 
-    The tensors are changed for the check, each site's otherwise: at a run's start all sites have equal ones. A model that reads
-    a tensor past its module's forward, as SAM's mask decoder does, would use the first site's for all.
+    For the check each site's tensors are changed differently, because at a run's start all sites have equal ones. A model that
+    reads a tensor outside its module's forward, as SAM's mask decoder does, would use the first site's tensor for all sites.
     """
     own = [tensor for call in calls for tensor in layers.tensors(call.model).values()]
     kept, noise = [tensor.detach().clone() for tensor in own], torch.Generator().manual_seed(0)
@@ -114,7 +118,7 @@ def check_rows(calls: Sequence[Call]) -> None:
 
 
 def random_state() -> list[Tensor]:
-    """Return the states of PyTorch's random numbers, the CPU's first."""
+    """Return the states of PyTorch's random generators, that of the CPU first."""
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
 
 
@@ -126,15 +130,15 @@ def set_random_state(state: Sequence[Tensor]) -> None:
 
 
 def check_drew_nothing(before: Sequence[Tensor]) -> None:
-    """Raise ValueError where random numbers were drawn, of a GPU too, since they had the state `before`."""
+    """Raise ValueError if random numbers were drawn, on the CPU or a GPU, since the state `before`."""
     if not all(map(torch.equal, before, random_state())):
         raise ValueError("the model draws random numbers, as dropout does")
 
 
 def _as_exactly_as_stored(model: nn.Module) -> torch.autocast:
-    """Return autocast switched off for a model in float32, so that little is rounded; else as it is, but without its cache.
+    """Return a context without autocast for a float32 model, so that rounding is small; otherwise autocast without its cache.
 
-    The cache holds casts of tensors from before they were changed.
+    The cache would hold casts of tensors from before they were changed.
     """
     device = next(model.parameters()).device.type
     wanted = torch.is_autocast_enabled(device) and any(one.dtype != torch.float32 for one in model.parameters())
@@ -142,7 +146,7 @@ def _as_exactly_as_stored(model: nn.Module) -> torch.autocast:
 
 
 def _check_equal(joined: Any, alone: Any) -> None:
-    """Raise ValueError where an output of a joined pass is not what the site's own model makes."""
+    """Raise ValueError if an output of a joint pass differs from that of the site's own model."""
     pairs = zip(_leaves(joined), _leaves(alone), strict=True)
     for one, other in ((one, other) for one, other in pairs if isinstance(other, Tensor)):
         largest = float(other.abs().max()) if other.numel() else 0.0
@@ -167,7 +171,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _shape(value: Any) -> Any:
-    """Return what values that can be joined have in common; tokens may differ in length, as they are padded."""
+    """Return a key that is equal for values that can be joined. Tokens may differ in length, because they are padded."""
     if isinstance(value, Tensor):
         return str(value.dtype), str(value.device), "tokens" if _is_tokens(value) else tuple(value.shape[1:])
     if isinstance(value, Mapping):
@@ -206,10 +210,10 @@ def _cut(value: Any, start: int, size: int, of: int, length: int) -> Any:
 
 @contextmanager
 def _each_its_own(calls: Sequence[Call], sizes: Sequence[int]) -> Iterator[None]:
-    """Have the first call's modules that hold adapter tensors hand each site's rows to its own module."""
+    """Within the context, the first call's modules with adapter tensors pass each site's rows to the site's own module."""
     owners = [layers.owners(call.model) for call in calls]
     inside = set(calls[0].part.modules())
-    # a module with a forward of its own is left out of the model, or is the whole part
+    # a module whose instance has its own `forward` is skipped by the model, or is the whole part
     replaced = [group for group in zip(*owners, strict=True) if group[0] in inside and "forward" not in vars(group[0])]
     try:
         for group in replaced:
@@ -228,7 +232,10 @@ def _apart(
     *more: Any,
     **options: Any,
 ) -> Tensor:
-    """Run each site's module on its rows of `hidden` (rows times any factor, ...). Other arguments may be switches only."""
+    """Run each site's module on its rows of `hidden` (sum of `sizes` times any factor, ...), and join the outputs.
+
+    Other arguments must be numbers, booleans or None. Raises ValueError otherwise.
+    """
     factor, rest = divmod(len(hidden), sum(sizes))
     if rest or not all(isinstance(one, bool | int | float | None) for one in (*more, *options.values())):
         raise ValueError(f"{type(modules[0]).__name__} gets {tuple(hidden.shape)} for {sum(sizes)} rows")

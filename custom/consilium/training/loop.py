@@ -1,4 +1,4 @@
-"""The local loop: PyTorch only. It knows tensors, a task and a few callables; nothing of servers, sites or files."""
+"""The local training loop. It uses tensors, a task and a few callables, and knows no servers, sites or files."""
 
 import itertools
 import math
@@ -27,9 +27,9 @@ from consilium.training.device import CPU, autocast, compiled, cuda_devices, pin
 # The optimizer of local training and its learning rate.
 
 FUSED = frozenset({"cpu", "cuda"})
-"""Devices with a kernel for all of Adam's step: on a CPU 3 to 7 times faster for adapters, equal to a few roundings.
+"""Devices with a fused kernel for Adam. On a CPU it is 3 to 7 times faster for adapters and equal up to rounding.
 
-SGD has one too, which on a CPU was slower than what PyTorch does by itself.
+SGD's fused kernel was slower than PyTorch's default on a CPU, so it is not used.
 """
 
 
@@ -43,13 +43,16 @@ def make_optimizer(parameters: list[nn.Parameter], config: TrainingConfig) -> to
 
 
 def learning_rate(config: TrainingConfig, done: int, total: int) -> float:
-    """Return the learning rate after `done` of a round's `total` steps; `cosine` and `linear` fall to 0 in every round anew."""
+    """Return the learning rate after `done` of a round's `total` steps. `cosine` and `linear` start again in every round."""
     part = {"constant": 1.0, "cosine": 0.5 * (1 + math.cos(math.pi * done / total)), "linear": 1 - done / total}
     return config.lr * part[config.schedule]
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, names: list[str], kept: Tensors) -> None:
-    """Let an optimizer over parameters `names`, in its order, go on with what `memory` returned; one without starts empty."""
+    """Load the state that `state_of` returned into an optimizer. `names`: its parameters, in its order.
+
+    Parameters without a stored state start with an empty one.
+    """
     state: dict[int, dict[str, Tensor]] = {}
     for key, tensor in kept.items():
         name, _, field = key.rpartition("/")
@@ -59,27 +62,27 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, names: list[str], kept: 
 
 
 def state_of(optimizer: torch.optim.Optimizer, names: list[str]) -> Tensors:
-    """Return an optimizer's state as "parameter/field" (Adam's step, exp_avg, exp_avg_sq; momentum's momentum_buffer)."""
+    """Return an optimizer's state by "parameter/field" (Adam: step, exp_avg, exp_avg_sq; momentum: momentum_buffer)."""
     state = optimizer.state_dict()["state"]
     fields = ((names[i], field, value) for i, one in state.items() for field, value in one.items())
     return {f"{name}/{field}": value.detach().cpu().clone() for name, field, value in fields if isinstance(value, Tensor)}
 
 
 # losses ----------------------------------------------------------------------------------------------------------------
-# The losses of a round, read from the device seldom: to read one number makes a GPU finish all that it was given so far.
+# The losses of a round are read from a GPU rarely, because reading a number waits for all queued work.
 
 AT_ONCE = frozenset({"cpu"})
-"""Devices where reading a number waits for nothing."""
+"""Devices on which reading a number does not wait."""
 EVERY = 1.0
-"""Seconds between two looks at the losses of another device."""
+"""Seconds between two readings of the losses on other devices."""
 
 
 @dataclass
 class LossAccumulator:
-    """Losses of steps, each the sum of its batches' times their shares. `lr` is the learning rate that errors name.
+    """Sums the losses of steps. A step's loss is the sum of its batches' losses times their shares. `lr`: for error messages.
 
-    `private`: under privacy for records or patients a loss that is not finite counts as 0, as its gradient does; an error
-    would end the round, and so tell, without noise, that its record was drawn.
+    `private`: under record- or patient-level privacy a loss that is not finite counts as 0, as its gradient does. An error
+    would end the round and so reveal, without noise, that its record was drawn.
     """
 
     device: torch.device
@@ -92,14 +95,14 @@ class LossAccumulator:
     _last: float = field(default_factory=time.monotonic)
 
     def add(self, loss: Tensor, share: float = 1.0) -> None:
-        """Note a batch's loss, which stays where it is."""
+        """Add a batch's loss, which stays on its device until it is read."""
         self._unread.append(loss.detach())
         self._shares.append(share)
 
     def end_step(self, last: bool) -> bool:
-        """End a step; read unread losses if that is free, due, or the step is the `last`. Return whether they were read.
+        """End a step. Read the unread losses on a CPU, after EVERY seconds, or in the `last` step; return whether they were read.
 
-        `total` is then the sum over all steps so far. Raises ConsiliumError, naming the first loss that is not finite, unless
+        Then `total` is the sum over all steps so far. Raises ConsiliumError, naming the first loss that is not finite, unless
         `private`.
         """
         self._ends.append(len(self._unread))
@@ -111,7 +114,7 @@ class LossAccumulator:
         return True
 
     def _read(self, values: list[float]) -> None:
-        """Add up step by step, so that it makes no difference when this is done."""
+        """Add the losses step by step, so that the sum does not depend on when they are read."""
         wrong = next((value for value in values if not math.isfinite(value)), None)
         if wrong is not None and not self.private:
             what = f"training.lr: {self.lr}: the loss became {wrong}; lower it or check the data"
@@ -126,16 +129,16 @@ class LossAccumulator:
 
 
 class Stopped(ConsiliumError):
-    """Training was asked to stop (job aborted); nothing was uploaded or saved."""
+    """Training was stopped (job aborted). Nothing was uploaded or saved."""
 
     reason = Reason.STOPPED
 
 
 @dataclass(frozen=True)
 class Progress:
-    """After an optimizer step: `step` of `steps` (1-based), the loss averaged so far, and the learning rate of the step.
+    """The state after an optimizer step: `step` (from 1) of `steps`, the mean loss so far, and the step's learning rate.
 
-    The loss is None where it was not looked at: on a GPU that is done once a second, see `LossAccumulator`.
+    The loss is None if it was not read: on a GPU it is read once per second, see `LossAccumulator`.
     """
 
     step: int
@@ -162,20 +165,22 @@ def train(
     correction: Mapping[str, Tensor] = MappingProxyType({}),
     backward: Callable[[Tensor], None] = Tensor.backward,
 ) -> dict[str, float]:
-    """Train the tensors named in `trained` in place and return {"loss", "steps"}, and "penalty" if there is one.
+    """Train the tensors named in `trained` in place. Return the mean "loss", the number of "steps" and any mean "penalty".
 
-    `params` are the model's adapter tensors by name, of which `trained` are parameters; all others are frozen. Equal inputs
-    give equal results: `seed` fixes shuffling, augmentation and dropout, and the optimizer starts empty, or goes on with
-    `optimizer_state`, which is brought up to date. `correction` is added to the parameters of its names over the round, to each
-    step by its share of the learning rate. `backward` takes the gradients of a step's loss. With `dp` the steps are
-    record-level private, and repeatable only with a seed of its own. Without samples there is no step. The model is in
-    evaluation mode afterwards. Raises ConsiliumError when the loss is not finite, but under DP-SGD, see `LossAccumulator`.
+    `params`: the model's adapter tensors by name; those not in `trained` are frozen. `seed` fixes shuffling, augmentation and
+    dropout, so equal inputs give equal results. `optimizer_state`: continued and updated in place; None starts empty.
+    `correction`: changes by tensor name that are added over the round, in each step in proportion to its learning rate.
+    `backward` computes the gradients of a step's loss. With `dp` the steps are DP-SGD, repeatable only if `dp` has a seed.
+    Without samples there are no steps, except with `dp`. Afterwards the model is in evaluation mode. Raises ConsiliumError for
+    a loss that is not finite, except with `dp`, see `LossAccumulator`.
     """
     active = set_requires_grad(params, trained)
-    if dp is None and not task.num_samples:  # at site level noise hides whether a site has any; without noise none gets here
+    if (
+        dp is None and not task.num_samples
+    ):  # site-level noise hides that a site has none; without noise such a site is not asked
         return {"loss": 0.0, "steps": 0.0}
     optimizer = make_optimizer(list(active.values()), config)
-    optimizer.zero_grad(set_to_none=True)  # of a step that failed between its batches, in an earlier round
+    optimizer.zero_grad(set_to_none=True)  # gradients may be left from a step that failed in an earlier round
     if optimizer_state:
         restore_optimizer(optimizer, list(active), optimizer_state)
     anchors = {name: p.detach().clone() if name in trained else p.detach() for name, p in params.items()}
@@ -211,7 +216,7 @@ def train(
 
 
 def set_requires_grad(params: Mapping[str, Tensor], trained: set[str]) -> dict[str, nn.Parameter]:
-    """Let the tensors named in `trained` take gradients, and no other of `params`; return them as the parameters they are."""
+    """Set requires_grad for the tensors named in `trained` and clear it for the rest of `params`; return the trained ones."""
     for name, parameter in params.items():
         parameter.requires_grad_(name in trained)
     return {name: cast(nn.Parameter, parameter) for name, parameter in params.items() if name in trained}
@@ -237,13 +242,13 @@ def _steps(
 ) -> Iterator[Callable[[LocalStep, Penalty, LossAccumulator, bool], bool]]:
     """Yield a function that takes one optimizer step and returns whether all losses so far have been read from the device.
 
-    After the last step they have.
+    After the last step it returns True.
     """
     if dp is None:
         with closing(stream(task, config, seed, total * config.accumulate, _device(model))) as made:
             yield partial(_step, model, task, optimizer, made, config, backward)
         return
-    # in bf16 a record's gradient depends on the others in its batch, by up to 1.5e-3 of the clip
+    # in bf16 a record's gradient depends on its batch, by up to 1.5e-3 of the clip
     config = config.model_copy(update={"precision": "fp32"})
     with PrivateSteps(model, optimizer, trained, dp.count(task.num_samples), dp) as private:
         yield partial(_private_step, model, task, private, config)
@@ -261,9 +266,9 @@ def _step(
     losses: LossAccumulator,
     last: bool,
 ) -> bool:
-    """Take one step over `accumulate` batches, without any over the penalty alone.
+    """Take one step over `accumulate` batches; if no batch is left, over the penalty alone.
 
-    A loss that is known not to be finite never reaches the optimizer.
+    If the losses are read in this step, one that is not finite raises an error before the optimizer's step.
     """
     value = penalty(step)
     if value is not None and value.requires_grad:
@@ -286,12 +291,12 @@ def _private_step(
     losses: LossAccumulator,
     last: bool,
 ) -> bool:
-    """Take one step on a Poisson batch, one record or one patient at a time; an empty one is noise only.
+    """Take one step on a Poisson batch, one record or one patient at a time. An empty batch gives noise only.
 
-    A record that cannot be read and is left out adds nothing to the sum, as if its gradient were 0: the clip still bounds what
-    it can change, it was drawn like any other, and the divisor is the batch's expected size, so noise and accounting hold.
-    What augments is of the step, see `DpSgd`. Were it the batch's, one record or patient more would change the augmentation of
-    all behind it, and with it more of the clipped sum than the clip, which is what the noise is made for.
+    A record that cannot be read adds nothing to the sum, as if its gradient were 0. The clip still bounds its influence, it was
+    drawn like any other, and the divisor is the batch's expected size. So noise and accounting hold. The augmentation's seed
+    belongs to the step, see `DpSgd`. If it depended on the batch, one more record or patient would change the augmentation of
+    all later ones, and so change the clipped sum by more than the clip for which the noise is made.
     """
     value, trained = penalty(step), private.sum.trained
     parts = private.samples(private.draw())
@@ -306,7 +311,7 @@ def _private_step(
 
 
 def read(model: nn.Module, task: Task, parts: Sequence[list[int]], seed: int) -> Iterator[tuple[int, Batch]]:
-    """Yield (size, batch) for each unit's samples; a unit that cannot be read is left out. Nothing that it raises is told."""
+    """Yield (size, batch) for each unit's samples. A unit that cannot be read is left out; its error is only logged here."""
     calls = (partial(_unit, task, _device(model), part, seed) for part in parts)
     with closing(ahead(calls, _ahead(task))) as made:
         yield from ((len(next(iter(batch.values()))), batch) for batch in made if batch)
@@ -317,7 +322,7 @@ def _unit(task: Task, device: torch.device, samples: list[int], seed: int) -> Ba
         return _batch(task, device, samples, seed)
     except STOPS:
         raise
-    except BaseException as error:  # a library's panic is not an Exception
+    except BaseException as error:  # a panic of a library is not an Exception
         log_failure("unit", error)
         return {}
 
@@ -338,13 +343,13 @@ def _backward(
     """Add the gradients of one batch's loss times `share`; return that loss, on its device."""
     with autocast(_device(model), config.precision):
         loss = scalar(task.loss(model, batch)) * share
-    if loss.requires_grad:  # not at a site that may train no rank, which takes part without a change
+    if loss.requires_grad:  # false at a site that may train no rank, which takes part without a change
         backward(loss)
     return loss
 
 
 def scalar(loss: Tensor) -> Tensor:
-    """Return a task's loss. Raises ConsiliumError for anything but one number as a tensor."""
+    """Return a task's loss. Raises ConsiliumError unless it is a tensor with one number."""
     if not isinstance(loss, Tensor) or loss.ndim:
         what = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ConsiliumError(f"the task's loss() is {what}; return a tensor with one number, the batch's mean", Reason.TRAINING)
@@ -354,10 +359,10 @@ def scalar(loss: Tensor) -> Tensor:
 def stream(
     task: Task, config: TrainingConfig, seed: int, count: int, device: torch.device = CPU
 ) -> Generator[Batch, None, None]:
-    """Yield `count` batches, each epoch shuffled by its own seed; the next are made ready meanwhile where the task can.
+    """Yield `count` batches, each epoch shuffled with its own seed. Further batches are prepared meanwhile if the task allows it.
 
-    A batch of which no sample can be read is passed over. Where that is so for a whole epoch there are no more, of a task that
-    is `quiet` about samples that do not fit it; of others DataError is raised.
+    A batch without a readable sample is skipped. If a whole epoch has none, the stream ends for a task that is `quiet` about
+    unfit samples, and DataError is raised for others.
     """
     epochs = (_calls(task, config.batch_size, seed_for(seed, "epoch", epoch), device) for epoch in itertools.count())
     calls, empty, length = itertools.chain.from_iterable(epochs), 0, -(-task.num_samples // config.batch_size)
@@ -374,13 +379,13 @@ def stream(
 
 
 def batches(task: Task, batch_size: int, seed: int) -> Iterator[Batch]:
-    """Yield one epoch of the training split, shuffled by `seed`; the last batch may be smaller."""
+    """Yield the batches of one epoch of the training split, shuffled with `seed`; the last batch may be smaller."""
     yield from (call() for call in _calls(task, batch_size, seed, CPU))
 
 
 def _calls(task: Task, batch_size: int, seed: int, device: torch.device) -> Iterator[Callable[[], Batch]]:
     order = torch.randperm(task.num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
-    if hasattr(task, "grouped"):  # isinstance would not see it in a task behind another's __getattr__, from Python 3.12 on
+    if hasattr(task, "grouped"):  # from Python 3.12 on isinstance does not see methods behind a wrapper's __getattr__
         order = cast(GroupsRecords, task).grouped(order, batch_size)
     for start in range(0, len(order), batch_size):
         yield partial(_batch, task, device, order[start : start + batch_size], seed)
@@ -395,5 +400,5 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _ahead(task: Task) -> int:
-    """Return how many batches may be made ready by another thread: none unless the task says that it has such `workers`."""
+    """Return how many batches another thread may prepare ahead: 0 unless the task has `workers`."""
     return AHEAD if getattr(task, "workers", 0) else 0

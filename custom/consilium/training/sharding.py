@@ -1,9 +1,10 @@
-"""A base over several devices: every rank keeps its part of each block, and has a block whole only while it computes it.
+"""Shards a frozen base over several devices: each rank (process) holds a part of every block.
 
-PyTorch's FSDP2 does so (`fully_shard`; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB
-2023). A block is one of a model's stack of layers. What is in none (embeddings, norms, heads), and all that trains, is whole at
-every rank, so that the guard sees whole tensors. In a step all ranks go through the blocks together. Rank 0 alone evaluates;
-when it comes to a block then, it tells the others, and they hand over their parts.
+A rank gathers a whole block only while computing it. PyTorch's FSDP2 does this (`fully_shard`; Zhao et al., "PyTorch FSDP:
+Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023). A block is one entry of a model's stack of layers. Tensors
+outside of blocks (embeddings, norms, heads) and all trained tensors are whole at every rank, so that the guard sees whole
+tensors. In a training step all ranks go through the blocks together. Only rank 0 evaluates: at each block it asks the others
+for their parts.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,12 +23,15 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 GLOO = "consilium_gloo"
-"""What torch.distributed knows our gloo by: its own would listen at whatever address the machine's name has."""
+"""The name of our gloo backend in torch.distributed. Its default one would listen at the address of the machine's name."""
 Maker = Callable[["Store", int, int, timedelta], "ProcessGroup"]
 
 
 def stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and blocks of a model's outermost stacks: lists of at least two modules of one class with parameters."""
+    """Yield (name, block) for the blocks of a model's outermost stacks.
+
+    A stack is a ModuleList or Sequential of at least two modules of one class with parameters.
+    """
     for name, child in model.named_children():
         blocks = list(child.children())
         alike = len(blocks) > 1 and len({type(one) for one in blocks}) == 1 and next(blocks[0].parameters(), None) is not None
@@ -38,9 +42,9 @@ def stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def kept_whole(model: nn.Module) -> set[Tensor]:
-    """Return the parameters of a model with an adapter that every rank has whole, in blocks or not.
+    """Return the parameters that every rank holds whole.
 
-    They are those that train, those of no block, single numbers, and those that two blocks share.
+    These are the trained ones, those outside of blocks, single numbers, and those that two blocks share.
     """
     holders: dict[nn.Parameter, int] = {}
     for _, block in stacks(model):
@@ -51,10 +55,10 @@ def kept_whole(model: nn.Module) -> set[Tensor]:
     return found | set(layers.tensors(model).values())
 
 
-def spared(model: nn.Module, ranks: int) -> int:
-    """Return the bytes that each of so many ranks is spared: the other ranks' parts, but for the largest block.
+def spared_bytes(model: nn.Module, ranks: int) -> int:
+    """Return the bytes that each of `ranks` ranks saves: the other ranks' parts, minus twice the largest block.
 
-    That one is there whole when it is computed, and once more while its parts come in.
+    The largest block is whole while it is computed, and a second time while its parts are gathered.
     """
     whole = kept_whole(model)
     sizes = [
@@ -64,14 +68,14 @@ def spared(model: nn.Module, ranks: int) -> int:
 
 
 def backend(device: torch.device) -> str:
-    """Return what blocks' parts travel by: NCCL between GPUs, gloo between CPUs."""
+    """Return the backend for the exchange of blocks' parts: NCCL between GPUs, our gloo between CPUs."""
     return "nccl" if device.type == "cuda" else GLOO
 
 
 def world(store: "Store", rank: int, size: int, device: torch.device, gloo: Maker, patience: timedelta) -> "DeviceMesh":
-    """Return the mesh of a site's ranks, on each rank's `device`; `gloo` makes a group of CPUs.
+    """Return the device mesh of a site's ranks, on each rank's `device`. `gloo` makes a process group of CPUs.
 
-    torch.distributed has one such world a process. Raises ConsiliumError where there is one already.
+    torch.distributed allows one such world per process. Raises ConsiliumError if there is one already.
     """
     import torch.distributed as dist
 
@@ -79,7 +83,7 @@ def world(store: "Store", rank: int, size: int, device: torch.device, gloo: Make
         what = "another site of this process has its base in parts already"
         raise ConsiliumError(f"site.yaml: base: 'sharded': {what}; give each a process of its own", Reason.POLICY)
     if device.type == "cuda":
-        torch.cuda.init()  # else the mesh would choose a device by the rank's number
+        torch.cuda.init()  # otherwise the mesh would choose a device by the rank's number
         if device.index is not None:
             torch.cuda.set_device(device)  # where FSDP2 and NCCL compute
     else:
@@ -89,7 +93,7 @@ def world(store: "Store", rank: int, size: int, device: torch.device, gloo: Make
 
 
 def leave_world() -> None:
-    """Leave what `world` has made, if anything."""
+    """Destroy the process group that `world` has made, if there is one."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -97,9 +101,9 @@ def leave_world() -> None:
 
 
 def shard(model: nn.Module, mesh: "DeviceMesh", device: torch.device) -> list["FSDPModule"]:
-    """Leave of every block this rank's part, on its device, and put all else there; return the blocks.
+    """Reduce every block to this rank's part, move all tensors to its device, and return the blocks.
 
-    Nothing travels: each rank takes its part of the whole base that it has read. Raises ConsiliumError for a base that has no
+    Nothing is exchanged: each rank has read the whole base and keeps its part. Raises ConsiliumError for a base without frozen
     blocks.
     """
     from torch.distributed.fsdp import fully_shard
@@ -118,13 +122,13 @@ def shard(model: nn.Module, mesh: "DeviceMesh", device: torch.device) -> list["F
 
 
 def hand_over(block: "FSDPModule") -> None:
-    """Give this rank's part of a block to all, for whom another one asked."""
+    """Take part in gathering a block that another rank asked for, and free it again."""
     block.unshard()
     block.reshard()
 
 
 def ask_for(blocks: list["FSDPModule"], ask: Callable[[int], None]) -> None:
-    """Have `ask` called with a block's number whenever the model comes to the block, before its parts are waited for."""
+    """Register hooks that call `ask` with a block's number before the model gathers the block's parts."""
     for number, block in enumerate(blocks):
         cast(nn.Module, block).register_forward_pre_hook(_asking(ask, number), prepend=True)
 

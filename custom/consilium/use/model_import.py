@@ -30,10 +30,10 @@ from consilium.core.sanitize import shown
 from consilium.core.storage import PUBLIC, file_hash, write_atomic
 from consilium.models.architecture import refuse_adapter
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer, use_own_layers
-from consilium.models.export import no_progress_bar, save_text_model
-from consilium.models.folder import short
 from consilium.models.gguf import gguf_files
-from consilium.models.model_folder import INDEX, WEIGHTS, named_as, plain_file, read_json
+from consilium.models.transformers_folder import short
+from consilium.models.untrusted_folder import INDEX, WEIGHTS, named_as, plain_file, read_json
+from consilium.models.weight_files import no_progress_bar, save_text_model
 from consilium.tasks.language.prompts import Prompt
 from consilium.use.output_folder import LICENCES, as_the_umask_says, check_destination, new_folder
 

@@ -16,7 +16,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.schema import LARGEST_FILE, read_yaml
 from consilium.federation.job import assemble_job
 from consilium.models import architecture
-from consilium.models.layout import layout
+from consilium.models.meta_device import layout
 from consilium.models.registry import MODELS
 from consilium.models.sam import SAM
 from consilium.models.sam.network import build_sam
@@ -184,7 +184,7 @@ def test_the_blocks_of_all_stages_together_have_a_bound(key: str) -> None:
 
 def test_modules_that_nobody_holds_yet_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A list's layers without a parameter are in no model, and so in no count of one, before all of them are made."""
-    monkeypatch.setattr("consilium.models.layout.MOST", 50)
+    monkeypatch.setattr("consilium.models.meta_device.MOST", 50)
     made, before = [], torch.nn.Module.__init__
     with layout(), layout():
         with pytest.raises(ConfigError, match="over 50 modules or parameters"):

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from consilium.core.errors import ConfigError
 from consilium.models.causal_lm import CausalLmConfig
-from consilium.models.layout import layout
+from consilium.models.meta_device import layout
 from consilium.models.registry import MODELS
 from consilium.models.sam import SamConfig
 from consilium.models.vision import VisionConfig

@@ -10,7 +10,7 @@ import pytest
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
 
-from consilium.config.sections import CrossSiteConfig
+from consilium.config.run_sections import CrossSiteConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.federation.job import Job, assemble_job

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.pytorch_utils import Conv1D
 
 from consilium.core.errors import ConfigError
-from consilium.models import folder
+from consilium.models import transformers_folder
 from consilium.models.causal_lm import CausalLmConfig
-from consilium.models.export import page, save_text_model
+from consilium.models.weight_files import page, save_text_model
 
 TINY_FOLDER = Path(__file__).parent.parent / "weights" / "tiny_lm"
 """config.json, model.safetensors (half precision) and tokenizer files; made by tests/pretraining/lm.py."""
@@ -47,7 +47,7 @@ _BOTH_WAYS: dict[str, tuple[tuple[Any, ...], str]] = {
 _ALWAYS_BOTH_WAYS = ("cpmant",)
 _NO_STEPS = {"reformer": "its code trains on texts of one length only, and hashes them otherwise at every look"}
 """Architectures that cannot be adapted here, and why."""
-KNOWN = folder.Known("causal language model", "llama, mistral, qwen3 and all other causal models of transformers")
+KNOWN = transformers_folder.Known("causal language model", "llama, mistral, qwen3 and all other causal models of transformers")
 
 
 def build_causal_lm(
@@ -70,14 +70,14 @@ def build_causal_lm(
         raise ConfigError(
             f"model.config.is_encoder_decoder: true: {what}; use a causal model, or the folder of its decoder alone"
         )
-    model = folder.build(AutoModelForCausalLM, where, config, weights, KNOWN)
+    model = transformers_folder.build(AutoModelForCausalLM, where, config, weights, KNOWN)
     require_causal(model)
     if why := _NO_STEPS.get(kind := model.config.model_type):
         raise ConfigError(f"model.config.model_type: {kind!r}: {why}; use another causal model")
     if gradient_checkpointing:
-        folder.use_checkpointing(model)
+        transformers_folder.use_checkpointing(model)
     use_linear_layers(model)
-    folder.answer_plainly(model)
+    transformers_folder.answer_plainly(model)
     return model.eval()
 
 
@@ -129,8 +129,8 @@ def use_own_layers(model: nn.Module) -> None:
 def load_tokenizer(
     variant: Variant, checkpoint: Path | None, config: Mapping[str, Any] | None = None
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer beside the weights; see folder.py."""
-    return folder.load_tokenizer(TINY_FOLDER if variant == "tiny" else checkpoint, config)
+    """Return the tokenizer beside the weights; see transformers_folder.py."""
+    return transformers_folder.load_tokenizer(TINY_FOLDER if variant == "tiny" else checkpoint, config)
 
 
 def build(
@@ -138,7 +138,9 @@ def build(
 ) -> PreTrainedModel:
     """See registry.Build."""
     model = build_causal_lm(config.variant, checkpoint, config.config, weights, use_checkpointing)
-    folder.require_positions(model, config.max_length, getattr(task, "max_new_tokens", 0))  # another task may write no answers
+    transformers_folder.require_positions(
+        model, config.max_length, getattr(task, "max_new_tokens", 0)
+    )  # another task may write no answers
     return model
 
 

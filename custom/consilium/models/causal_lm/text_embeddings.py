@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from consilium.models.folder import positions
 from consilium.models.tokenizer_bounds import plain_failure
+from consilium.models.transformers_folder import positions
 
 LONGEST = 512
 """Tokens of a text that are read."""

@@ -11,7 +11,7 @@ from transformers import ViTForImageClassification
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.models.clip import ClipConfig
 from consilium.models.clip.network import PIXEL_MEAN, PIXEL_STD, ClipClassifier
-from consilium.models.export import HEAD_FILE, page, save_head, save_pretrained
+from consilium.models.weight_files import HEAD_FILE, page, save_head, save_pretrained
 
 BILINEAR = 2  # as PIL counts filters
 _VIT = """import torch

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from consilium.core.errors import CheckpointError
 from consilium.models.checkpoint_file import load_tensors, refuse_adapter
-from consilium.models.model_folder import plain_file, read_json
+from consilium.models.untrusted_folder import plain_file, read_json
 
 TRUNK = "visual.trunk."
 _TIMM = (

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForMaskGeneration, PreTrainedModel
 
 from consilium.core.errors import ConfigError
-from consilium.models import folder
-from consilium.models.export import page, save_pretrained
+from consilium.models import transformers_folder
 from consilium.models.registry import pattern_of
 from consilium.models.sam import SamConfig, positions
 from consilium.models.sam.prompts import Prompt, fill_missing_boxes, fill_missing_points, require
 from consilium.models.targets import layers_of
+from consilium.models.weight_files import page, save_pretrained
 
-KNOWN = folder.Known("promptable segmentation model", "sam, sam2, sam_hq, sam3_tracker")
+KNOWN = transformers_folder.Known("promptable segmentation model", "sam, sam2, sam_hq, sam3_tracker")
 RESIZED = ("sam", "sam_hq")
 """Architectures whose position embeddings are interpolated for pictures of another size."""
 MOST_CLASSES = 3
@@ -89,23 +89,23 @@ def build_promptable(
     classes that does not fit.
     """
     attention = {"original": "eager", "fused": "sdpa"}[config.attention]
-    model: Any = folder.build(
+    model: Any = transformers_folder.build(
         AutoModelForMaskGeneration, checkpoint, config.config, weights, KNOWN, attn_implementation=attention
     )
-    folder.require_no_running_means(model, model.config.model_type)
+    transformers_folder.require_no_running_means(model, model.config.model_type)
     if weights:
-        folder.require_pixels(checkpoint, *config.pixels)
+        transformers_folder.require_pixels(checkpoint, *config.pixels)
     _check(model, classes, prompt)
     if config.image_size != model.prompt_encoder.input_image_size:
         _resize(model, config.image_size)
     if hasattr(model.mask_decoder, "dynamic_multimask_via_stability"):  # it would choose another mask picture by picture
         model.config.mask_decoder_config.dynamic_multimask_via_stability = False
         model.mask_decoder.dynamic_multimask_via_stability = False
-    folder.register_pixels(model, config.pixels)
+    transformers_folder.register_pixels(model, config.pixels)
     model.count, model.prompt = classes, prompt
-    folder.extend_class(model, Promptable)
+    transformers_folder.extend_class(model, Promptable)
     if use_checkpointing:
-        folder.use_checkpointing(model)
+        transformers_folder.use_checkpointing(model)
     return model.eval()
 
 
@@ -173,6 +173,6 @@ def save(target: Path, model: Any, config: SamConfig) -> str:
         mean=list(config.pixels[0]), std=list(config.pixels[1]), size=config.image_size, classes=model.count, several=several,
         argument=", prompts" if about else "", about=about, more=more, part=part,
     )  # fmt: skip
-    folder.restore_class(model)
+    transformers_folder.restore_class(model)
     save_pretrained(target, model)
     return page("A `transformers` folder: `AutoModelForMaskGeneration` loads it.", code)

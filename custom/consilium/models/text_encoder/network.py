@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from consilium.core.errors import ConfigError
-from consilium.models import folder
-from consilium.models.export import HEAD_FILE, page, save_head, save_pretrained
+from consilium.models import transformers_folder
 from consilium.models.text_encoder import PAD, TextEncoderConfig
+from consilium.models.weight_files import HEAD_FILE, page, save_head, save_pretrained
 
-KNOWN = folder.Known("text encoder", "bert, roberta, xlm-roberta, camembert, distilbert, electra", AutoModelForMaskedLM)
+KNOWN = transformers_folder.Known(
+    "text encoder", "bert, roberta, xlm-roberta, camembert, distilbert, electra", AutoModelForMaskedLM
+)
 OTHERS = r"(cls|lm_head|classifier|vocab_\w+|generator_\w+|discriminator_\w+|predictions|qa_outputs)\b.*"
 """Tensors of what a checkpoint was trained for, which an encoder leaves out."""
 POOLER = r"pooler\..*"
@@ -67,7 +69,7 @@ def build(
     known = KNOWN._replace(
         spare=OTHERS if pooled else f"{OTHERS}|{POOLER}", lacking="use model.features: mean" if pooled else ""
     )
-    model: Any = folder.build(AutoModel, checkpoint, config.config, weights, known)
+    model: Any = transformers_folder.build(AutoModel, checkpoint, config.config, weights, known)
     kind = model.config.model_type
     for key in ("is_decoder", "is_encoder_decoder"):
         if getattr(model.config, key, False):
@@ -77,15 +79,15 @@ def build(
         raise ConfigError(f"model.config: {what}; known are {KNOWN.examples}")
     if config.features != "pooled" and getattr(model, "pooler", None) is not None:
         model.pooler = None
-    folder.require_positions(model, config.max_length, 0)
+    transformers_folder.require_positions(model, config.max_length, 0)
     model.head, model.pooled, model.features = nn.Linear(model.config.hidden_size, task.outputs), nn.Identity(), config.features
     for tensor in model.head.parameters():
         nn.init.zeros_(tensor)
-    folder.extend_class(model, TextClassifier)
+    transformers_folder.extend_class(model, TextClassifier)
     if not weights:
         _rehearse(copy.deepcopy(model).to("meta"), config)
     if use_checkpointing:
-        folder.use_checkpointing(model)
+        transformers_folder.use_checkpointing(model)
     return model.eval()
 
 
@@ -97,7 +99,7 @@ def _rehearse(model: TextClassifier, config: TextEncoderConfig) -> None:
     except Exception as error:  # whatever a model of another sort makes of tokens
         if config.features == "pooled":
             raise ConfigError(f"model.features: 'pooled': {kind} pools nothing itself; use mean or first") from None
-        what = f"{kind} does not take texts ({folder.short(error)})"
+        what = f"{kind} does not take texts ({transformers_folder.short(error)})"
         raise ConfigError(f"model.config: {what}; known are {KNOWN.examples}") from None
     if found.ndim != 2:
         raise ConfigError(f"model.config: {kind} has no features of each text; known are {KNOWN.examples}")
@@ -105,13 +107,13 @@ def _rehearse(model: TextClassifier, config: TextEncoderConfig) -> None:
 
 def tokenizer_of(config: TextEncoderConfig, checkpoint: Path | None) -> PreTrainedTokenizerBase:
     """See registry.ModelKind."""
-    return folder.load_tokenizer(checkpoint, config.config, writes=False)
+    return transformers_folder.load_tokenizer(checkpoint, config.config, writes=False)
 
 
 def save(target: Path, model: Any, config: TextEncoderConfig, task: Any, tokenizer: PreTrainedTokenizerBase) -> str:
     """See registry.Saved. The head gets a file."""
     head = model.head
-    folder.restore_class(model, "head", "pooled", "features", pixels=False)
+    transformers_folder.restore_class(model, "head", "pooled", "features", pixels=False)
     save_pretrained(target, model)
     save_head(target, {"head.weight": head.weight, "head.bias": head.bias})
     tokenizer.save_pretrained(target)

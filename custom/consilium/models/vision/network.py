@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
 from consilium.core.errors import CheckpointError, ConfigError
-from consilium.models import folder
-from consilium.models.export import HEAD_FILE, page, save_head, save_pretrained
+from consilium.models import transformers_folder
 from consilium.models.vision import VisionConfig
+from consilium.models.weight_files import HEAD_FILE, page, save_head, save_pretrained
 
-KNOWN = folder.Known("vision encoder", "clip, siglip, siglip2, dinov2, dinov3_vit, vit")
+KNOWN = transformers_folder.Known("vision encoder", "clip, siglip, siglip2, dinov2, dinov3_vit, vit")
 TEXTS = ("texts", "text_scale")
 """Buffers of the classes' texts (C, F), and the factor of their cosines with a picture."""
 OURS = ("head", "pooled", "dense", "texts")
@@ -111,13 +111,13 @@ def _as_patches(pixels: Tensor, patch: int) -> dict[str, Tensor]:
 
 def build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> PreTrainedModel:
     """See registry.Build: a classifier with the folder's weights and a zero head."""
-    model: Any = folder.build(AutoModel, checkpoint, config.config, weights, KNOWN)
-    folder.require_no_running_means(model, model.config.model_type)
+    model: Any = transformers_folder.build(AutoModel, checkpoint, config.config, weights, KNOWN)
+    transformers_folder.require_no_running_means(model, model.config.model_type)
     if taken := next((name for name in OURS if hasattr(model, name)), None):
         what = f"model_type {model.config.model_type!r} has a {taken!r} of its own, where ours would stand"
         raise ConfigError(f"model.config: {what}; known are {KNOWN.examples}")
     if weights:
-        folder.require_pixels(checkpoint, *config.pixels)
+        transformers_folder.require_pixels(checkpoint, *config.pixels)
     own = _sizes(model, config.image_size)
     texts = _texts(model, config, list(getattr(task, "classes", ())), checkpoint, weights)
     for name in TEXT_PARTS:
@@ -127,14 +127,14 @@ def build(config: VisionConfig, task: Any, checkpoint: Path | None, weights: boo
     model.head, model.pooled, model.dense = nn.Linear(width, task.outputs), nn.Identity(), config.features == "dense"
     for tensor in model.head.parameters():
         nn.init.zeros_(tensor)
-    folder.register_pixels(model, config.pixels)
+    transformers_folder.register_pixels(model, config.pixels)
     for name, tensor in zip(TEXTS, texts, strict=True):
         model.register_buffer(name, tensor, persistent=False)
-    folder.extend_class(model, Classifier)
+    transformers_folder.extend_class(model, Classifier)
     if not weights and model.config.model_type not in config.apart:
         _rehearse(copy.deepcopy(model).to("meta"), config, width)
     if use_checkpointing:
-        folder.use_checkpointing(model)
+        transformers_folder.use_checkpointing(model)
     return model.eval()
 
 
@@ -163,7 +163,7 @@ def _rehearse(model: Classifier, config: VisionConfig, width: int) -> None:
     try:
         output = model.encoded(torch.zeros(2, 3, side, side, device="meta"))
     except Exception as error:  # whatever a model of another sort makes of pictures
-        what = f"{kind} does not take pictures of {side} pixels ({folder.short(error)})"
+        what = f"{kind} does not take pictures of {side} pixels ({transformers_folder.short(error)})"
         raise ConfigError(f"model.config: {what}; known are {KNOWN.examples}") from None
     tokens, pooled = output.last_hidden_state, output.get("pooler_output")
     first = tokens.shape[1] - model.patches(side)
@@ -194,7 +194,7 @@ def _texts(
         raise ConfigError(f"model.zero_shot: {what}; leave it out, and a head of its own is trained")
     if not weights:
         return torch.zeros(len(classes), _pooled_width(model, model.config.vision_config)), torch.zeros(())
-    tokenizer = cast(Any, folder.load_tokenizer(checkpoint))
+    tokenizer = cast(Any, transformers_folder.load_tokenizer(checkpoint))
     longest = model.config.text_config.max_position_embeddings
     asked = [config.zero_shot.replace("{}", name) for name in classes]
     padding: Any = "max_length" if model.config.model_type.startswith("siglip") else "longest"  # as SigLIP was trained
@@ -212,7 +212,7 @@ def save(target: Path, model: Any, config: VisionConfig, task: Any, tokenizer: A
     own = sees(model.config)
     side = config.image_size // own.patch_size
     head, texts, scale = model.head, model.texts, model.text_scale
-    folder.restore_class(model, "head", "pooled", *TEXTS)
+    transformers_folder.restore_class(model, "head", "pooled", *TEXTS)
     projection = getattr(model, "visual_projection", None)
     behind = {"head.weight": head.weight, "head.bias": head.bias}
     behind |= {"projection": projection.weight} if projection is not None else {}

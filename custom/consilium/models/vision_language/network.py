@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
 
-from consilium.models import folder
-from consilium.models.export import page, save_text_model
+from consilium.models import transformers_folder
 from consilium.models.vision_language import VisionLanguageConfig
 from consilium.models.vision_language.layout import LAYOUTS, Picture, picture_of
+from consilium.models.weight_files import page, save_text_model
 
-KNOWN = folder.Known("vision-language model", ", ".join(LAYOUTS))
+KNOWN = transformers_folder.Known("vision-language model", ", ".join(LAYOUTS))
 _LOAD = """import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
@@ -52,34 +52,36 @@ class Seeing(PreTrainedModel):
 
 def picture(config: VisionLanguageConfig) -> Picture:
     """Return how the job's model takes a picture. Raises ConfigError."""
-    return picture_of(folder.shape_of(config.config or {}, AutoModelForImageTextToText, KNOWN), config.image_size)
+    return picture_of(transformers_folder.shape_of(config.config or {}, AutoModelForImageTextToText, KNOWN), config.image_size)
 
 
 def build(
     config: VisionLanguageConfig, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool
 ) -> PreTrainedModel:
     """See registry.Build."""
-    model: Any = folder.build(AutoModelForImageTextToText, checkpoint, config.config, weights, KNOWN)
+    model: Any = transformers_folder.build(AutoModelForImageTextToText, checkpoint, config.config, weights, KNOWN)
     picture_of(model.config, config.image_size)
     if weights:
-        folder.require_pixels(checkpoint, *config.pixels)
-    folder.register_pixels(model, config.pixels)
-    folder.answer_plainly(model)
+        transformers_folder.require_pixels(checkpoint, *config.pixels)
+    transformers_folder.register_pixels(model, config.pixels)
+    transformers_folder.answer_plainly(model)
     if use_checkpointing:
-        folder.use_checkpointing(model)
-    folder.extend_class(model, Seeing)
-    folder.require_positions(model, config.max_length, getattr(task, "max_new_tokens", 0))  # another task may write no answers
+        transformers_folder.use_checkpointing(model)
+    transformers_folder.extend_class(model, Seeing)
+    transformers_folder.require_positions(
+        model, config.max_length, getattr(task, "max_new_tokens", 0)
+    )  # another task may write no answers
     return model.eval()
 
 
 def tokenizer_of(config: VisionLanguageConfig, checkpoint: Path | None) -> PreTrainedTokenizerBase:
     """See registry.ModelKind."""
-    return folder.load_tokenizer(checkpoint, config.config)
+    return transformers_folder.load_tokenizer(checkpoint, config.config)
 
 
 def save(target: Path, model: Any, config: VisionLanguageConfig, task: Any, tokenizer: PreTrainedTokenizerBase) -> str:
     """See registry.Saved."""
-    folder.restore_class(model)
+    transformers_folder.restore_class(model)
     save_text_model(target, model, tokenizer)
     about = "A `transformers` folder with its tokenizer, in 32 bits. The base's preprocessor_config.json belongs beside it."
     return page(about, _LOAD)

@@ -108,7 +108,7 @@ FORMER = {"scores": {"f1": "present"}}
 _TASK = "consilium.tasks.classification.task"
 _check_texts = lazy("consilium.data.check:check_texts")
 _class_index = lazy(f"{_TASK}:class_index")
-_pictures, _usable_pictures = pictures.reader(classes=True), pictures.usable(classes=True)
+_pictures, _usable_pictures = pictures.strict_reader(classes=True), pictures.usable_reader(classes=True)
 
 
 def _is_texts(path: Path) -> bool:

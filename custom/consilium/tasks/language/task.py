@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from consilium.core.errors import CheckpointError, UnfitError
 from consilium.data.datalist import SPLITS, DataList
 from consilium.data.text import Text
-from consilium.models.folder import room
+from consilium.models.transformers_folder import room
 from consilium.tasks.base import Answered, Batch, Scored, evaluating
 from consilium.tasks.bootstrap import intervals_of_means
 from consilium.tasks.language import ASKS, CUT, CUT_ASKED, WRITTEN, LanguageConfig, text_scores
@@ -39,7 +39,7 @@ class LanguageTask:
     - `evaluate: options` adds "accuracy" and "accuracy_norm", see _chosen.
     - `label` adds "accuracy": how often the label in the greedy answer is that of a reference (no label counts as wrong).
     - `exact` adds "exact": how often final answers agree.
-    - `generation` adds text_scores.NAMES; so does `teacher_forced`, without generated answers, see _forced.
+    - `generation` adds text_scores.NAMES; so does `teacher_forced`, without generated answers, see _teacher_forced.
     - CUT and CUT_ASKED: the shares of records that were shortened.
 
     Exact, generation and teacher_forced are scored in the final evaluation only, which also adds the number of scored records
@@ -63,7 +63,9 @@ class LanguageTask:
         if config.labels and self.kind not in ("label", "options"):
             self._tell(f"task.labels is not read where task.evaluate is {self.kind}; use options or label to score by it")
         self._tell_default_system()
-        prompts, answers = _cut([pair for pairs in (*self._pairs.values(), *self._worse.values()) for pair in pairs])
+        prompts, answers = _count_shortened(
+            [pair for pairs in (*self._pairs.values(), *self._worse.values()) for pair in pairs]
+        )
         if prompts or answers:
             what = f"{prompts} prompts lost their middle, {answers} answers their end"
             self._tell(f"{what}: records are longer than model.max_length {max_length} tokens; raise it to keep them whole")
@@ -160,7 +162,7 @@ class LanguageTask:
             self.scored = self._scored(split, losses) if distances else None
             whole, each = self._answers(model, split, batch_size, distances)
             each |= ranked
-        cut = dict(zip(CUT, _cut(self._pairs[split]), strict=True))
+        cut = dict(zip(CUT, _count_shortened(self._pairs[split]), strict=True))
         found |= {name: number / len(self._pairs[split]) for name, number in cut.items()} | whole
         found |= {name: sum(values) / len(values) for name, values in each.items()}
         return found | (self._summary(split, {"loss": losses} | each) if distances else {})
@@ -175,7 +177,7 @@ class LanguageTask:
     ) -> tuple[dict[str, float], dict[str, list[float]]]:
         """Return the scores of answers that `evaluate` asks for: (scores of the whole split, scores by record)."""
         if self.kind == "teacher_forced" and distances:
-            said, true, accuracy = self._forced(model, split, batch_size)
+            said, true, accuracy = self._teacher_forced(model, split, batch_size)
             return accuracy | text_scores.of_corpus(said, true), text_scores.of_records(said, true)
         if self.kind == "options":
             return {}, self._chosen(model, split, batch_size)
@@ -265,7 +267,9 @@ class LanguageTask:
         most, encoder = self.config.max_new_tokens, self._encoder
         return GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=encoder.ends, pad_token_id=encoder.pad)
 
-    def _forced(self, model: nn.Module, split: str, batch_size: int) -> tuple[list[str], list[list[str]], dict[str, float]]:
+    def _teacher_forced(
+        self, model: nn.Module, split: str, batch_size: int
+    ) -> tuple[list[str], list[list[str]], dict[str, float]]:
         """Return (predicted texts, true texts, token accuracy) by teacher forcing, without generating answers.
 
         A predicted text has at each position the most likely token, given the true tokens before it. The tokens of prompt and
@@ -344,7 +348,7 @@ class LanguageTask:
             raise UnfitError(f"{self.data.path}: {error}") from None
 
 
-def _cut(pairs: Sequence[Encoded]) -> tuple[int, int]:
+def _count_shortened(pairs: Sequence[Encoded]) -> tuple[int, int]:
     """Return how many prompts and how many answers were shortened."""
     return sum(pair.prompt_cut for pair in pairs), sum(pair.answer_cut for pair in pairs)
 

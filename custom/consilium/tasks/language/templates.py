@@ -41,7 +41,7 @@ class _Renderer:
         with self._lock:
             process = self._process = self._process or self._begin()
             try:
-                if reply := _exchanged(process, json.dumps(question, default=str) + "\n"):
+                if reply := _exchange(process, json.dumps(question, default=str) + "\n"):
                     return dict(json.loads(reply))
             except BaseException:  # after an interrupted exchange the next request would read this one's reply
                 process.kill()
@@ -70,7 +70,7 @@ class _Renderer:
         )  # fmt: skip
 
 
-def _exchanged(process: subprocess.Popen[str], question: str) -> str:
+def _exchange(process: subprocess.Popen[str], question: str) -> str:
     """Write a request and return the reply line, "" if the process ends instead."""
     if process.stdin is None or process.stdout is None:
         return ""
@@ -83,13 +83,13 @@ def _exchanged(process: subprocess.Popen[str], question: str) -> str:
 _renderer = _Renderer()
 
 
-def _anew() -> None:
+def _renew_renderer() -> None:
     """Give a forked process its own renderer, because two processes would read each other's replies from one pipe."""
     global _renderer
     _renderer = _Renderer()
 
 
-os.register_at_fork(after_in_child=_anew)
+os.register_at_fork(after_in_child=_renew_renderer)
 
 
 def rendered(template: str, turns: Sequence[Mapping[str, str]], values: Mapping[str, Any]) -> str:

@@ -40,17 +40,17 @@ def of_records(written: Sequence[str], references: Sequence[Sequence[str]]) -> d
 
     A split's score is their mean. Of texts longer than MOST characters the first MOST are compared.
     """
-    written, references = _cut(written, references)
+    written, references = _first_characters(written, references)
     return {"rouge_l": rouge_l(written, references), "meteor": meteor(written, references)}
 
 
 def of_corpus(written: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
     """Return BLEU (0..1), NIST (to 5-grams) and CIDEr-D of N answers as one corpus. Long texts are cut as in `of_records`."""
-    written, references = _cut(written, references)
+    written, references = _first_characters(written, references)
     return {"bleu": bleu(written, references), "nist": nist(written, references), "cider": cider(written, references)}
 
 
-def _cut(written: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+def _first_characters(written: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
     return [one[:MOST] for one in written], [[one[:MOST] for one in refs] for refs in references]
 
 

@@ -116,7 +116,7 @@ class Encoder:
         unlearned = [IGNORED] * len(prompt) if not self._whole else prompt
         return Encoded(prompt + kept, unlearned + kept, cut, len(kept) < len(answer))
 
-    def length(self, text: Text) -> int:
+    def full_length(self, text: Text) -> int:
         """Return the number of tokens of a record with its first reference, before shortening."""
         if text.history and self._prompt.form == "chat":
             return len(self._conversation(text).ids)

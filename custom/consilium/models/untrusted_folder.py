@@ -1,7 +1,8 @@
 """What `transformers` gets to see of a model folder: a view of listed files, which lie in the folder and name no others.
 
 A folder is a stranger's. Left to itself `transformers` follows all that lies in it: adapters, indices and settings that name
-files anywhere, pickles. `weights_of` and `tokenizer_of` make a folder of links for one load. `models/folder.py` calls them.
+files anywhere, pickles. `weights_of` and `tokenizer_of` make a folder of links for one load. `models/transformers_folder.py`
+calls them.
 """
 
 import json
