@@ -1,4 +1,4 @@
-"""Measurements of a run beside its scores (`diagnostics:` in config/run_sections.py), and the figures that a site draws of them."""
+"""Measurements of a run beside its scores (`diagnostics:` in config/run_sections.py), and a site's figures of them."""
 
 import json
 from collections.abc import Mapping

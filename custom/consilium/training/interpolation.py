@@ -67,7 +67,7 @@ def fixed_share(interpolation: Interpolation) -> float:
 
 
 def sample_shares(interpolation: Interpolation, found: Tensor, known: Tensor) -> Tensor:
-    """Return the local adapter's weights (N,) for samples. `found` (N, F), `known` (S, F): representations of samples and records."""
+    """Return the local adapter's weights (N,) for samples with representations (N, F), compared with `known` ones (S, F)."""
     cosines = F.normalize(found, dim=1) @ F.normalize(known, dim=1).T
     if interpolation.as_in_code:
         return 1 - interpolation.most * cosines.mean(1)

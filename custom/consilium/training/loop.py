@@ -100,7 +100,7 @@ class LossAccumulator:
         self._shares.append(share)
 
     def end_step(self, last: bool) -> bool:
-        """End a step. Read the unread losses on a CPU, after EVERY seconds, or in the `last` step; return whether they were read.
+        """End a step. Read the unread losses on a CPU, after EVERY seconds, or in the `last` step; return whether so.
 
         Then `total` is the sum over all steps so far. Raises ConsiliumError, naming the first loss that is not finite, unless
         `private`.
@@ -359,7 +359,7 @@ def scalar(loss: Tensor) -> Tensor:
 def stream(
     task: Task, config: TrainingConfig, seed: int, count: int, device: torch.device = CPU
 ) -> Generator[Batch, None, None]:
-    """Yield `count` batches, each epoch shuffled with its own seed. Further batches are prepared meanwhile if the task allows it.
+    """Yield `count` batches, each epoch shuffled with its own seed. Further ones are prepared meanwhile if the task allows it.
 
     A batch without a readable sample is skipped. If a whole epoch has none, the stream ends for a task that is `quiet` about
     unfit samples, and DataError is raised for others.
