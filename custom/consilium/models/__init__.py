@@ -1,4 +1,4 @@
-"""Models, built from configuration; nothing here knows of a federation."""
+"""Frozen models, built from their configuration. Nothing here depends on a federation."""
 
 import importlib.util
 import logging
@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 def _allow_segment_anything_without_torchvision() -> None:
-    """Put a bare `segment_anything` package into sys.modules where torchvision is absent.
+    """Put an empty `segment_anything` package into sys.modules if torchvision is not installed.
 
     The package's own __init__ imports its mask generator, which needs torchvision; the model code does not.
     """
@@ -23,4 +23,4 @@ def _allow_segment_anything_without_torchvision() -> None:
 
 
 _allow_segment_anything_without_torchvision()
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT loads it, and it complains of a kernel that we never use
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and it warns about a kernel that we never use

@@ -1,8 +1,8 @@
 """Sections of job.yaml for models of `transformers` in a local folder. The job contains their config.json.
 
-The server has no weights, yet must know every adapter's shape. So a job carries the architecture as `model.config`, the
-contents of the folder's config.json: server and sites lay the model out from it, and a site whose checkpoint is of another
-architecture is told so.
+The server has no weights but must know the shapes of all adapter tensors. So a job contains the architecture as `model.config`,
+the contents of the folder's config.json. Server and sites build the model from it on the meta device, and a site with a
+checkpoint of another architecture gets an error.
 """
 
 import os
@@ -24,36 +24,37 @@ MERGED = (
     "base's tokenizer and preprocessor files to NEW, and give NEW"
 )
 _FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-"""What PEFT writes. Its settings name a base anywhere on the disk; nothing here reads them."""
+"""Files that PEFT writes. The settings can name a base anywhere on the disk, so they are never read here."""
 
 
 def refuse_adapter(path: Path, field: str = "model.checkpoint") -> None:
-    """Raise CheckpointError for a folder that holds an adapter of PEFT's, alone or beside a base, and for an adapter's file."""
+    """Raise CheckpointError for a folder with a PEFT adapter, alone or beside a base, and for a file of such an adapter."""
     places = [path / name for name in _FILES] if path.is_dir() else [path] if path.name in _FILES else []
     if found := next((place for place in places if os.path.lexists(place)), None):
         raise CheckpointError(f"{field}: {found}: belongs to an adapter of PEFT's, which is not a base; {MERGED}")
 
 
 class FolderConfig(ModelConfig):
-    """Base of the sections of models that may come by folder.
+    """Base of the `model:` sections that can use a folder of `transformers`.
 
-    `config` is the folder's config.json: its path, in whose place the tool that makes the job puts the contents, or these.
+    `config`: the contents of the folder's config.json, or its path, which is replaced by the contents when the job is made.
     """
 
     checkpoint: Annotated[
         str | None,
         Field(
             validate_default=True,
-            description="weights or, for variant `folder`, the folder; may start with `${SITE}`, the site's checkpoint folder",
+            description="the path of the weights or, for variant `folder`, of the folder; may start with `${SITE}`, the site's "
+            "checkpoint folder",
         ),
     ] = None
     config: Annotated[
         dict[str, Any] | None,
-        Field(validate_default=True, description="the folder's config.json: by its path (or its folder's), or its contents"),
+        Field(validate_default=True, description="the folder's config.json: its path, its folder's path, or its contents"),
     ] = None
 
     apart: ClassVar[tuple[str, ...]] = ()
-    """Architectures (`model_type`) that are known to keep the rows of a batch apart; experts and recurrences may not."""
+    """Architectures (`model_type`) known to treat the rows of a batch independently. Experts and recurrences may not."""
 
     @field_validator("config", mode="before")
     @classmethod
@@ -97,7 +98,7 @@ class FolderConfig(ModelConfig):
 
     @property
     def follows_longest(self) -> bool:
-        """Whether positions turn by frequencies that follow the longest text of a batch."""
+        """Whether rotary frequencies depend on the longest text of a batch."""
         return any(_follows(key, value) for key, value in _config_values(self.config or {}))
 
 
@@ -110,25 +111,35 @@ PIXELS: dict[str, tuple[tuple[float, float, float], tuple[float, float, float]]]
     **dict.fromkeys(("clip", "clip_vision_model", "qwen2_vl", "qwen2_5_vl", "llava"), OPENAI),
     "qwen3_vl": (HALF, HALF),
 }
-"""Mean and deviation of pixels in 0..1 by architecture, as its publishers' processors have them; all others: ImageNet's."""
+"""Mean and standard deviation of pixels in 0..1 by architecture, as in the publishers' processors; others use ImageNet's."""
 
 
 class PictureFolderConfig(FolderConfig):
     """Base of the sections of folder models that take pictures.
 
-    `pixel_mean` and `pixel_std`, in 0..1, are those of the folder's preprocessor_config.json; without them the architecture's
-    usual ones; a site whose folder has others gets an error.
+    `pixel_mean` and `pixel_std`, in 0..1, must equal those of the folder's preprocessor_config.json. By default they are the
+    architecture's usual ones. A site whose folder has other values gets an error.
     """
 
     image_size: Annotated[
         int,
-        Field(ge=16, le=4096, description="pixels; a multiple of the patch size. Of a folder its own, of a SAM's also less"),
+        Field(
+            ge=16,
+            le=4096,
+            description="side of the pictures in pixels, a multiple of the patch size; for a folder its own size, for a SAM "
+            "folder also smaller",
+        ),
     ]
     pixel_mean: Annotated[
         Channels | None,
-        Field(description="for a folder whose preprocessor_config.json has others than the architecture's usual ones"),
+        Field(
+            description="mean of the pixels in 0..1, for a folder whose preprocessor_config.json differs from the "
+            "architecture's usual values"
+        ),
     ] = None
-    pixel_std: Annotated[Channels | None, Field(description="0..1, of no channel 0")] = None
+    pixel_std: Annotated[
+        Channels | None, Field(description="standard deviation of the pixels in 0..1, over 0; see `pixel_mean`")
+    ] = None
 
     @field_validator("pixel_std")
     @classmethod
@@ -146,7 +157,7 @@ class PictureFolderConfig(FolderConfig):
 
     @property
     def pixels(self) -> tuple[Channels, Channels]:
-        """Mean and deviation of the pixels that the model takes, in 0..1."""
+        """Mean and standard deviation, in 0..1, with which the model's pixels are normalized."""
         mean, deviation = PIXELS.get(str((self.config or {}).get("model_type")), IMAGENET)
         return self.pixel_mean or mean, self.pixel_std or deviation
 
@@ -161,43 +172,44 @@ _NOTES = frozenset(
     {"id2label", "label2id", "auto_map", "_name_or_path", "_commit_hash"}
     | {"tokenizer_class", "task_specific_params", "prefix", "finetuning_task"}
 )
-"""Keys of a config.json without influence on a model's layers: they are left out at every depth.
+"""Keys of a config.json that do not influence a model's layers. They are left out at every depth.
 
-A publisher's names of classes, of which there may be thousands, its folder, its own code, and settings of pipelines.
+They hold the publisher's class names (sometimes thousands), its folder, its own code, and settings of pipelines.
 """
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*|[0-9]{1,4}", re.ASCII)
-"""A setting, or the number of a layer that has settings of its own."""
+"""An allowed key: a setting's name, or the number of a layer with its own settings."""
 _WORD = re.compile(r"[A-Za-z0-9_.+-]*", re.ASCII)
-"""Allowed characters of a value: no path, no repository, no address, no sentence."""
+"""The allowed characters of a text value, which exclude paths, repositories, addresses and sentences."""
 IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa"),
     "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
 }
-"""Keys that choose the code of a layer, with those values for which `transformers` has the code itself."""
+"""Keys that choose a layer's implementation, with the values whose code is part of `transformers`."""
 _COUNTS = re.compile(r"(layer|block|expert|head|stage|group|codebook|quantizer|label|predictor|level|depth)s?(_per_\w+)?$")
-"""Keys of counts whose units are modules, or entries of a list."""
+"""Keys of counts of modules or of list entries."""
 _BLOCKS = 1024
 _EXPERTS = re.compile(r"experts$")
-"""Of these there may be more: they are often rows of a table, and those that are modules are counted as they are made."""
+"""Counts of experts may be larger: they are often rows of a tensor, and modules are counted when they are created."""
 _STAGES = re.compile(
     r"(^|_)depths?$|(^|_)(num|n|numb_of)_(\w+_)?(blocks|layers)$|(blocks|layers)_per_\w+$|^(blocks|layers)$|numb_of_layers$"
 )
-"""Keys of a list of counts, the blocks of each stage: of all stages together there are at most as many as of one."""
+"""Keys of lists with the number of blocks per stage. The limit for one count holds for their sum."""
 _SPECIAL = "__float__"
-"""Below this key `transformers` writes the numbers that JSON does not have: Infinity, -Infinity, NaN."""
+"""The key under which `transformers` writes numbers that JSON lacks: Infinity, -Infinity, NaN."""
 _DROPS = re.compile(r"drop")
 _STATIC = ("default", "linear", "llama3", "yarn")
-"""Rotary positions whose frequencies are the same for every text; dynamic and longrope follow the longest of a batch."""
+"""Types of rotary positions with the same frequencies for every text; dynamic and longrope depend on a batch's longest text."""
 _DRAWN: dict[str, dict[str, Any]] = {"dinov3_vit": {"pos_embed_rescale": 2.0}}
 """Random augmentations that an architecture has by default."""
 _DRAWS = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
 
 
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json without notes, if it has the form of one. Raises ValueError, which begins with the key.
+    """Return a config.json without the keys in _NOTES. Raises ValueError, beginning with the key, for a forbidden entry.
 
-    Keys are names that do not begin with `_`, words hold no path, address or sentence, and layers have code of `transformers`.
-    This needs no `transformers`, so that a job is refused as it is read; `listed` of listed_keys.py knows the architecture too.
+    Keys must be names that do not begin with `_`. Text values must not be paths, addresses or sentences. Implementations must
+    be part of `transformers`. The check does not import `transformers`, so it runs when a job is read; `listed` of
+    listed_keys.py also checks by architecture.
     """
     _check(dict(config), "")
     return _form(config, "")
@@ -242,13 +254,13 @@ def _config_values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _follows(key: str, value: Any) -> bool:
-    """Tell whether an entry of a config.json names rotary positions that are not the same for every text (or picture)."""
+    """Return whether an entry of a config.json names rotary positions that depend on the text (or picture)."""
     own = key.rpartition(".")[2]
     return (own.endswith("rope_type") or (own == "type" and "rope" in key)) and value not in (*_STATIC, "axial")
 
 
 def _why_records_mix(key: str, value: Any, kind: str) -> tuple[str, str] | None:
-    """Return how an entry of a config.json would tie the records of a batch together, and the remedy; None if it does not."""
+    """Return why an entry of a config.json makes a record's gradient depend on its batch, and the remedy; else None."""
     own = key.rpartition(".")[2]
     if value and _DROPS.search(key):
         return "draws all masks of a batch at once, which ties records together", "use 0"
@@ -262,14 +274,14 @@ def _why_records_mix(key: str, value: Any, kind: str) -> tuple[str, str] | None:
 
 
 def _total(value: list[Any]) -> float:
-    """Return the sum of a list's numbers, nested lists too."""
+    """Return the sum of the absolute numbers in a list and its nested lists."""
     return sum(_total(one) if isinstance(one, list) else abs(one) for one in value if isinstance(one, list | int | float))
 
 
 def _check(value: Any, key: str, depth: int = 0) -> None:
-    """Raise ValueError for a number, text or list in a config.json with which a layout would take minutes or gigabytes.
+    """Raise ValueError for an entry of a config.json that would make building the model take minutes or gigabytes.
 
-    The server lays the model out from it: sizes cost nothing there (meta device), but every layer or expert is a module.
+    The server builds the model on the meta device. Tensor sizes cost nothing there, but every layer or expert is a module.
     """
     if isinstance(value, dict) and value.keys() == {_SPECIAL}:
         value = {"Infinity": inf, "-Infinity": -inf}.get(str(value[_SPECIAL]), nan)
@@ -293,6 +305,6 @@ def _check(value: Any, key: str, depth: int = 0) -> None:
 
 
 def named_sets(tower: str = "") -> dict[str, TargetSet]:
-    """Return the sets of layers to adapt, looked up in the model, or in its `tower`, by what they do; `paper` is qkv."""
+    """Return the named sets of layers to adapt. They are found by function in the model or its `tower`; `paper` means qkv."""
     names = ("paper", "qv", "qkv", "attention", "all-linear")
     return {name: TargetSet(select=lazy("consilium.models.targets:pattern", name, tower)) for name in names}

@@ -1,4 +1,4 @@
-"""Files of base weights: tensors by name, and the refusal of adapters, which are not a base. All kinds of models use it."""
+"""Reads files of base weights and refuses files of adapters, which are not a base. All kinds of models use it."""
 
 import re
 from collections.abc import Iterable
@@ -15,18 +15,18 @@ from consilium.core.sanitize import shown
 from consilium.models.architecture import MERGED, refuse_adapter
 
 _TENSOR = re.compile(r"base_model\.model\.|prompt_embeddings$|(.*\.)?(lora_(embedding_)?[AB]|lora[_.](up|down)|base_layer)\b")
-"""Names of an adapter's tensors, and of a base's with an adapter's layers in it."""
+"""Names of tensors of an adapter, or of a base that contains an adapter's layers."""
 
 
 def refuse_adapter_tensors(path: Path, names: Iterable[str]) -> None:
-    """Raise CheckpointError for a file with an adapter's tensors, whatever it is called."""
+    """Raise CheckpointError if any of the tensor `names` in a file belongs to an adapter, for any file name."""
     if found := next((name for name in names if _TENSOR.match(name)), None):
         what = f"holds {shown(found, 120)!r}, a tensor of an adapter, which is not a base"
         raise CheckpointError(f"model.checkpoint: {path}: {what}; {MERGED}")
 
 
 def tensor_names(path: Path) -> list[str]:
-    """Return the names in a file of safetensors; none for a damaged one, of which its reader tells."""
+    """Return the tensor names in a safetensors file; [] for a damaged file, for which its reader raises an error later."""
     try:
         with safe_open(path, "pt") as file:
             return list(file.keys())
@@ -35,7 +35,7 @@ def tensor_names(path: Path) -> list[str]:
 
 
 def load_tensors(path: Path) -> Any:
-    """Return what a .safetensors file or a PyTorch checkpoint holds. Raises CheckpointError for a damaged one or an adapter."""
+    """Return the contents of a .safetensors file or a PyTorch checkpoint. Raises CheckpointError if damaged or an adapter."""
     refuse_adapter(path)
     try:
         state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True, mmap=True)

@@ -1,6 +1,6 @@
-"""Linear layers whose .weight is read directly instead of through forward(): adapters and low precision skip them.
+"""Linear layers whose .weight is read directly instead of through forward(). Adapters and low precision leave them out.
 
-By the code of `transformers`, which tests/models/test_custom_weight_access.py reads.
+The lists follow the code of `transformers`; tests/models/test_custom_weight_access.py compares them with it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _USED = {
     "dt_proj": ("mamba", "falcon_mamba", "jamba"),
     "classifier": ("longcat_flash",),
 }  # fmt: skip
-"""Layers by architecture whose weight a kernel multiplies with: an adapter in one has no effect."""
+"""Layers whose weight is used directly by a kernel, with the architectures. An adapter in such a layer has no effect."""
 _ASKED = frozenset({"patch_embedding", "weights_proj", "prediction_coefs", "correction_coefs"})
 """Layers of any architecture whose weight's type is read (SigLIP 2, DeepSeek 3.2) or whose weight is clamped (Gemma 3n)."""
 _ASKED_OF = {"down_proj": ("inkling2_loop",)}
-"""Layers by architecture whose weight's type is read, where others have layers of that name that are used as usual."""
+"""Layers whose weight's type is read in these architectures only; other architectures use layers of this name as usual."""
 _WRAPPED = (".base_layer", ".base")
-"""An adapter's names for the layer that it wraps."""
+"""The names of a wrapped layer inside an adapter's module."""
 
 
 def architectures(model: nn.Module) -> set[str]:
@@ -33,12 +33,12 @@ def architectures(model: nn.Module) -> set[str]:
 
 
 def user_of(name: str, kinds: Set[str]) -> str | None:
-    """Return the architecture, of these, that multiplies with this layer's weight directly, None if none does."""
+    """Return the first of the architectures `kinds` that uses this layer's weight directly, None if none does."""
     return min(kinds & set(_USED.get(_own(name), ())), default=None)
 
 
 def is_read(name: str, kinds: Set[str]) -> bool:
-    """Tell whether code of these architectures reads this layer's weight directly, so that it must stay unchanged."""
+    """Return whether code of these architectures reads this layer's weight directly, so that its type must not change."""
     own = _own(name)
     return own in _ASKED or not kinds.isdisjoint(_ASKED_OF.get(own, ())) or user_of(name, kinds) is not None
 

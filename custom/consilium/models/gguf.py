@@ -1,4 +1,4 @@
-"""GGUF files, which hold quantized weights for llama.cpp: found by path, and refused where a base model is wanted."""
+"""Finds GGUF files, which hold quantized weights for llama.cpp, and refuses them as a base model."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ GGUF = ".gguf"
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """Return the GGUF file that a path names, or those in a folder that holds no model of `transformers`."""
+    """Return the GGUF file at `path`, or those in a folder without a model of `transformers`."""
     if path.is_dir():
         return [] if (path / "config.json").exists() else sorted(path.glob(f"*{GGUF}"))
     return [path] if path.suffix.lower() == GGUF and path.is_file() else []

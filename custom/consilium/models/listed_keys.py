@@ -29,7 +29,7 @@ _ROPE = ("rope_parameters", "rope_scaling")
 _BASE = frozenset(
     {*_ROPE, *IMPLEMENTATIONS, "rope_theta", "partial_rotary_factor", "torch_dtype", "num_labels", "output_attentions"}
 )
-"""Keys that `transformers` takes for every class, beside the fields that the class declares."""
+"""Keys that `transformers` accepts for every class, beside the fields that the class declares."""
 _STAGES, _STAGE = ("out_features", "stage_names"), re.compile(r"stem|stage[0-9]{1,3}")
 """Names of the stages of a backbone."""
 _GENERATION = frozenset(GenerationConfig._get_default_generation_params())
@@ -40,10 +40,10 @@ _REMEDY = "leave it out, or give the contents of the model's own config.json"
 
 
 def listed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a config.json that its architecture's class declares, `model_type` included.
+    """Return the part of a config.json that its architecture's class declares, with `model_type`.
 
-    Left out are labels and notes of earlier versions, and numbers that neither the class nor the architecture's code names.
-    Raises ConfigError for every other key, for a map in a number's place, and for an unknown word.
+    Labels, notes of earlier versions, and numbers that neither the class nor the architecture's code names are left out. Raises
+    ConfigError for every other key, for a map in the place of a plain value, and for an unknown word.
     """
     try:
         values = plain(config)
@@ -106,7 +106,7 @@ def _owner(kind: type[PreTrainedConfig], key: str) -> type[PreTrainedConfig] | N
 
 
 def _part(value: Any, kind: type[PreTrainedConfig], key: str, where: str) -> dict[str, Any]:
-    """Return the listed part of a nested configuration, which names its class by `model_type` where it may be of several."""
+    """Return the listed part of a nested configuration. If several classes are possible, its `model_type` chooses one."""
     if not isinstance(value, dict):
         raise ConfigError(f"model.config.{where}: {_quoted(value)} is not a map of settings; {_REMEDY}")
     if own := _nested(kind, key):
@@ -124,14 +124,14 @@ def _part(value: Any, kind: type[PreTrainedConfig], key: str, where: str) -> dic
 
 
 def _layer(value: Any, kind: type[PreTrainedConfig], where: str) -> dict[str, Any]:
-    """Return the listed settings of one layer, which stand in for those of the whole model."""
+    """Return the listed settings of one layer, which replace those of the whole model."""
     if not isinstance(value, dict):
         raise ConfigError(f"model.config.{where}: {_quoted(value)} is not a map of settings; {_REMEDY}")
     return _section(value, kind, f"{where}.")
 
 
 def _nested(kind: type[PreTrainedConfig], key: str) -> type[PreTrainedConfig] | None:
-    """Return the class of a part that a field's type names, where the class does not list it among its parts."""
+    """Return the configuration class in a field's type, for a part that the class does not list in `sub_configs_defaults`."""
     field = None if key in kind.sub_configs_defaults else _fields(kind).get(key)
     found = (one for one in get_args(field.type) if isinstance(one, type)) if field is not None else ()
     return next((one for one in found if issubclass(one, PreTrainedConfig) and one is not PreTrainedConfig), None)
@@ -178,7 +178,7 @@ def _check_rope(value: Any, kind: type[PreTrainedConfig], where: str, depth: int
 
 
 def _choices(kind: type[PreTrainedConfig], key: str) -> frozenset[str]:
-    """Return the words that a key may have."""
+    """Return the text values that a key may have."""
     if key in IMPLEMENTATIONS:
         return frozenset(IMPLEMENTATIONS[key])
     field = _fields(kind).get(kind.attribute_map.get(key, key))
@@ -213,7 +213,7 @@ def _modules(kind: type[PreTrainedConfig]) -> list[tuple[frozenset[str], frozens
 
 @cache
 def _module(name: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return texts and names in the code of a module of `transformers`, which is read and not run; none if there is none."""
+    """Return the texts and names in the code of a module of `transformers`. The code is not run; empty sets if none exists."""
     loader = spec.loader if (spec := find_spec(name)) is not None else None
     todo: list[Any] = [loader.get_code(name)] if isinstance(loader, InspectLoader) else []
     texts, names = set[str](), set[str]()
@@ -238,7 +238,7 @@ def _names(kind: type[PreTrainedConfig]) -> frozenset[str]:
 
 
 def _is_numbers(value: Any) -> bool:
-    """Tell whether a value is a list of numbers, nested or not."""
+    """Return whether a value is a (nested) list of numbers."""
     if not isinstance(value, list | tuple):
         return False
     return all(item is None or isinstance(item, bool | int | float) or _is_numbers(item) for item in value)

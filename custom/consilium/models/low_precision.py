@@ -1,7 +1,7 @@
-"""A frozen base in less memory: its linear layers' weights as bfloat16, or quantized by quantized.py.
+"""Stores the linear layers of a frozen base in less memory: as bfloat16, or quantized by quantized.py.
 
-Autocast makes a bfloat16 copy of a float32 weight in every step and keeps it for the backward pass: a frozen base costs 6 bytes
-a number. Kept as bfloat16 it costs 2, and what is computed under `precision: bf16` is the same, bit for bit. All that trains
+Autocast makes a bfloat16 copy of a float32 weight in every step and keeps it for the backward pass. So a frozen base takes 6
+bytes per number. Stored as bfloat16 it takes 2, and results under `precision: bf16` are equal bit for bit. All trained tensors
 (adapters, heads, decoders), norms and embeddings stay float32.
 """
 
@@ -30,10 +30,10 @@ class StoredLinear(nn.Linear):
 
 
 def store(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> nn.Module:
-    """Keep the plain linear layers of `model` as `dtype`, see ModelConfig, in place, but for those `trained`; return it.
+    """Store the plain linear layers of `model` as `dtype` (see ModelConfig), in place, except those `trained`; return `model`.
 
     A layer that shares its weight with another module (an output layer with the embedding) is unchanged. Raises ConfigError
-    for nf4 and int8 where bitsandbytes is missing.
+    for nf4 and int8 if bitsandbytes is missing.
     """
     if dtype != "fp32":
         replace(model, trained, dtype, _quantizer(dtype) if dtype in QUANTIZED else None)
@@ -41,9 +41,9 @@ def store(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> nn.Module:
 
 
 def replace(model: nn.Module, trained: Iterable[Tensor], dtype: str, quantize: Callable[[nn.Linear, str], None] | None) -> None:
-    """Keep the frozen linear layers as bfloat16, or as `quantize` does, in place.
+    """Store the frozen linear layers as bfloat16, or by `quantize`, in place.
 
-    An output layer is not quantized: its errors count most, and Mamba-2 and xLSTM cast its input to its weight's type.
+    An output layer is never quantized: its errors matter most, and Mamba-2 and xLSTM cast its input to its weight's type.
     """
     outputs = _outputs(model)
     for layer in frozen_linear(model, trained):
@@ -61,7 +61,7 @@ def _outputs(model: nn.Module) -> set[int]:
 
 
 def frozen_linear(model: nn.Module, trained: Iterable[Tensor]) -> list[nn.Linear]:
-    """Return the plain linear layers of which nothing is `trained`, shared, or read by the model's own code."""
+    """Return the plain linear layers whose parameters are not `trained`, not shared, and not read by the model's own code."""
     kept = {id(tensor) for tensor in trained}
     holders: dict[int, int] = {}
     for module in model.modules():
@@ -77,9 +77,9 @@ def frozen_linear(model: nn.Module, trained: Iterable[Tensor]) -> list[nn.Linear
 
 
 def require_stored(model: nn.Module, dtype: str, trained: Iterable[Tensor]) -> None:
-    """Raise ConfigError where `store` would leave over half of the frozen numbers as they are, embeddings aside.
+    """Raise ConfigError if `store` would leave over half of the frozen numbers, without embeddings, unchanged.
 
-    Experts stored as one tensor are left as they are. Quantized types are refused if a model's code rescales weights in place.
+    Experts stored as one tensor are left unchanged. Quantized types are refused if a model's code rescales weights in place.
     """
     if dtype == "fp32":
         return

@@ -1,4 +1,4 @@
-"""Models that are only laid out: names and shapes, next to nothing in memory (torch's meta device)."""
+"""Builds models on torch's meta device: with names and shapes, but without numbers and nearly without memory."""
 
 import itertools
 import threading
@@ -16,17 +16,17 @@ from consilium.core.errors import ConfigError
 
 FILLS = (torch.Tensor.normal_, nn.init.normal_)
 MOST = 100_000
-"""Modules of a model, at most, and as many parameters: 20 seconds of processor time. One of 1024 blocks has a quarter."""
+"""The most modules of a model, and the most parameters: 20 seconds of CPU time. A model of 1024 blocks has a quarter."""
 _MAKE = nn.Module.__init__
 _LOCK = threading.Lock()
 _counting: list["itertools.count[int]"] = []
-"""The counts of modules of the layouts that are made at this moment."""
+"""The module counters of the models that are being built at this moment."""
 
 
 class _NoNumbers(TorchFunctionMode):
-    """Draw no normal numbers: on the meta device torch loads its compiler for them, two seconds in every server process.
+    """Skips drawing normal numbers. On the meta device torch would load its compiler for them, 2 seconds per server process.
 
-    Tensors that the model computes with while it is built are zeros in memory; SAM does so with a few hundred numbers.
+    torch.randn returns zeros on the CPU, for models that compute while they are built; SAM does so with a few hundred numbers.
     """
 
     def __torch_function__(
@@ -42,9 +42,9 @@ class _NoNumbers(TorchFunctionMode):
 
 
 class _OneExpert(TorchDispatchMode):
-    """Multiplies by the first expert's weights where each row has an expert of its own: sizes, FLOPs and memory are the same.
+    """Replaces products with each row's expert by products with the first expert. Sizes, FLOPs and memory are the same.
 
-    On the meta device the rows of an expert are unknown, and PyTorch has products of experts in bfloat16 only.
+    On the meta device the rows of each expert are unknown, and PyTorch has grouped products in bfloat16 only.
     """
 
     def __torch_dispatch__(
@@ -60,7 +60,7 @@ class _OneExpert(TorchDispatchMode):
 
 @contextmanager
 def numberless() -> Iterator[None]:
-    """Let a model on the meta device compute inside the block. Raises ConfigError where its code reads values."""
+    """Within the context, a model on the meta device can compute. Raises ConfigError if its code reads values."""
     try:
         with _OneExpert():
             yield
@@ -73,16 +73,16 @@ def numberless() -> Iterator[None]:
 
 @contextmanager
 def layout() -> Iterator[None]:
-    """Build models inside the block without weights, on the meta device."""
+    """Within the context, models are built on the meta device, without weights."""
     with torch.device("meta"), _NoNumbers(), _counted():
         yield
 
 
 @contextmanager
 def _counted() -> Iterator[None]:
-    """Stop a model of so many modules that to lay it out takes minutes and gigabytes. Raises ConfigError.
+    """Within the context, raise ConfigError for a model with more than MOST modules or parameters.
 
-    Modules and parameters count when they are made. To walk the tree is too late: a ModuleList joins it only when it is full.
+    They are counted when they are created. Walking the finished model would be too late, after minutes and gigabytes.
     """
     modules, parameters = itertools.count(), itertools.count()
 

@@ -1,8 +1,9 @@
-"""A frozen base in a quarter of the memory or less, by bitsandbytes: NF4 and LLM.int8().
+"""Linear layers quantized by bitsandbytes (NF4 and LLM.int8()), for a frozen base in a quarter of the memory or less.
 
-NF4 (Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 2023) keeps 4 bits a number and a scale for every
-64; int8 (Dettmers et al., "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale", NeurIPS 2022) 8 bits and a scale
-a row, with columns of inputs over 6 computed separately. Products are in autocast's type, or the input's.
+NF4 (Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 2023) stores 4 bits per number and a scale per 64
+numbers. int8 (Dettmers et al., "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale", NeurIPS 2022) stores 8 bits
+per number and a scale per row; input columns with values over 6 are computed separately. Products are in autocast's type or the
+input's.
 """
 
 from copy import copy
@@ -16,14 +17,14 @@ from torch import Tensor, nn
 from consilium.models.dtypes import BLOCK, computing
 
 OUTLIERS = 6.0
-"""From where on LLM.int8() computes a column of inputs in 16 bits, as in the paper."""
+"""The input value above which LLM.int8() computes a column in 16 bits, as in the paper."""
 
 
 class _Product(torch.autograd.Function):
-    """The product of a frozen layer, which saves only the layer for the backward pass.
+    """The product of a frozen layer. It saves only the layer for the backward pass.
 
-    bitsandbytes' own keeps an int8 layer's input, and that where checkpointing does not find it. NF4's multiplies with a weight
-    for each row where a batch has four dimensions.
+    bitsandbytes' own function stores an int8 layer's input outside of gradient checkpointing's reach. For NF4 it multiplies
+    with a weight per row if a batch has four dimensions.
     """
 
     @staticmethod
@@ -49,10 +50,10 @@ class Nf4Linear(bnb.nn.Linear4bit):
     """A linear layer whose weight is NF4."""
 
     W_q = None
-    """By which PEFT's DoRA knows that it must ask for the whole weight."""
+    """PEFT's DoRA sees by this attribute that it must call `dequantize` for the whole weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (..., out) of x (..., in), in its type or autocast's. The parent's would round the bias for good."""
+        """Return (..., out) for x (..., in), in its type or autocast's. The parent's forward would round the stored bias."""
         return _computed(x, self)
 
     def product(self, x: Tensor) -> Tensor:
@@ -63,10 +64,10 @@ class Nf4Linear(bnb.nn.Linear4bit):
         return bnb.matmul_4bit(x, self.weight, quant_state=self.weight.quant_state, bias=bias)
 
     def whole(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight (out, in) that is computed with.
+        """Return the dequantized weight (out, in).
 
-        A scale's 64 numbers may go over the end of a row, where bitsandbytes' code for a CPU begins with the next scale. So
-        rows are given to it that end with a scale, or a single one.
+        The 64 numbers of a scale may cross the end of a row, where bitsandbytes' CPU code would begin a new scale. So it is
+        called with rows of 64 numbers, or with a single row if the count is not a multiple of 64.
         """
         state, numbers = copy(self.weight.quant_state), self.out_features * self.in_features
         width = BLOCK if numbers % BLOCK == 0 else numbers
@@ -98,12 +99,12 @@ class Int8Linear(bnb.nn.Linear8bitLt):
         return cast(Tensor, rows).view(*x.shape[:-1], self.out_features)
 
     def whole(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight (out, in) that is computed with."""
+        """Return the dequantized weight (out, in)."""
         return self.state.CB.to(dtype).mul_(self.state.SCB[:, None] / 127)
 
 
 def quantize(layer: nn.Linear, dtype: str) -> None:
-    """Turn a linear layer into one of `dtype`, in place, with its hooks; numbers are rounded when it moves to its device."""
+    """Turn a linear layer into one of `dtype`, in place, with its hooks. It is quantized when it moves to a device."""
     made: Any
     with torch.device("meta"):
         if dtype == "nf4":

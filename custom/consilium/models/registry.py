@@ -1,4 +1,4 @@
-"""The kinds of frozen base models. A new one: a folder (or a file) with a ModelKind, and its line in MODELS."""
+"""The registry of frozen base models. A new kind needs a folder (or a file) with a ModelKind, and a line in MODELS."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -23,26 +23,29 @@ class ModelConfig(Section):
     checkpoint: Annotated[
         str | None,
         Field(
-            description="weights, for a U-Net an earlier run's model.safetensors; may start with `${SITE}`, the site's "
-            "checkpoint folder"
+            description="the path of the weights (for a U-Net an earlier run's model.safetensors); may start with `${SITE}`, "
+            "the site's checkpoint folder"
         ),
     ] = None
     checkpoint_sha256: Annotated[
-        Sha256 | None, Field(description="64 hex digits; `consilium doctor` prints a checkpoint's")
+        Sha256 | None, Field(description="SHA-256 of the checkpoint (64 hex digits); `consilium doctor` prints it")
     ] = None
     dtype: Annotated[
         Literal["fp32", "bf16", "int8", "nf4"],
-        Field(description="how the frozen linear layers are kept; bf16 takes a third of the memory under `precision: bf16`"),
+        Field(
+            description="number type in which the frozen linear layers are stored; bf16 takes a third of the memory with "
+            "`precision: bf16`"
+        ),
     ] = "fp32"
 
     @property
     def title(self) -> str:
-        """The name that is shown while it is loaded."""
+        """The name that is shown while the model is loaded."""
         return f"model {self.name} {self.variant}"
 
     @property
     def image_side(self) -> int:
-        """Pixels a side of the pictures it takes, its `image_size`; 0 for a model without pictures."""
+        """The side of the model's pictures in pixels, its `image_size`; 0 for a model without pictures."""
         return int(getattr(self, "image_size", 0))
 
     @property
@@ -51,19 +54,22 @@ class ModelConfig(Section):
         return 0, 0, 0
 
     def packs(self) -> bool:
-        """Tell whether several texts can be packed into one row without influence on each other."""
+        """Return whether several texts can be packed into one row without influencing each other."""
         return False
 
     def keep_apart(self) -> None:
-        """Raise ValueError, naming field, value and remedy, where a record's gradient would depend on those beside it."""
+        """Raise ValueError if a record's gradient would depend on other records of its batch.
+
+        The message names field, value and remedy. It is called under record-level privacy.
+        """
 
 
 @dataclass(frozen=True)
 class TargetSet:
     """Linear layers to adapt, by a `pattern` (RE2) of full names, or by the pattern that `select(model)` returns.
 
-    `prepare` changes the model before names are looked up, `fuse` maps trained tensors back to layers that the unchanged base
-    has. `known`: the model's own sets, for messages.
+    `prepare` changes the model before layers are looked up (it splits fused layers). `fuse` maps trained tensors back to the
+    layers of the unchanged base. `known`: the names of the model's sets, for messages.
     """
 
     pattern: str = ""
@@ -74,12 +80,12 @@ class TargetSet:
 
 
 def pattern_of(names: Iterable[str]) -> str:
-    """Return the pattern that matches these names of layers in whatever block they stand, and nothing else."""
+    """Return a pattern that matches these layer names with any block number, and nothing else."""
     return "|".join(dict.fromkeys(re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in names))
 
 
 class Build(Protocol):
-    """Returns a base in evaluation mode. `task` is the job's task section; `weights` False lays it out only (meta device)."""
+    """A function that returns a base in evaluation mode. `task`: the job's task section. Without `weights` no file is read."""
 
     def __call__(self, config: Any, task: Any, checkpoint: Path | None, weights: bool, use_checkpointing: bool) -> "nn.Module":
         """Raise CheckpointError for weights that do not fit, ConfigError for an impossible size."""
@@ -100,18 +106,18 @@ def before_head(model: Any) -> Cut:
 
 
 class Saved(Protocol):
-    """Writes a model without an adapter in its publishers' layout; returns a page in Markdown that says how to load it.
+    """A function that writes a model without an adapter in its publisher's layout, and returns a Markdown page for loading it.
 
-    The Markdown holds one block of Python that runs in the folder and leaves a function `logits` of the model's inputs.
+    The page has one block of Python that runs in the folder and defines a function `logits` of the model's inputs.
     """
 
     def __call__(self, folder: Path, model: Any, config: Any, task: Any, tokenizer: Any) -> str:
-        """Write into `folder`, which is there."""
+        """Write into the existing `folder`."""
         ...
 
 
 class Graph(NamedTuple):
-    """A part of a model that runs by itself: a module, the names of its inputs, and that of its one output."""
+    """A part of a model that is exported separately: a module, the names of its inputs, and the name of its one output."""
 
     module: "nn.Module"
     inputs: tuple[str, ...]
@@ -122,12 +128,14 @@ class Graph(NamedTuple):
 class ModelKind:
     """A kind of model. `task`: the task it is made for; `targets`: sets of layers to adapt, by name.
 
-    `tokenizer(config, checkpoint)` returns a language model's tokenizer. `cut(model)` returns the cut before its head; it
-    raises AttributeError for a model laid out otherwise. `save`: see Saved; by default a state dict by the model's own names.
-    `graphs(model)` parts a model, by name: the outputs of one are inputs of the next, whose first inputs are the model's. By
-    default it is one. `head_apart`: an exported head gets a file of its own, because PEFT would take layers of the encoder that
-    are called head too for it. `encoder`: the name of the module that alone makes of a picture what the rest goes on from; the
-    model has `embed`, which returns that, and its forward takes it as `embedding`.
+    - `tokenizer(config, checkpoint)` returns a language model's tokenizer.
+    - `cut(model)` returns the point between encoder and head. It raises AttributeError for a model without one.
+    - `save`: see Saved; by default a state dict with the model's own names is written.
+    - `graphs(model)` returns the parts of a model for export, by name. The output of each is an input of the next, and the
+      first takes the model's inputs. By default the model is one part.
+    - `head_apart`: an exported head gets its own file, because PEFT would confuse it with encoder layers that are called head.
+    - `encoder`: the name of the module that alone computes a picture's embedding. Such a model has a method `embed` that
+      returns the embedding, and its forward accepts it as `embedding`.
     """
 
     config: type[ModelConfig]
@@ -142,7 +150,7 @@ class ModelKind:
     encoder: str = ""
 
     def target(self, name: str) -> TargetSet:
-        """Return the set of that name; any other name is a pattern."""
+        """Return the set named `name`; any other text is used as a pattern."""
         found = self.targets.get(name, TargetSet(name))
         return replace(found, known=tuple(self.targets))
 

@@ -1,8 +1,8 @@
 """Named sets of layers to adapt, found by the layers' function instead of an architecture's names.
 
-Architectures of `transformers` differ in names (q_proj, Wqkv, c_attn), in what is fused, and in what is not a linear layer at
-all (experts kept as one block of numbers). So the sets are looked up in the model: a block's linear layers below a module that
-is called attention are its attention, all others its MLP. A set that would miss some of its layers is refused, with the list.
+Architectures of `transformers` differ in names (q_proj, Wqkv, c_attn), in fused layers, and in weights outside of linear layers
+(experts stored as one tensor). So the sets are found in the model: a block's linear layers below a module named attention are
+its attention, all others its MLP. A set that would miss some of its layers is refused, with their names.
 """
 
 import re
@@ -34,11 +34,11 @@ _APART = {
     "q_proj": True, "v_proj": True, "query": True, "value": True, "q_lin": True, "v_lin": True,
     "k_proj": False, "key": False, "k_lin": False,
 }  # fmt: skip
-"""Names of attention's inputs that have a layer each, and whether `qv` means them."""
+"""Names of separate input projections of attention, and whether the set `qv` contains them."""
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
 """Linear layers that choose experts."""
 _CROSS = re.compile(r"(^|\.)(encoder_attn|crossattention|cross_attn)\.")
-"""Cross-attention. A decoder without an encoder has these layers, and never runs them."""
+"""Names of cross-attention, whose layers a decoder without an encoder has but never runs."""
 _NO_PROJECTION = re.compile(r"norm|embed|conv|bias|A_log|dt_")
 
 
@@ -74,9 +74,9 @@ def layers_of(model: nn.Module, tower: str = "") -> Layers:
 
 
 def _blocks(model: nn.Module, tower: str) -> tuple[str, nn.ModuleList]:
-    """Return name and list of the blocks: of the lists of modules with attention (or of all) the one with most parameters.
+    """Return (name, list) of the model's blocks: of the ModuleLists with attention (or of all) the one with most parameters.
 
-    Raises ConfigError for none.
+    Raises ConfigError if there is no ModuleList.
     """
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and tower in [*n.split("."), ""]]
     if not lists:
@@ -87,9 +87,9 @@ def _blocks(model: nn.Module, tower: str) -> tuple[str, nn.ModuleList]:
 
 
 def pattern(name: str, tower: str, model: nn.Module) -> str:
-    """Return the pattern of the layers that a named set means in a model, or in its `tower` ("": all of it).
+    """Return the pattern of the layers of a named set in a model, or in its `tower` ("": the whole model).
 
-    Raises ConfigError where it would miss some: query and value that share a layer, or weights that no linear layer has.
+    Raises ConfigError if the set would miss some: query and value in one fused layer, or weights outside of linear layers.
     """
     found = layers_of(model, tower)
     if name == "all-linear":
@@ -112,6 +112,6 @@ def _all_of(name: str, kind: str, layers: list[str]) -> str:
 
 
 def _list(names: Iterable[str]) -> str:
-    """Return names of layers for a message: once each, whatever the block."""
+    """Return names of layers for a message, without block numbers, each once."""
     short = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
     return ", ".join(short[:4]) + (f" and {len(short) - 4} more" if len(short) > 4 else "")

@@ -1,4 +1,4 @@
-"""Bounds for the tokenizer of a model folder: its tokenizer.json is a program of a stranger's, which each record runs through.
+"""Limits on the tokenizer of a model folder. Its tokenizer.json is an untrusted program that processes every record.
 
 Unbounded it may write millions of tokens for one letter, search for minutes, or fail for records of one kind only, and so tell
 who has them. `check_program` passes the kinds of step that published tokenizers have, with limits; `plain_failure` turns
@@ -75,9 +75,9 @@ _MOST_TIMES = 16
 
 @contextmanager
 def plain_failure() -> Iterator[None]:
-    """Turn whatever a tokenizer raises in the block into CheckpointError, without a word of the text.
+    """Within the context, turn any error of a tokenizer into CheckpointError, without quoting the text.
 
-    A panic of the library, as of a search that takes too many steps, is not an Exception: it would end a process in silence.
+    A panic of the library, such as for a search with too many steps, is not an Exception and would end the process silently.
     """
     try:
         yield
@@ -89,7 +89,7 @@ def plain_failure() -> Iterator[None]:
 
 
 def check_program(program: Mapping[str, Any], where: str) -> None:
-    """Raise CheckpointError unless a tokenizer.json, read from the file `where`, is of listed steps within bounds."""
+    """Raise CheckpointError unless a tokenizer.json, read from the file `where`, has only listed steps within the limits."""
     try:
         _check_model(program.get("model"))
         _check_steps(program)
@@ -98,9 +98,9 @@ def check_program(program: Mapping[str, Any], where: str) -> None:
 
 
 def check_backend(tokenizer: Any, where: str) -> None:
-    """Raise CheckpointError unless a tokenizer that was made of the folder `where` is of listed steps within bounds.
+    """Raise CheckpointError unless a tokenizer made from the folder `where` has only listed steps within the limits.
 
-    A class of `transformers` may have put steps of its own in the place of the file's, or be none of the `tokenizers` library.
+    A class of `transformers` may have replaced the file's steps by its own, or may not use the `tokenizers` library.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -118,7 +118,7 @@ def check_backend(tokenizer: Any, where: str) -> None:
 
 
 def _check_model(model: Any) -> None:
-    """Raise ValueError for a model, the words and how they are put together, that is not listed or without bounds."""
+    """Raise ValueError for a tokenizer's model (vocabulary and merging) of an unlisted kind or beyond the limits."""
     if not isinstance(model, dict):
         raise ValueError(f"model: {_value(model)} is not a map")
     if "type" in model and model["type"] not in _MODELS:  # versions before 2021 wrote no type
@@ -160,7 +160,7 @@ def _check_steps(program: Mapping[str, Any]) -> None:
 
 
 def _flat(step: Any, where: str, depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the steps of one, which may be a sequence of steps, and where each stands."""
+    """Yield (location, step) for all steps in one entry, which may be a nested Sequence."""
     if step is None:
         return
     if not isinstance(step, dict) or depth > 4:
@@ -177,7 +177,7 @@ def _flat(step: Any, where: str, depth: int = 0) -> Iterator[tuple[str, Mapping[
 
 
 def _checked(step: Mapping[str, Any], where: str) -> float:
-    """Return how many characters a step may make of one. Raises ValueError for a part of it without bound."""
+    """Return how many characters a step may make from one character. Raises ValueError if a part of it is unbounded."""
     kind = step["type"]
     if kind == "Precompiled":
         return _longest_replacement(step.get("precompiled_charsmap"), f"{where}.precompiled_charsmap")
@@ -241,10 +241,10 @@ def _check_pattern(value: Any, where: str) -> int:
 
 
 def unbounded(pattern: str) -> str:
-    """Return why a pattern of Oniguruma may search for longer than a text is long; "" for one that does not.
+    """Return why an Oniguruma pattern's search may take more than linear time; "" if it cannot.
 
-    Each alternative is one of _KNOWN, or of single characters and classes in a row, of which none that must be there follows
-    one that may be there any number of times: what has matched is never given back, so that the search only goes forward.
+    Each alternative must be in _KNOWN, or be a sequence of characters and classes in which no mandatory one follows one with
+    unlimited repetition. Then the search never backtracks far.
     """
     try:
         for branch in _branches(pattern):
@@ -256,7 +256,7 @@ def unbounded(pattern: str) -> str:
 
 
 def _branches(pattern: str) -> list[str]:
-    """Return the alternatives of a pattern; a pattern that is one group of them, or one of _KNOWN, counts as them."""
+    """Return the alternatives of a pattern. A pattern that is a single group is opened; one in _KNOWN stays whole."""
     if pattern in _KNOWN:
         return [pattern]
     found, start, at, depth = list[str](), 0, 0, 0
@@ -291,7 +291,7 @@ def _closes(text: str) -> bool:
 
 
 def _check_branch(branch: str) -> None:
-    """Raise ValueError for an alternative that may give back what it has matched more than a few times."""
+    """Raise ValueError for an alternative that may backtrack more than a few times."""
     at, ways, endless = 0, 1, False
     while at < len(branch):
         start, at = at, _group(branch, at) if branch[at] == "(" else _atom(branch, at)
@@ -307,7 +307,7 @@ def _check_branch(branch: str) -> None:
 
 
 def _times(branch: str, at: int) -> tuple[int, int | None, int]:
-    """Return how often, at least and at most (None: any number of times), what was read may be there, and what follows it."""
+    """Return (least, most, end) of the repetition at position `at`; most is None if unlimited. `end`: the position after it."""
     found = _TIMES.match(branch, at)
     if found is None:
         return 1, 1, at

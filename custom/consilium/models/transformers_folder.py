@@ -1,6 +1,6 @@
-"""Models of `transformers` from a local folder: laid out from a config.json, filled with weights that fit it exactly.
+"""Loads models and tokenizers of `transformers` from a local folder. The weights must fit the config.json exactly.
 
-Nothing is downloaded, and no code of a folder runs: left unsaid, `transformers` would ask on the terminal whether it may.
+Nothing is downloaded, and no code of a folder runs. By default `transformers` would ask on the terminal whether it may.
 """
 
 import re
@@ -27,9 +27,9 @@ _PLAIN = "the folder's model is made for another task; give the folder of the mo
 _WITHOUT_CACHE = ("xlstm",)
 """Architectures whose cache has wrong sizes in `transformers`."""
 _OWN: dict[str, Any] = {"trust_remote_code": False}
-"""Loads with the classes of `transformers` alone."""
+"""Options for loading with the classes of `transformers` only."""
 LEAST = 8
-"""Tokens that a prompt must have room for, as in `model.max_length`."""
+"""The fewest tokens that must be possible for a prompt, as in `model.max_length`."""
 PIXELS = ("pixel_mean", "pixel_std")
 PREPROCESSOR = ("preprocessor_config.json", "processor_config.json")
 
@@ -37,8 +37,9 @@ PREPROCESSOR = ("preprocessor_config.json", "processor_config.json")
 class Known(NamedTuple):
     """The kind of model that a folder must hold, and known examples, for messages.
 
-    `among`: the class of `transformers` whose architectures alone are taken, by default the one that builds. `spare`: a pattern
-    of tensors that a checkpoint may have too many, or lack; `lacking`: what to do where it lacks others.
+    `among`: the auto class of `transformers` whose architectures are accepted, by default the one that builds the model.
+    `spare`: a pattern of tensors that a checkpoint may have in addition, or lack. `lacking`: the remedy if it lacks other
+    tensors.
     """
 
     what: str
@@ -51,10 +52,10 @@ class Known(NamedTuple):
 def build(
     auto: Any, folder: Path | None, config: Mapping[str, Any] | None, weights: bool, known: Known, **options: Any
 ) -> PreTrainedModel:
-    """Return a model of one of `auto`'s classes, float32, with the folder's weights, or laid out only.
+    """Return a model built by the auto class `auto`, float32, with the folder's weights; without `weights` only its structure.
 
-    `config`: the contents of its config.json, read from the folder where it is None. `options` go to `transformers`. Raises
-    CheckpointError for a missing, damaged or other checkpoint, ConfigError for an architecture that is not known.
+    `config`: the contents of its config.json; None reads it from the folder. `options` are passed to `transformers`. Raises
+    CheckpointError for a missing, damaged or unfitting checkpoint, ConfigError for an unknown architecture.
     """
     shape = shape_of(config if config is not None else _read_config(folder), known.among or auto, known)
     try:
@@ -66,7 +67,7 @@ def build(
 
 
 def _laid_out(auto: Any, shape: PreTrainedConfig, options: Mapping[str, Any]) -> PreTrainedModel:
-    """Return the model without the folder's weights. Raises ConfigError for sizes that do not go together."""
+    """Return the model without the folder's weights. Raises ConfigError for inconsistent sizes."""
     try:
         return auto.from_config(shape, dtype=torch.float32, **_OWN, **options)
     except (ImportError, ConfigError):
@@ -79,10 +80,10 @@ def _laid_out(auto: Any, shape: PreTrainedConfig, options: Mapping[str, Any]) ->
 def load_tokenizer(
     folder: Path | None, config: Mapping[str, Any] | None = None, writes: bool = True
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer beside the weights, of a model of this config.json if it is given.
+    """Return the tokenizer in the folder of the weights. `config`: the model's config.json, to check the vocabulary's size.
 
-    A padding token that the model has no row for is dropped, because padding is never read. Raises CheckpointError where there
-    is no tokenizer, or, for a model that `writes`, none with an end-of-text token that the model knows.
+    A padding token without a row in the model is removed, because padding is never read. Raises CheckpointError if there is no
+    usable tokenizer, if its tokens exceed the model's, or if it has no end-of-text token and the model `writes` texts.
     """
     folder = _require(folder)
     only_slow = (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file()
@@ -119,9 +120,9 @@ def _require_rows(folder: Path, tokenizer: Any, config: Mapping[str, Any]) -> No
 
 
 def _beyond(tokenizer: Any, rows: int) -> str:
-    """Return the first token, and its number, that texts may hold and a model of `rows` tokens cannot read; "" for none.
+    """Return the name and number of the first token that a model with `rows` tokens cannot read; "" if there is none.
 
-    Special tokens may lie beyond, because no text contains them: those of Code Llama 34B do.
+    Special tokens may have larger numbers, because no text contains them; those of Code Llama 34B do.
     """
     named = {"eos_token": tokenizer.eos_token_id, "bos_token": tokenizer.bos_token_id}
     if len(tokenizer) > rows:
@@ -131,7 +132,7 @@ def _beyond(tokenizer: Any, rows: int) -> str:
 
 
 def positions(model: nn.Module) -> int:
-    """Return a model's context length in tokens; 2**30 where its config names none.
+    """Return a model's context length in tokens; 2**30 if its config names none.
 
     `transformers` knows the other names of `max_position_embeddings` (`n_positions`), all but MPT's.
     """
@@ -142,7 +143,7 @@ def positions(model: nn.Module) -> int:
 
 
 def room(model: nn.Module, written: int) -> int:
-    """Return how many tokens a prompt may have where `written` more are to follow. Raises ConfigError for too few."""
+    """Return how many tokens a prompt may have if `written` tokens follow. Raises ConfigError if fewer than LEAST are left."""
     left = positions(model) - written
     if left < LEAST:
         what = f"{written}: of the model's {positions(model)} positions {max(left, 0)} are left for a prompt"
@@ -151,10 +152,10 @@ def room(model: nn.Module, written: int) -> int:
 
 
 def require_positions(model: PreTrainedModel, longest: int, written: int) -> None:
-    """Raise ConfigError for texts of more tokens (`model.max_length`) than the model has positions for.
+    """Raise ConfigError if `longest` (`model.max_length`) exceeds the model's positions, or `written` leaves none for a prompt.
 
-    Rotary positions go on; dynamic ones would keep the frequencies of the longest text that the process has read. Also where
-    `written` tokens of an answer leave no room for a prompt.
+    Rotary positions may exceed the model's length, but dynamic ones may not: they would depend on the longest text that the
+    process has read.
     """
     most, turned = positions(model), getattr(model.config.get_text_config(), "rope_parameters", None)
     room(model, written)
@@ -168,7 +169,7 @@ def require_positions(model: PreTrainedModel, longest: int, written: int) -> Non
 
 
 def require_pixels(folder: Path | None, mean: tuple[float, ...], deviation: tuple[float, ...]) -> None:
-    """Raise CheckpointError where a folder's preprocessor normalizes pixels otherwise than the job."""
+    """Raise CheckpointError if a folder's preprocessor normalizes pixels differently from the job."""
     for name in PREPROCESSOR if folder is not None else ():
         path = Path(folder or "", name)
         found = read_json(path.parent, name) if path.is_file() else {}
@@ -181,7 +182,7 @@ def require_pixels(folder: Path | None, mean: tuple[float, ...], deviation: tupl
 
 
 def use_checkpointing(model: PreTrainedModel) -> None:
-    """Use gradient checkpointing. Raises ConfigError where the model's code does not support it."""
+    """Enable gradient checkpointing. Raises ConfigError if the model's code does not support it."""
     try:
         model.activation_checkpointing_enable({"use_reentrant": False})
     except ValueError:
@@ -192,7 +193,7 @@ def use_checkpointing(model: PreTrainedModel) -> None:
 def answer_plainly(model: PreTrainedModel) -> None:
     """Remove a folder's generation_config, which would change greedy answers silently.
 
-    Router logits are switched off too: their loss is defined for whole texts, not for steps of an answer.
+    Router logits are disabled too, because their loss is defined for whole texts, not for single steps of generation.
     """
     model.generation_config = GenerationConfig()
     if model.config.model_type in _WITHOUT_CACHE:
@@ -203,25 +204,25 @@ def answer_plainly(model: PreTrainedModel) -> None:
 
 
 def register_pixels(model: nn.Module, pixels: tuple[Any, Any]) -> None:
-    """Give a model the mean and deviation of its pixels, in 0..255, as buffers that no state dict has."""
+    """Add the mean and standard deviation of pixels, scaled to 0..255, to a model as buffers outside of its state dict."""
     for name, values in zip(PIXELS, pixels, strict=True):
         model.register_buffer(name, 255 * torch.tensor(values).view(3, 1, 1), persistent=False)
 
 
 def extend_class(model: Any, ours: type) -> None:
-    """Give a model, in place, a class that derives from `ours` and its own class."""
+    """Change a model's class, in place, to one that derives from `ours` and from the model's own class."""
     model.__class__ = type(f"{ours.__name__}{type(model).__name__}", (ours, type(model)), {})
 
 
 def restore_class(model: Any, *added: str, pixels: bool = True) -> None:
-    """Undo `extend_class` and, for a model of `pixels`, `register_pixels`; remove what else was `added`."""
+    """Undo `extend_class` and, with `pixels`, `register_pixels`; also remove the attributes `added`."""
     for name in (*(PIXELS if pixels else ()), *added):
         delattr(model, name)
     model.__class__ = type(model).__mro__[2]
 
 
 def require_no_running_means(model: nn.Module, what: str) -> None:
-    """Raise ConfigError for a model with batch norm: its running means would change although it is frozen."""
+    """Raise ConfigError for a model with batch norm, whose running means would change although the model is frozen."""
     if found := next((n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None):
         raise ConfigError(f"model.config: {what}: {found!r} keeps running means of what it trains on; use a transformer")
 
@@ -261,7 +262,7 @@ def shape_of(config: Mapping[str, Any], auto: Any, known: Known) -> PreTrainedCo
 
 
 def _fill(auto: Any, folder: Path | None, shape: PreTrainedConfig, options: Mapping[str, Any], known: Known) -> PreTrainedModel:
-    """Return the model with the folder's weights; a tensor missing, one too many or of another shape is an error."""
+    """Return the model with the folder's weights. A missing, extra or differently shaped tensor raises CheckpointError."""
     folder = _require(folder)
     if (folder / "config.json").is_file() and read_json(folder, "config.json").get("quantization_config"):
         raise CheckpointError(f"model.checkpoint: {folder}: {_PACKED}")
@@ -315,6 +316,6 @@ def _require_equal_layout(folder: Path, found: Mapping[str, Any], known: Known) 
 
 
 def short(error: BaseException, view: Path | None = None, folder: Path | None = None) -> str:
-    """Return an error's text on one line of at most 120 characters; of a view of a folder it names the folder."""
+    """Return an error's text on one line of at most 120 characters, with the path of a `view` replaced by its `folder`."""
     text = str(error) if view is None else str(error).replace(str(view), str(folder))
     return " ".join(text.split())[:120] or type(error).__name__

@@ -29,11 +29,11 @@ CODELESS = (
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PROGRAM = "tokenizer.json"
 VOCABULARIES = ("vocab.json", "merges.txt", "vocab.txt")
-"""What a class of `transformers` makes a tokenizer of where there is no tokenizer.json."""
+"""Files from which a class of `transformers` makes a tokenizer if there is no tokenizer.json."""
 TOKENS = (PROGRAM, "vocab.json", "vocab.txt")
-"""Files of which a tokenizer needs one."""
+"""Files of which a tokenizer needs at least one."""
 LARGEST_JSON = 64 * 2**20
-"""Bytes of a JSON file or a vocabulary; Gemma 3's tokenizer.json has 33 million."""
+"""The most bytes of a JSON file or a vocabulary; Gemma 3's tokenizer.json has 33 million."""
 LONGEST_TOKEN = 1024
 LONGEST_TEMPLATE = 2**20
 _SHARD = re.compile(r"[A-Za-z0-9_][\w.-]*\.safetensors", re.ASCII)
@@ -60,7 +60,7 @@ _ADDED = {"content": str, "lstrip": bool, "normalized": bool, "rstrip": bool, "s
 
 @contextmanager
 def named_as(field: str, wanted: str = WANTED) -> Iterator[None]:
-    """Let errors about a folder name `field` in place of a job's model.checkpoint, and `wanted` where a file is missing."""
+    """Within the context, errors about a folder name `field` instead of model.checkpoint, and `wanted` for a missing file."""
     try:
         yield
     except (CheckpointError, ConfigError) as error:
@@ -72,9 +72,9 @@ def named_as(field: str, wanted: str = WANTED) -> Iterator[None]:
 
 @contextmanager
 def weights_of(folder: Path, remedy: str) -> Iterator[Path]:
-    """Give a folder of links to model.safetensors, or to the parts that its index names, for the length of the block.
+    """Yield a temporary folder with links to model.safetensors, or to the parts that its index names.
 
-    Raises CheckpointError, with `remedy` for weights that are pickles.
+    Raises CheckpointError for missing weights or an adapter, with `remedy` for weights that are pickles.
     """
     refuse_adapter(folder)
     with _view() as view:
@@ -96,7 +96,7 @@ def weights_of(folder: Path, remedy: str) -> Iterator[Path]:
 
 
 def _parts(folder: Path) -> dict[str, str]:
-    """Return an index' file of each tensor. Raises CheckpointError for a name that is more than a name."""
+    """Return the file of each tensor from the index. Raises CheckpointError for an entry that is not a plain file name."""
     path = folder / INDEX
     found = read_json(folder, INDEX).get("weight_map")
     if not isinstance(found, dict) or not found:
@@ -141,14 +141,14 @@ def tokenizer_of(folder: Path) -> Iterator[Path]:
 
 
 def _has_tokenizer(name: str) -> bool:
-    """Tell whether a tokenizer's class is one of `transformers`."""
+    """Return whether a tokenizer's class is part of `transformers`."""
     if not _CLASS.fullmatch(name):
         return False
     return any(tokenizer_class_from_name(one) is not None for one in (name, name.removesuffix("Fast")))
 
 
 def _of_model(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a config.json says of the tokenizer: architecture, class and the version that wrote it."""
+    """Return the entries of a config.json about the tokenizer: architecture, class and the version that wrote it."""
     kind, named, version = (config.get(key) for key in ("model_type", "tokenizer_class", "transformers_version"))
     found = {"model_type": kind} if isinstance(kind, str) and kind in CONFIG_MAPPING else {}
     found |= {"tokenizer_class": named} if isinstance(named, str) and _CLASS.fullmatch(named) else {}
@@ -156,7 +156,7 @@ def _of_model(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _write_settings(view: Path, folder: Path, name: str, given: Mapping[str, Any]) -> None:
-    """Write the listed part of a tokenizer's settings. Raises CheckpointError for a listed key of another form."""
+    """Write the allowed part of a tokenizer's settings. Raises CheckpointError for an allowed key with an invalid value."""
     kept = dict[str, Any]()
     for key, value in given.items():
         fits = _fits(key, value)
@@ -168,7 +168,7 @@ def _write_settings(view: Path, folder: Path, name: str, given: Mapping[str, Any
 
 
 def _fits(key: str, value: Any) -> bool | None:
-    """Tell whether a listed key has a value of its form, None for a key that is not listed and not passed on."""
+    """Return whether an allowed key has a valid value; None for a key that is not allowed, which is left out."""
     if key in _FLAGS:
         return value is None or isinstance(value, bool)
     if key == "model_max_length":
@@ -190,7 +190,7 @@ def _fits(key: str, value: Any) -> bool | None:
 
 
 def _is_token(value: Any) -> bool:
-    """Tell whether a value is a token: its text, or a map with the text and how it is matched."""
+    """Return whether a value is a token: its text, or a map with the text and the rules for matching it."""
     if isinstance(value, dict):
         kinds = _ADDED | {"__type": str}
         return (
@@ -202,7 +202,7 @@ def _is_token(value: Any) -> bool:
 
 
 def _is_template(value: Any) -> bool:
-    """Tell whether a value is a chat template, or several by name."""
+    """Return whether a value is a chat template, or several by name."""
     if isinstance(value, list):
         return all(
             isinstance(one, dict) and one.keys() == {"name", "template"} and all(map(_is_text, one.values())) for one in value
@@ -238,7 +238,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a map of JSON. Raises ValueError for a key that is there twice: another reader may take the other value."""
+    """Return a JSON map. Raises ValueError for a repeated key, because another reader may use the other value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -247,9 +247,9 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def plain_file(folder: Path, name: str, most: int | None = None) -> Path:
-    """Return where a folder's file lies, which must be a plain file inside the folder, of at most `most` bytes.
+    """Return the real path of a folder's file. Raises CheckpointError unless it is a plain file inside the folder.
 
-    A folder of Hugging Face's cache is one of links to the `blobs` beside it; these are followed. Raises CheckpointError.
+    It may have at most `most` bytes. A folder of Hugging Face's cache has links to the `blobs` beside it, which are followed.
     """
     path = folder / name
     try:
@@ -268,7 +268,7 @@ def plain_file(folder: Path, name: str, most: int | None = None) -> Path:
 
 
 def _blobs(home: Path) -> Path | None:
-    """Return where the files of a folder of Hugging Face's cache (models--NAME/snapshots/REVISION) lie; None of another."""
+    """Return the `blobs` folder for a folder of Hugging Face's cache (models--NAME/snapshots/REVISION); None for others."""
     cache = home.parent.parent
     return cache / "blobs" if home.parent.name == "snapshots" and cache.name.startswith("models--") else None
 

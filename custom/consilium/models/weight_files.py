@@ -1,4 +1,4 @@
-"""Models as files: a state dict, or a folder of `transformers`, and the page that says how to load them."""
+"""Writes models as files: a state dict or a folder of `transformers`, and a page that shows how to load them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 WEIGHTS = "model.safetensors"
 HEAD_FILE = "head.safetensors"
-"""The file of an encoder's head, where the encoder is a folder of `transformers`."""
+"""The file of an encoder's head beside an encoder that is saved as a folder of `transformers`."""
 
 
 def save_weights(folder: Path, model: nn.Module) -> None:
@@ -25,7 +25,7 @@ def save_head(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Keep `transformers` from showing progress bars, and its reports on weights, for the length of the block."""
+    """Within the context, disable progress bars and reports on weights of `transformers`."""
     from transformers.utils import logging
 
     noisy, told = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -46,7 +46,7 @@ def save_pretrained(folder: Path, model: Any) -> None:
 
 
 def save_text_model(folder: Path, model: Any, tokenizer: Any, use_cache: bool | None = None) -> None:
-    """Write a model that writes texts, with its tokenizer. Weights stay in 32 bits: halved, answers would differ a little."""
+    """Write a model that generates texts, with its tokenizer. Weights stay float32, because answers would differ in 16 bits."""
     from transformers import GenerationConfig
 
     end = tokenizer.eos_token_id

@@ -1,9 +1,8 @@
-"""Causal language models of `transformers`: any by local path (Llama, Mistral, Qwen3 ...), and a tiny one that ships here.
+"""Causal language models of `transformers`: any by local path (Llama, Mistral, Qwen3 ...), and a tiny one in the package.
 
-Whatever the variant, the model is the one `transformers` builds, under its own names: batches go in as `input_ids`,
-`attention_mask` and `labels`, and an exported adapter loads onto the same base with plain PEFT.
-
-The tiny model's config.json ships with its weights; see architecture.py for a folder's.
+In both variants the model is built by `transformers` with its own names. Batches have `input_ids`, `attention_mask` and
+`labels`, and plain PEFT loads an exported adapter onto the same base. The tiny model's config.json is in the package with its
+weights; see architecture.py for that of a folder.
 """
 
 from collections.abc import Mapping
@@ -43,7 +42,7 @@ _BOTH_WAYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "attn_type": (("bi",), "uni"),
     "use_bidirectional_attention": ((True, "all"), "false"),
 }
-"""Keys and values by which a model of `transformers` attends to later tokens, and the value that prevents it."""
+"""Keys and values with which a model of `transformers` attends to later tokens, and the value that prevents it."""
 _ALWAYS_BOTH_WAYS = ("cpmant",)
 _NO_STEPS = {"reformer": "its code trains on texts of one length only, and hashes them otherwise at every look"}
 """Architectures that cannot be adapted here, and why."""
@@ -82,9 +81,9 @@ def build_causal_lm(
 
 
 def require_causal(model: PreTrainedModel) -> None:
-    """Raise ConfigError for a model in which a token sees those behind it: its loss would be read off the answer.
+    """Raise ConfigError for a model whose tokens attend to later ones, because its loss could be read from the answer.
 
-    `transformers` builds language models from encoders too, and some architectures have a bidirectional option.
+    `transformers` also builds language models from encoders, and some architectures have a bidirectional option.
     """
     shape = model.config.get_text_config()
     key = next((key for key, (both, _) in _BOTH_WAYS.items() if getattr(shape, key, None) in both), None)
@@ -102,8 +101,8 @@ def require_causal(model: PreTrainedModel) -> None:
 def use_linear_layers(model: nn.Module) -> None:
     """Replace GPT-2's `Conv1D`, a linear layer with a transposed weight (in, out), by linear layers.
 
-    Adapters and merges then know one kind of layer. An adapter's own tensors are the same for both.
-    Falcon's linear layer is a plain one with its product written out.
+    So adapters and merges have to handle one kind of layer. An adapter's tensors are the same for both kinds. Falcon's linear
+    layer is a plain one with its product written out.
     """
     for module in model.modules():
         if type(module).__name__ == "FalconLinear":

@@ -11,12 +11,12 @@ from consilium.models.tokenizer_bounds import plain_failure
 from consilium.models.transformers_folder import positions
 
 LONGEST = 512
-"""Tokens of a text that are read."""
+"""The most tokens of a text that are read."""
 
 
 @torch.no_grad()
 def embeddings(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> np.ndarray:
-    """Return (N, D) float32. Each text is read alone, so that no padding changes it."""
+    """Return the embeddings (N, D) float32 of `texts`. Each text is encoded alone, so that padding cannot change it."""
     found, most = [], min(LONGEST, positions(model))
     for text in texts:
         with plain_failure():

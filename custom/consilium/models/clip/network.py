@@ -37,7 +37,7 @@ SHAPES: dict[str, Shape] = {
 
 
 class ClipClassifier(nn.Module):
-    """A vision tower, its projection where the checkpoint has one, and a linear head that starts at zero."""
+    """A vision tower, its projection if the checkpoint has one, and a linear head that starts at zero."""
 
     pixel_mean: Tensor
     pixel_std: Tensor
@@ -111,7 +111,7 @@ def _tower(variant: str, shape: Shape, size: int, activation: str) -> PreTrained
 
 
 def _fill(model: ClipClassifier, found: published.Weights) -> None:
-    """Load all but the head, interpolating position embeddings where the model asks for it."""
+    """Load all tensors except the head, interpolating position embeddings if the model's picture size differs."""
     want = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")}
     state = {name: _resize(name, tensor.float(), want.get(name)) for name, tensor in found.tensors.items()}
     published.require_equal_layout(found.path, want, state)

@@ -1,4 +1,4 @@
-"""Reading CLIP checkpoints of three layouts into the names of ClipClassifier; anything else is one clear line."""
+"""Reads CLIP checkpoints of three layouts into the names of ClipClassifier. Other files give an error of one line."""
 
 import re
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _TIMM = (
     (r"blocks\.(\d+)\.mlp", r"layers.\1.mlp"),
     (r"norm", "layernorm"),
 )
-"""timm's names beside those of a ViTModel; the fused qkv is split apart."""
+"""timm's names -> those of a ViTModel. The fused qkv is split separately."""
 _WANTED = {
     "biomedclip": "give BiomedCLIP's open_clip_pytorch_model.bin or .safetensors",
     "clip": "give a transformers CLIP folder with config.json and model.safetensors",

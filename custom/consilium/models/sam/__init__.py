@@ -1,4 +1,4 @@
-"""SAM, a frozen one, for segmentation."""
+"""The kind `sam`: frozen SAM models for segmentation, their settings and sets of layers."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,8 +10,9 @@ from consilium.models.registry import Cut, ModelKind, TargetSet
 
 
 class SamConfig(PictureFolderConfig):
-    """A frozen SAM, for segmentation: Meta's; SAM-Med2D (`med2d`); or `folder`, what `transformers` has of SAM (MedSAM), SAM 2,
-    SAM 3 and SAM-HQ.
+    """A frozen SAM for segmentation: Meta's, SAM-Med2D (`med2d`), or a `folder` of `transformers`.
+
+    A folder may hold SAM (such as MedSAM), SAM 2, SAM 3 or SAM-HQ.
     """
 
     name: Literal["sam"] = "sam"
@@ -42,7 +43,7 @@ _KIND, _ATTENTION = "consilium.models.sam.kind", "consilium.models.sam.attention
 
 
 def _set(name: str, pattern: str) -> TargetSet:
-    """Return a set of layers to adapt: of Meta's layout by a pattern, of a folder's by what layers do."""
+    """Return a set of layers to adapt: for Meta's layout by a pattern, for a folder by the layers' function."""
     select = lazy(f"{_KIND}:select_layers", name, pattern)
     if name != "qv":
         return TargetSet(select=select)

@@ -1,4 +1,4 @@
-"""SAM for others: Meta's names and the code that builds it by `segment_anything`; encoder and decoder as graphs."""
+"""Exports a SAM: weights with Meta's names, the code that loads them by `segment_anything`, and graphs of its two parts."""
 
 from pathlib import Path
 
@@ -136,7 +136,7 @@ class Decoder(nn.Module):
 
 
 class PromptedDecoder(Decoder):
-    """The same with a box, or a point, for every class."""
+    """Prompt encoder and mask decoder, for pictures with a box or a point for every class."""
 
     def forward(self, embedding: Tensor, prompts: Tensor) -> Tensor:  # type: ignore[override]
         """Map embeddings (N, C, h, w) and boxes (N, classes, 4) or points (N, classes, 2) to mask logits (N, classes, S, S)."""
@@ -145,7 +145,7 @@ class PromptedDecoder(Decoder):
 
 
 def graphs(model: PromptedSam) -> dict[str, Graph]:
-    """Return the encoder, which is large and runs once a picture, and the decoder."""
+    """Return the encoder, which is large and runs once per picture, and the decoder."""
     encoder = Graph(Encoder(model), ("images",), "embedding")
     if model.prompt != "none":
         return {"image_encoder": encoder, "mask_decoder": Graph(PromptedDecoder(model), ("embedding", "prompts"), "logits")}

@@ -50,8 +50,8 @@ SHAPES: dict[str, Shape] = {
 class PromptedSam(Sam):
     """Meta's Sam with a differentiable forward for batches.
 
-    `mask_tokens` says which of the decoder's mask tokens answer for the classes: one class uses token 0, two and three use
-    tokens 1.. (SAM's whole, part, sub-part), more use tokens 1..C of a decoder that was widened for them.
+    `mask_tokens`: the decoder's mask token for each class. One class uses token 0; two or three use tokens 1, 2, 3 (SAM's
+    whole, part, sub-part); more use tokens 1 .. C of a decoder that was widened for them.
     """
 
     mask_tokens: list[int]
@@ -59,12 +59,12 @@ class PromptedSam(Sam):
     use_checkpointing: bool
 
     def forward(self, images: Tensor, prompts: Tensor | None = None, embedding: Tensor | None = None) -> Tensor:
-        """Map RGB images (N, 3, S, S) in 0..255 to mask logits (N, C, S, S); `embedding` is theirs where it is known.
+        """Map RGB images (N, 3, S, S) in 0..255 to mask logits (N, C, S, S).
 
-        `prompts`, in pixels, only where the model was built with them; every class is then decoded with its own. Boxes
-        (N, C, 4), xyxy, by token 0 (the SAM-Med2D setting); a NaN row stands for the whole image. Points (N, C, 2), xy, by the
-        class's own token, for a point in a part is one in the whole too; a NaN row is not a point. Raises ConfigError where
-        they are missing.
+        `embedding`: the images' embeddings, if known. `prompts`, in pixels, are needed if the model was built for them; each
+        class is then decoded with its own prompt. Boxes (N, C, 4), xyxy, use token 0 (the SAM-Med2D setting); a NaN row means
+        the whole image. Points (N, C, 2), xy, use the class's own token, because a point in a part is also in the whole; a NaN
+        row means no point. Raises ConfigError if prompts are missing.
         """
         if embedding is None:
             embedding = self.embed(images)
@@ -234,7 +234,7 @@ def _resize(name: str, tensor: Tensor, want: Tensor | None) -> Tensor:
 
 
 def _widen(state: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Give classes beyond the third a token and head: copies of tokens 1..3, each moved by seeded noise to be distinct."""
+    """Return the state with a token and head for each class beyond the third: copies of tokens 1..3, plus seeded noise."""
     tokens, count = state["mask_decoder.mask_tokens.weight"], len(want["mask_decoder.mask_tokens.weight"])
     if count <= len(tokens):
         return state

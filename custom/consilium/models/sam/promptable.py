@@ -1,7 +1,7 @@
 """SAM and its successors (SAM 2, SAM 3's tracker, SAM-HQ) by `transformers`' classes for mask generation, from a folder.
 
-All of them take pictures, boxes and points by the same names and return masks alike, so one forward serves them all. Names of
-layers are those of `transformers`: plain PEFT loads what is exported.
+All of them have the same names for pictures, boxes and points and the same form of masks, so one forward serves them all. Layer
+names are those of `transformers`, so plain PEFT loads exported adapters.
 """
 
 from pathlib import Path

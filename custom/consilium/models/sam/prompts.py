@@ -1,4 +1,4 @@
-"""Prompts of a SAM: none, or a box or a point for every class, in pixels; a row of NaN is a missing one."""
+"""Prompts of a SAM: none, or a box or a point for every class, in pixels. A row of NaN is a missing prompt."""
 
 from typing import Literal
 
@@ -18,11 +18,11 @@ def require(prompts: Tensor | None, kind: Prompt) -> Tensor:
 
 
 def fill_missing_boxes(boxes: Tensor, size: int) -> Tensor:
-    """Return boxes (..., 4), xyxy, in which an unknown one is the whole picture of `size` pixels."""
+    """Return boxes (..., 4), xyxy, with each missing box replaced by the whole picture of `size` pixels."""
     return torch.where(boxes.isnan(), boxes.new_tensor([0, 0, size - 1, size - 1]).expand_as(boxes), boxes)
 
 
 def fill_missing_points(points: Tensor) -> tuple[Tensor, Tensor]:
-    """Return points (..., 2), xy, with 0 for unknown ones, and labels (...): 1, or SAM's -1 for what is not a point."""
+    """Return points (..., 2), xy, with 0 for missing ones, and labels (...): 1 for a point, SAM's -1 for a missing one."""
     known = ~points.isnan().any(-1, keepdim=True)
     return torch.where(known, points, torch.zeros_like(points)), torch.where(known[..., 0], 1, -1)

@@ -9,21 +9,23 @@ from consilium.models.architecture import FolderConfig, named_sets
 from consilium.models.registry import ModelKind, before_head
 
 PAD = -1
-"""In the place of a token's number, where a text has ended."""
+"""The token id of padding after the end of a text."""
 
 
 class TextEncoderConfig(FolderConfig):
     """A frozen text encoder with a trained head, for classification of reports: BERT, RoBERTa, DistilBERT and the like.
 
-    The encoder's own dropout is off, so that privacy can tell records apart; `adapter.dropout` is the adapter's.
+    The encoder's own dropout is 0, as record-level privacy requires. `adapter.dropout` is the adapter's.
     """
 
     name: Literal["text_encoder"]
     variant: Annotated[Literal["folder"], Field(description="a `folder` of `transformers`")]
-    max_length: Annotated[int, Field(ge=8, le=8192, description="tokens of a text; longer ones lose their end")] = 256
+    max_length: Annotated[int, Field(ge=8, le=8192, description="the most tokens of a text; longer texts lose their end")] = 256
     features: Annotated[
         Literal["pooled", "mean", "first"],
-        Field(description="what the encoder pools itself, the mean over the tokens, or the first token"),
+        Field(
+            description="the features for the head: the encoder's pooled output, the `mean` over tokens, or the `first` token"
+        ),
     ] = "pooled"
 
     apart: ClassVar[tuple[str, ...]] = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra")

@@ -17,7 +17,7 @@ KNOWN = transformers_folder.Known(
     "text encoder", "bert, roberta, xlm-roberta, camembert, distilbert, electra", AutoModelForMaskedLM
 )
 OTHERS = r"(cls|lm_head|classifier|vocab_\w+|generator_\w+|discriminator_\w+|predictions|qa_outputs)\b.*"
-"""Tensors of what a checkpoint was trained for, which an encoder leaves out."""
+"""Tensors of a checkpoint's training task, which the encoder does not have."""
 POOLER = r"pooler\..*"
 _LOAD = """import torch
 import torch.nn.functional as F
@@ -49,7 +49,7 @@ class TextClassifier(PreTrainedModel):
     features: str
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """Map token ids (N, T), PAD behind a text's end or with a mask, to class logits (N, C)."""
+        """Map token ids (N, T), padded with PAD or given with a mask, to class logits (N, C)."""
         mask = (input_ids != PAD).long() if attention_mask is None else attention_mask
         seen = None if mask.is_meta else mask  # of which transformers would read a number
         output: Any = super().forward(input_ids=input_ids.clamp(min=0), attention_mask=seen)  # type: ignore[misc]
@@ -92,7 +92,7 @@ def build(
 
 
 def _rehearse(model: TextClassifier, config: TextEncoderConfig) -> None:
-    """Raise ConfigError where the encoder lacks the features that the job asks for: one step shows it."""
+    """Raise ConfigError if the encoder lacks the features that the job asks for. One forward pass shows it."""
     kind = f"model_type {model.config.model_type!r}"
     try:
         found = model(torch.zeros(2, 8, dtype=torch.long, device="meta"))

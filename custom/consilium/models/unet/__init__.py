@@ -1,4 +1,4 @@
-"""U-Nets, trained from scratch: the references without a foundation model (FedSCA, Figure 7)."""
+"""The kind `unet`: U-Nets trained from scratch, as references without a foundation model (FedSCA, Figure 7)."""
 
 from typing import Annotated, Literal
 
@@ -15,7 +15,7 @@ MEAN = (124, 116, 104)
 class UnetConfig(ModelConfig):
     """A U-Net, plain or residual (MONAI), for segmentation.
 
-    Without `checkpoint` its first weights are drawn from `seed`. Use adapter kind full.
+    Without `checkpoint` its initial weights are drawn with `seed`. Use adapter kind full.
     """
 
     name: Literal["unet"]

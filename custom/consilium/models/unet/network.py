@@ -2,9 +2,10 @@
 
 Sources: O. Ronneberger, P. Fischer, T. Brox, "U-Net: Convolutional Networks for Biomedical Image Segmentation", MICCAI 2015;
 Z. Zhang, Q. Liu, Y. Wang, "Road Extraction by Deep Residual U-Net", IEEE GRSL 2018. FedSCA's Figure 7 prints neither sizes nor
-norm. Our reading: five levels of 64 to 1024 channels as in the first, MONAI's `UNet` without residual units (one convolution a
-level and direction) and with two of them. Instance norm without statistics of its own, where the first has none and the second
-batch norm: running statistics are not parameters, would differ by site, and tie the pictures of a batch together.
+norm. Our reading: five levels of 64 to 1024 channels as in the first paper; MONAI's `UNet` without residual units (one
+convolution per level and direction), or with two of them; instance norm without running statistics. The first paper has no norm
+and the second batch norm, whose running statistics are not parameters, would differ by site, and make a picture's result depend
+on its batch.
 """
 
 from pathlib import Path

@@ -15,14 +15,14 @@ class VisionConfig(PictureFolderConfig):
     name: Literal["vision"]
     variant: Annotated[Literal["folder"], Field(description="a `folder` of `transformers`")]
     features: Annotated[
-        Literal["pooled", "dense"], Field(description="what the encoder pools itself, or the mean over the picture's patches")
+        Literal["pooled", "dense"],
+        Field(description="the features for the head: the encoder's own pooled output, or the mean over the picture's patches"),
     ] = "pooled"
     zero_shot: Annotated[
         Annotated[str, Field(max_length=256)] | None,
         Field(
-            description='how a class is asked for, such as "a picture of {}", where the folder has a text tower and a '
-            "tokenizer: the frozen model's own answer is then added to the head's, which starts at zero; a "
-            "text with {}, in whose place the class stands"
+            description='a text with {} for the class name, such as "a picture of {}", for a folder with a text tower and a '
+            "tokenizer: the frozen model's zero-shot logits are then added to those of the head, which starts at zero"
         ),
     ] = None
 

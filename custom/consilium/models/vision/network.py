@@ -17,11 +17,11 @@ from consilium.models.weight_files import HEAD_FILE, page, save_head, save_pretr
 
 KNOWN = transformers_folder.Known("vision encoder", "clip, siglip, siglip2, dinov2, dinov3_vit, vit")
 TEXTS = ("texts", "text_scale")
-"""Buffers of the classes' texts (C, F), and the factor of their cosines with a picture."""
+"""Buffers: the embeddings of the classes' texts (C, F), and the factor on their cosines with a picture."""
 OURS = ("head", "pooled", "dense", "texts")
-"""Names of a classifier's own parts, beside its encoder."""
+"""Attributes that a classifier adds to its encoder."""
 FIRST = 2
-"""Tokens, at most, that stand before a picture's patches, registers aside: a class, and what a model was distilled from."""
+"""The most tokens before a picture's patches, without registers: a class token and a distillation token."""
 _LOAD = """import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -94,7 +94,7 @@ class Classifier(PreTrainedModel):
 
 
 def sees(config: Any) -> Any:
-    """Return the sizes of the vision tower: of a model with two its own, else the model's."""
+    """Return the configuration of the vision tower: `vision_config` of a model with two towers, else all of `config`."""
     return getattr(config, "vision_config", config)
 
 
@@ -152,13 +152,13 @@ def _sizes(model: Any, side: int) -> Any:
 
 
 def _pooled_width(model: Any, own: Any) -> int:
-    """Return the features that the encoder pools itself: of two towers projected into the space they share."""
+    """Return the number of features of the encoder's pooled output, after the projection of a model with two towers."""
     projection = getattr(model, "visual_projection", None)
     return projection.out_features if isinstance(projection, nn.Linear) else own.hidden_size
 
 
 def _rehearse(model: Classifier, config: VisionConfig, width: int) -> None:
-    """Raise ConfigError where an encoder that is not known lacks the features that the job asks for: one step shows it."""
+    """Raise ConfigError if an unknown encoder lacks the features that the job asks for. One forward pass shows it."""
     kind, side = f"model_type {model.config.model_type!r}", config.image_size
     try:
         output = model.encoded(torch.zeros(2, 3, side, side, device="meta"))

@@ -19,9 +19,9 @@ class VisionLanguageConfig(PictureFolderConfig):
 
     name: Literal["vision_language"]
     variant: Annotated[Literal["folder"], Field(description="a `folder` of `transformers`")]
-    max_length: Annotated[
-        int, Field(ge=8, le=131072, description="tokens of picture, prompt and answer together; tokens, the picture's included")
-    ] = 1024
+    max_length: Annotated[int, Field(ge=8, le=131072, description="the most tokens of picture, prompt and answer together")] = (
+        1024
+    )
 
     def keep_apart(self) -> None:
         """See ModelConfig. Raises ValueError."""

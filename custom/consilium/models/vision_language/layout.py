@@ -1,7 +1,7 @@
-"""How architectures take a picture: its tokens in a text, and the layout of its pixels.
+"""The input of pictures by architecture: a picture's tokens in a text, and the layout of its pixels.
 
-As `transformers`' own processors for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, PaliGemma, Gemma 3 and LLaVA lay it out, for one picture a
-text whose side the job fixes. All pictures then have the same number of tokens, and no processor runs, most of which need
+It equals that of `transformers`' processors for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, PaliGemma, Gemma 3 and LLaVA, with one picture
+per text and a side fixed by the job. So all pictures have the same number of tokens, and no processor is needed; most need
 torchvision.
 """
 
@@ -19,9 +19,9 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture in a text: its tokens, of which `token` repeats, and the words around them.
+    """The tokens of a picture in a text: `ids`, in which `token` repeats, and the texts before and after.
 
-    `leads`: it stands before the token that begins a text.
+    `leads`: whether the picture precedes the begin token of the text.
     """
 
     token: int
@@ -115,7 +115,7 @@ LAYOUTS: dict[str, tuple[Callable[[Any, int], Picture], Callable[[Any, Tensor, T
 
 
 def picture_of(config: Any, side: int) -> Picture:
-    """Return how an architecture (its configuration of `transformers`) takes a picture of `side` pixels. Raises ConfigError."""
+    """Return the tokens of a picture of `side` pixels for a `transformers` configuration. Raises ConfigError if unknown."""
     if config.model_type not in LAYOUTS:
         known = ", ".join(LAYOUTS)
         what = f"model_type {config.model_type!r} takes pictures in a way of its own"

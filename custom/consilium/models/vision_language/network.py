@@ -1,4 +1,4 @@
-"""Vision-language models of `transformers`, under their own names, with a method that makes their inputs of pictures."""
+"""Vision-language models of `transformers`, with their own layer names and a method that makes inputs from pictures."""
 
 from inspect import signature
 from pathlib import Path
@@ -35,15 +35,15 @@ class Seeing(PreTrainedModel):
     pixel_std: Tensor
 
     def see(self, input_ids: Tensor, attention_mask: Tensor, images: Tensor, answers: Tensor) -> dict[str, Tensor]:
-        """Return the model's inputs of token ids and mask (N, T), RGB images (N, 3, S, S) in 0..255, one a text, and which
-        tokens belong to answers (N, T) bool.
+        """Return the model's inputs from token ids and mask (N, T), RGB images (N, 3, S, S) in 0..255, one per text, and the
+        mask of answer tokens (N, T) bool.
         """
         pixels = (images - self.pixel_mean) / self.pixel_std
         inputs = LAYOUTS[self.config.model_type][1](self.config, input_ids, pixels, answers)
         return {"input_ids": input_ids, "attention_mask": attention_mask} | inputs
 
     def read(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
-        """Return the model's inputs of texts alone, with kinds of tokens where training needs them."""
+        """Return the model's inputs for texts without pictures, with token types if the model's forward takes them."""
         kinds = (
             {"token_type_ids": torch.zeros_like(input_ids)} if "token_type_ids" in signature(self.forward).parameters else {}
         )
@@ -51,7 +51,7 @@ class Seeing(PreTrainedModel):
 
 
 def picture(config: VisionLanguageConfig) -> Picture:
-    """Return how the job's model takes a picture. Raises ConfigError."""
+    """Return the tokens of a picture for the job's model. Raises ConfigError for an unknown architecture."""
     return picture_of(transformers_folder.shape_of(config.config or {}, AutoModelForImageTextToText, KNOWN), config.image_size)
 
 
