@@ -19,7 +19,7 @@ from consilium.data.datalist import Item
 from consilium.data.dicom.masks import inside
 from consilium.data.images import read_labels, read_sample
 from consilium.data.label_map import relabelled
-from consilium.data.labels import Labels
+from consilium.data.label_masks import Labels
 from consilium.data.settings import PictureSettings
 
 RNG = np.random.default_rng(0)

@@ -10,7 +10,7 @@ import pytest
 
 from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
-from consilium.data.counts import LENGTHS, SIZES, SPACING, Tally, greys
+from consilium.data.counts import LENGTHS, SIZES, SPACING, Tally, grey_bin_names
 from consilium.privacy.statistics import Terms, answer, disclose, grouped, question, told_apart
 from tests.conftest import small_cells, small_config
 
@@ -120,7 +120,7 @@ def test_what_leaves_of_masks_by_hand() -> None:
     assert found["areas"] == [{"names": ["disc"], "share": 0.25}]
     assert found["sizes"] == [{"names": ["under 64"], "samples": 0}, {"names": list(SIZES[1:]), "samples": 20}]
     # 19 of 20 pictures reach the second quarter and one the last: 19 * 0.5 / 20 + 0.5 / 20 = 0.5
-    first, *rest = greys(4)
+    first, *rest = grey_bin_names(4)
     assert found["greys"] == [{"names": [first], "share": 0.5}, {"names": rest, "share": 0.5}]
 
 

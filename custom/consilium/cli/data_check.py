@@ -23,8 +23,8 @@ from consilium.core.lazy import call
 from consilium.core.sanitize import LONGEST_LINE, line, shown
 from consilium.data.check import shared_by_sites, suggested_settings
 from consilium.data.check_report import NAMED, Findings
-from consilium.data.datalist import DataList, arranged, with_affine
-from consilium.data.folders import has_classes, importing, unlisted
+from consilium.data.datalist import DataList, with_affine, with_challenge_splits
+from consilium.data.folders import has_classes, import_command, importable_content
 from consilium.data.label_map import relabelled
 from consilium.data.settings import PictureSettings
 from consilium.data.text import has_texts
@@ -107,8 +107,8 @@ def _sites(path: Path) -> list[Path]:
     below = _folders(path)
     found = [one for one in below if is_site_folder(one)]
     for one in below:
-        if one not in found and (what := unlisted(one)):
-            raise DataError(f"{path}: {one.name} holds {what}, and no data list; {importing(path)} makes the lists")
+        if one not in found and (what := importable_content(one)):
+            raise DataError(f"{path}: {one.name} holds {what}, and no data list; {import_command(path)} makes the lists")
     return found or [site for one in below for site in _folders(one) if _is_site_folder(site)]
 
 
@@ -145,7 +145,7 @@ def _check(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
         found.warnings["only the list was read: the job's task has no check of its samples"] = [path.name]
         return found
     if config is None:
-        change = None if name == "language" else lambda data: with_affine(arranged(data), own.nifti_affine)
+        change = None if name == "language" else lambda data: with_affine(with_challenge_splits(data), own.nifti_affine)
         return kind.check(path, change=change) if change else kind.check(path)
     whose = site if site.checkpoints else SiteConfig(checkpoints=checkpoints)
     if whose.checkpoints:
@@ -154,7 +154,7 @@ def _check(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
     classes = getattr(config.task, "classes", None)
 
     def used(data: DataList) -> DataList:
-        data = with_affine(arranged(data, as_listed=config.dpsgd is not None), own.nifti_affine)
+        data = with_affine(with_challenge_splits(data, as_listed=config.dpsgd is not None), own.nifti_affine)
         return relabelled(data, own.labels, own.annotated, classes)
 
     more: dict[str, Any] = {"change": used} if isinstance(config.task, PictureSettings) or own.labels or own.annotated else {}

@@ -8,7 +8,7 @@ import typer
 from consilium.cli.data_check import lists_of
 from consilium.cli.options import FormatOption, KitPluginsOption, SetOption, emit, load_for_data
 from consilium.core.errors import ConfigError
-from consilium.data.datalist import arranged, read_datalist, with_affine
+from consilium.data.datalist import read_datalist, with_affine, with_challenge_splits
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.stats import site_stats
 from consilium.report.site_stats import tables, write_stats
@@ -34,7 +34,7 @@ def data_stats(
     classes = getattr(task, "classes", None)
     masks = None if classes is None else not isinstance(classes, dict)
     lists = {
-        name: with_affine(arranged(read_datalist(one.own.datalist, masks), as_listed), one.own.nifti_affine)
+        name: with_affine(with_challenge_splits(read_datalist(one.own.datalist, masks), as_listed), one.own.nifti_affine)
         for name, one in lists_of(source).items()
     }
     settings = task if isinstance(task, PictureSettings) else DEFAULTS

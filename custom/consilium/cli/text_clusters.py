@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from consilium.data.clusters import clusters
+from consilium.data.text_clusters import cluster_points
 from consilium.models.causal_lm.network import build_causal_lm, load_tokenizer
 from consilium.models.causal_lm.text_embeddings import embeddings
 from consilium.models.model_folder import named_as
@@ -16,4 +16,4 @@ def text_clusters(count: int, folder: Path | None, seed: int, texts: Sequence[st
     with named_as("--model"):
         model, tokenizer = build_causal_lm(variant, folder), load_tokenizer(variant, folder)
     points = embeddings(model, tokenizer, texts)
-    return clusters(points, count, seed)
+    return cluster_points(points, count, seed)

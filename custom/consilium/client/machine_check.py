@@ -25,7 +25,7 @@ from consilium.core.messages import LIBRARIES
 from consilium.core.storage import file_hash
 from consilium.data.datalist import Item
 from consilium.data.patients import item_patient, most_of_one
-from consilium.data.text import read_lists
+from consilium.data.text import read_named_list
 from consilium.estimates.memory import memory_of, remedies
 from consilium.federation.compatibility import Verdict, judge
 from consilium.federation.job import assemble_job
@@ -93,7 +93,7 @@ def examine_datasets(site: SiteConfig) -> Iterator[Finding]:
 def examine_patients(site: SiteConfig, check: str, path: Path) -> Iterator[Finding]:
     """Yield whether a list names the patients that a budget is about, and whether a budget for records hides too little."""
     with suppress(ConsiliumError):  # a list that cannot be read has its own line
-        samples = read_lists(path).splits["training"]
+        samples = read_named_list(path).splits["training"]
         patients, most = most_of_one(samples)
         nameless = sum(not item_patient(item) for item in samples)
         if "patient" in site.privacy.budgets and nameless:
@@ -107,14 +107,16 @@ def examine_patients(site: SiteConfig, check: str, path: Path) -> Iterator[Findi
 
 
 def _counted(path: Path) -> str:
-    return f"{path}: " + ", ".join(f"{len(items)} {split}" for split, items in read_lists(path).splits.items())
+    return f"{path}: " + ", ".join(f"{len(items)} {split}" for split, items in read_named_list(path).splits.items())
 
 
 def _apart(site: SiteConfig) -> Finding | str:
     """Return whether data sets with budgets of their own share an image: its patient would be charged to one at a time."""
     owners: dict[Path, tuple[str, str]] = {}
     for name, one in site.datasets.items():
-        for item in (item for items in read_lists(one.datalist).splits.values() for item in items if isinstance(item, Item)):
+        for item in (
+            item for items in read_named_list(one.datalist).splits.values() for item in items if isinstance(item, Item)
+        ):
             patients, other = owners.setdefault(item.image.resolve(), (one.patients or name, name))
             if patients != (one.patients or name):
                 found = f"data sets {other} and {name} both list {item.image}, so its budget counts twice"

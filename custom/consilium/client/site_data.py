@@ -15,7 +15,7 @@ from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.seeding import seed_for
-from consilium.data.datalist import SCORED, SPLITS, DataList, Item, Lost, arranged, cropped_item, with_affine
+from consilium.data.datalist import SCORED, SPLITS, DataList, Item, Lost, cropped_item, with_affine, with_challenge_splits
 from consilium.data.label_map import relabelled
 from consilium.data.loading import MOST_WORKERS, Loading
 from consilium.data.patients import by_patient, item_patient, most_of_one
@@ -112,7 +112,7 @@ def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, lost: li
     _, own = site.dataset(config.data.dataset, name)
     if own is not None:
         data = task.usable(own.datalist, lost) if lost is not None and task.usable else task.read(own.datalist)
-        data = with_affine(arranged(data, as_listed=config.dpsgd is not None), own.nifti_affine)
+        data = with_affine(with_challenge_splits(data, as_listed=config.dpsgd is not None), own.nifti_affine)
         return relabelled(data, own.labels, own.annotated, getattr(config.task, "classes", None), quiet)
     if phantoms is None:
         raise ConfigError(

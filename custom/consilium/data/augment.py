@@ -28,35 +28,38 @@ def augment(sample: Mapping[str, np.ndarray], seed: int, index: int, moved: Coll
     """
     state = RandomState(seed_for(seed, "augment", index) % 2**32)
     seeds = [int(state.randint(2**32, dtype="uint32")) for _ in range(6)]  # one for each step, as a Compose draws them
-    flipped = tuple(axis for axis, own in zip((1, 2), seeds, strict=False) if _seeded(state, own).rand() < FLIP)
-    quarters = _seeded(state, seeds[2]).randint(3) + 1
+    flipped = tuple(axis for axis, own in zip((1, 2), seeds, strict=False) if _reseed(state, own).rand() < FLIP)
+    quarters = _reseed(state, seeds[2]).randint(3) + 1
     turns = quarters if state.rand() < TURN else 0
     placed = {k: np.rot90(np.flip(array, flipped), turns, (1, 2)) if k in moved else array for k, array in sample.items()}
     image = placed.pop("image")
-    gamma, factor = _drawn(state, seeds[3], CONTRAST, *GAMMA), _drawn(state, seeds[4], BRIGHTNESS, -FACTOR, FACTOR)
-    deviation = _drawn(state, seeds[5], NOISE, 0, DEVIATION)
+    gamma, factor = (
+        _draw_strength(state, seeds[3], CONTRAST, *GAMMA),
+        _draw_strength(state, seeds[4], BRIGHTNESS, -FACTOR, FACTOR),
+    )
+    deviation = _draw_strength(state, seeds[5], NOISE, 0, DEVIATION)
     if (gamma, factor, deviation) == (None, None, None):
         image = image.astype(np.float32, order="C")
     else:
-        image = _curve(image, gamma, factor).take(np.ascontiguousarray(image))
+        image = _value_table(image, gamma, factor).take(np.ascontiguousarray(image))
         image += 0.0 if deviation is None else state.normal(0.0, deviation, image.shape).astype(np.float32)
         np.clip(image, 0, 255, out=image)
     rest = {key: array.astype(np.float32, order="C") for key, array in placed.items()}
     return {key: torch.from_numpy(array) for key, array in ({"image": image} | rest).items()}
 
 
-def _seeded(state: RandomState, seed: int) -> RandomState:
+def _reseed(state: RandomState, seed: int) -> RandomState:
     """Return the generator with a new seed: making one takes fifty times longer."""
     state.seed(seed)
     return state
 
 
-def _drawn(state: RandomState, seed: int, often: float, low: float, high: float) -> float | None:
+def _draw_strength(state: RandomState, seed: int, often: float, low: float, high: float) -> float | None:
     """Return how strong a change is, None where the draw is to leave the image as it is."""
-    return state.uniform(low, high) if _seeded(state, seed).rand() < often else None
+    return state.uniform(low, high) if _reseed(state, seed).rand() < often else None
 
 
-def _curve(image: np.ndarray, gamma: float | None, factor: float | None) -> np.ndarray:
+def _value_table(image: np.ndarray, gamma: float | None, factor: float | None) -> np.ndarray:
     """Return what each of the 256 values becomes: by MONAI's formulas, between the image's own darkest and brightest value."""
     values = torch.arange(256.0)
     if gamma is not None:

@@ -96,7 +96,7 @@ class SampleCache:
 
     def map(self, split: str, indices: Sequence[int], transform: Transform[T]) -> list[tuple[int, T]]:
         """Return (index, transformed sample), in order, without samples that are left out. Raises DataError."""
-        one = partial(self._one, split, transform=transform)
+        one = partial(self._transform_sample, split, transform=transform)
         found = self._pool.map(one, indices) if self._pool and len(indices) > 1 else map(one, indices)
         return [made for made in found if made is not None]
 
@@ -110,7 +110,7 @@ class SampleCache:
         calls = (partial(self.map, split, wanted[start : start + size], to_float) for start in starts)
         yield from ahead(calls, self._data.loading.ahead)
 
-    def _one(self, split: str, index: int, transform: Transform[T]) -> tuple[int, T] | None:
+    def _transform_sample(self, split: str, index: int, transform: Transform[T]) -> tuple[int, T] | None:
         """Return a transformed sample, None where it is left out; the log names the first ones that are."""
         place = (split, index)
         if place in self._unfit:
@@ -137,18 +137,20 @@ class SampleCache:
         found, image = self._look_up(split, index), self._data.splits[split][index].image
         lock = self._locks.get(image)
         if found is not None or lock is None:
-            return found or self._make(split, index)[0]
+            return found or self._read_and_keep(split, index)[0]
         with lock:
             if (found := self._look_up(split, index)) is not None:
                 return found
-            with volumes.held():  # all planes in the list are kept while their volume is unpacked, as long as there is room
-                found, room = self._make(split, index)
+            with (
+                volumes.hold_volumes()
+            ):  # all planes in the list are kept while their volume is unpacked, as long as there is room
+                found, room = self._read_and_keep(split, index)
                 for place in self._planes[image]:
                     if not room:
                         break
                     if place != (split, index):
                         with suppress(DataError):  # reported when this plane is asked for
-                            room = self._look_up(*place) is not None or self._make(*place)[1]
+                            room = self._look_up(*place) is not None or self._read_and_keep(*place)[1]
             return found
 
     def _look_up(self, split: str, index: int) -> CachedSample | None:
@@ -156,11 +158,11 @@ class SampleCache:
             return found
         return self.store.get(self.store.name(self._data.splits[split][index], self._settings)) if self.store else None
 
-    def _make(self, split: str, index: int) -> tuple[CachedSample, bool]:
+    def _read_and_keep(self, split: str, index: int) -> tuple[CachedSample, bool]:
         """Return a sample read from its files, and whether there was room to keep it, on disk or in memory."""
         item = self._data.splits[split][index]
         name = self.store.name(item, self._settings) if self.store else ""
-        raw = {key: _bytes(tensor) for key, tensor in self._read(item).items()}
+        raw = {key: _to_bytes(tensor) for key, tensor in self._read(item).items()}
         if self.store and name == self.store.name(item, self._settings) and self.store.put(name, raw):  # no file has changed
             return raw, True
         size = sum(array.nbytes for array in raw.values())
@@ -172,6 +174,6 @@ class SampleCache:
         return raw, fits
 
 
-def _bytes(tensor: torch.Tensor) -> np.ndarray:
+def _to_bytes(tensor: torch.Tensor) -> np.ndarray:
     found: np.ndarray = (tensor if tensor.dtype == torch.uint8 else tensor.round().to(torch.uint8)).contiguous().numpy()
     return found

@@ -9,10 +9,10 @@ import numpy as np
 
 from consilium.core.errors import DataError
 from consilium.data.check_report import PATIENT, Findings, Trace
-from consilium.data.class_names import doubts
-from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, classes_for, remedy, shown, undeclared
-from consilium.data.datalist import SPLITS, DataList, Item, arranged, read_datalist
-from consilium.data.identifiers import ALIKE, alike
+from consilium.data.class_names import doubtful_names
+from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, classes_for, one_line_yaml, remedy, undeclared
+from consilium.data.datalist import SPLITS, DataList, Item, read_datalist, with_challenge_splits
+from consilium.data.identifiers import ALIKE, alike_pseudonyms
 from consilium.data.pairs import MOST_VALUES
 from consilium.data.sample_check import Classes, SampleReport, by_file, check_samples
 from consilium.data.settings import DEFAULTS, PictureSettings
@@ -41,13 +41,13 @@ def check_datalist(
     bad: list[tuple[str, int, DataError]] = []
     named = None if classes is None else not isinstance(classes, dict)
     data = read_datalist(path, named, lambda *found: bad.append(found))
-    data = change(data) if change else arranged(data)
+    data = change(data) if change else with_challenge_splits(data)
     report = Findings(str(path), {split: len(data.splits[split]) for split in SPLITS})
     for split, _, error in bad:
         report.samples[split] += 1
         report.bad[split] += 1
         report.problem(error.kind, str(error).removeprefix(f"{path}: "))
-    report.check_splits()
+    report.check_empty_splits()
     for kind, line in data.notes:
         report.warn(kind, line)
     entries = [(split, item) for split in SPLITS for item in data.splits[split]]
@@ -55,7 +55,7 @@ def check_datalist(
     reports = by_file([item for _, item in entries], lambda items: check_samples(items, settings, classes, size))
     for (split, item), found in zip(entries, reports, strict=True):
         image = item.image.relative_to(folder) if item.image.is_relative_to(folder) else item.image
-        _add(report, split, item, f"{image}{item.part}", found, classes)
+        _add_sample(report, split, item, f"{image}{item.part}", found, classes)
         for one, count in found.small.items():
             what = f"{split}: nothing of {one} is left at the model's {size} pixels; raise model.image_size, or set task.tiles"
             parts = f": {count} of {found.planes} planes or tiles" if found.planes > 1 else ""
@@ -70,14 +70,14 @@ def check_datalist(
         for split in SPLITS:
             if report.samples[split] and not counts[split]:
                 report.warn("class of the job that a split lacks", f"{split}: {name}")
-    for kind, line in doubts(Counter(str(item.label) for _, item in entries if isinstance(item.label, str))):
+    for kind, line in doubtful_names(Counter(str(item.label) for _, item in entries if isinstance(item.label, str))):
         report.warn(kind, line)
     find_copies(report)
     find_alike(report)
     return report
 
 
-def _add(report: Findings, split: str, item: Item, called: str, found: SampleReport, classes: Classes) -> None:
+def _add_sample(report: Findings, split: str, item: Item, called: str, found: SampleReport, classes: Classes) -> None:
     """Add one sample to the report of its list."""
     name = f"{split}: {called}"
     if found.stop is not None:
@@ -151,15 +151,15 @@ def check_texts(
 def find_copies(report: Findings) -> None:
     """Report what two splits share as problems; what looks alike in two splits, and copies in one split, as warnings."""
     left = []
-    for trace, shared, first in _compared(report.traces):
+    for trace, shared, first in _compare_traces(report.traces):
         if shared:
-            report.problem(shared[0].format("splits"), _line(trace, shared[1]))
+            report.problem(shared[0].format("splits"), _format_pair(trace, shared[1]))
             continue
         left.append(trace)
         if first is not None:
-            report.warn("duplicate", _line(trace, first))
-    for trace, like in _alike(left):
-        report.warn("looks alike in two splits", _line(trace, like))
+            report.warn("duplicate", _format_pair(trace, first))
+    for trace, like in _find_look_alikes(left):
+        report.warn("looks alike in two splits", _format_pair(trace, like))
 
 
 def find_alike(report: Findings) -> None:
@@ -169,7 +169,7 @@ def find_alike(report: Findings) -> None:
         for kind, key in trace.marks:
             if kind == PATIENT:
                 first.setdefault(key, f"{trace.place}: {trace.name}")
-    for group in alike(first):
+    for group in alike_pseudonyms(first):
         report.warn(ALIKE, " ~ ".join(first[key] for key in group))
 
 
@@ -179,13 +179,13 @@ def shared_by_sites(reports: Iterable[tuple[str, Findings]]) -> dict[str, list[s
     found: dict[str, list[str]] = {}
     left = []
     # samples that no site trains on may be a common test set
-    for trace, shared, _ in _compared(sorted(traces, key=lambda t: not t.training), training=True):
+    for trace, shared, _ in _compare_traces(sorted(traces, key=lambda t: not t.training), training=True):
         if shared:
-            found.setdefault(shared[0].format("sites"), []).append(_line(trace, shared[1]))
+            found.setdefault(shared[0].format("sites"), []).append(_format_pair(trace, shared[1]))
         else:
             left.append(trace)
-    for trace, like in _alike(left):
-        found.setdefault("looks alike at two sites", []).append(_line(trace, like))
+    for trace, like in _find_look_alikes(left):
+        found.setdefault("looks alike at two sites", []).append(_format_pair(trace, like))
     return found
 
 
@@ -204,7 +204,9 @@ def suggested_settings(reports: Mapping[str, Findings], classes: Classes, max_le
         found.append(f"for all masks: {remedy(every, classes)}")
     elif classes is None and len({frozenset(one) for one in every if one}) > 1:
         told = "; ".join(f"{name}: {', '.join(map(str, sorted(one)))}" for name, one in values.items() if one)
-        found.append(f"values of the masks differ by site ({told}); all are in task.classes: {shown(classes_for(every))}")
+        found.append(
+            f"values of the masks differ by site ({told}); all are in task.classes: {one_line_yaml(classes_for(every))}"
+        )
     lengths = sum((one.lengths for one in reports.values()), Counter[int]())
     if lengths and max_length:
         found.append(length_summary(lengths, max_length))
@@ -224,7 +226,7 @@ def length_summary(lengths: Counter[int], max_length: int) -> str:
     return f"tokens: {told}; {what}; write model.max_length: {enough}{all_of_them} to keep all whole"
 
 
-def _compared(
+def _compare_traces(
     traces: Iterable[Trace], training: bool = False
 ) -> Iterator[tuple[Trace, tuple[str, Trace] | None, Trace | None]]:
     """Yield each trace with the strongest mark that a sample of another place has too, and that sample; and its first copy.
@@ -239,11 +241,11 @@ def _compared(
             seen |= {mark: trace for mark in trace.marks if mark not in seen}
 
 
-def _line(trace: Trace, other: Trace) -> str:
+def _format_pair(trace: Trace, other: Trace) -> str:
     return f"{trace.place}: {trace.name} = {other.place}: {other.name}"
 
 
-def _alike(traces: list[Trace]) -> Iterator[tuple[Trace, Trace]]:
+def _find_look_alikes(traces: list[Trace]) -> Iterator[tuple[Trace, Trace]]:
     """Yield pictures, each with the earlier one of another place that looks most like it, if one of the two is trained on."""
     known = [trace for trace in traces if trace.hash is not None]
     hashes = np.frombuffer(b"".join(trace.hash or b"" for trace in known), np.uint64).reshape(len(known), 4)

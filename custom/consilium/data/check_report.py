@@ -62,10 +62,10 @@ class Findings:
         No training samples is a problem where there are none to test on either, an empty split otherwise a warning.
         """
         found = cls(str(path), {split: len(data.splits[split]) for split in SPLITS})
-        found.check_splits()
+        found.check_empty_splits()
         return found
 
-    def check_splits(self) -> None:
+    def check_empty_splits(self) -> None:
         """Report splits without any sample."""
         if not self.samples["training"] and self.samples["test"]:
             self.warn(TEST_ALONE, self.path)

@@ -20,7 +20,7 @@ def class_name(label: object, names: Sequence[str]) -> str | None:
     return label if isinstance(label, str) and label in names else None
 
 
-def doubts(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+def doubtful_names(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Yield (kind, line) for doubtful names of classes, of which `counts` says how many samples each has."""
     alike: dict[str, list[str]] = {}
     for name in sorted(counts):

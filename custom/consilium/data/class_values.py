@@ -48,15 +48,15 @@ def remedy(by_site: Sequence[Collection[Value]], classes: Classes) -> str:
         return f"{len(lost):,} values are single objects or grey levels, no classes; save masks with one value for each class"
     if any(not 0 <= value < LARGEST for value in lost):
         known = {value for wanted in own.values() for value in wanted}
-        labels = shown({value: [name for name in own if value in own[name]] for value in sorted({*known, *lost})})
+        labels = one_line_yaml({value: [name for name in own if value in own[name]] for value in sorted({*known, *lost})})
         return f"write labels: {labels} for the data set under `datasets:` of site.yaml, where [] is background"
     name = next(iter(own))
     if len(own) == 1 and one_class(by_site):
-        return f"write task.classes: {shown({name: sorted({*own[name], *lost})})} in job.yaml"
-    more = shown(own | {f"value-{value}": [value] for value in lost})
+        return f"write task.classes: {one_line_yaml({name: sorted({*own[name], *lost})})} in job.yaml"
+    more = one_line_yaml(own | {f"value-{value}": [value] for value in lost})
     return f"write task.classes: {more} in job.yaml, or put {', '.join(map(str, lost))} to the class that it is"
 
 
-def shown(classes: Mapping[Any, Sequence[Any]]) -> str:
+def one_line_yaml(classes: Mapping[Any, Sequence[Any]]) -> str:
     """Return a map as one line of YAML."""
     return yaml.safe_dump(dict(classes), default_flow_style=True, sort_keys=False, width=10**6).strip()

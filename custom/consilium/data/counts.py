@@ -28,19 +28,19 @@ _STEPS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _LENGTHS = (64, 256, 1024, 4096, 16384)
 
 
-def bins(edges: Sequence[float]) -> tuple[str, ...]:
+def bin_names(edges: Sequence[float]) -> tuple[str, ...]:
     """Return the names of the bins between these edges."""
     inner = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
     return f"under {edges[0]:g}", *inner, f"{edges[-1]:g} and over"
 
 
-SIZES, LENGTHS = bins(_SIDES), bins(_LENGTHS)
-SPACING = (*bins(_STEPS), "not known")
+SIZES, LENGTHS = bin_names(_SIDES), bin_names(_LENGTHS)
+SPACING = (*bin_names(_STEPS), "not known")
 OTHERS = "none/others"
 """The last cell of classes, for samples with none of a job's classes; no class can have this name."""
 
 
-def greys(count: int) -> tuple[str, ...]:
+def grey_bin_names(count: int) -> tuple[str, ...]:
     """Return the names of `count` equal parts of the 256 grey levels."""
     return tuple(f"{n * 256 // count} to {(n + 1) * 256 // count - 1}" for n in range(count))
 
@@ -89,9 +89,9 @@ def tally(data: DataList, task: Any, count: int, stop: Callable[[], None] = lamb
         found.classes[split], found.absent[split] = {n: [] for n in names}, {n: [] for n in names}
         for number, item in enumerate(items):
             stop()
-            _count(found, split, number, item, task, single, settings)
+            _count_classes(found, split, number, item, task, single, settings)
             if split == "training":
-                _look(found, number, item, settings, count)
+                _count_values(found, number, item, settings, count)
     return found
 
 
@@ -102,7 +102,9 @@ def person(item: Any) -> str:
     return str(item.patient or item.name)
 
 
-def _count(found: Tally, split: str, number: int, item: Any, task: Any, single: bool, settings: PictureSettings) -> None:
+def _count_classes(
+    found: Tally, split: str, number: int, item: Any, task: Any, single: bool, settings: PictureSettings
+) -> None:
     """Count the classes of a sample."""
     if not isinstance(item, Item) or not found.classes[split]:
         return
@@ -121,10 +123,10 @@ def _count(found: Tally, split: str, number: int, item: Any, task: Any, single: 
             found.areas[name].append(share)
 
 
-def _look(found: Tally, number: int, item: Any, settings: PictureSettings, count: int) -> None:
+def _count_values(found: Tally, number: int, item: Any, settings: PictureSettings, count: int) -> None:
     """Count size, spacing and grey levels of a training picture, or the length of a text."""
     if isinstance(item, Text):
-        found.lengths[_bin(len(item.prompt) + len(item.outputs[0]), _LENGTHS, LENGTHS)].append(number)
+        found.lengths[_bin_name(len(item.prompt) + len(item.outputs[0]), _LENGTHS, LENGTHS)].append(number)
     if not isinstance(item, Item):
         return
     try:
@@ -135,9 +137,9 @@ def _look(found: Tally, number: int, item: Any, settings: PictureSettings, count
         if isinstance(item.label, Path) and not volumes.is_volume(item.label):
             with suppress(UnfitError):
                 check_pair(item, image.shape[:2], read_labels(item, settings))
-        size = _bin(max(image.shape[:2]), _SIDES, SIZES)
+        size = _bin_name(max(image.shape[:2]), _SIDES, SIZES)
         pixel = volumes.header(item.image, item.affine).grid.pixel(item.axis) if volumes.is_volume(item.image) else None
-        spacing = SPACING[-1] if pixel is None else _bin(max(pixel), _STEPS, SPACING)  # of the larger side, in millimetres
+        spacing = SPACING[-1] if pixel is None else _bin_name(max(pixel), _STEPS, SPACING)  # of the larger side, in millimetres
         levels = np.bincount(image.reshape(-1), minlength=256).reshape(count, -1).sum(1)
         light = levels / levels.sum()
     found.sizes[size].append(number)
@@ -145,5 +147,5 @@ def _look(found: Tally, number: int, item: Any, settings: PictureSettings, count
     found.light.append(light)
 
 
-def _bin(value: float, edges: Sequence[float], names: Sequence[str]) -> str:
+def _bin_name(value: float, edges: Sequence[float], names: Sequence[str]) -> str:
     return names[int(np.searchsorted(edges, value, side="right"))]

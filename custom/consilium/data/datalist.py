@@ -45,7 +45,7 @@ class Crop:
         return array[top : top + rows, left : left + columns]
 
 
-def drawn(side: int, seed: int, name: str) -> Crop:
+def draw_crop(side: int, seed: int, name: str) -> Crop:
     """Return the crop that a seed and a picture's name fix."""
     down, across = (seed_for(seed, "crop", way, name) % _UNIT / _UNIT for way in ("down", "across"))
     return Crop(side, down, across)
@@ -112,7 +112,7 @@ class Item:
 
 def cropped_item(item: Item, side: int, seed: int) -> Item:
     """Return an item with the crop that a seed fixes: by its file's name, so that planes of a volume are cut alike."""
-    return replace(item, crop=drawn(side, seed, item.image.name if item.slice is not None else item.name))
+    return replace(item, crop=draw_crop(side, seed, item.image.name if item.slice is not None else item.name))
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = No
         for index, entry in enumerate(entries):
             entry = {"image": entry} if isinstance(entry, str) else entry
             try:
-                found.append(_item(path, f"{path}: {split}[{index}]", entry, classes, raw.get("annotated")))
+                found.append(_read_entry(path, f"{path}: {split}[{index}]", entry, classes, raw.get("annotated")))
             except DataError as error:
                 if bad is None:
                     raise
@@ -161,7 +161,7 @@ def read_datalist(path: Path, classes: bool | None = False, bad: Bad | None = No
     return DataList(path, splits)
 
 
-def arranged(data: DataList, as_listed: bool = False) -> DataList:
+def with_challenge_splits(data: DataList, as_listed: bool = False) -> DataList:
     """Return a list of MONAI's or the Decathlon's as they use it, with a note for each change.
 
     Where training samples have several folds and no sample is for validation, the lowest fold is. A test split without any
@@ -261,7 +261,7 @@ def _check_fields(where: str, entry: dict[str, Any]) -> None:
             raise DataError(f"{where}: {key} {shown} {what}")
 
 
-def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: Sequence[str] | None) -> Item:
+def _read_entry(path: Path, where: str, entry: Any, classes: bool | None, annotated: Sequence[str] | None) -> Item:
     """Return an entry's sample; `annotated`: of the list. Raises DataError."""
     if isinstance(entry, dict) and isinstance(files := entry.get("image"), list):
         what = f'"image" is a list of {len(files)} files, and several images of one sample are not read'
@@ -296,7 +296,7 @@ def _item(path: Path, where: str, entry: Any, classes: bool | None, annotated: S
             raise DataError(f"{where}: {what}; paths are relative to the data list's folder", "missing file")
         try:
             if not (file.is_dir() and is_volume(file)):  # a folder may hold a DICOM series
-                check_file(file, most=_most(file))
+                check_file(file, most=_max_bytes(file))
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
     # a plane of a file that is not a volume, or a tile of a volume, would not be read
@@ -313,7 +313,7 @@ def files_of(item: Any) -> list[Path]:
     return [file for file in (item.image, getattr(item, "label", None)) if isinstance(file, Path)]
 
 
-def _most(file: Path) -> int:
+def _max_bytes(file: Path) -> int:
     """Return how many bytes a file of its kind may have."""
     if file.name.lower().endswith((*SLIDES, ".tif", ".tiff")):
         return MOST_SLIDE

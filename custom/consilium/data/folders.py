@@ -75,12 +75,12 @@ def has_masks(folder: Path) -> bool:
     return holds_pairs(folder, [Path(name) for name in pictures])
 
 
-def importing(folder: Path) -> str:
+def import_command(folder: Path) -> str:
     """Return the command that makes a data list of a folder of sites, or of one."""
     return f"`consilium data import own {shlex.quote(str(folder))} DEST`"
 
 
-def unlisted(folder: Path) -> str:
+def importable_content(folder: Path) -> str:
     """Return what a folder without classes holds that an import reads, "" for nothing that is known by its names."""
     if has_masks(folder):
         return "pictures beside their masks"
@@ -92,10 +92,12 @@ def read_folders(folder: Path) -> Iterator[tuple[str, Path, str]]:
     """Yield (split, picture, class) by sorted class and file; without split folders all is training. Raises DataError."""
     if what := lone_masks(folder):
         raise DataError(f"{folder}: holds {what}")
-    if what := unlisted(folder):
-        raise DataError(f"{folder}: holds {what}, and no folders of classes; {importing(folder)} makes a list of it")
+    if what := importable_content(folder):
+        raise DataError(f"{folder}: holds {what}, and no folders of classes; {import_command(folder)} makes a list of it")
     if are_patients(one.name for _, one in _class_folders(folder)):
-        raise DataError(f"{folder}: holds a folder for each patient, and no folders of classes; {importing(folder)} reads them")
+        raise DataError(
+            f"{folder}: holds a folder for each patient, and no folders of classes; {import_command(folder)} reads them"
+        )
     if not has_folders(folder):
         raise DataError(f"{folder}: no pictures in folders of classes there; lay it out as CLASS/a.png or train/CLASS/a.png")
     yield from ((split, picture, one.name) for split, one in _class_folders(folder) for picture in _pictures(one))

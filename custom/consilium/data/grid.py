@@ -65,37 +65,37 @@ class Grid:
 
     def cut(self, voxels: np.ndarray, axis: Axis, number: int) -> np.ndarray:
         """Return plane `number` of `voxels` (i, j, k, ...) as a picture (rows, columns, ...)."""
-        return self._turned(np.take(voxels, self.index(axis, number), self.across(axis)), axis)
+        return self._oriented(np.take(voxels, self.index(axis, number), self.across(axis)), axis)
 
     def put(self, voxels: np.ndarray, axis: Axis, number: int, picture: np.ndarray) -> None:
         """Write a picture (rows, columns) back into its plane of `voxels` (i, j, k): the inverse of `cut`."""
         place: list[slice | int] = [slice(None)] * 3
         place[self.across(axis)] = self.index(axis, number)
-        self._turned(voxels[tuple(place)], axis)[...] = picture
+        self._oriented(voxels[tuple(place)], axis)[...] = picture
 
     def pixel(self, axis: Axis) -> tuple[float, float] | None:
         """Return millimetres between rows and between columns of a plane."""
         if self.voxel is None:
             return self.plane
-        first, second = self._rest(axis)
-        rows, columns = (second, first) if self._upright(axis) else (first, second)
+        first, second = self._plane_axes(axis)
+        rows, columns = (second, first) if self._has_rows_second(axis) else (first, second)
         return self.voxel[rows], self.voxel[columns]
 
-    def _rest(self, axis: Axis) -> tuple[int, int]:
+    def _plane_axes(self, axis: Axis) -> tuple[int, int]:
         first, second = (stored for stored in range(3) if stored != self.across(axis))
         return first, second
 
-    def _upright(self, axis: Axis) -> bool:
+    def _has_rows_second(self, axis: Axis) -> bool:
         """Tell whether the second stored axis of a plane is its rows."""
-        first, second = self._rest(axis)
+        first, second = self._plane_axes(axis)
         return self.affine is None or self._orientation[second][0] > self._orientation[first][0]
 
-    def _turned(self, plane: np.ndarray, axis: Axis) -> np.ndarray:
+    def _oriented(self, plane: np.ndarray, axis: Axis) -> np.ndarray:
         """Return a view of a stored plane (first, second, ...) as one sees it."""
         if self.affine is not None:
-            steps = [-1 if self._orientation[stored][1] > 0 else 1 for stored in self._rest(axis)]
+            steps = [-1 if self._orientation[stored][1] > 0 else 1 for stored in self._plane_axes(axis)]
             plane = plane[:: steps[0], :: steps[1]]
-        return plane.swapaxes(0, 1) if self._upright(axis) else plane
+        return plane.swapaxes(0, 1) if self._has_rows_second(axis) else plane
 
     @cached_property
     def _orientation(self) -> list[tuple[int, int]]:
@@ -118,7 +118,7 @@ def check_spacing(path: Path, field: str, values: Sequence[float], remedy: str) 
 def disagreement(one: Grid, other: Grid) -> str:
     """Return how two grids differ, "" where they agree: equal shapes, corners within a tenth of a voxel of each other."""
     if one.shape != other.shape:
-        return f"{_by(other.shape)} voxels, not {_by(one.shape)}"
+        return f"{_format_shape(other.shape)} voxels, not {_format_shape(one.shape)}"
     if one.affine is None or other.affine is None or np.allclose(one.affine, other.affine):
         return ""
     corners = np.stack(np.meshgrid(*([0, n - 1] for n in one.shape), [1], indexing="ij")).reshape(4, -1)
@@ -142,5 +142,5 @@ def resampled(values: np.ndarray, own: Grid, wanted: Grid) -> np.ndarray:
     return found
 
 
-def _by(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))

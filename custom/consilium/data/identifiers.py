@@ -17,8 +17,8 @@ from consilium.core.errors import DataError
 
 ALIKE = "patients whose identifiers differ by case, punctuation or leading zeros alone"
 """The name of these patients in checks and logs."""
-_UNSEEN = frozenset({0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, *range(0x180B, 0x1810)})
-_UNSEEN |= {*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)}
+_INVISIBLE = frozenset({0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, *range(0x180B, 0x1810)})
+_INVISIBLE |= {*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)}
 """Code points that show nothing, beside Unicode's controls (Cc) and formats (Cf): fillers and selectors of variants."""
 _APART = "~"
 _LEADING = re.compile(r"(?<!\d)0+(?=\d)")
@@ -31,7 +31,7 @@ def canonical(identifier: str) -> str:
     0 to 9. What nobody sees goes, blanks around it go, and a run of blanks is one. A name in DICOM's form has no empty
     components at its end: DOE^JOHN^^ is DOE^JOHN.
     """
-    shown = "".join(" " if c.isspace() else "" if _unseen(c) else c for c in identifier)
+    shown = "".join(" " if c.isspace() else "" if _is_invisible(c) else c for c in identifier)
     plain = "".join(str(unicodedata.decimal(c, c)) for c in unicodedata.normalize("NFKC", shown))
     text = " ".join(plain.split())
     if "^" not in text:
@@ -40,21 +40,21 @@ def canonical(identifier: str) -> str:
     return "=".join(groups).rstrip("=")
 
 
-def loose(identifier: str) -> str:
+def loose_spelling(identifier: str) -> str:
     """Return an identifier without case, punctuation, blanks and leading zeros."""
     plain = canonical(identifier).casefold()
     kept = "".join(c if unicodedata.category(c)[0] not in "PSZ" else "" for c in plain)
     return _LEADING.sub("", kept) or plain
 
 
-def _unseen(character: str) -> bool:
-    return unicodedata.category(character) in ("Cc", "Cf") or ord(character) in _UNSEEN
+def _is_invisible(character: str) -> bool:
+    return unicodedata.category(character) in ("Cc", "Cf") or ord(character) in _INVISIBLE
 
 
 def check_identifier(where: str, key: str, value: str) -> str:
     """Return an identifier in its normalized spelling. Raises DataError for an invisible character."""
     for place, character in enumerate(value.strip(), start=1):
-        if _unseen(character):
+        if _is_invisible(character):
             name = f"U+{ord(character):04X} {unicodedata.name(character, 'a control character')}"
             what = f"{key} has {name} as its character {place}, which is invisible"
             raise DataError(f"{where}: {what}; take it out, so that every {key} has one spelling", "hidden character")
@@ -80,15 +80,15 @@ def pseudonym(identifier: str) -> str:
     each process and never written.
     """
     text = canonical(identifier)
-    return f"{_hashed(loose(text))}{_APART}{_hashed(text)}" if text else ""
+    return f"{_keyed_hash(loose_spelling(text))}{_APART}{_keyed_hash(text)}" if text else ""
 
 
 def pseudonym_of(path: Path) -> str:
     """Return the pseudonym of a file or a folder whose study has no identifier."""
-    return _hashed(f"\0{path}")
+    return _keyed_hash(f"\0{path}")
 
 
-def alike(pseudonyms: Iterable[str]) -> list[tuple[str, ...]]:
+def alike_pseudonyms(pseudonyms: Iterable[str]) -> list[tuple[str, ...]]:
     """Return groups of different pseudonyms whose identifiers differ by case, punctuation, blanks or leading zeros alone."""
     found: dict[str, dict[str, None]] = {}
     for one in pseudonyms:
@@ -97,7 +97,7 @@ def alike(pseudonyms: Iterable[str]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in found.values() if len(group) > 1]
 
 
-def _hashed(text: str) -> str:
+def _keyed_hash(text: str) -> str:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), key=_key(), digest_size=12).hexdigest()
 
 

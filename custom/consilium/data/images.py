@@ -15,7 +15,7 @@ from consilium.core.lazy import Tensor, torch
 from consilium.data import pictures, slides, volumes
 from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, remedy, undeclared
 from consilium.data.datalist import Item
-from consilium.data.labels import Labels
+from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import UNSMOOTHED, Spread, windowed
 from consilium.data.settings import DEFAULTS, Axis, PictureSettings, Value
 
@@ -149,7 +149,9 @@ def check_values(item: Item, labels: Labels, classes: Classes) -> None:
     values = labels.present() - {value for value, _ in item.label_map or ()}
     if labels.values is None or not (unknown := undeclared(values, classes)):
         return
-    if isinstance(item.label, Path) and (what := pictures.altered(item.label, labels.values, labels.present() - set(unknown))):
+    if isinstance(item.label, Path) and (
+        what := pictures.why_altered(item.label, labels.values, labels.present() - set(unknown))
+    ):
         labels_of = "if they are labels, map each under `labels` of site.yaml, to [] as background"
         raise DataError(f"{item.label}: {what}; {UNSMOOTHED}; {labels_of}", "mask with smoothed edges")
     if item.label_map is None:
@@ -178,14 +180,14 @@ def resize(image: np.ndarray, size: int, settings: PictureSettings = DEFAULTS, p
     """Return (H, W, 3) of 8 bits as (size, size, 3): bilinear, anti-aliased where it gets smaller, padded with a colour."""
     rows, columns = valid_size(image.shape, size, settings)
     found = np.asarray(Image.fromarray(image).resize((columns, rows), Image.Resampling.BILINEAR))
-    return _padded(found, size, padding)
+    return _pad(found, size, padding)
 
 
 def resize_labels(values: np.ndarray, size: int, settings: PictureSettings = DEFAULTS) -> np.ndarray:
     """Return label values (H, W) as (size, size): of each new pixel's middle, padded with 0."""
     wanted = valid_size(values.shape, size, settings)
     rows, columns = ((np.arange(n) * 2 + 1) * old // (2 * n) for n, old in zip(wanted, values.shape, strict=True))
-    return _padded(values[rows[:, None], columns], size)
+    return _pad(values[rows[:, None], columns], size)
 
 
 def resize_masks(
@@ -211,7 +213,7 @@ def resize_masks(
     return masks, tuple(lost)
 
 
-def _padded(array: np.ndarray, size: int, fill: Colour | int = 0) -> np.ndarray:
+def _pad(array: np.ndarray, size: int, fill: Colour | int = 0) -> np.ndarray:
     rows, columns = array.shape[:2]
     if (rows, columns) == (size, size):
         return array

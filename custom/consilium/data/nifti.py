@@ -30,7 +30,9 @@ def header(path: Path) -> Header:
         volume = load(path)
         unit = MILLIMETRES.get(volume.header.get_xyzt_units()[0], 1.0)  # an unnamed unit is millimetres
         to_mm = np.diag([unit, unit, unit, 1.0])
-        own = Grid(_shape(path, volume), to_mm @ np.asarray(volume.affine, np.float64))  # by the sform where there is one
+        own = Grid(
+            _volume_shape(path, volume), to_mm @ np.asarray(volume.affine, np.float64)
+        )  # by the sform where there is one
         if min(int(volume.header[f"{kind}form_code"]) for kind in "sq") < 1:
             return Header(own)
         other = Grid(own.shape, to_mm @ np.asarray(volume.header.get_qform(), np.float64))
@@ -42,12 +44,12 @@ def voxels(path: Path) -> np.ndarray:
     with reading(path, "cannot be read as NIfTI", most=MOST_VOLUME_FILE):
         volume = load(path)
         if not _is_scaled(volume):
-            return np.asarray(volume.dataobj).reshape(_shape(path, volume))
+            return np.asarray(volume.dataobj).reshape(_volume_shape(path, volume))
         raw = volume.dataobj.get_unscaled()
         found = np.empty(raw.shape, np.float32, order="F")
         for k in range(raw.shape[-1]):  # nibabel itself makes all of them float64 first
             found[..., k] = apply_read_scaling(raw[..., k], volume.dataobj.slope, volume.dataobj.inter)
-        return found.reshape(_shape(path, volume))
+        return found.reshape(_volume_shape(path, volume))
 
 
 def load(path: Path) -> Any:
@@ -75,7 +77,7 @@ def _is_scaled(volume: Any) -> bool:
     return (volume.dataobj.slope, volume.dataobj.inter) != (1.0, 0.0)  # nibabel takes both off the header that it returns
 
 
-def _shape(path: Path, volume: Any) -> tuple[int, int, int]:
+def _volume_shape(path: Path, volume: Any) -> tuple[int, int, int]:
     """Return the three dimensions; further ones may only be 1."""
     if int(volume.header["intent_code"]) in CIFTI:
         raise DataError(f"{path}: is CIFTI, values on a surface and not of voxels; give a volume", "not three dimensions")

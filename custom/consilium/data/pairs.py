@@ -82,7 +82,7 @@ def parse(text: str) -> Pattern:
     return pattern
 
 
-def composed(name: str) -> str:
+def compose_unicode(name: str) -> str:
     """Return a name with each letter and its marks as one: disks from a Mac may have them apart."""
     return unicodedata.normalize("NFC", name)
 
@@ -103,12 +103,12 @@ def find_pairs(folder: Path, files: Sequence[Path], patterns: Sequence[Pattern] 
     if not images or not masks:
         return None
     known = _masks_by_name(masks)
-    asked = {pattern: len(_paired(pattern, images, known)) for pattern in patterns}
+    asked = {pattern: len(_pair_by(pattern, images, known)) for pattern in patterns}
     if any(asked.values()):
         pattern, others = max(asked, key=asked.__getitem__), list[Pattern]()
     else:
-        pattern, others = _fitting(images, masks, known)
-    found = _paired(pattern, images, known)
+        pattern, others = _best_pattern(images, masks, known)
+    found = _pair_by(pattern, images, known)
     used: dict[Path, Names] = {}
     for image, mask in found:  # two endings of one name
         if (first := used.setdefault(mask, image)) is not image:
@@ -118,13 +118,13 @@ def find_pairs(folder: Path, files: Sequence[Path], patterns: Sequence[Pattern] 
     if not named and len(found) <= len(alone):  # few grey values make no mask
         return None
     unused = [mask.path for mask in masks if mask.path not in used]
-    more = {} if pattern in patterns else _numbered(pattern, list(used), unused)
+    more = {} if pattern in patterns else _numbered_masks(pattern, list(used), unused)
     taken = {path for paths in more.values() for path in paths}
-    others = [one for one in others if not taken.issuperset(mask for _, mask in _paired(one, images, known))]
+    others = [one for one in others if not taken.issuperset(mask for _, mask in _pair_by(one, images, known))]
     return Pairs(pattern, found, alone, [path for path in unused if path not in taken], others, more)
 
 
-def _numbered(pattern: Pattern, masks: Sequence[Path], unused: Sequence[Path]) -> dict[Path, tuple[Path, ...]]:
+def _numbered_masks(pattern: Pattern, masks: Sequence[Path], unused: Sequence[Path]) -> dict[Path, tuple[Path, ...]]:
     """Return the unused masks that have the name of a used one with a number at its end, or with another number."""
     unnumbered = partial(_NUMBER.sub, "")  # a sign parts the number from the name
     cut = unnumbered if _NUMBER.search(pattern.mask) else str
@@ -151,7 +151,7 @@ def holds_pairs(folder: Path, files: Sequence[Path]) -> bool:
     return len(pairs.found) > len(pairs.alone) and all(_is_labels(mask) for _, mask in pairs.found[:_PROBES])
 
 
-def unpaired(pairs: Pairs, folder: Path) -> str:
+def unpaired_message(pairs: Pairs, folder: Path) -> str:
     """Return what is wrong with a folder in which pictures lack masks, with names that are there and what to write."""
     masks = [*(mask for _, mask in pairs.found), *pairs.unused]
     there = ", ".join(str(path.relative_to(folder)) for path in masks[:4])
@@ -196,7 +196,7 @@ def _roles(folder: Path, files: Sequence[Path], every: bool) -> tuple[list[Names
         drop = bool(chosen)
     if not chosen and every:
         chosen = {path for path in files if _is_labels(path)}
-    names = [_names(folder, path, drop, by_words) for path in files if chosen]
+    names = [_names_of(folder, path, drop, by_words) for path in files if chosen]
     return [one for one in names if one.path not in chosen], [one for one in names if one.path in chosen], named
 
 
@@ -232,13 +232,13 @@ def _is_labels(path: Path) -> bool:
         return False
 
 
-def _names(folder: Path, path: Path, drop: bool, by_words: bool) -> Names:
+def _names_of(folder: Path, path: Path, drop: bool, by_words: bool) -> Names:
     """Return a file's names. `drop`: its short one lacks the last folder, `by_words` the last of those that are called so."""
     inside = path.relative_to(folder)
     parts, name = list(inside.parent.parts), without_ending(inside.name)
     places = [i for i, part in enumerate(parts) if not by_words or kind_of(part)] if drop else []
     short = [part for i, part in enumerate(parts) if i not in places[-1:]]
-    return Names(path, composed("/".join([*parts, name])), composed("/".join([*short, name])))
+    return Names(path, compose_unicode("/".join([*parts, name])), compose_unicode("/".join([*short, name])))
 
 
 # names: whose mask it is ------------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def _masks_by_name(masks: Sequence[Names]) -> dict[str, Path]:
     return found | {name: next(iter(paths)) for name, paths in folded.items() if len(paths) == 1 and name not in found}
 
 
-def _paired(pattern: Pattern, images: Sequence[Names], known: Mapping[str, Path]) -> list[tuple[Names, Path]]:
+def _pair_by(pattern: Pattern, images: Sequence[Names], known: Mapping[str, Path]) -> list[tuple[Names, Path]]:
     """Return the pictures to which a pattern finds a mask, with it."""
     whole = "/" in pattern.image
     found = []
@@ -270,23 +270,23 @@ def _paired(pattern: Pattern, images: Sequence[Names], known: Mapping[str, Path]
     return found
 
 
-def _fitting(images: Sequence[Names], masks: Sequence[Names], known: Mapping[str, Path]) -> tuple[Pattern, list[Pattern]]:
+def _best_pattern(images: Sequence[Names], masks: Sequence[Names], known: Mapping[str, Path]) -> tuple[Pattern, list[Pattern]]:
     """Return the pattern that finds most masks, the shortest of these, and others by which every picture has another mask."""
-    if len(_paired(Pattern(), images, known)) == len(images):
+    if len(_pair_by(Pattern(), images, known)) == len(images):
         return Pattern(), []
     drawn = images[:: max(1, len(images) // _DRAWN)]
 
     def rank(among: Sequence[Names]) -> dict[Pattern, tuple[int, int]]:
-        return {one: (len(_paired(one, among, known)), -len(one.image + one.mask)) for one in tried}
+        return {one: (len(_pair_by(one, among, known)), -len(one.image + one.mask)) for one in tried}
 
     tried = list(dict.fromkeys(_patterns(drawn, [mask.short for mask in masks])))
     first = rank(drawn)
     tried = sorted(tried, key=first.__getitem__, reverse=True)[:_BEST]
     last = rank(images)
     best = max(tried, key=last.__getitem__)
-    own = {mask for _, mask in _paired(best, images, known)}
+    own = {mask for _, mask in _pair_by(best, images, known)}
     equal = [one for one in tried if one is not best and last[one][0] == last[best][0] == len(images)]
-    return best, [one for one in equal if {mask for _, mask in _paired(one, images, known)}.isdisjoint(own)]
+    return best, [one for one in equal if {mask for _, mask in _pair_by(one, images, known)}.isdisjoint(own)]
 
 
 def _patterns(images: Sequence[Names], masks: Sequence[str]) -> Iterator[Pattern]:
@@ -294,18 +294,20 @@ def _patterns(images: Sequence[Names], masks: Sequence[str]) -> Iterator[Pattern
     yield Pattern()
     having: dict[str, list[str]] = {}
     for mask in masks:
-        for part in _parts(mask):
+        for part in _name_parts(mask):
             having.setdefault(part, []).append(mask)
     for image in {0: images[0], 1: images[len(images) // 2], 2: images[-1]}.values():
         own = image.short
-        rare = sorted((having[part] for part in _parts(own) if part in having), key=len)[:2]  # numbers, and not a common word
+        rare = sorted((having[part] for part in _name_parts(own) if part in having), key=len)[
+            :2
+        ]  # numbers, and not a common word
         for mask in dict.fromkeys(chain(*(some[:_DRAWN] for some in rare), masks[:_DRAWN])):
             match = SequenceMatcher(None, own, mask, autojunk=False).find_longest_match()
-            shared = _parts(own) & _parts(mask) | {own[match.a : match.a + match.size]}
+            shared = _name_parts(own) & _name_parts(mask) | {own[match.a : match.a + match.size]}
             for part in sorted(shared - {""}):
                 yield Pattern(own.replace(part, "{}", 1), mask.replace(part, "{}", 1))
 
 
-def _parts(name: str) -> set[str]:
+def _name_parts(name: str) -> set[str]:
     """Return a name's runs of digits, of letters, and of both."""
     return {*re.findall(r"[^\W_]+", name), *re.findall(r"\d+|[^\W\d_]+", name)}

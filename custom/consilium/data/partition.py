@@ -32,7 +32,7 @@ from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
 from consilium.data.datalist import SPLITS, Item, listed_patients, read_datalist
-from consilium.data.patients import item_patient, together
+from consilium.data.patients import item_patient, samples_by_patient
 from consilium.data.safe_open import text_lines
 from consilium.data.text import FILES, read_texts
 
@@ -73,9 +73,9 @@ def partition(
     the arguments, the classes, and counts by split, site and class. Raises DataError for a source without classes, an unknown
     class to leave out, too few samples or patients, or a folder that has sites already.
     """
-    splits, classes = _read(source, exclude)
+    splits, classes = _read_with_classes(source, exclude)
     splits = splits if test else splits | {SHARED_OUT: []}
-    found = _sites(source, folder, splits, classes, sites, beta, seed, minimum)
+    found = _assign_to_sites(source, folder, splits, classes, sites, beta, seed, minimum)
     patients = listed_patients(source)  # the list's own identifiers; those of files are never written
     for name, mine in found.items():
         entries = {
@@ -98,7 +98,7 @@ def partition(
     return write_summary(source, folder, asked, classes, found)
 
 
-def _sites(
+def _assign_to_sites(
     source: Path,
     folder: Path,
     splits: Mapping[str, Sequence[S]],
@@ -140,7 +140,7 @@ def share_out(
     found: dict[str, dict[str, list[Patient[S]]]] = {name: {"training": [], "validation": []} for name in names}
     of_class: dict[str, dict[str, list[Patient[S]]]] = {"training": {}, "validation": {}}
     for split, by_class in of_class.items():
-        for patient in together(splits[split]):
+        for patient in samples_by_patient(splits[split]):
             often = Counter(str(sample.label) for sample in patient).most_common(1)  # of two as frequent, the first in the list
             by_class.setdefault(often[0][0], []).append(patient)
     for label in classes:
@@ -199,17 +199,17 @@ def plot(summary: dict[str, Any]) -> Figure:
     return figure
 
 
-def _read(source: Path, exclude: Sequence[str]) -> tuple[dict[str, list[Item]], list[str]]:
+def _read_with_classes(source: Path, exclude: Sequence[str]) -> tuple[dict[str, list[Item]], list[str]]:
     """Return the samples by split and the classes left, sorted (numbers by size)."""
     data = read_datalist(source, classes=True)
     labels = {item.label for items in data.splits.values() for item in items}
     if None in labels:
         raise DataError(f"{source}: has samples without a class; give every one a label")
     known = [str(label) for label in sorted(labels, key=lambda v: (isinstance(v, str), v))]
-    return _without(source, data.splits, known, exclude)
+    return _exclude_classes(source, data.splits, known, exclude)
 
 
-def _without(
+def _exclude_classes(
     source: Path, splits: Mapping[str, Sequence[S]], known: Sequence[str], exclude: Sequence[str]
 ) -> tuple[dict[str, list[S]], list[str]]:
     """Return the samples by split without those of the classes to leave out, and the classes left."""
@@ -258,19 +258,19 @@ def partition_texts(
     to leave out, too few records, or a folder that has sites already.
     """
     splits, values = _read_records(source, by, exclude, kinds)
-    found = _sites(source, folder, splits, values, sites, beta, seed, minimum)
+    found = _assign_to_sites(source, folder, splits, values, sites, beta, seed, minimum)
     if local:
         found = {
             name: _cut_locally([*m["training"], *m["validation"]], seed_for(seed, "local", name)) for name, m in found.items()
         }
         if splits[SHARED_OUT]:
-            write_atomic(folder / COMMON, _text(splits[SHARED_OUT]), PUBLIC)
+            write_atomic(folder / COMMON, _jsonl_bytes(splits[SHARED_OUT]), PUBLIC)
     for name, mine in found.items():
         for split, records in mine.items():
             path, first = folder / name / f"{split}.jsonl", folder / "site-1" / f"{split}.jsonl"
             if split != SHARED_OUT or local or not first.is_file():
                 if records:
-                    write_atomic(path, _text(records), PUBLIC)
+                    write_atomic(path, _jsonl_bytes(records), PUBLIC)
                 continue
             try:
                 os.link(first, path)  # of equal files there is one on the disk
@@ -280,7 +280,7 @@ def partition_texts(
     return write_summary(source, folder, asked | {"excluded": list(exclude), "local": local}, values, found)
 
 
-def _text(records: Sequence[Record]) -> bytes:
+def _jsonl_bytes(records: Sequence[Record]) -> bytes:
     return "".join(f"{record.line}\n" for record in records).encode()
 
 
@@ -289,7 +289,7 @@ def _cut_locally(records: list[Record], seed: int) -> dict[str, list[Record]]:
 
     A record without a patient is a patient of its own.
     """
-    patients = together(records)
+    patients = samples_by_patient(records)
     order = [patients[i] for i in np.random.default_rng(seed).permutation(len(patients))]
     part = max(round(0.1 * len(order)), 1) if len(order) >= 3 else 0
     cut = {"training": order[2 * part :], "validation": order[:part], "test": order[part : 2 * part]}
@@ -319,4 +319,4 @@ def _read_records(
     values = sorted({record.label for records in splits.values() for record in records})
     if len(values) > MOST_VALUES:
         raise DataError(f"{source}: --by {by}: {len(values):,} values, at most {MOST_VALUES:,} are kinds; name another key")
-    return _without(source, splits, values, exclude)
+    return _exclude_classes(source, splits, values, exclude)

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from consilium.data.datalist import DataList
-from consilium.data.identifiers import ALIKE, alike
+from consilium.data.identifiers import ALIKE, alike_pseudonyms
 
 S = TypeVar("S")
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def most_of_one(samples: Sequence[Any]) -> tuple[int, int]:
     return len(counts), max(counts.values(), default=0)
 
 
-def together(samples: Sequence[S]) -> list[list[S]]:
+def samples_by_patient(samples: Sequence[S]) -> list[list[S]]:
     """Return the samples of each patient, and each sample without one alone, in the order of their first."""
     found: dict[str | int, list[S]] = {}
     for place, item in enumerate(samples):
@@ -38,7 +38,7 @@ def together(samples: Sequence[S]) -> list[list[S]]:
     return list(found.values())
 
 
-def linked(keys: Sequence[Iterable[Hashable]]) -> list[int]:
+def first_linked(keys: Sequence[Iterable[Hashable]]) -> list[int]:
     """Return for each sample, by its keys, the first sample that shares a key with it, directly or through others."""
     head = list(range(len(keys)))
 
@@ -62,7 +62,7 @@ def warn_of_alike(data: DataList) -> None:
     for split, items in data.splits.items():
         for item in items:
             first.setdefault(item_patient(item), f"{split}: {item.name}")
-    for group in alike(first):
+    for group in alike_pseudonyms(first):
         _log.warning(f"{ALIKE}: {' ~ '.join(first[one] for one in group)}; give one person one identifier")
 
 

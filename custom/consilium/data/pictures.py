@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from consilium.core.errors import DataError
-from consilium.data.labels import Labels
+from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import check_numbers, is_anti_aliased, whole_numbers
 from consilium.data.safe_open import check_pixels, open_picture, reading
 from consilium.data.settings import Value
@@ -113,7 +113,7 @@ def labels(path: Path) -> Labels:
     return Labels(values=whole_numbers(path, read(path, "mask")))
 
 
-def altered(path: Path, values: np.ndarray, declared: Collection[Value]) -> str:
+def why_altered(path: Path, values: np.ndarray, declared: Collection[Value]) -> str:
     """Return why values of a mask that are not `declared` are not labels: they were smoothed, or saved as JPEG; else ""."""
     every = {int(value) for value in np.unique(values)}
     if not (odd := sorted(every - set(declared))) or not path.is_file():

@@ -51,13 +51,13 @@ class _Layout:
 def header(path: Path) -> Header:
     """Return the grid of a volume of two or three dimensions. Raises DataError."""
     with reading(path, _UNREADABLE, most=MOST_VOLUME_FILE):
-        return Header(_layout(path).grid)
+        return Header(_read_layout(path).grid)
 
 
 def voxels(path: Path) -> np.ndarray:
     """Return real numbers (i, j, k) of the file's own type. Raises DataError."""
     with reading(path, _UNREADABLE, most=MOST_VOLUME_FILE):
-        found = _layout(path)
+        found = _read_layout(path)
         needed = prod(found.grid.shape) * found.dtype.itemsize
         with path.open("rb") as file:
             file.seek(found.start)
@@ -73,11 +73,11 @@ _ANY_HEADER = 47
 """zlib's bits of a window of any size, of a stream of zlib or gzip."""
 
 
-def _layout(path: Path) -> _Layout:
+def _read_layout(path: Path) -> _Layout:
     with path.open("rb") as file:
         head = file.read(MOST_HEADER)
     try:
-        found = (_nrrd if head[:4] == b"NRRD" else _metaimage)(path, head)
+        found = (_read_nrrd if head[:4] == b"NRRD" else _read_metaimage)(path, head)
     except KeyError as error:
         raise DataError(f"{path}: {_UNREADABLE} (its header has no {error.args[0]}); {TAKE_OFF}") from None
     check_unpacked(path, found.grid.shape, found.dtype.itemsize, _UNREADABLE)
@@ -97,7 +97,7 @@ def _affine(steps: np.ndarray, origin: np.ndarray, signs: Any = (-1, -1, 1)) -> 
     return np.diag([*signs, 1.0]) @ found
 
 
-def _metaimage(path: Path, head: bytes) -> _Layout:
+def _read_metaimage(path: Path, head: bytes) -> _Layout:
     """Return the layout by a MetaImage's header: its matrix has a row for each axis, in DICOM's directions."""
     fields: dict[str, str] = {}
     start = 0
@@ -134,7 +134,7 @@ def _metaimage(path: Path, head: bytes) -> _Layout:
     return _Layout(np.dtype(order + kind), Grid(shape, _affine(turn * spacing[:, None], origin)), start, says("CompressedData"))
 
 
-def _nrrd(path: Path, head: bytes) -> _Layout:
+def _read_nrrd(path: Path, head: bytes) -> _Layout:
     """Return the layout by the header of a NRRD (teem.sourceforge.net/nrrd/format.html)."""
     end = re.search(rb"\r?\n\r?\n", head)
     lines = head[: end.start() if end else None].decode("latin-1").splitlines()[1:]
@@ -164,13 +164,13 @@ def _nrrd_affine(path: Path, fields: dict[str, str], count: int) -> np.ndarray |
         return _affine(np.diag(spacing), np.zeros(count))
     space = fields.get("space", "lps" if "space dimension" in fields else "").lower()  # as ITK reads it
     _refuse(path, (space not in _SPACES, "lies in a space that is not the patient's"))
-    steps = np.array([_vector(one) for one in re.findall(r"\([^)]*\)", fields["space directions"])])
+    steps = np.array([_read_vector(one) for one in re.findall(r"\([^)]*\)", fields["space directions"])])
     check_spacing(path, "the length of its space directions", np.linalg.norm(steps, axis=1).tolist(), _SPACED)
-    origin = _vector(fields["space origin"]) if "space origin" in fields else np.zeros(steps.shape[1])
+    origin = _read_vector(fields["space origin"]) if "space origin" in fields else np.zeros(steps.shape[1])
     if steps.shape == (2, 3):  # a plane in space: its third step is across, of 1 mm
         steps = np.vstack([steps, np.cross(*steps) / np.linalg.norm(np.cross(*steps))])
     return _affine(steps, origin, _SPACES[space])
 
 
-def _vector(text: str) -> np.ndarray:
+def _read_vector(text: str) -> np.ndarray:
     return np.array(text.strip("() ").split(","), np.float64)

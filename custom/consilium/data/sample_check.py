@@ -23,7 +23,7 @@ from consilium.data.class_names import class_name
 from consilium.data.datalist import SCORED, DataList, Item, Lost, cropped_item, files_of
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import check_annotated, check_pair, check_values, classes_of, level_of, read_image, read_labels
-from consilium.data.labels import Labels, named
+from consilium.data.label_masks import Labels, matching_labels
 from consilium.data.loading import NOTHING_LEFT
 from consilium.data.pixel_values import UNSMOOTHED
 from consilium.data.safe_open import Stamp, check_opens, stamp
@@ -99,21 +99,21 @@ def check_samples(items: Sequence[Item], settings: PictureSettings, classes: Cla
     `size`: pixels of the model's side, 0 without a model.
     """
     if not volumes.is_volume(items[0].image):
-        return [_report(item, None, settings, classes, size) for item in items]
+        return [_check_entry(item, None, settings, classes, size) for item in items]
     try:
         header, values = volumes.header(items[0].image, items[0].affine), volumes.voxels(items[0].image)
     except DataError as error:
-        return [SampleReport(error, marks=_marks(item)) for item in items]
+        return [SampleReport(error, marks=_identity_marks(item)) for item in items]
     digest = hashlib.blake2b(repr(values.shape).encode(), digest_size=16)  # equal voxels have equal digests in any type
     for plane in np.moveaxis(values, 2, 0):
         digest.update(np.ascontiguousarray(plane, np.float32).tobytes())
-    return [_report(item, (header, digest.hexdigest()), settings, classes, size) for item in items]
+    return [_check_entry(item, (header, digest.hexdigest()), settings, classes, size) for item in items]
 
 
-def _report(
+def _check_entry(
     item: Item, volume: tuple[volumes.Header, str] | None, settings: PictureSettings, classes: Classes, size: int
 ) -> SampleReport:
-    found = SampleReport(marks=_marks(item))
+    found = SampleReport(marks=_identity_marks(item))
     try:
         if volume:
             _check_volume(found, item, *volume, settings, classes)
@@ -131,7 +131,7 @@ def _report(
                 remedy = "save the picture upright and without the tag, as Python's PIL.ImageOps.exif_transpose does"
                 found.warnings.append(("turned by its EXIF tag", f"{what}; {remedy}"))
         if size and found.classes and isinstance(classes, Mapping):
-            for part in _parts(item, found.planes, settings):
+            for part in _planes_or_tiles(item, found.planes, settings):
                 part = part if settings.crop is None else cropped_item(part, settings.crop, SCORED)
                 found.small.update(too_small(part, read_labels(part, settings), classes, size, settings))
     except DataError as error:
@@ -139,7 +139,7 @@ def _report(
     return found
 
 
-def _parts(item: Item, count: int, settings: PictureSettings) -> Iterator[Item]:
+def _planes_or_tiles(item: Item, count: int, settings: PictureSettings) -> Iterator[Item]:
     """Yield a volume's planes and a large picture's tiles, any other picture itself."""
     axis = item.across(settings.slices.axis)
     if count == 1:
@@ -166,7 +166,7 @@ def _check_slide(found: SampleReport, item: Item, settings: PictureSettings, cla
     if max(int(one.max()) for one in some) == min(int(one.min()) for one in some):
         found.warnings.append(("constant image", "in the parts that were read"))
     else:
-        found.marks = _marks(item, digest.hexdigest())
+        found.marks = _identity_marks(item, digest.hexdigest())
     check_class(item, classes)
     if not isinstance(item.label, Path):
         _add_label(found, item, None, None, classes)
@@ -190,7 +190,7 @@ def _check_volume(
     image = read_image(plane, settings)
     _add_image(found, item, image)
     if whole:
-        found.marks = _marks(item, digest)
+        found.marks = _identity_marks(item, digest)
     else:
         found.marks += (("volume in two {}", digest),)
     if (tilt := header.grid.tilt) > _TILT:
@@ -224,7 +224,7 @@ def _add_image(found: SampleReport, item: Item, image: np.ndarray) -> None:
         found.warnings.append(("constant image", ""))
         return
     digest = hashlib.blake2b(repr(image.shape).encode() + image.tobytes(), digest_size=16).hexdigest()
-    found.marks, found.hash = _marks(item, digest), appearance(image)
+    found.marks, found.hash = _identity_marks(item, digest), appearance(image)
 
 
 def _add_label(found: SampleReport, item: Item, image: np.ndarray | None, labels: Labels | None, classes: Classes) -> None:
@@ -242,12 +242,12 @@ def _add_label(found: SampleReport, item: Item, image: np.ndarray | None, labels
         check_values(item, labels, classes_of(item, classes))
     elif isinstance(item.label, Path) and labels.values is not None:
         declared = {0, int(labels.values.max()), *(value for value, _ in item.label_map or ())}
-        if what := pictures.altered(item.label, labels.values, declared):
+        if what := pictures.why_altered(item.label, labels.values, declared):
             found.warnings.append(("mask with smoothed edges", f"{what}; {UNSMOOTHED}"))
     found.warnings += [("structure that is not read", str(error)) for error in labels.faults.values()]
     if labels.regions is not None and isinstance(classes, Mapping):
         wanted = [value for values in classes_of(item, classes).values() for value in values]
-        if not named(wanted, labels.regions):
+        if not matching_labels(wanted, labels.regions):
             there = ", ".join(name for name in labels.regions if isinstance(name, str) and name) or "none with a name"
             what = f"there are {there}; map them under `labels` of site.yaml"
             found.warnings.append(("no structure of the job's classes", what))
@@ -260,7 +260,7 @@ def _add_values(found: SampleReport, item: Item, classes: Classes) -> None:
         found.warnings.append(("empty mask", ""))
     if isinstance(classes, Mapping):
         own = classes_of(item, classes)
-        found.classes = tuple(name for name, wanted in own.items() if named(wanted, found.values))
+        found.classes = tuple(name for name, wanted in own.items() if matching_labels(wanted, found.values))
 
 
 def appearance(image: np.ndarray) -> bytes | None:
@@ -273,7 +273,7 @@ def appearance(image: np.ndarray) -> bytes | None:
     return np.packbits(bits).tobytes() if bits.sum() >= _HASH_SIDE else None
 
 
-def _marks(item: Item, content: str = "") -> tuple[tuple[str, str], ...]:
+def _identity_marks(item: Item, content: str = "") -> tuple[tuple[str, str], ...]:
     """Return (kind, key) pairs that no two splits or sites may share, the strongest first.
 
     `content`: a digest of the sample, by default its place in its file.
@@ -352,7 +352,7 @@ def find_errors(
 
     def check_group(group: list[tuple[Place, Item]]) -> list[tuple[Place, DataError]]:
         found = []
-        with nullcontext() if group[0][1].slice is None else volumes.held():
+        with nullcontext() if group[0][1].slice is None else volumes.hold_volumes():
             for place, item in group:
                 try:
                     mark = store.name(item, settings, "check") if store else ""

@@ -29,7 +29,7 @@ def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
     for split, found in splits.items():
         for index, item in enumerate(data.splits[split]):
             try:
-                found += list(_opened(item, index, split, settings))
+                found += list(_expand_item(item, index, split, settings))
             except DataError as error:
                 if data.loading.ignore_unfit and isinstance(error, UnfitError):
                     found.append(item)
@@ -40,7 +40,7 @@ def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
     return count_lost(replace(data, splits={split: tuple(found) for split, found in splits.items()}), lost)
 
 
-def _opened(item: Item, index: int, split: str, settings: PictureSettings) -> Iterator[Item]:
+def _expand_item(item: Item, index: int, split: str, settings: PictureSettings) -> Iterator[Item]:
     """Yield a picture or its tiles; of a volume its planes, or the one that it has or its entry names."""
     thin, seed, wanted = split == "training", seed_for(index, "empty"), settings.tiles
     if not volumes.is_volume(item.image):
@@ -52,7 +52,12 @@ def _opened(item: Item, index: int, split: str, settings: PictureSettings) -> It
         rows, columns = slides.shape(item.image, wanted.level)
         for number, tile in enumerate(slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size)):
             one = replace(item, study=item.study or pseudonym_of(item.image), tile=tile)
-            if not thin or wanted.empty == "keep" or _kept(wanted, seed, number) or read_labels(one, settings).present() - {0}:
+            if (
+                not thin
+                or wanted.empty == "keep"
+                or _keeps_empty(wanted, seed, number)
+                or read_labels(one, settings).present() - {0}
+            ):
                 yield one
         return
     header = volumes.header(item.image, item.affine)
@@ -65,10 +70,10 @@ def _opened(item: Item, index: int, split: str, settings: PictureSettings) -> It
     if item.slice is not None or header.grid.planes(known.axis) == 1:
         yield known
     else:
-        yield from _planes(known, header, settings, thin, seed)
+        yield from _expand_volume(known, header, settings, thin, seed)
 
 
-def _planes(item: Item, header: volumes.Header, settings: PictureSettings, thin: bool, seed: int) -> Iterator[Item]:
+def _expand_volume(item: Item, header: volumes.Header, settings: PictureSettings, thin: bool, seed: int) -> Iterator[Item]:
     if isinstance(item.label, Path) and not volumes.is_volume(item.label):
         what = f"is one picture, and {item.image.name} has several planes"
         raise UnfitError(f"{item.label}: {what}; give a mask of equal grid", "mask of another size")
@@ -83,10 +88,10 @@ def _planes(item: Item, header: volumes.Header, settings: PictureSettings, thin:
         marked = found.where(found.present() - background)
         labelled = {n for n in range(count) if header.grid.cut(marked, item.axis, n).any()}
     for number in range(0, count, slices.every if thin else 1):
-        if number in labelled or _kept(slices, seed, number):
+        if number in labelled or _keeps_empty(slices, seed, number):
             yield replace(item, slice=number)
 
 
-def _kept(parts: SlicesConfig | TilesConfig, seed: int, number: int) -> bool:
+def _keeps_empty(parts: SlicesConfig | TilesConfig, seed: int, number: int) -> bool:
     share = parts.empty if isinstance(parts.empty, float) else 0.0
     return seed_for(seed, "plane", number) % _UNIT < share * _UNIT

@@ -18,7 +18,7 @@ from consilium.data import pictures
 from consilium.data.codestreams import check_decoding_cost, codestream_shape
 from consilium.data.datalist import Tile
 from consilium.data.file_kinds import SLIDES
-from consilium.data.labels import Labels
+from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import check_numbers, whole_numbers
 from consilium.data.safe_open import MOST_PIXELS, MOST_SLIDE, Kept, pages, reading
 from consilium.data.settings import PictureSettings
@@ -72,8 +72,8 @@ def read(path: Path, tile: Tile, level: int = 0, what: str = "image") -> np.ndar
     reader = layout(path).reader
     with reading(path, "tile cannot be read", most=MOST_SLIDE):
         if reader == "pictures":
-            return check_numbers(path, _whole(path, what)[y : y + height, x : x + width])
-        return check_numbers(path, (_by_tifffile if reader == "tifffile" else _by_openslide)(path, tile, level, what))
+            return check_numbers(path, _read_whole(path, what)[y : y + height, x : x + width])
+        return check_numbers(path, (_read_by_tifffile if reader == "tifffile" else _read_by_openslide)(path, tile, level, what))
 
 
 def read_labels(path: Path, tile: Tile, wanted: tuple[int, int]) -> Labels:
@@ -113,7 +113,9 @@ def tiles(rows: int, columns: int, size: int, stride: int) -> list[Tile]:
         what = f"{columns}x{rows} pixels are {count:,} tiles, at most {MOST_TILES:,} are cut"
         raise UnfitError(f"{what}; set task.tiles.size or stride higher", "too large")
     return [
-        (x, y, min(size, columns), min(size, rows)) for y in _starts(rows, size, stride) for x in _starts(columns, size, stride)
+        (x, y, min(size, columns), min(size, rows))
+        for y in _tile_starts(rows, size, stride)
+        for x in _tile_starts(columns, size, stride)
     ]
 
 
@@ -135,7 +137,7 @@ def whole(path: Path) -> np.ndarray:
         raise UnfitError(f"{path}: is a whole slide; set task.tiles to read it by parts", "too large") from None
 
 
-def _starts(length: int, size: int, stride: int) -> list[int]:
+def _tile_starts(length: int, size: int, stride: int) -> list[int]:
     last = max(0, length - size)
     return sorted({*range(0, last, stride), last})
 
@@ -180,7 +182,7 @@ def _tiff_layout(path: Path, by_openslide: bool) -> Layout:
     pages(path)
     with TiffFile(path) as file:
         for page in file.pages if by_openslide else ():
-            rows, columns = _block(page)
+            rows, columns = _block_shape(page)
             if page.is_tiled and 4 * rows * columns > MOST_BLOCK_BYTES:
                 what = f"is a slide with tiles of {columns}x{rows} pixels"
                 raise UnfitError(f"{path}: {what}; save it in smaller ones", "too large")
@@ -210,7 +212,7 @@ def _tiff_layout(path: Path, by_openslide: bool) -> Layout:
             )
             if fault := next((why for wrong, why in faults if wrong), ""):
                 raise UnfitError(f"{path}: {fault}")
-            rows, columns = _block(page)
+            rows, columns = _block_shape(page)
             each = page.samplesperpixel * (page.dtype.itemsize if page.dtype is not None else 1)
             if rows * columns * page.samplesperpixel > MOST_BLOCK or rows * columns * each > MOST_BLOCK_BYTES:
                 what = f"its {page.imagewidth}x{page.imagelength} pixels are stored in blocks of {columns}x{rows}"
@@ -221,20 +223,20 @@ def _tiff_layout(path: Path, by_openslide: bool) -> Layout:
         return Layout(tuple((int(page.imagelength), int(page.imagewidth)) for page in levels), "tifffile")
 
 
-def _block(page: Any) -> tuple[int, int]:
+def _block_shape(page: Any) -> tuple[int, int]:
     """Return the (rows, columns) of a stored block: a tile, or a strip as wide as the picture."""
     if page.is_tiled:
         return int(page.tilelength), int(page.tilewidth)
     return min(int(page.rowsperstrip), int(page.imagelength)), int(page.imagewidth)
 
 
-def _by_tifffile(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
+def _read_by_tifffile(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
     from tifffile import TiffFile
 
     x, y, width, height = tile
     with TiffFile(path) as file:
         page = file.series[0].levels[level].pages[0]
-        rows, columns = _block(page)
+        rows, columns = _block_shape(page)
         across = -(-page.imagewidth // columns)
         found = np.zeros((height, width, page.samplesperpixel), page.dtype)
         for row in range(y // rows, (y + height - 1) // rows + 1):
@@ -264,7 +266,7 @@ def _by_tifffile(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
         return grey.astype(np.uint8) * (255 if what == "image" else 1) if grey.dtype == bool else grey
 
 
-def _by_openslide(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
+def _read_by_openslide(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
     from openslide import OpenSlide
 
     x, y, width, height = tile
@@ -276,5 +278,5 @@ def _by_openslide(path: Path, tile: Tile, level: int, what: str) -> np.ndarray:
 
 
 @partial(Kept, most=2)
-def _whole(path: Path, what: str) -> np.ndarray:
+def _read_whole(path: Path, what: str) -> np.ndarray:
     return pictures.read(path, what)

@@ -18,10 +18,10 @@ from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.data import volumes
-from consilium.data.datalist import SPLITS, Item, arranged, files_of, read_datalist, read_list
+from consilium.data.datalist import SPLITS, Item, files_of, read_datalist, read_list, with_challenge_splits
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import read_mask
-from consilium.data.patients import linked
+from consilium.data.patients import first_linked
 from consilium.data.safe_open import refuse
 
 
@@ -67,7 +67,7 @@ def split_list(source: Path, folder: Path, cut: Cut) -> dict[str, Any]:
         ),
         (left <= 0, f"--validation {cut.validation:g} and --test {cut.test:g} leave nothing to train on; ask for less"),
     )
-    samples, more = _read(source)
+    samples, more = _read_samples(source)
     lists = {}
     if cut.folds:
         if (groups := len(grouped(samples))) < cut.folds:
@@ -89,8 +89,8 @@ def split_list(source: Path, folder: Path, cut: Cut) -> dict[str, Any]:
     for name, parts in lists.items():
         entries = {split: [s.entry for s in parts[split]] for split in SPLITS}
         write_atomic(folder / name / "datalist.json", json.dumps(more | entries, indent=1).encode(), PUBLIC)
-        summary["lists"][name or "datalist.json"] = {split: _counts(parts[split]) for split in SPLITS}
-    summary["notes"] = _notes(samples, lists, cut)
+        summary["lists"][name or "datalist.json"] = {split: _summarize(parts[split]) for split in SPLITS}
+    summary["notes"] = _write_notes(samples, lists, cut)
     write_atomic(folder / "split.json", json.dumps(summary, indent=1).encode(), PUBLIC)
     return summary
 
@@ -100,38 +100,38 @@ def share_out(samples: Sequence[Sample], shares: dict[str, float], seed: int) ->
     groups = grouped(samples)
     order = np.random.default_rng(seed_for(seed, "split")).permutation(len(groups))
     left = sorted((groups[i] for i in order), key=len, reverse=True)
-    wanted = {part: Counter({key: share * n for key, n in _weight(samples).items()}) for part, share in shares.items()}
+    wanted = {part: Counter({key: share * n for key, n in _count_labels(samples).items()}) for part, share in shares.items()}
     found: dict[str, list[Sample]] = {part: [] for part in shares}
     while left:
-        counts = _weight([s for group in left for s in group])
+        counts = _count_labels([s for group in left for s in group])
         rarest = min(counts, key=lambda label: (counts[label], label))
-        now, left = [g for g in left if rarest in _weight(g)], [g for g in left if rarest not in _weight(g)]
+        now, left = [g for g in left if rarest in _count_labels(g)], [g for g in left if rarest not in _count_labels(g)]
         for group in now:
             part = max((p for p in shares if shares[p] > 0), key=lambda p: (wanted[p][rarest], wanted[p][""]))
             found[part] += group
-            wanted[part].subtract(_weight(group))
+            wanted[part].subtract(_count_labels(group))
     return found
 
 
 def grouped(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Return samples that share any key, directly or through others, as one group each, in the order of the list."""
     found: dict[int, list[Sample]] = {}
-    for sample, first in zip(samples, linked([sample.keys for sample in samples]), strict=True):
+    for sample, first in zip(samples, first_linked([sample.keys for sample in samples]), strict=True):
         found.setdefault(first, []).append(sample)
     return list(found.values())
 
 
-def _weight(samples: Sequence[Sample]) -> Counter[str]:
+def _count_labels(samples: Sequence[Sample]) -> Counter[str]:
     """Return how many samples show each label; "" counts all."""
     return Counter(label for sample in samples for label in (*sample.labels, ""))
 
 
-def _counts(samples: Sequence[Sample]) -> dict[str, Any]:
-    found = _weight(samples)
+def _summarize(samples: Sequence[Sample]) -> dict[str, Any]:
+    found = _count_labels(samples)
     return {"samples": found.pop("", 0), "groups": len(grouped(samples)), "labels": dict(sorted(found.items()))}
 
 
-def _notes(samples: Sequence[Sample], lists: dict[str, Parts], cut: Cut) -> list[str]:
+def _write_notes(samples: Sequence[Sample], lists: dict[str, Parts], cut: Cut) -> list[str]:
     notes = []
     if not any(key[0] == "patient" for s in samples for key in s.keys if isinstance(key, tuple)):
         notes.append('no entry names its "patient", so one patient\'s pictures may be in two splits')
@@ -142,10 +142,10 @@ def _notes(samples: Sequence[Sample], lists: dict[str, Parts], cut: Cut) -> list
     return notes
 
 
-def _read(source: Path) -> tuple[list[Sample], dict[str, Any]]:
+def _read_samples(source: Path) -> tuple[list[Sample], dict[str, Any]]:
     """Return all samples, and the list's other keys."""
     data = read_datalist(source, None)
-    kept = {split for split in SPLITS if split != "test" or arranged(data).splits[split]}
+    kept = {split for split in SPLITS if split != "test" or with_challenge_splits(data).splits[split]}
     raw = {} if source.is_dir() else read_list(source)
     found = []
     for split in (one for one in SPLITS if one in kept):
@@ -159,14 +159,14 @@ def _read(source: Path) -> tuple[list[Sample], dict[str, Any]]:
             patient, study = (header.patient, header.study) if header else ("", "")
             whose = (("patient", item.patient or pseudonym(patient)), ("study", item.study or pseudonym(study)))
             keys = [("file", str(file.resolve())) for file in files_of(item)] + [pair for pair in whose if pair[1]]
-            found.append(Sample(split, own, tuple(keys), frozenset(_labels(item))))
+            found.append(Sample(split, own, tuple(keys), frozenset(_labels_of(item))))
     volumes.forget()
     if not found:
         raise DataError(f"{source}: holds no samples; give a list with some")
     return found, {key: value for key, value in raw.items() if key not in SPLITS}
 
 
-def _labels(item: Item) -> set[str]:
+def _labels_of(item: Item) -> set[str]:
     if not isinstance(item.label, Path):
         return set() if item.label is None else {str(item.label)}
     if item.slice is None and volumes.is_volume(item.label):

@@ -18,7 +18,7 @@ from consilium.data.class_names import class_name
 from consilium.data.datalist import SPLITS, DataList, Item
 from consilium.data.identifiers import pseudonym
 from consilium.data.images import classes_of, level_of, read_labels
-from consilium.data.labels import Labels
+from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import windowed
 from consilium.data.sample_check import by_file
 from consilium.data.settings import DEFAULTS, PictureSettings, Value
@@ -60,8 +60,8 @@ def site_stats(data: DataList, classes: Classes = None, settings: PictureSetting
     stats: dict[str, Any] = {"samples": {split: len(data.splits[split]) for split in SPLITS}}
     stats |= {"unreadable": len(found) - len(seen), "images": len({item.image for item in items})}
     stats |= {"patients": len({m.patient for m in seen} - {""}), "studies": len({m.study for m in seen} - {""})}
-    stats["size"] = _ranges([m.size for m in seen], ("rows", "columns", "planes"))
-    stats["spacing"] = _ranges([m.voxel for m in seen if m.voxel], ("i", "j", "k"))
+    stats["size"] = _low_median_high([m.size for m in seen], ("rows", "columns", "planes"))
+    stats["spacing"] = _low_median_high([m.voxel for m in seen if m.voxel], ("i", "j", "k"))
     medians = np.median(np.array([m.percentiles for m in seen]), 0) if seen else ()
     stats["intensity"] = {f"p{p}": round(float(v), 4) for p, v in zip(PERCENTILES, medians, strict=False)}
     total = sum((m.histogram for m in seen), np.zeros(BINS, np.int64))
@@ -100,13 +100,13 @@ def _measure(item: Item, classes: Classes, settings: PictureSettings) -> Measure
         found.percentiles = tuple(float(v) for v in np.percentile(some, PERCENTILES))
         grey = windowed(some, settings, window, spread)
         found.histogram = np.bincount(grey.reshape(-1) // (256 // BINS), minlength=BINS)
-        _count(found, item, classes, settings)
+        _count_labels(found, item, classes, settings)
     except DataError:
         return None
     return found
 
 
-def _count(found: Measure, item: Item, classes: Classes, settings: PictureSettings) -> None:
+def _count_labels(found: Measure, item: Item, classes: Classes, settings: PictureSettings) -> None:
     """Count the pixels of each label and class; a class of the whole picture has all of them."""
     if item.label is None:
         return
@@ -114,7 +114,7 @@ def _count(found: Measure, item: Item, classes: Classes, settings: PictureSettin
         name = class_name(item.label, list(classes or ()))
         found.classes[str(item.label) if name is None else name], found.pixels = 1, 1
         return
-    for labels in _labels(item, settings):
+    for labels in _read_labels(item, settings):
         found.pixels += int(np.prod(labels.shape))
         if labels.values is None:
             found.labels.update({name: int(mask.sum()) for name, mask in (labels.regions or {}).items()})
@@ -126,7 +126,7 @@ def _count(found: Measure, item: Item, classes: Classes, settings: PictureSettin
             found.classes[name] += int(labels.where(wanted).sum())
 
 
-def _labels(item: Item, settings: PictureSettings) -> Iterable[Labels]:
+def _read_labels(item: Item, settings: PictureSettings) -> Iterable[Labels]:
     """Return an item's labels, those of a large picture block by block."""
     whole = item.tile is None and not volumes.is_volume(item.image)
     if whole and isinstance(item.label, Path) and slides.by_tiles(item.image, settings):
@@ -137,7 +137,7 @@ def _labels(item: Item, settings: PictureSettings) -> Iterable[Labels]:
     return [volumes.labels(item.label, image, settings.resample_masks)]
 
 
-def _ranges(rows: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, list[float]]:
+def _low_median_high(rows: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, list[float]]:
     """Return [lowest, median, highest] by name; rows may be shorter than the names."""
     columns = {name: [row[i] for row in rows if len(row) > i] for i, name in enumerate(names)}
     return {name: [round(float(v), 4) for v in np.percentile(col, [0, 50, 100])] for name, col in columns.items() if col}

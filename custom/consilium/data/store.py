@@ -63,7 +63,7 @@ class Store:
         self.folder, self._most, self._began = folder, most, time.time_ns()
         self._lock, self._writes, self._full = threading.RLock(), True, False
         self.salt = make_folder(folder)
-        self._used = sum(size for _, size, _ in _entries(folder))
+        self._used = sum(size for _, size, _ in _cache_files(folder))
         self._verified: dict[str, tuple[int, int, int]] = {}
 
     def name(self, item: Item, settings: str, what: str = "sample") -> str:
@@ -71,21 +71,21 @@ class Store:
 
         Raises DataError where its files cannot be read.
         """
-        label = self._source(item.label) if isinstance(item.label, Path) else item.label
+        label = self._file_hash(item.label) if isinstance(item.label, Path) else item.label
         place = (getattr(item, one.name) for one in fields(item) if one.name not in _APART)
-        return salted(self.salt, what, settings, VERSION, PIL.__version__, *place, self._source(item.image), label)
+        return salted_hash(self.salt, what, settings, VERSION, PIL.__version__, *place, self._file_hash(item.image), label)
 
-    def _source(self, path: Path) -> str:
+    def _file_hash(self, path: Path) -> str:
         """Return a salted hash of a file's place and state, of a new file's bytes, or of those of all files of a folder."""
         if path.is_dir():
-            return salted(self.salt, "folder", *(self._source(one) for one in sorted(path.rglob("*")) if one.is_file()))
+            return salted_hash(self.salt, "folder", *(self._file_hash(one) for one in sorted(path.rglob("*")) if one.is_file()))
         check_file(path, most=MOST_SLIDE)
         with opening(path):
             found = path.stat()
             if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > RECENT * 1e9:  # its ctime cannot be set back
-                return salted(self.salt, "file", path.absolute(), *stamp(path))
+                return salted_hash(self.salt, "file", path.absolute(), *stamp(path))
             with path.open("rb") as file:
-                return salted(self.salt, "content", hashlib.file_digest(file, hashlib.blake2b).hexdigest())
+                return salted_hash(self.salt, "content", hashlib.file_digest(file, hashlib.blake2b).hexdigest())
 
     def passed(self, name: str) -> bool:
         """Tell whether the check of this name was passed before."""
@@ -94,7 +94,7 @@ class Store:
     def note_passed(self, name: str) -> None:
         """Remember that the check of this name was passed."""
         if self._writes and self._make_room(_MARK):
-            self._tried(lambda: self._write(self._path(name, "passed"), []))
+            self._try_write(lambda: self._write(self._path(name, "passed"), []))
 
     def get(self, name: str) -> CachedSample | None:
         """Return a sample as read-only arrays on mapped memory; None if it is not there, or damaged."""
@@ -129,7 +129,7 @@ class Store:
             return True
         if not self._writes or not self._make_room(_HEAD + sum(map(len, body))):
             return False
-        return self._tried(lambda: self._write(path, [_MAGIC, self._digest(name, body), *body]))
+        return self._try_write(lambda: self._write(path, [_MAGIC, self._digest(name, body), *body]))
 
     def _path(self, name: str, kind: str = "sample") -> Path:
         return self.folder / f"{name}.{kind}"
@@ -140,14 +140,14 @@ class Store:
             found.update(part)
         return found.digest()
 
-    def _tried(self, write: Callable[[], None]) -> bool:
+    def _try_write(self, write: Callable[[], None]) -> bool:
         """Tell whether `write` succeeded. After a disk that is full, or cannot be written to, nothing is tried again."""
         try:
             if not self.folder.is_dir():  # cleared during the run
                 make_folder(self.folder, self.salt)
             write()
         except OSError as error:
-            self._stop(error.strerror or "error")
+            self._stop_writing(error.strerror or "error")
             return False
         return True
 
@@ -155,7 +155,7 @@ class Store:
         """Write a file under a hidden name, then rename it. It is not flushed: a file torn by a crash fails its checksum."""
         temporary = path.with_name(f".{path.stem}-{threading.get_ident()}.{os.getpid()}")
         try:
-            with open(temporary, "wb", opener=_private) as file:
+            with open(temporary, "wb", opener=_open_private) as file:
                 file.writelines(parts)
             os.replace(temporary, path)
         except OSError:
@@ -166,7 +166,7 @@ class Store:
         """Reserve `size` bytes; evict what was used longest ago if the cache is full. Tell whether cache and disk have room."""
         with self._lock:
             if not self._full and self._used + size > self._most:
-                kept = sorted(_entries(self.folder))
+                kept = sorted(_cache_files(self.folder))
                 self._used = sum(each for _, each, _ in kept)
                 for last, each, path in kept:
                     if self._used <= self._most - size - self._most // 20 or last >= self._began:
@@ -178,12 +178,12 @@ class Store:
                 return False
             with contextlib.suppress(OSError):  # if the disk is gone, writing fails
                 if shutil.disk_usage(self.folder.parent).free < size + SPARE:
-                    self._stop(f"under {SPARE // 2**30} GiB of the disk are free")
+                    self._stop_writing(f"under {SPARE // 2**30} GiB of the disk are free")
                     return False
             self._used += size
             return True
 
-    def _stop(self, why: str) -> None:
+    def _stop_writing(self, why: str) -> None:
         with self._lock:
             warned, self._writes = not self._writes, False
         if not warned:
@@ -204,7 +204,7 @@ def open_store(folder: Path | None, most: int) -> Store | None:
 # names ------------------------------------------------------------------------------------------------------------------
 
 
-def salted(salt: bytes, *parts: object) -> str:
+def salted_hash(salt: bytes, *parts: object) -> str:
     """Return a hash of the parts as texts, in order, that reveals nothing without the salt."""
     found = hashlib.blake2b(key=salt, digest_size=DIGEST)
     for part in parts:
@@ -227,7 +227,7 @@ def make_folder(folder: Path, salt: bytes | None = None) -> bytes:
         raise OSError(1, "its salt is a link")
     if not path.is_file() or path.stat().st_size != SALT:
         temporary = folder / f".salt-{threading.get_ident()}.{os.getpid()}"
-        with open(temporary, "wb", opener=_private) as file:
+        with open(temporary, "wb", opener=_open_private) as file:
             file.write(salt or secrets.token_bytes(SALT))
         try:
             os.link(temporary, path)  # unless another process was faster
@@ -252,12 +252,12 @@ def _is_cache(folder: Path) -> bool:
     return folder.name == FOLDER and _is_private(folder) and salt.is_file() and salt.stat().st_size == SALT
 
 
-def _private(name: str, flags: int) -> int:
+def _open_private(name: str, flags: int) -> int:
     """Open as `open` does; a new file is the user's alone."""
     return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), PRIVATE)
 
 
-def _entries(folder: Path) -> Iterator[tuple[int, int, Path]]:
+def _cache_files(folder: Path) -> Iterator[tuple[int, int, Path]]:
     """Yield (time of last use, bytes, path) of every sample and passed check."""
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
@@ -277,7 +277,7 @@ def find_cache(folder: Path) -> Path:
 
 def cache_contents(folder: Path) -> tuple[int, int]:
     """Return how many samples a cache holds, and their bytes."""
-    sizes = [size for _, size, path in _entries(folder) if path.suffix == ".sample"]
+    sizes = [size for _, size, path in _cache_files(folder) if path.suffix == ".sample"]
     return len(sizes), sum(sizes)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from consilium.core.errors import DataError
 from consilium.core.schema import MOST_CLASSES
-from consilium.data.chat import EXAMPLE, FORMS, Chat, chat_of
 from consilium.data.datalist import SPLITS, DataList, read_datalist
 from consilium.data.identifiers import identifier, pseudonym
+from consilium.data.record_forms import EXAMPLE, FORMS, Chat, chat_of
 from consilium.data.safe_open import check_line, is_encodable, parse_json, text_lines
 
 FILES = {
@@ -84,7 +84,7 @@ def has_texts(folder: Path) -> bool:
     return any((folder / name).is_file() for name in FILES["training"])
 
 
-def read_lists(path: Path) -> DataList:
+def read_named_list(path: Path) -> DataList:
     """Return what a site's `datalist` names: a folder or file of records, else a data list. Raises DataError."""
     return read_texts(path) if has_texts(path) or path.suffix == ".jsonl" else read_datalist(path, None)
 
@@ -104,7 +104,7 @@ def read_texts(path: Path, pictures: bool = False) -> DataList:
     )
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _record_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield number and text of every line that holds a record. Raises DataError for more than MOST_RECORDS."""
     records = 0
     for number, line in enumerate(text_lines(path, "give a JSONL file in UTF-8"), start=1):
@@ -120,12 +120,12 @@ def read_records(path: Path, bad: list[DataError] | None, pictures: bool = False
     With `pictures` every record needs one: a relative path starts at the folder of its file. Raises DataError.
     """
     first = None
-    for number, line in _lines(path):
+    for number, line in _record_lines(path):
         where = f"{path}:{number}"
         try:
             check_line(where, line)
             raw = parse_json(where, line, "write one record a line")
-            record, form = _record(where, f"{path.name}:{number}", raw, answered=bad is None)
+            record, form = _parse_record(where, f"{path.name}:{number}", raw, answered=bad is None)
             first = first or (form, number)
             if form != first[0]:
                 what = f"a record with {form!r}, where line {first[1]} has {first[0]!r}"
@@ -142,7 +142,7 @@ def read_records(path: Path, bad: list[DataError] | None, pictures: bool = False
             bad.append(error)
 
 
-def _record(where: str, name: str, read: Any, answered: bool) -> tuple[Text, str]:
+def _parse_record(where: str, name: str, read: Any, answered: bool) -> tuple[Text, str]:
     """Return a line's record and its form; a key whose value is null counts as absent. Not `answered`, it needs no output."""
     raw = {key: value for key, value in read.items() if value is not None} if isinstance(read, dict) else {}
     chat = chat_of(where, raw)
@@ -155,10 +155,13 @@ def _record(where: str, name: str, read: Any, answered: bool) -> tuple[Text, str
         )
     keys = FORMS[chat.form]
     instruction, given, system = (
-        _text(where, key, value) for key, value in ((keys[0], chat.instruction), ("input", chat.input), ("system", chat.system))
+        _check_text(where, key, value)
+        for key, value in ((keys[0], chat.instruction), ("input", chat.input), ("system", chat.system))
     )
-    outputs = ("",) if not answered else _outputs(where, raw) if chat.form == "instruction" else (_answer(where, chat),)
-    labels, value = _texts(where, "labels", raw.get("labels", [])), raw.get("final_answer")
+    outputs = (
+        ("",) if not answered else _read_outputs(where, raw) if chat.form == "instruction" else (_read_answer(where, chat),)
+    )
+    labels, value = _check_texts(where, "labels", raw.get("labels", [])), raw.get("final_answer")
     if isinstance(value, bool) or not isinstance(value, str | int | float | None) or value in (inf, -inf) or value != value:
         raise DataError(f"{where}: final_answer: {repr(value)[:80]} is neither text nor a number; write it as a text")
     final = None if value is None else str(value)
@@ -175,34 +178,34 @@ def _record(where: str, name: str, read: Any, answered: bool) -> tuple[Text, str
     ), chat.form
 
 
-def _outputs(where: str, raw: dict[str, Any]) -> tuple[str, ...]:
-    if "outputs" in raw and (found := _texts(where, "outputs", raw["outputs"])):
+def _read_outputs(where: str, raw: dict[str, Any]) -> tuple[str, ...]:
+    if "outputs" in raw and (found := _check_texts(where, "outputs", raw["outputs"])):
         return found
     if "output" not in raw:
         raise DataError(f'{where}: needs an "output"; write its answer there, or several as "outputs": ["a", "b"]')
-    return (_text(where, "output", raw["output"]),)
+    return (_check_text(where, "output", raw["output"]),)
 
 
-def _answer(where: str, chat: Chat) -> str:
+def _read_answer(where: str, chat: Chat) -> str:
     """Return the answer of a record in a form that has one. Raises DataError for none, or an empty one."""
     key = FORMS[chat.form][-1]
     if chat.answer is None and len(FORMS[chat.form]) == 1:
         raise DataError(f"{where}: {key}: ends with the user's turn; end it with the assistant's, which is learned")
     if chat.answer is None:
         raise DataError(f'{where}: needs a "{key}"; write the answer there')
-    answer = _text(where, key, chat.answer)
+    answer = _check_text(where, key, chat.answer)
     if not answer.strip():
         raise DataError(f"{where}: {key}: an empty answer; write its words, or leave the record out")
     return answer
 
 
-def _text(where: str, key: str, value: Any) -> str:
+def _check_text(where: str, key: str, value: Any) -> str:
     if not isinstance(value, str):
         raise DataError(f"{where}: {key}: {repr(value)[:80]} is not a text; write it in quotes")
     return value
 
 
-def _texts(where: str, key: str, value: Any) -> tuple[str, ...]:
+def _check_texts(where: str, key: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise DataError(f'{where}: {key}: {repr(value)[:80]} is not a list of texts; write ["a", "b"]')
     if len(value) > MOST_TEXTS[key]:

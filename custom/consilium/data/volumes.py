@@ -14,15 +14,15 @@ import numpy as np
 from consilium.core.errors import DataError, UnfitError
 from consilium.data.file_kinds import forget_formats, is_volume, volume_format
 from consilium.data.grid import Grid, disagreement, resampled
-from consilium.data.labels import Labels
+from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import check_numbers, whole_numbers
 from consilium.data.safe_open import Kept, Stamp, stamp
 from consilium.data.settings import NiftiAffine
 
-__all__ = ["Header", "forget", "header", "held", "is_volume", "labels", "percentiles", "spread", "voxels"]
+__all__ = ["Header", "forget", "header", "hold_volumes", "is_volume", "labels", "percentiles", "spread", "voxels"]
 T = TypeVar("T")
 KEPT = 2
-"""Volumes that are kept in memory, and as many masks; as many threads may hold others, see `held`."""
+"""Volumes that are kept in memory, and as many masks; as many threads may hold others, see `hold_volumes`."""
 _holders, _local = BoundedSemaphore(KEPT), local()
 
 
@@ -46,7 +46,7 @@ class Header:
 
 def voxels(path: Path) -> np.ndarray:
     """Return real numbers (i, j, k), or colours (i, j, k, 3) of 8 bits; the last volumes are kept. Raises DataError."""
-    return _once(_voxels, path, stamp(path))
+    return _read_once(_voxels, path, stamp(path))
 
 
 def labels(path: Path, image: Header, resample: bool = False) -> Labels:
@@ -54,11 +54,11 @@ def labels(path: Path, image: Header, resample: bool = False) -> Labels:
 
     Raises UnfitError where they lie on another grid, unless `resample`.
     """
-    return _once(_labels, path, stamp(path), image, resample)
+    return _read_once(_labels, path, stamp(path), image, resample)
 
 
 @contextmanager
-def held() -> Iterator[None]:
+def hold_volumes() -> Iterator[None]:
     """Keep the volumes that this thread reads in the block until its end: the planes of a volume are read in a row.
 
     A few threads at a time may, so that memory is bounded; others wait.
@@ -71,7 +71,7 @@ def held() -> Iterator[None]:
             del _local.held
 
 
-def _once(read: Callable[..., T], *args: object) -> T:
+def _read_once(read: Callable[..., T], *args: object) -> T:
     """Return `read(*args)`, from this thread's held results if it has them."""
     mine: dict[object, T] | None = getattr(_local, "held", None)
     if mine is None:
@@ -106,7 +106,7 @@ def header(path: Path, affine: NiftiAffine | None = None) -> Header:
 
     `affine`: which place counts in a NIfTI file whose qform and sform disagree; an error where none is chosen.
     """
-    found: Header = replace(_read("header", path), affine=affine)
+    found: Header = replace(_read_by_format("header", path), affine=affine)
     if found.second is not None and affine is None:
         what = f"its qform and its sform give its voxels two places ({disagreement(found.grid, found.second)})"
         remedy = "write nifti_affine: qform or nifti_affine: sform into site.yaml, whichever is right"
@@ -122,15 +122,15 @@ def header(path: Path, affine: NiftiAffine | None = None) -> Header:
 
 @lru_cache(maxsize=KEPT)
 def _voxels(path: Path, stamp: Stamp) -> np.ndarray:
-    return check_numbers(path, _read("voxels", path))
+    return check_numbers(path, _read_by_format("voxels", path))
 
 
 @lru_cache(maxsize=KEPT)
 def _labels(path: Path, stamp: Stamp, image: Header, resample: bool) -> Labels:
     if volume_format(path) == "dicom":
-        found: Labels = _read("labels", path, image)
+        found: Labels = _read_by_format("labels", path, image)
     else:
-        found = Labels(values=whole_numbers(path, _read("voxels", path)))
+        found = Labels(values=whole_numbers(path, _read_by_format("voxels", path)))
     if found.regions is not None and found.grid is None:
         return found  # drawn on the image's own grid
     own = found.grid or header(path, image.affine).grid
@@ -152,7 +152,7 @@ _DICOM = {"header": "frames", "voxels": "pixels", "labels": "masks"}
 """Modules of dicom/ by what they read."""
 
 
-def _read(what: str, path: Path, *more: object) -> Any:
+def _read_by_format(what: str, path: Path, *more: object) -> Any:
     """Return the header, the voxels or the labels of a volume, by the module of its format. Raises DataError."""
     kind = volume_format(path)
     if kind is None:

@@ -26,7 +26,7 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import Reason, RefusedError
 from consilium.core.schema import Section
 from consilium.core.storage import locked, write_atomic
-from consilium.data.counts import Tally, class_names, greys
+from consilium.data.counts import Tally, class_names, grey_bin_names
 from consilium.data.settings import PictureSettings
 
 FOLDER = "statistics"
@@ -246,7 +246,7 @@ def _greys(counted: Tally, config: JobConfig, minimum: int) -> tuple[Portion, ..
     """Return the mean share of grey levels over samples; bins that few people's pictures reach are merged."""
     if not counted.light or config.statistics is None:
         return ()
-    shares, names = np.stack(counted.light), greys(config.statistics.bins)
+    shares, names = np.stack(counted.light), grey_bin_names(config.statistics.bins)
     reached = {name: np.flatnonzero(column).tolist() for name, column in zip(names, shares.T, strict=True)}
     mean = dict(zip(names, shares.mean(0), strict=True))
     groups = grouped(reached, counted.people["training"], minimum)

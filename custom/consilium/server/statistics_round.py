@@ -9,7 +9,7 @@ from consilium.config.job import JobConfig
 from consilium.core.errors import RefusedError
 from consilium.core.messages import Observer
 from consilium.core.storage import write_atomic
-from consilium.data.counts import LENGTHS, OTHERS, SIZES, SPACING, class_names, greys
+from consilium.data.counts import LENGTHS, OTHERS, SIZES, SPACING, class_names, grey_bin_names
 from consilium.data.datalist import SPLITS
 from consilium.privacy.statistics import Group, Portion, SiteStatistics
 from consilium.report import shift
@@ -86,7 +86,7 @@ def check(config: JobConfig, found: SiteStatistics) -> None:
     whole = 0 if training is None else training.samples
     for groups, cells in ((found.sizes, SIZES), (found.spacing, SPACING), (found.lengths, LENGTHS)):
         _groups(groups, cells, whole, found.minimum)
-    _portions(found.greys, greys(section.bins), 1 + SLACK)
+    _portions(found.greys, grey_bin_names(section.bins), 1 + SLACK)
     _portions(found.areas, names, None)
 
 

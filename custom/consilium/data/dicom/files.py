@@ -58,10 +58,10 @@ def reading(path: Path) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{path}: cannot be read as DICOM ({_why(error)}); {TAKE_OFF}") from None
+        raise DataError(f"{path}: cannot be read as DICOM ({_cause_of(error)}); {TAKE_OFF}") from None
 
 
-def _why(error: Exception) -> str:
+def _cause_of(error: Exception) -> str:
     """Return a cause in words that are not of the file."""
     missing = getattr(error, "name", None)
     if isinstance(error, AttributeError) and isinstance(missing, str) and tag_for_keyword(missing):
@@ -90,14 +90,14 @@ def series(path: Path) -> list[tuple[Path, Dataset]]:
 
     Localizers and objects beside the series are left out. Raises DataError for several series.
     """
-    if not (path := alone(path)).is_dir():
+    if not (path := only_file(path)).is_dir():
         return [(path, open_file(path))]
     budget = Budget(path, MOST_OF_FOLDER)
-    found = [(file, elements) for file in _files(path) if is_image(elements := open_file(file, budget=budget))]
-    found = [(f, e) for f, e in found if "LOCALIZER" not in _words(e, "ImageType")] or found
+    found = [(file, elements) for file in _dicom_files(path) if is_image(elements := open_file(file, budget=budget))]
+    found = [(f, e) for f, e in found if "LOCALIZER" not in _text_values(e, "ImageType")] or found
     count, people = (
         len({e.get("SeriesInstanceUID") for _, e in found}),
-        {(whose(e), e.get("StudyInstanceUID")) for _, e in found},
+        {(patient_identifier(e), e.get("StudyInstanceUID")) for _, e in found},
     )
     refuse(
         path,
@@ -108,13 +108,13 @@ def series(path: Path) -> list[tuple[Path, Dataset]]:
     return found
 
 
-def alone(path: Path) -> Path:
+def only_file(path: Path) -> Path:
     """Return a folder's only DICOM file, else the path itself. Raises DataError for a folder of too many files."""
-    files = _files(path) if path.is_dir() else []
+    files = _dicom_files(path) if path.is_dir() else []
     return files[0] if len(files) == 1 else path
 
 
-def _files(folder: Path) -> list[Path]:
+def _dicom_files(folder: Path) -> list[Path]:
     """Return the DICOM files right in a folder, sorted by name. Raises DataError for too many."""
     entries = []
     for entry in folder.iterdir():
@@ -135,12 +135,12 @@ def is_beside(elements: Dataset) -> bool:
     return kind in OTHERS or bool(kind and "Rows" not in elements and "Image Storage" not in pydicom.uid.UID(kind).name)
 
 
-def whose(elements: Dataset) -> str:
+def patient_identifier(elements: Dataset) -> str:
     """Return the patient's identifier: the hospital's number, else name and date of birth. It stays in this process."""
     name, born, number = (canonical(str(elements.get(key) or "")) for key in ("PatientName", "PatientBirthDate", "PatientID"))
     return number or (f"{name}|{born}" if name else "")
 
 
-def _words(elements: Dataset, keyword: str) -> list[str]:
+def _text_values(elements: Dataset, keyword: str) -> list[str]:
     value: Any = elements.get(keyword) or []
     return [value] if isinstance(value, str) else [str(part) for part in value]

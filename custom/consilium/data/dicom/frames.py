@@ -17,7 +17,7 @@ from pydicom.pixels import apply_modality_lut, apply_voi
 from pydicom.uid import UID
 
 from consilium.core.errors import DataError
-from consilium.data.dicom.files import CONTOURS, PARAMETRIC, SEGMENTATIONS, reading, series, whose
+from consilium.data.dicom.files import CONTOURS, PARAMETRIC, SEGMENTATIONS, patient_identifier, reading, series
 from consilium.data.file_kinds import MOST_FILES
 from consilium.data.grid import Grid, check_spacing
 from consilium.data.safe_open import most_unpacked, refuse
@@ -92,7 +92,7 @@ def _first_number(own: Dataset, keyword: str, otherwise: float) -> float:
     return found
 
 
-def shown(scale: Scale) -> Window | None:
+def window_in_unit(scale: Scale) -> Window | None:
     """Return the file's window (center, width) for the values of `in_unit`; None for a file without one."""
     if scale.curve:
         return 0.5, 1.0
@@ -104,7 +104,7 @@ def shown(scale: Scale) -> Window | None:
     return (low + high) / 2, high - low
 
 
-def in_unit(stored: np.ndarray, scale: Scale) -> np.ndarray:
+def to_unit(stored: np.ndarray, scale: Scale) -> np.ndarray:
     """Return stored values (H, W) in the file's unit, such as HU; float32, or as stored if the scale is the identity.
 
     Where the file shows them by a curve, the values are its, 0 to 1. MONOCHROME1 is turned round: at the middle of the stored
@@ -205,7 +205,7 @@ def stack(path: Path) -> Stack:
     grid = Grid((columns, rows, count), affine, (sides[0], sides[1]) if len(sides) == 2 and count == 1 else None)
     study, space = (str(first.get(key) or "").strip() for key in ("StudyInstanceUID", "FrameOfReferenceUID"))
     colours = int(first.get("SamplesPerPixel") or 1) > 1 or first.get("PhotometricInterpretation") == "PALETTE COLOR"
-    found = Header(grid, None if colours else shown(middle.scale), whose(first), study, space)
+    found = Header(grid, None if colours else window_in_unit(middle.scale), patient_identifier(first), study, space)
     return Stack(tuple(ordered), files, found, colours, kind)
 
 
@@ -216,8 +216,8 @@ def frames_of(file: Path, elements: Dataset) -> Iterator[Frame]:
     common = Dataset()
     common.update({e.tag: e for e in (elements[k] for k in _COMMON if k in elements)})
     for number in range(count):
-        own = flat(elements, number, common)
-        yield Frame(file, number, shape, _place(file, own), scale_of(file, own), own)
+        own = elements_of_frame(elements, number, common)
+        yield Frame(file, number, shape, _read_place(file, own), scale_of(file, own), own)
 
 
 def count_of(elements: Dataset) -> int:
@@ -232,7 +232,7 @@ _MACROS = (
 """Functional groups of a multi-frame file, per frame or shared."""
 
 
-def flat(elements: Dataset, number: int, common: Dataset) -> Dataset:
+def elements_of_frame(elements: Dataset, number: int, common: Dataset) -> Dataset:
     """Return position and scale of frame `number` as the elements of a single-frame file.
 
     `common`: the elements that all frames share.
@@ -256,7 +256,7 @@ _COMMON = (
 )  # fmt: skip
 
 
-def _place(file: Path, own: Dataset) -> Place | None:
+def _read_place(file: Path, own: Dataset) -> Place | None:
     """Return a frame's position; None where the file does not state it. Raises DataError for pixels without a size."""
     position, turn, pixel = (own.get(k) for k in ("ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing"))
     if pixel:

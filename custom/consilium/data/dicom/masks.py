@@ -13,11 +13,11 @@ import numpy as np
 from pydicom import Dataset
 
 from consilium.core.errors import DataError
-from consilium.data.dicom.files import CONTOURS, SEGMENTATIONS, alone, open_file, reading
+from consilium.data.dicom.files import CONTOURS, SEGMENTATIONS, only_file, open_file, reading
 from consilium.data.dicom.frames import SLICE_TOLERANCE, Frame, stack
 from consilium.data.dicom.pixels import pictures, voxels
 from consilium.data.grid import TOLERANCE, Grid
-from consilium.data.labels import Labels
+from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import whole_numbers
 from consilium.data.safe_open import MOST_VOLUME
 from consilium.data.settings import Value
@@ -64,22 +64,22 @@ def contours(path: Path, elements: Dataset, image: Header) -> Labels:
     planes: list[tuple[str, Planes]] = []
     faults: dict[Value, DataError] = {}
     for about, roi in drawn:
-        name = _name(about)
+        name = _structure_name(about)
         try:
             with reading(path):
                 check_space(path, about, image)
-                planes.append((name, _planes(path, roi.ContourSequence, image.grid)))
+                planes.append((name, _contours_by_plane(path, roi.ContourSequence, image.grid)))
         except DataError as error:
             if error.kind == TOO_LARGE:
                 raise
             why = str(error).removeprefix(f"{path}: ")
             faults[name] = DataError(f"{path}: structure {name!r} {why}", error.kind)
     polygons = (polygon for _, one in planes for some in one.values() for polygon in some)
-    if (lines := sum(int(_span(polygon, image.grid.shape[:2]).sum()) for polygon in polygons)) > MOST_CROSSINGS:
+    if (lines := sum(int(_count_crossed_lines(polygon, image.grid.shape[:2]).sum()) for polygon in polygons)) > MOST_CROSSINGS:
         found = f"edges that cross {lines:,} lines of voxels, at most {MOST_CROSSINGS:,} are"
         raise DataError(f"{path}: cannot be read as masks ({found}); leave structures out")
     nothing = np.zeros(image.grid.shape[::-1], bool).T  # slices in one piece
-    regions: dict[Value, np.ndarray] = {name: nothing for name in map(_name, structures.values())}
+    regions: dict[Value, np.ndarray] = {name: nothing for name in map(_structure_name, structures.values())}
     for name, one in planes:
         if one:
             mask = regions[name] = nothing.copy(order="K") if regions[name] is nothing else regions[name]
@@ -89,15 +89,15 @@ def contours(path: Path, elements: Dataset, image: Header) -> Labels:
     return Labels(regions=sound or {"": nothing}, faults=faults)
 
 
-def _name(structure: Dataset) -> str:
+def _structure_name(structure: Dataset) -> str:
     return str(structure.get("ROIName") or "").strip()
 
 
-def _planes(path: Path, sequence: Iterable[Dataset], grid: Grid) -> Planes:
+def _contours_by_plane(path: Path, sequence: Iterable[Dataset], grid: Grid) -> Planes:
     """Return the closed contours of a structure by plane."""
     found: Planes = {}
     for contour in sequence:
-        if contour.get("ContourGeometricType") not in CLOSED or not len(points := _points(path, contour)):
+        if contour.get("ContourGeometricType") not in CLOSED or not len(points := _read_points(path, contour)):
             continue
         if grid.affine is None or not np.isfinite(points).all():
             raise ValueError("a contour's points lie nowhere")
@@ -112,7 +112,7 @@ def _planes(path: Path, sequence: Iterable[Dataset], grid: Grid) -> Planes:
     return found
 
 
-def _points(path: Path, contour: Dataset) -> np.ndarray:
+def _read_points(path: Path, contour: Dataset) -> np.ndarray:
     """Return the points (N, 3) of a contour, from the file's own text: pydicom makes an object of every number.
 
     Raises DataError for a number that is too long.
@@ -144,21 +144,21 @@ def inside(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray
             waiting.append(place)
             size += len(place)
             if size >= _AT_ONCE:
-                odd ^= _odd(waiting, len(odd))
+                odd ^= _odd_counts(waiting, len(odd))
                 waiting, size = [], 0
-        odd ^= _odd(waiting, len(odd))
+        odd ^= _odd_counts(waiting, len(odd))
         lines = odd.view(np.uint64).reshape(wide + 1, long // 8)
         before = np.bitwise_xor.accumulate(lines[:-1], axis=0).view(bool)
         found[low[0] : high[0], low[1] : high[1]] = before[:, :tall]
     return found
 
 
-def _odd(places: Sequence[np.ndarray], length: int) -> np.ndarray:
+def _odd_counts(places: Sequence[np.ndarray], length: int) -> np.ndarray:
     """Return 1 at those of `length` places that are there an odd number of times, else 0."""
     return np.bincount(np.concatenate(places) if places else np.zeros(0, np.int64), minlength=length).astype(np.uint8) & 1
 
 
-def _span(polygon: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+def _count_crossed_lines(polygon: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     """Return how many lines of points each edge crosses."""
     ends = np.ceil(polygon[:, 1]).clip(0, shape[1]).astype(np.int64)
     return np.abs(np.roll(ends, -1) - ends)
@@ -194,26 +194,26 @@ def labels(path: Path, image: Header) -> Labels:
     Raises DataError, also for masks of another frame of reference, and for contours that fit no plane of the image.
     """
     with reading(path):
-        path = alone(path)
+        path = only_file(path)
         elements = Dataset() if path.is_dir() else open_file(path)
         kind = elements.get("SOPClassUID")
         if kind in SEGMENTATIONS:
             check_space(path, elements, image)
-            return _segments(path, elements, image.grid)
+            return _read_segments(path, elements, image.grid)
         if kind == CONTOURS:
             return contours(path, elements, image)
         return Labels(values=whole_numbers(path, voxels(path, padding=True)))
 
 
-def _segments(path: Path, elements: Dataset, image: Grid) -> Labels:
+def _read_segments(path: Path, elements: Dataset, image: Grid) -> Labels:
     """Return the segments on the image's grid, or on their own where they fit no voxels of it."""
     found = stack(path)
-    grid, places = image, [_onto(frame, image) for frame in found.frames]
+    grid, places = image, [_map_to_grid(frame, image) for frame in found.frames]
     if any(place is None for place in places):
         grid = found.header.grid
         if grid.affine is None or image.affine is None:
             raise DataError(f"{path}: does not say where its segments lie on the image; save it with positions")
-        places = [_onto(frame, grid) for frame in found.frames]
+        places = [_map_to_grid(frame, grid) for frame in found.frames]
     segments = [
         (int(one.SegmentNumber), str(one.get("SegmentLabel") or "").strip()) for one in elements.get("SegmentSequence") or []
     ]
@@ -224,7 +224,7 @@ def _segments(path: Path, elements: Dataset, image: Grid) -> Labels:
     by_number = {frame.number: (frame, place) for frame, place in zip(found.frames, places, strict=True)}
     for number, picture in enumerate(pictures(path)):
         frame, place = by_number[number]
-        for segment, mask in _split(picture, frame, elements):
+        for segment, mask in _split_segments(picture, frame, elements):
             if place is None:
                 raise DataError(f"{path}: its segments lie on no even grid; save them on their image's planes")
             region, (rows, columns) = masks[segment], np.nonzero(mask)
@@ -240,7 +240,7 @@ def _segments(path: Path, elements: Dataset, image: Grid) -> Labels:
     return Labels(regions=regions, grid=None if grid is image else grid)
 
 
-def _onto(frame: Frame, grid: Grid) -> np.ndarray | None:
+def _map_to_grid(frame: Frame, grid: Grid) -> np.ndarray | None:
     """Return the voxel of a frame's first pixel and the steps to the next column and row, as columns of (3, 3) integers.
 
     None where its pixels do not match voxels of the grid. A frame beside a single-plane image gets a place outside.
@@ -261,7 +261,7 @@ def _onto(frame: Frame, grid: Grid) -> np.ndarray | None:
     return whole.astype(np.int64) if off <= TOLERANCE and straight else None
 
 
-def _split(picture: np.ndarray, frame: Frame, elements: Dataset) -> Iterator[tuple[int, np.ndarray]]:
+def _split_segments(picture: np.ndarray, frame: Frame, elements: Dataset) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the segments of a frame (H, W) with their masks."""
     kind = elements.get("SegmentationType")
     if kind == "LABELMAP":

@@ -27,12 +27,12 @@ def palette(file: Path, elements: Dataset) -> Callable[[np.ndarray], np.ndarray]
     Values outside of the table get its first or last colour. Raises DataError for tables that are missing, too short or too
     long.
     """
-    tables = [_entries(file, elements, colour) for colour in ("Red", "Green", "Blue")]
+    tables = [_table_entries(file, elements, colour) for colour in ("Red", "Green", "Blue")]
     if len({len(table) for table in tables}) > 1:
         lengths = ", ".join(f"{len(table):,}" for table in tables)
         raise DataError(f"{file}: its palette has {lengths} reds, greens and blues; {_SAVE}")
     words = np.stack(tables, 1)
-    (_, first, described), most = _descriptor(file, elements, "Red"), int(words.max())
+    (_, first, described), most = _read_descriptor(file, elements, "Red"), int(words.max())
     first -= 2**16 if first >= 2**15 and elements.get("PixelRepresentation") else 0
     bits = 16 if most >= _DARK else max(8, most.bit_length())
     bits = described if 8 <= described < 16 and most < 1 << described else bits
@@ -40,7 +40,7 @@ def palette(file: Path, elements: Dataset) -> Callable[[np.ndarray], np.ndarray]
     return lambda stored: colours[(stored.astype(np.int64) - first).clip(0, len(colours) - 1)]
 
 
-def _descriptor(file: Path, elements: Dataset, colour: str) -> tuple[int, int, int]:
+def _read_descriptor(file: Path, elements: Dataset, colour: str) -> tuple[int, int, int]:
     """Return a table's number of entries, the stored value of its first one as 16 bits, and the bits of a word."""
     found: Any = elements.get(f"{colour}PaletteColorLookupTableDescriptor")
     if found is None or len(found) != 3:
@@ -49,16 +49,18 @@ def _descriptor(file: Path, elements: Dataset, colour: str) -> tuple[int, int, i
     return count or MOST_ENTRIES, first, bits
 
 
-def _entries(file: Path, elements: Dataset, colour: str) -> np.ndarray:
+def _table_entries(file: Path, elements: Dataset, colour: str) -> np.ndarray:
     """Return the words (N,) of one colour."""
-    count, _, bits = _descriptor(file, elements, colour)
+    count, _, bits = _read_descriptor(file, elements, colour)
     if plain := elements.get(f"{colour}PaletteColorLookupTableData"):
         size = 2 if not isinstance(plain, bytes) or len(plain) >= 2 * count else 1
-        found = _words(elements, f"{colour}PaletteColorLookupTableData", size)[:count]
+        found = _table_words(elements, f"{colour}PaletteColorLookupTableData", size)[:count]
     else:
         keyword = f"Segmented{colour}PaletteColorLookupTableData"
         sizes = (1, 2) if bits == 8 else (2, 1)
-        expanded = (_expanded(_words(elements, keyword, size).tolist(), count) for size in sizes if elements.get(keyword))
+        expanded = (
+            _expand_segments(_table_words(elements, keyword, size).tolist(), count) for size in sizes if elements.get(keyword)
+        )
         found = np.array(next((one for one in expanded if len(one) == count), []), np.int64)
     if len(found) < count:
         what = f"its palette of {count:,} colours has another number of them, or refers to its own segments"
@@ -66,7 +68,7 @@ def _entries(file: Path, elements: Dataset, colour: str) -> np.ndarray:
     return found
 
 
-def _words(elements: Dataset, keyword: str, size: int) -> np.ndarray:
+def _table_words(elements: Dataset, keyword: str, size: int) -> np.ndarray:
     """Return a table's words of `size` bytes."""
     value: Any = elements[keyword].value
     if not isinstance(value, bytes):  # US instead of OW
@@ -77,7 +79,7 @@ def _words(elements: Dataset, keyword: str, size: int) -> np.ndarray:
     return np.frombuffer(value[: len(value) // size * size], f"{'<' if little else '>'}u{size}").astype(np.int64)
 
 
-def _expanded(words: Sequence[int], most: int) -> list[int]:
+def _expand_segments(words: Sequence[int], most: int) -> list[int]:
     """Return the entries that segments stand for: lists of them, and lines. [] for more than `most`, or other segments."""
     found: list[int] = []
     at = 0

@@ -153,31 +153,31 @@ def parse(path: Path, pixels: bool, budget: Budget | None = None) -> Dataset:
             read_preamble(metered, True)
             meta = _read_file_meta_info(metered)
             if meta.get("TransferSyntaxUID") == DeflatedExplicitVRLittleEndian:
-                found = _inflated(file, meta, most_unpacked(size), pixels, budget)
+                found = _parse_deflated(file, meta, most_unpacked(size), pixels, budget)
             else:
                 file.seek(0)
                 found = dcmread(metered, stop_before_pixels=not pixels, force=True)
                 found.buffer = None
-        unread = list(_unread(found._dict.values()))
+        unread = list(_unparsed_sequences(found._dict.values()))
         if sum(len(one.value or b"") for one in unread) > _UNCOUNTED:
             for one in unread:
-                _count(one, budget)
+                _count_elements(one, budget)
         return found
     except Exception as error:
         raise (budget.error or error) from None  # pydicom turns errors between items into an OSError
 
 
-def _unread(elements: Iterable[RawDataElement | DataElement]) -> Iterator[RawDataElement]:
+def _unparsed_sequences(elements: Iterable[RawDataElement | DataElement]) -> Iterator[RawDataElement]:
     """Yield the sequences among elements, and in their items, that pydicom has not parsed yet."""
     for one in elements:
         if isinstance(one, DataElement):
             for item in one.value if one.VR == "SQ" else ():
-                yield from _unread(item._dict.values())
+                yield from _unparsed_sequences(item._dict.values())
         elif one.value and (one.VR == "SQ" or (one.VR in (None, "UN") and _VR.get(one.tag, [""])[0] == "SQ")):
             yield one
 
 
-def _count(sequence: RawDataElement, budget: Budget, level: int = 0) -> None:
+def _count_elements(sequence: RawDataElement, budget: Budget, level: int = 0) -> None:
     """Take all elements of a sequence from a budget. Raises DataError, also for more than MOST_LEVELS."""
     if level > MOST_LEVELS:
         raise budget.refused(f"sequences nested over {MOST_LEVELS} deep")
@@ -189,11 +189,11 @@ def _count(sequence: RawDataElement, budget: Budget, level: int = 0) -> None:
         if (group, number) == _END:
             return
         own: Any = items if length == 0xFFFFFFFF else _Metered(io.BytesIO(file.read(length)), length, budget)
-        for below in _unread(data_element_generator(own, sequence.is_implicit_VR, sequence.is_little_endian)):
-            _count(below, budget, level + 1)
+        for below in _unparsed_sequences(data_element_generator(own, sequence.is_implicit_VR, sequence.is_little_endian)):
+            _count_elements(below, budget, level + 1)
 
 
-def _inflated(file: IO[bytes], meta: FileMetaDataset, most: int, pixels: bool, budget: Budget) -> Dataset:
+def _parse_deflated(file: IO[bytes], meta: FileMetaDataset, most: int, pixels: bool, budget: Budget) -> Dataset:
     """Return the elements of a deflated file."""
     inflating = _Inflating(file, budget, min(most, MOST_HEADER))
     stream: Any = _Metered(inflating, 2**63, budget)

@@ -14,7 +14,7 @@ from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian, JPE
 from consilium.core.errors import DataError
 from consilium.data.codestreams import check_decoding_cost, codestream_shape
 from consilium.data.dicom.files import PIXELS, SEGMENTATIONS, open_file, reading
-from consilium.data.dicom.frames import Stack, count_of, in_unit, stack
+from consilium.data.dicom.frames import Stack, count_of, stack, to_unit
 from consilium.data.dicom.palette import palette
 from consilium.data.safe_open import TAKE_OFF, refuse
 
@@ -39,11 +39,11 @@ def check_codes(file: Path, elements: Dataset, count: int) -> None:
             (found != shape, f"frame {number} has {named}; {TAKE_OFF}"),
         )
         check_decoding_cost(f"{file}: frame {number}", code)
-        if runs and _LONGEST_RUN * len(code) > 64 * _SPARE and (length := sum(_lengths(code))) > 2 * pixels:
+        if runs and _LONGEST_RUN * len(code) > 64 * _SPARE and (length := sum(_run_lengths(code))) > 2 * pixels:
             raise DataError(f"{file}: frame {number} becomes {length:,} bytes of {pixels:,}; replace it")
 
 
-def _lengths(code: bytes) -> Iterator[int]:
+def _run_lengths(code: bytes) -> Iterator[int]:
     """Yield how many bytes each run of an RLE frame becomes (DICOM PS3.5, G.3); its segments lie behind 64 bytes."""
     at = 64
     while at < len(code):
@@ -70,13 +70,13 @@ def voxels(path: Path, padding: bool = False) -> np.ndarray:
         found = stack(path)
         if found.kind in SEGMENTATIONS:
             raise DataError(f"{path}: is a segmentation, not an image; name it as a label")
-        values, filled = _filled(found)
+        values, filled = _read_values(found)
         if filled.any() and not filled.all() and not padding:
             values[filled] = values[~filled].min()
         return values
 
 
-def _filled(found: Stack) -> tuple[np.ndarray, np.ndarray]:
+def _read_values(found: Stack) -> tuple[np.ndarray, np.ndarray]:
     """Return values (i, j, k, ...) and a mask of padding, of that shape, or of one voxel without any padding."""
     shape = found.header.grid.shape
     kinds = {(one.BitsAllocated, one.get("PixelRepresentation")) for one in found.files.values()}
@@ -92,7 +92,7 @@ def _filled(found: Stack) -> tuple[np.ndarray, np.ndarray]:
         for number, picture in enumerate(pictures(file)):
             k = places[file, number]
             scale = found.frames[k].scale
-            values[:, :, k] = (picture if found.colours else in_unit(picture, scale)).swapaxes(0, 1)
+            values[:, :, k] = (picture if found.colours else to_unit(picture, scale)).swapaxes(0, 1)
             if scale.padding and padded:
                 filled[:, :, k] = ((picture >= scale.padding[0]) & (picture <= scale.padding[1])).T
     return values, filled
@@ -101,7 +101,7 @@ def _filled(found: Stack) -> tuple[np.ndarray, np.ndarray]:
 def pictures(file: Path) -> Iterator[np.ndarray]:
     """Yield the frames of one file as stored: (H, W), or colours (H, W, 3) of 8 bits. Use within `reading`."""
     elements = open_file(file, pixels=True)
-    syntax = _syntax(file, elements)
+    syntax = _check_syntax(file, elements)
     if elements.BitsAllocated == 1 and not syntax.is_encapsulated:
         pixels = int(elements.Rows) * int(elements.Columns)
         for first in range(0, count_of(elements) * pixels, pixels):  # pydicom fails where a frame ends within a byte
@@ -110,7 +110,9 @@ def pictures(file: Path) -> Iterator[np.ndarray]:
             yield bits.reshape(elements.Rows, elements.Columns)
         return
     colours = palette(file, elements) if elements.get("PhotometricInterpretation") == "PALETTE COLOR" else None
-    stored = _decoded(file, elements, syntax) if syntax.is_encapsulated else iter_pixels(elements, allow_excess_frames=False)
+    stored = (
+        _decode_frames(file, elements, syntax) if syntax.is_encapsulated else iter_pixels(elements, allow_excess_frames=False)
+    )
     for picture in stored:
         if colours is not None:
             yield colours(picture)
@@ -120,7 +122,7 @@ def pictures(file: Path) -> Iterator[np.ndarray]:
             yield (picture[..., :3] >> max(0, int(elements.BitsStored) - 8)).astype(np.uint8)
 
 
-def _decoded(file: Path, elements: Dataset, syntax: UID) -> Iterator[np.ndarray]:
+def _decode_frames(file: Path, elements: Dataset, syntax: UID) -> Iterator[np.ndarray]:
     """Yield compressed frames, each by the first decoder that reads it. Raises DataError where none does.
 
     A frame becomes a file of its own, because iter_pixels() ends at the first fault. The code of a JPEG 2000 is read with its
@@ -151,7 +153,7 @@ def _decoded(file: Path, elements: Dataset, syntax: UID) -> Iterator[np.ndarray]
         yield picture
 
 
-def _syntax(file: Path, elements: Dataset) -> UID:
+def _check_syntax(file: Path, elements: Dataset) -> UID:
     """Return the transfer syntax; a file without a meta header is uncompressed.
 
     Raises DataError for missing pixels, or a transfer syntax without a decoder.

@@ -15,7 +15,7 @@ from PIL import Image
 
 from consilium.core.errors import DataError
 from consilium.data import pictures
-from consilium.data.pairs import Pattern, composed
+from consilium.data.pairs import Pattern, compose_unicode
 from consilium.data.safe_open import open_picture, reading, text_lines
 
 NO_PATIENTS = "names no patients, so one patient's pictures may be in two splits"
@@ -153,15 +153,15 @@ def by_stem(paths: Iterable[Path]) -> dict[str, Path]:
     """Return files by their name without ending, composed as Unicode does it. Raises DataError if two share it."""
     found: dict[str, Path] = {}
     for path in paths:
-        if (stem := composed(path.stem)) in found:
+        if (stem := compose_unicode(path.stem)) in found:
             raise DataError(f"{path}: has the same name as {found[stem]}; keep one of the two")
         found[stem] = path
     return found
 
 
-def partner(stem: str, among: dict[str, Path], image: Path, what: str) -> Path:
+def find_partner(stem: str, among: dict[str, Path], image: Path, what: str) -> Path:
     """Return the file of that stem, else of that stem in another case. Raises DataError naming the picture without one."""
-    if (wanted := composed(stem)) in among:
+    if (wanted := compose_unicode(stem)) in among:
         return among[wanted]
     alike = [path for name, path in among.items() if name.lower() == wanted.lower()]
     if len(alike) != 1:
@@ -185,7 +185,7 @@ def csv_rows(path: Path, *columns: str) -> list[dict[str, str]]:
     return found if set(columns) <= set(head) else []
 
 
-def numeric(path: Path) -> tuple[int, str]:
+def frame_order(path: Path) -> tuple[int, str]:
     """Return a sort key that puts frame 2 before frame 10."""
     digits = re.findall(r"\d+", path.stem)
     return (int(digits[-1]) if digits else -1, path.name)
@@ -198,13 +198,13 @@ def check_sizes(image: Path, mask: Path) -> None:
         raise DataError(f"{mask}: expected the {expected} pixels (width x height) of {image}; found {found}")
 
 
-def grey(path: Path) -> np.ndarray:
+def grey_values(path: Path) -> np.ndarray:
     """Return a picture's grey values (H, W), 0..255; palettes by their colours. Raises DataError."""
     with reading(path, *UNREADABLE), open_picture(path) as picture:
         return np.asarray(picture.convert("L"))
 
 
-def usable(path: Path, allowed: Sequence[int]) -> bool:
+def is_usable_mask(path: Path, allowed: Sequence[int]) -> bool:
     """Tell whether a mask can be used as it is: lossless, one channel, only these label values. Raises DataError."""
     if path.suffix.lower() in (".jpg", ".jpeg"):
         return False
@@ -212,7 +212,7 @@ def usable(path: Path, allowed: Sequence[int]) -> bool:
         return picture.mode in ("L", "P") and not any(n for v, n in enumerate(picture.histogram()) if v not in allowed)
 
 
-def png(array: np.ndarray, **how: int) -> bytes:
+def encode_png(array: np.ndarray, **how: int) -> bytes:
     """Return a PNG of (H, W) values of up to 16 bits, or of (H, W, 3) in 0..255; `how`: PIL's options of compression."""
     buffer = io.BytesIO()
     Image.fromarray(array.astype(np.uint16 if array.max(initial=0) > 255 else np.uint8)).save(buffer, format="PNG", **how)
@@ -221,4 +221,6 @@ def png(array: np.ndarray, **how: int) -> bytes:
 
 def mask_png(name: str, make: Callable[..., np.ndarray], *arguments: Any) -> DerivedFile:
     """Return a label picture to write as masks/NAME.png, with the values that `make(*arguments)` returns."""
-    return DerivedFile("masks", f"{name}.png", lambda: png(make(*arguments), compress_level=1, compress_type=RUN_LENGTHS))
+    return DerivedFile(
+        "masks", f"{name}.png", lambda: encode_png(make(*arguments), compress_level=1, compress_type=RUN_LENGTHS)
+    )

@@ -22,7 +22,7 @@ from consilium.data.importers.base import (
 )
 from consilium.data.importers.labels import labelled, named_values
 from consilium.data.importers.table import Table, find_table, open_table
-from consilium.data.pairs import Names, Pairs, Pattern, find_pairs, holds_pairs, kind_of, unpaired, words
+from consilium.data.pairs import Names, Pairs, Pattern, find_pairs, holds_pairs, kind_of, unpaired_message, words
 from consilium.data.safe_open import FOREIGN
 from consilium.data.site_names import asked_sites
 
@@ -65,21 +65,21 @@ def read_own(source: Path, options: Options) -> ImportResult:
         or (options.patient_folders is True and bool(below) and not any(map(_has_below, below)))
     )
     one_site = roles >= {"image", "mask"} or ("mask" in roles and bool(plain)) or patients
-    asked = [] if one_site else _asked(source, below, options)
-    sites = {one.name: site for one in asked if (site := _site(one, replace(options, only=())))}
+    asked = [] if one_site else _asked_folders(source, below, options)
+    sites = {one.name: site for one in asked if (site := _read_site(one, replace(options, only=())))}
     notes: list[str] = []
     whole = None
     if options.patient_folders and all(isinstance(own.label, str) for found, _ in sites.values() for own in found):
         called = any(map(_SITE.search, sites))
-        whole = (None if called else _of_classes_by_patient(source)) or _of_patients_by_class(source, True)
+        whole = (None if called else _read_classes_by_patient(source)) or _read_patients_by_class(source, True)
         if whole is None and _classes_with_patients(sites):
-            whole = _of_classes_by_patient(source, True)
+            whole = _read_classes_by_patient(source, True)
     if whole is not None or not sites or all(map(_named_split, sites)):
-        whole = whole or _site(source, options)
+        whole = whole or _read_site(source, options)
         if whole is None:
             for path in sorted(source.glob("[!.]*.[cC][sS][vV]")):
                 open_table(path, {})  # says what is wrong with it
-            unread = _not_read(source)
+            unread = _describe_unread(source)
             if options.patient_folders is None and not unread and _holds_patients(source):
                 what = "holds folders of folders, which may be classes with a folder for each patient"
                 raise DataError(f"{source}: {what}; --patient-folders reads them so")
@@ -98,7 +98,7 @@ def read_own(source: Path, options: Options) -> ImportResult:
     told = [f"{name}: {note}" for name, (_, own) in sites.items() for note in own]
     places = [source / name for name in sites if (source / name).is_dir()] or [source]
     taken = {path for one in samples for path in (one.image, one.label)}
-    told += [f"{place.name}: {lost}; {UNREAD}" for place in places if (lost := _not_read(place, taken))]
+    told += [f"{place.name}: {lost}; {UNREAD}" for place in places if (lost := _describe_unread(place, taken))]
     told += [f"{place.name}: {lost}" for place in places if (lost := _left_pictures(place, samples))]
     named = [own for folder in (source, *(source / name for name in sites)) if (own := named_values(folder))]
     if all(own == named[0] for own in named):
@@ -112,7 +112,7 @@ def _is_picture(path: Path) -> bool:
     return path.name.lower().endswith(PICTURES)
 
 
-def _asked(source: Path, below: Sequence[Path], options: Options) -> Sequence[Path]:
+def _asked_folders(source: Path, below: Sequence[Path], options: Options) -> Sequence[Path]:
     """Return the folders of sites that --only names, all without it, none where it may name sites of the source's table.
 
     Raises DataError for a name that none has.
@@ -211,22 +211,22 @@ def _has_below(folder: Path) -> bool:
     return any(_has_below(one) if _named_split(one.name) else bool(files(one, PICTURES)) for one in own)
 
 
-def _site(folder: Path, options: Options) -> Site | None:
+def _read_site(folder: Path, options: Options) -> Site | None:
     """Return what a site's folder holds: of a table with masks, by names, of a table with classes, a folder per class."""
     table, pictures = find_table(folder), files(folder, PICTURES)
     if table is not None and table.has_masks:
-        return _of_table(table, folder, options)
+        return _read_table(table, folder, options)
     pairs, classes = find_pairs(folder, pictures, options.mask_patterns), has_folders(folder)
     whole = pairs is not None and not pairs.alone and not pairs.unused
     if pairs is not None and (whole or not classes or holds_pairs(folder, pictures)) and (pairs.found or table is None):
         try:
-            return _of_pairs(folder, pairs, options)
+            return _read_pairs(folder, pairs, options)
         except DataError:
-            if (by_split := _of_splits(folder, options)) is None:
+            if (by_split := _read_splits(folder, options)) is None:
                 raise
             return by_split
     if table is not None:
-        return _of_table(table, folder, options)
+        return _read_table(table, folder, options)
     if what := lone_masks(folder):
         raise DataError(f"{folder}: holds {what}")
     if classes:
@@ -237,19 +237,19 @@ def _site(folder: Path, options: Options) -> Site | None:
             for part, path, label in read
         ], []
     asked = options.patient_folders is True
-    by_class = None if options.patient_folders is False else _of_patients_by_class(folder, asked)
+    by_class = None if options.patient_folders is False else _read_patients_by_class(folder, asked)
     if by_class is not None and any(_DIAGNOSIS.search(str(one.label)) for one in by_class[0]):
         return by_class
-    return _of_classes_by_patient(folder, asked) or _of_splits(folder, options)
+    return _read_classes_by_patient(folder, asked) or _read_splits(folder, options)
 
 
-def _of_splits(folder: Path, options: Options) -> Site | None:
+def _read_splits(folder: Path, options: Options) -> Site | None:
     """Return what the folders of splits hold, each by names of its own, None of a folder without any, or with one
     beside other folders. Raises DataError."""
     parts = {one: split for one in subfolders(folder) if (split := _named_split(one.name))}
     several = len(set(parts.values())) > 1
     whole = several or len(subfolders(folder)) == len(parts)
-    found = [(one, _site(one, options)) for one in parts] if whole else []
+    found = [(one, _read_site(one, options)) for one in parts] if whole else []
     sites = [(one, own) for one, own in found if own is not None]
     if not found or len(sites) < len(found):
         return None
@@ -267,13 +267,13 @@ def _of_splits(folder: Path, options: Options) -> Site | None:
     return samples, [f"{place.name}: {note}" for place, (_, notes) in sites for note in notes]
 
 
-def _of_table(table: Table, folder: Path, options: Options) -> Site:
+def _read_table(table: Table, folder: Path, options: Options) -> Site:
     """Return a site's pictures by its table; lines that name no site are of the folder's."""
     samples = table.samples(folder.resolve().name, options)
     return samples, [f"{table.path.name} was read", *table.notes]
 
 
-def _of_classes_by_patient(folder: Path, asked: bool = False) -> Site | None:
+def _read_classes_by_patient(folder: Path, asked: bool = False) -> Site | None:
     """Return the pictures of folders of classes with a folder for each patient in them, None of any other layout.
 
     `asked`: the folders in them are patients whatever their names.
@@ -286,12 +286,12 @@ def _of_classes_by_patient(folder: Path, asked: bool = False) -> Site | None:
     below = (three.name for own in classes.values() for two in own for three in subfolders(two))
     if any(map(_DIAGNOSIS.search, below)):
         return None  # a folder for each class in those of patients
-    return _of_patients(
+    return _read_patients(
         folder, [(two, one, path) for one, own in classes.items() for two in own for path in files(two, PICTURES)]
     )
 
 
-def _of_patients_by_class(folder: Path, asked: bool = False) -> Site | None:
+def _read_patients_by_class(folder: Path, asked: bool = False) -> Site | None:
     """Return the pictures of folders of patients with a folder for each class in them, None of any other layout.
 
     `asked`: the folders are patients if they have numbers and not all of those in them have.
@@ -304,10 +304,10 @@ def _of_patients_by_class(folder: Path, asked: bool = False) -> Site | None:
     found = [(one, two, path) for one, inner in patients.items() for two in inner for path in files(two, PICTURES)]
     if not found or any(path.parent != two for _, two, path in found) or len({one for one, _, _ in found}) < len(patients):
         return None
-    return _of_patients(folder, found)
+    return _read_patients(folder, found)
 
 
-def _of_patients(folder: Path, found: Sequence[tuple[Path, Path, Path]]) -> Site:
+def _read_patients(folder: Path, found: Sequence[tuple[Path, Path, Path]]) -> Site:
     """Return pictures by the folders of their patient and of their class."""
     site = folder.resolve().name
     return [
@@ -318,7 +318,7 @@ def _of_patients(folder: Path, found: Sequence[tuple[Path, Path, Path]]) -> Site
 
 def _holds_patients(source: Path) -> bool:
     """Tell whether --patient-folders would read a folder, or those in it, as classes with patients."""
-    read = ((one, _of_classes_by_patient(one, True)) for one in (source, *subfolders(source)))
+    read = ((one, _read_classes_by_patient(one, True)) for one in (source, *subfolders(source)))
     return any(
         len({one.label for one in site[0]}) > 1
         and all(isinstance(one.image, Path) and one.image.parent.parent.parent == place for one in site[0])
@@ -327,7 +327,7 @@ def _holds_patients(source: Path) -> bool:
     )
 
 
-def _not_read(folder: Path, taken: Collection[object] = ()) -> str:
+def _describe_unread(folder: Path, taken: Collection[object] = ()) -> str:
     """Return which files below a folder are pictures of kinds that are not read, and none of those `taken`, "" for none."""
     left = [path for path in files(folder, ("",)) if not (_is_picture(path) or path in taken or path.parent in taken)]
     kinds_of = ("DICOM" if is_dicom(path) else path.suffix.lower() for path in left)
@@ -336,7 +336,7 @@ def _not_read(folder: Path, taken: Collection[object] = ()) -> str:
     return f"files of kinds that are not imported by folder: {kinds}" if kinds else ""
 
 
-def _of_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
+def _read_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
     """Return a site's pictures with their masks. Raises DataError where pictures lack one, and where there are two for each."""
     asked = options.mask_patterns
     if pairs.others:
@@ -346,7 +346,7 @@ def _of_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
     with_masks = {image.path.parent for image, _ in pairs.found}
     left_out = pairs.pattern in asked or not any(one.path.parent in with_masks for one in pairs.alone)
     if not pairs.found or (pairs.alone and not left_out):
-        raise DataError(unpaired(pairs, folder))
+        raise DataError(unpaired_message(pairs, folder))
     if 2 * len(pairs.unused) >= len(pairs.found) and pairs.pattern not in asked:
         places = sorted({str(mask.parent.relative_to(folder)) for mask in (pairs.found[0][1], pairs.unused[0])})
         choice = " or ".join(f"--mask-pattern '{place}/{{}}'" for place in places)
@@ -364,7 +364,7 @@ def _of_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
     ):
         if some:
             notes.append(f"{len(some)} {what}, the first {some[0].relative_to(folder)}")
-    splits = [_split(image) for image, _ in pairs.found]
+    splits = [_split_of_path(image) for image, _ in pairs.found]
     published = None not in splits and len(set(splits)) > 1
     whose: list[str] = []
     parts = [[part for part in image.short.split("/")[:-1] if not _named_split(part)] for image, _ in pairs.found]
@@ -392,7 +392,7 @@ def _of_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
     ], notes
 
 
-def _split(image: Names) -> str | None:
+def _split_of_path(image: Names) -> str | None:
     """Return the split that a folder of the picture is called after."""
     parts = image.full.split("/")[:-1]
     return next((split for part in parts for word in (part, *words(part)) if (split := _named_split(word))), None)

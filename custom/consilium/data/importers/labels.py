@@ -9,12 +9,12 @@ import numpy as np
 
 from consilium.core.errors import DataError, UnfitError
 from consilium.data import pictures, slides, volumes
-from consilium.data.class_names import doubts
+from consilium.data.class_names import doubtful_names
 from consilium.data.class_values import ONE_CLASS, classes_for, one_class
 from consilium.data.datalist import Item, read_json
 from consilium.data.images import check_pair, read_labels
 from consilium.data.importers.base import NO_PATIENTS, ImportResult, Options, SourceSample, mask_png
-from consilium.data.labels import Labels
+from consilium.data.label_masks import Labels
 from consilium.data.pairs import MOST_VALUES
 from consilium.data.pixel_values import UNSMOOTHED
 from consilium.data.sample_check import image_shape
@@ -55,7 +55,7 @@ def labelled(
         return _result_by_class_name(classed, notes)
     values: dict[str, set[int]] = {}
     for one in masks:
-        values.setdefault(one.site, set()).update(_values(one, options.exact_values))
+        values.setdefault(one.site, set()).update(_mask_values(one, options.exact_values))
     volumes.forget()
     if not set().union(*values.values()) - {0}:
         raise DataError(f"{source}: all masks are empty; a mask has 0 for background and other values for classes")
@@ -67,7 +67,7 @@ def labelled(
     beside = _result_by_class_name(classed, apart) if classed else None
     for number, one in enumerate(masks):
         if one.more and isinstance(one.label, Path):  # one mask to write of all that its picture has
-            mask = mask_png(f"{number:05}-{one.label.stem}", union, *_masks(one))
+            mask = mask_png(f"{number:05}-{one.label.stem}", union, *_mask_files(one))
             masks[number] = replace(one, label=mask, more=())
     return ImportResult(masks, _classes(source, values, named), [*notes, *(apart if beside else [])], beside)
 
@@ -112,10 +112,10 @@ def _classes(source: Path, values: Mapping[str, set[int]], by_file: Sequence[Map
 def _result_by_class_name(samples: list[SourceSample], notes: list[str]) -> ImportResult:
     """Return samples with classes by name."""
     counts = Counter(str(one.label) for one in samples)
-    return ImportResult(samples, sorted(counts), [*notes, *(f"{kind}: {line}" for kind, line in doubts(counts))])
+    return ImportResult(samples, sorted(counts), [*notes, *(f"{kind}: {line}" for kind, line in doubtful_names(counts))])
 
 
-def _values(sample: SourceSample, exact: bool) -> set[int]:
+def _mask_values(sample: SourceSample, exact: bool) -> set[int]:
     """Return the values of a sample's masks. Raises DataError for one of another size than its picture, or no label picture.
 
     `exact`: every value is a label.
@@ -123,14 +123,14 @@ def _values(sample: SourceSample, exact: bool) -> set[int]:
     assert isinstance(sample.image, Path)
     found = set[int]()
     if sample.more:
-        union(*_masks(sample))  # raises where they are not parts of one drawing
-    for mask in _masks(sample):
+        union(*_mask_files(sample))  # raises where they are not parts of one drawing
+    for mask in _mask_files(sample):
         for labels in _label_arrays(Item(sample.image, mask)):
             own = {value for value in labels.present() if isinstance(value, int)}
             found |= own
             if exact or labels.values is None:
                 continue
-            if what := pictures.altered(mask, labels.values, {0, max(own)}):
+            if what := pictures.why_altered(mask, labels.values, {0, max(own)}):
                 raise DataError(f"{mask}: {what}; {UNSMOOTHED}, {EXACT}")
             if len(own) > MOST_VALUES and not volumes.is_volume(mask):
                 what = f"{len(own):,} values are single objects or grey levels, no classes"
@@ -154,7 +154,7 @@ def _label_arrays(item: Item) -> Sequence[Labels]:
     return [labels]
 
 
-def _masks(sample: SourceSample) -> list[Path]:
+def _mask_files(sample: SourceSample) -> list[Path]:
     return [mask for mask in (sample.label, *sample.more) if isinstance(mask, Path)]
 
 

@@ -23,12 +23,12 @@ from consilium.data.importers.base import (
     child,
     csv_rows,
     files,
+    find_partner,
     folders,
-    grey,
+    frame_order,
+    grey_values,
+    is_usable_mask,
     mask_png,
-    numeric,
-    partner,
-    usable,
     wrong_layout,
 )
 from consilium.data.site_names import asked_sites
@@ -41,7 +41,7 @@ Pairs = Sequence[tuple[str, str]]
 """Names of folders of pictures and of masks that lie beside each other."""
 
 
-def drawn(image: Path, drawings: Sequence[Path], split: str | None = None, group: str = "") -> SourceSample:
+def with_drawings(image: Path, drawings: Sequence[Path], split: str | None = None, group: str = "") -> SourceSample:
     """Return a picture with the files that its mask is made from, of no site yet; its group is by default the picture."""
     return SourceSample("", group or image.stem, image, drawings[0], split=split, more=tuple(drawings[1:]))
 
@@ -122,11 +122,11 @@ def folder_pair(folder: Path, pairs: Pairs) -> tuple[Path, Path]:
     return min(both, key=lambda pair: not files(pair[0], [".png"]))
 
 
-def match(images: Path, masks: Path, split: str | None = None, prefix: str = "") -> list[SourceSample]:
+def match_by_name(images: Path, masks: Path, split: str | None = None, prefix: str = "") -> list[SourceSample]:
     """Return a folder's pictures with the masks of the same names, `prefix` before them. Raises DataError."""
     known = by_stem(files(masks, PICTURE_ENDINGS))
     pictures = files(images, PICTURE_ENDINGS)
-    return [drawn(p, [partner(prefix + p.stem, known, p, "mask")], split) for p in pictures]
+    return [with_drawings(p, [find_partner(prefix + p.stem, known, p, "mask")], split) for p in pictures]
 
 
 def find_folder(name: str, source: Path) -> Path | None:
@@ -144,16 +144,17 @@ def grouped_by_video(frames: Iterable[SourceSample], folder: Path | None) -> lis
         if rows := csv_rows(path, "frame_id", "sequence_id"):
             videos = {row["frame_id"].strip(): f"sequence-{row['sequence_id'].strip()}" for row in rows}
             break
-    ordered = sorted(frames, key=lambda one: numeric(Path(str(one.image))))
+    ordered = sorted(frames, key=lambda one: frame_order(Path(str(one.image))))
     groups = (
-        videos.get(str(numeric(Path(str(one.image)))[0]), f"run-{n * RUNS // len(ordered)}") for n, one in enumerate(ordered)
+        videos.get(str(frame_order(Path(str(one.image)))[0]), f"run-{n * RUNS // len(ordered)}")
+        for n, one in enumerate(ordered)
     )
     return [replace(one, group=g, is_patient=g.startswith("sequence-")) for one, g in zip(ordered, groups, strict=True)]
 
 
 def _polyps(pairs: Pairs, has_frames: bool, folder: Path) -> list[SourceSample]:
-    found = match(*folder_pair(folder, pairs))
-    return grouped_by_video(found, folder) if has_frames else sorted(found, key=lambda one: numeric(Path(str(one.image))))
+    found = match_by_name(*folder_pair(folder, pairs))
+    return grouped_by_video(found, folder) if has_frames else sorted(found, key=lambda one: frame_order(Path(str(one.image))))
 
 
 def _etis(folder: Path) -> list[SourceSample]:
@@ -162,7 +163,7 @@ def _etis(folder: Path) -> list[SourceSample]:
     if not masks or not any(p.suffix.lower() in PICTURE_ENDINGS for p in folder.iterdir()):
         folder, masks = folder_pair(folder, [("ETIS-LaribPolypDB", "Ground Truth"), *PLAIN])
     prefix = "p" if all(p.stem.lower().startswith("p") for p in files(masks, PICTURE_ENDINGS)) else ""
-    return grouped_by_video(match(folder, masks, prefix=prefix), folder)
+    return grouped_by_video(match_by_name(folder, masks, prefix=prefix), folder)
 
 
 def read_pranet(source: Path, options: Options) -> ImportResult:
@@ -177,15 +178,15 @@ def read_pranet(source: Path, options: Options) -> ImportResult:
         raise wrong_layout(source, PRANET_LAYOUT)
     parts: dict[str, list[SourceSample]] = {"cvc-clinicdb": [], "kvasir-seg": []}
     trained = set(parts)
-    for one in match(*folder_pair(train, PRANET_PAIRS)) if train else []:
+    for one in match_by_name(*folder_pair(train, PRANET_PAIRS)) if train else []:
         parts["cvc-clinicdb" if one.group.isdigit() else "kvasir-seg"].append(one)
     for folder in sorted(test.iterdir()) if test else []:
         if folder.is_dir() and (site := PRANET_SITES.get(folder.name.lower())):
-            parts.setdefault(site, []).extend(match(*folder_pair(folder, PRANET_PAIRS), "test"))
+            parts.setdefault(site, []).extend(match_by_name(*folder_pair(folder, PRANET_PAIRS), "test"))
     found: list[SourceSample] = []
     for site, own in sorted(parts.items()):
         by_stem(Path(str(one.image)) for one in own)
-        ordered = sorted(own, key=lambda one: numeric(Path(str(one.image))))
+        ordered = sorted(own, key=lambda one: frame_order(Path(str(one.image))))
         found += with_masks(site, ordered if site == "kvasir-seg" else grouped_by_video(ordered, None), CUT_AT_HALF)
     if options.resplit:
         return ImportResult(found, POLYP, [f"kvasir-seg: {NO_PATIENTS}", f"the other sets {NAMES_NO_VIDEOS}"])
@@ -199,8 +200,8 @@ def _refuge(folder: Path) -> Iterator[SourceSample]:
     shown = (p for p in files(folder, [".jpg", ".jpeg"]) if "illustration" not in str(p.relative_to(folder)).lower())
     images = by_stem(shown)
     for mask in by_stem(files(folder, [".bmp"])).values():
-        image = partner(mask.stem, images, mask, "picture (*.jpg)")
-        yield drawn(image, [mask], {"V": "validation", "T": "test"}.get(mask.stem[0]), mask.stem)
+        image = find_partner(mask.stem, images, mask, "picture (*.jpg)")
+        yield with_drawings(image, [mask], {"V": "validation", "T": "test"}.get(mask.stem[0]), mask.stem)
 
 
 def cup_from_dark(only: bool, mask: Path) -> np.ndarray:
@@ -208,7 +209,7 @@ def cup_from_dark(only: bool, mask: Path) -> np.ndarray:
 
     Edges may be smoothed unless there are `only` 0, 128 and 255; then corners must be background. Raises DataError.
     """
-    values = grey(mask)
+    values = grey_values(mask)
     if only and (unknown := values[~np.isin(values, (0, 128, 255))]).size:
         raise DataError(f"{mask}: expected 0 (cup), 128 (rim) and 255 (background); found {unknown.min()}")
     if not only and values[[0, 0, -1, -1], [0, -1, 0, -1]].min() <= 200:
@@ -221,16 +222,16 @@ def _drishti(folder: Path) -> Iterator[SourceSample]:
     images = by_stem(p for p in files(folder, [".png"]) if "images" in [part.lower() for part in p.relative_to(folder).parts])
     for disc in files(folder, ["_odsegsoftmap.png"]):
         stem = disc.name[: -len("_ODsegSoftmap.png")]
-        image, cup = partner(stem, images, disc, "picture"), disc.with_name(f"{stem}_cupsegSoftmap.png")
+        image, cup = find_partner(stem, images, disc, "picture"), disc.with_name(f"{stem}_cupsegSoftmap.png")
         if not cup.is_file():
             raise DataError(f"{disc}: expected {cup.name} beside it; found none; complete the set")
         test = any(part.lower().startswith("test") for part in disc.relative_to(folder).parts)
-        yield drawn(image, [disc, cup], "test" if test else None, stem)
+        yield with_drawings(image, [disc, cup], "test" if test else None, stem)
 
 
 def _rim_and_cup(disc: Path, cup: Path) -> np.ndarray:
     """Return 2 where the cup's map, and 1 where the disc's map, has at least half of its range (two of four experts)."""
-    return np.select([grey(cup) >= 128, grey(disc) >= 128], [2, 1], 0)
+    return np.select([grey_values(cup) >= 128, grey_values(disc) >= 128], [2, 1], 0)
 
 
 def _rim_one(folder: Path) -> Iterator[SourceSample]:
@@ -248,16 +249,16 @@ def _rim_one(folder: Path) -> Iterator[SourceSample]:
         raise DataError(f"{folder}: expected *-Disc-T.png; found contours (*.txt) only; draw them with the publisher's script")
     first = {re.sub(r"-\d+-disc-t$", "", disc.stem, flags=re.IGNORECASE): disc for disc in reversed(discs)}
     for image in by_stem(files(part, [".png"])).values():
-        disc = partner(image.stem, first, image, "drawing (*-1-Disc-T.png)")
-        cup = partner(f"{disc.stem[: -len('Disc-T')]}Cup-T", cups, disc, "drawing")
-        yield drawn(image, [disc, cup], "test" if image.relative_to(part).parts[0].lower() == "test_set" else None)
+        disc = find_partner(image.stem, first, image, "drawing (*-1-Disc-T.png)")
+        cup = find_partner(f"{disc.stem[: -len('Disc-T')]}Cup-T", cups, disc, "drawing")
+        yield with_drawings(image, [disc, cup], "test" if image.relative_to(part).parts[0].lower() == "test_set" else None)
 
 
-def _labelled(folder: Path) -> list[SourceSample]:
+def _origa_or_g1020(folder: Path) -> list[SourceSample]:
     """ORIGA and G1020 in their Kaggle layout: Images/ with Masks/, or both with _Square. MATLAB's .mat files are refused."""
     if files(folder, [".mat"]) and not any(child(one, m) for one in folders(folder) for m in ("Masks", "Masks_Square")):
         raise DataError(f"{folder}: expected Masks/*.png with pixels 1 and 2; found .mat annotations only, which are not read")
-    return match(*folder_pair(folder, [("Images", "Masks"), ("Images_Square", "Masks_Square")]))
+    return match_by_name(*folder_pair(folder, [("Images", "Masks"), ("Images_Square", "Masks_Square")]))
 
 
 def _no_rim_and_cup(mask: Path) -> np.ndarray:
@@ -279,7 +280,7 @@ def read_feddg(source: Path, options: Options) -> ImportResult:
             rois = child(part, "ROIs") if part else None
             if rois is None:
                 raise wrong_layout(part or domain or source, "ROIs/image and ROIs/mask" if part else "train/ROIs and test/ROIs")
-            own = match(*folder_pair(rois, [("image", "mask")]), "test" if split == "test" else None)
+            own = match_by_name(*folder_pair(rois, [("image", "mask")]), "test" if split == "test" else None)
             eyes = (replace(one, group=re.sub(r"-[LR]$", "", one.group)) for one in own)
             found += with_masks(site, eyes, partial(mask_from, partial(cup_from_dark, False), ()), f"{split}-")
     if not found:
@@ -299,8 +300,8 @@ def read_tnbc(source: Path, options: Options) -> ImportResult:
         annotated = child(slide.parent, truth := "GT_" + slide.name.split("_")[1])
         if annotated is None:
             raise wrong_layout(slide.parent, f"{truth} beside {slide.name}")
-        own = (replace(one, group=slide.name, is_patient=True) for one in match(slide, annotated))
-        found += with_masks("tnbc", own, partial(mask_from, lambda path: grey(path) > 0, (0, 1)))
+        own = (replace(one, group=slide.name, is_patient=True) for one in match_by_name(slide, annotated))
+        found += with_masks("tnbc", own, partial(mask_from, lambda path: grey_values(path) > 0, (0, 1)))
     if not found:
         raise wrong_layout(source, TNBC_LAYOUT)
     return ImportResult(found, NUCLEUS)
@@ -308,11 +309,11 @@ def read_tnbc(source: Path, options: Options) -> ImportResult:
 
 def mask_from(make: Callable[..., np.ndarray], allowed: Sequence[int], name: str, *drawings: Path) -> Path | DerivedFile:
     """Return a mask of `allowed` values alone as it is, of any other the label picture to write: `make(*drawings)`."""
-    return drawings[0] if allowed and usable(drawings[0], allowed) else mask_png(name, make, *drawings)
+    return drawings[0] if allowed and is_usable_mask(drawings[0], allowed) else mask_png(name, make, *drawings)
 
 
 PLAIN = [("images", "masks")]
-CUT_AT_HALF = partial(mask_from, lambda path: np.where(grey(path) >= 128, 255, 0), (0, 255))
+CUT_AT_HALF = partial(mask_from, lambda path: np.where(grey_values(path) >= 128, 255, 0), (0, 255))
 """Masks that are not of 0 and 255, JPEG above all, are cut at 128."""
 POLYPS = {
     # Jha et al., Kvasir-SEG (2020): no patients are named
@@ -339,9 +340,9 @@ FUNDUS = {
         has_split=True,
     ),
     # Zhang et al., ORIGA-light (2010)
-    "origa": PictureSet("origa", "ORIGA (Images/, Masks/)", _labelled, partial(mask_from, _no_rim_and_cup, (0, 1, 2))),
+    "origa": PictureSet("origa", "ORIGA (Images/, Masks/)", _origa_or_g1020, partial(mask_from, _no_rim_and_cup, (0, 1, 2))),
     # Bajwa et al., G1020 (2020)
-    "g1020": PictureSet("g1020", "G1020 (Images/, Masks/)", _labelled, partial(mask_from, _no_rim_and_cup, (0, 1, 2))),
+    "g1020": PictureSet("g1020", "G1020 (Images/, Masks/)", _origa_or_g1020, partial(mask_from, _no_rim_and_cup, (0, 1, 2))),
     # Sivaswamy et al., Drishti-GS (2014)
     "drishti-gs1": PictureSet(
         "drishti", "Drishti-GS1 (Images/, *_ODsegSoftmap.png, *_cupsegSoftmap.png)", _drishti,

@@ -27,7 +27,7 @@ from consilium.data.importers.base import (
     files,
     wrong_layout,
 )
-from consilium.data.patients import linked
+from consilium.data.patients import first_linked
 from consilium.data.safe_open import MOST_CHARACTERS, check_file, check_line, parse_json, read_text, text_lines
 from consilium.data.site_names import slug
 
@@ -140,17 +140,17 @@ def one_split_per_prompt(lines: Iterable[TextRecord]) -> list[TextRecord]:
     """Return the records with groups that share a prompt merged: no prompt is ever cut into two splits of a site."""
     lines = list(lines)
     keys = [[(x.site, x.group), (x.site, x.record.get("instruction", ""), x.record.get("input", ""))] for x in lines]
-    first, least = linked(keys), dict[int, str]()
+    first, least = first_linked(keys), dict[int, str]()
     for line, root in zip(lines, first, strict=True):
         least[root] = min(line.group, least.get(root, line.group))
     return [replace(line, group=least[root]) for line, root in zip(lines, first, strict=True)]
 
 
-def _task(instruction: str, output: str, text: str = "") -> Record:
+def _make_record(instruction: str, output: str, text: str = "") -> Record:
     return {"instruction": instruction, "input": text, "output": output}
 
 
-def _choice(where: str, task: str, text: str, options: Sequence[Any], label: str, first: int | None) -> Record:
+def _choice_record(where: str, task: str, text: str, options: Sequence[Any], label: str, first: int | None) -> Record:
     """Return a record whose answer is a letter; `label` counts the options from `first`, or is a letter. Raises DataError."""
     if odd := [option for option in options if not isinstance(option, str)]:
         raise DataError(f"{where}: {text[:60]!r}: expected options that are texts; found {repr(odd[0])[:60]}; {GIVE}")
@@ -161,7 +161,7 @@ def _choice(where: str, task: str, text: str, options: Sequence[Any], label: str
         raise DataError(f"{where}: {text[:60]!r}: {what}; {GIVE}")
     asked = f"{task} Answer with {', '.join(letters[:-1])} or {letters[-1]}."
     shown = "\n".join(f"{letter}. {option}" for letter, option in zip(letters, options, strict=True))
-    return _task(asked, letters[known.index(label)], f"{text}\n{shown}") | {"labels": letters}
+    return _make_record(asked, letters[known.index(label)], f"{text}\n{shown}") | {"labels": letters}
 
 
 def choice(
@@ -184,7 +184,7 @@ def choice(
         if isinstance(found, dict) and list(found) not in (list("ABCD"), list("ABCDE")):
             raise DataError(f"{where}: expected options A to D or E; found {', '.join(found)[:80]}; {GIVE}")
         every = list(found.values()) if isinstance(found, dict) else found
-        record = _choice(where, task, text.format_map(raw), every, str(raw[label]) if label else given, first)
+        record = _choice_record(where, task, text.format_map(raw), every, str(raw[label]) if label else given, first)
         return group(raw), record | ({kept: str(raw.get(kept) or "")} if kept else {})
 
     return convert
@@ -196,7 +196,7 @@ def _gsm8k(where: str, raw: Record, label: str) -> tuple[str, Record]:
     if not mark or not result.strip():
         raise DataError(f"{where}: expected an answer with its result behind ####; found {raw['answer'][-80:]!r}; {GIVE}")
     output = re.sub(r"<<[^<>]*>>", "", steps) + f"#### {result.strip()}"
-    return "", _task(raw["question"], output) | {"final_answer": result.strip().replace(",", "")}
+    return "", _make_record(raw["question"], output) | {"final_answer": result.strip().replace(",", "")}
 
 
 def _metamath(where: str, raw: Record, label: str) -> tuple[str, Record] | None:
@@ -205,18 +205,18 @@ def _metamath(where: str, raw: Record, label: str) -> tuple[str, Record] | None:
     if not mark or not (result := result.strip()):
         return None
     output = f"{steps.rstrip().removesuffix(f'#### {result}').rstrip()}\n#### {result}".lstrip()
-    return raw["original_question"], _task(raw["query"], output) | {"final_answer": result, "type": raw["type"]}
+    return raw["original_question"], _make_record(raw["query"], output) | {"final_answer": result, "type": raw["type"]}
 
 
 def _alpaca(where: str, raw: Record, label: str) -> tuple[str, Record] | None:
     answered = raw["output"].strip() and raw["instruction"].strip()
-    return ("", _task(raw["instruction"], raw["output"], raw["input"])) if answered else None
+    return ("", _make_record(raw["instruction"], raw["output"], raw["input"])) if answered else None
 
 
 def _boolq(where: str, raw: Record, label: str) -> tuple[str, Record]:
     """Questions about one page are one group."""
     task = "Read the passage and answer the question about it with True or False."
-    record = _task(task, str(raw["answer"]), f"{raw['passage']}\n\nQuestion: {raw['question']}?")
+    record = _make_record(task, str(raw["answer"]), f"{raw['passage']}\n\nQuestion: {raw['question']}?")
     return str(raw.get("title") or raw["passage"]), record | {"labels": ["True", "False"]}
 
 
@@ -241,9 +241,9 @@ def read_pubmedqa(source: Path, options: Options) -> ImportResult:
     Those that test_ground_truth.json names are the test split, without this file it is cut as for other sets.
     """
     path, tests = find(source, ["ori_pqal.json"], PUBMEDQA_LAYOUT), dict[str, Any]()
-    raws = _map(path)
+    raws = _read_map(path)
     if files(source, [TRUTH]):
-        tests = _map(truth := find(source, [TRUTH], PUBMEDQA_LAYOUT))
+        tests = _read_map(truth := find(source, [TRUTH], PUBMEDQA_LAYOUT))
         for number, answer in tests.items():
             own = raws.get(number)
             if not (isinstance(own, dict) and own.get("final_decision") == answer):
@@ -258,13 +258,13 @@ def read_pubmedqa(source: Path, options: Options) -> ImportResult:
             raise DataError(f"{where}: {what}; found {repr(raw)[:120]}; {GIVE}")
         asked = "Read the abstract and answer the question about it with yes, no or maybe."
         text = "\n".join([*raw["CONTEXTS"], "", f"Question: {raw['QUESTION']}"])
-        record = _task(asked, raw["final_decision"], text) | {"labels": list(PUBMEDQA)}
+        record = _make_record(asked, raw["final_decision"], text) | {"labels": list(PUBMEDQA)}
         lines.append(TextRecord("pubmedqa", number, record, "test" if number in tests else None))
     notes = [] if tests else ["there is no test_ground_truth.json: the test split is not the publisher's"]
     return ImportResult(one_split_per_prompt(lines), None, notes)
 
 
-def _map(path: Path) -> Record:
+def _read_map(path: Path) -> Record:
     found = parse_json(str(path), read_text(path, GIVE), GIVE)
     if not isinstance(found, dict):
         raise DataError(f"{path}: expected a map by PubMed number; found a {type(found).__name__}; {GIVE}")
@@ -281,7 +281,7 @@ def read_mmlu(source: Path, options: Options) -> ImportResult:
                 where = f"{path}:{number}"
                 if len(row) != 6:
                     raise DataError(f"{where}: expected question, A, B, C, D and the letter; found {len(row)} cells; {GIVE}")
-                record = _choice(where, MEDICAL, row[0], row[1:5], row[5].strip(), None) | {"subject": subject}
+                record = _choice_record(where, MEDICAL, row[0], row[1:5], row[5].strip(), None) | {"subject": subject}
                 lines.append(TextRecord("mmlu-medical", f"{path.name}:{number}", record, split))
     return ImportResult(one_split_per_prompt(lines), None, [FEW])
 
@@ -301,15 +301,15 @@ def read_medquad(source: Path, options: Options) -> ImportResult:
             root = ElementTree.parse(path).getroot()
         except (OSError, ValueError, LookupError, ElementTree.ParseError) as error:  # LookupError: an unknown encoding
             raise DataError(f"{path}: expected XML of QAPairs; found otherwise ({error}); {GIVE}") from None
-        site, focus = slug(found[1]), _words(root.find("Focus"))
+        site, focus = slug(found[1]), _element_text(root.find("Focus"))
         for pair in root.iter("QAPair"):
-            question, answer = pair.find("Question"), _words(pair.find("Answer"))
-            if question is None or not (asked := _words(question)):
+            question, answer = pair.find("Question"), _element_text(pair.find("Answer"))
+            if question is None or not (asked := _element_text(question)):
                 continue
             if not answer:
                 empty[site] += 1
                 continue
-            record = _task(asked, answer) | {"type": question.attrib.get("qtype", ""), "focus": focus}
+            record = _make_record(asked, answer) | {"type": question.attrib.get("qtype", ""), "focus": focus}
             lines.append(TextRecord(site, f"{path.parent.name}/{path.name}", record))
     if not lines:
         raise wrong_layout(source, MEDQUAD_LAYOUT)
@@ -317,7 +317,7 @@ def read_medquad(source: Path, options: Options) -> ImportResult:
     return ImportResult(one_split_per_prompt(lines), None, [f"empty answers are left out: {parts}"] if parts else [])
 
 
-def _words(element: ElementTree.Element | None) -> str:
+def _element_text(element: ElementTree.Element | None) -> str:
     """Return an element's text, with runs of blanks as one."""
     return "" if element is None else " ".join("".join(element.itertext()).split())
 

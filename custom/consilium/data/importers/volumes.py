@@ -49,7 +49,7 @@ def read_prostate(source: Path, options: Options) -> ImportResult:
     found: list[SourceSample] = []
     missing, renamed = [], []
     for name, other in ((name, other) for name, other in HOSPITALS.items() if slug(name) in asked):
-        there = [one for called in (name, other) if called for one in _below(source, called)]
+        there = [one for called in (name, other) if called for one in _find_below(source, called)]
         if len(there) > 1:
             raise DataError(f"{there[1]}: is {name} by another name; found {there[0]} too; keep one of the two")
         if not there:
@@ -57,27 +57,29 @@ def read_prostate(source: Path, options: Options) -> ImportResult:
             continue
         if there[0].name.lower() != name.lower():
             renamed.append(f"{there[0].name} is {name}")
-        for stem, path, mask_path in _cases(there[0]):
-            mask, is_turned = _labels(path, mask_path, 3)
+        for stem, path, mask_path in _find_cases(there[0]):
+            mask, is_turned = _read_mask(path, mask_path, 3)
             made = DerivedFile("masks", f"{stem}.nii.gz", partial(_pack_labels, path, mask_path, 3))
             label = made if is_turned else mask_path
-            found += [SourceSample(slug(name), stem, path, label, slice=plane, is_patient=True) for plane in _planes(mask)]
+            found += [
+                SourceSample(slug(name), stem, path, label, slice=plane, is_patient=True) for plane in _labelled_planes(mask)
+            ]
     if not found:
         raise wrong_layout(source, PROSTATE_LAYOUT)
     return ImportResult(found, {"prostate": [1, 2]}, renamed + ([f"not there: {', '.join(missing)}"] if missing else []))
 
 
-def _below(source: Path, name: str) -> list[Path]:
+def _find_below(source: Path, name: str) -> list[Path]:
     """Return the first folder of that name in any case, at any depth; [] without one."""
     return [found for one in folders(source) if (found := child(one, name))][:1]
 
 
-def _cases(folder: Path) -> list[tuple[str, Path, Path]]:
+def _find_cases(folder: Path) -> list[tuple[str, Path, Path]]:
     """Return a hospital's cases: name, image, segmentation beside it or under labels/. Raises DataError."""
     images, labels = child(folder, "images"), child(folder, "labels")
     apart = images is not None and labels is not None
-    volumes = _by_case(images if images and apart else folder)
-    masks = {f"{stem}_segmentation": path for stem, path in _by_case(labels).items()} if labels and apart else volumes
+    volumes = _files_by_case(images if images and apart else folder)
+    masks = {f"{stem}_segmentation": path for stem, path in _files_by_case(labels).items()} if labels and apart else volumes
     cases = {stem: path for stem, path in sorted(volumes.items()) if not stem.endswith("_segmentation")}
     if not cases:
         raise wrong_layout(folder, "CaseXX.nii.gz with CaseXX_segmentation.nii.gz")
@@ -87,7 +89,7 @@ def _cases(folder: Path) -> list[tuple[str, Path, Path]]:
     return [(stem, path, masks[f"{stem}_segmentation"]) for stem, path in cases.items()]
 
 
-def _by_case(folder: Path) -> dict[str, Path]:
+def _files_by_case(folder: Path) -> dict[str, Path]:
     return {p.name.removesuffix(".gz").removesuffix(".nii").lower(): p for p in files(folder, ENDINGS)}
 
 
@@ -112,11 +114,13 @@ def read_mnms(source: Path, options: Options) -> ImportResult:
         mask_path, before = path.with_name(f"{code}_sa_gt.nii.gz"), len(found)
         vendor = slug(rows[code].get("VendorName") or f"vendor-{rows[code].get('Vendor')}")
         for phase in ("ED", "ES") if mask_path.is_file() else ():
-            frame, name = _frame(path, rows[code][phase], phase), f"{code}_{phase}.nii.gz"
-            mask, _ = _labels(path, mask_path, 4, frame)
+            frame, name = _frame_number(path, rows[code][phase], phase), f"{code}_{phase}.nii.gz"
+            mask, _ = _read_mask(path, mask_path, 4, frame)
             image = DerivedFile("images", name, partial(_pack_frame, path, frame))
             label = DerivedFile("masks", name, partial(_pack_labels, path, mask_path, 4, frame))
-            found += [SourceSample(vendor, code, image, label, slice=plane, is_patient=True) for plane in _planes(mask)]
+            found += [
+                SourceSample(vendor, code, image, label, slice=plane, is_patient=True) for plane in _labelled_planes(mask)
+            ]
         bare += len(found) == before
     if not found:
         raise wrong_layout(source, "labelled cases, CODE_sa.nii.gz with CODE_sa_gt.nii.gz")
@@ -126,25 +130,25 @@ def read_mnms(source: Path, options: Options) -> ImportResult:
     return ImportResult(found, {"left_ventricle": [1], "myocardium": [2], "right_ventricle": [3]}, notes)
 
 
-def _frame(path: Path, cell: str, phase: str) -> int:
-    count = _open(path).shape[-1]
+def _frame_number(path: Path, cell: str, phase: str) -> int:
+    count = _open_nifti(path).shape[-1]
     frame = int(float(cell)) if re.fullmatch(r"\d+(\.0*)?", cell.strip()) else -1
     if not 0 <= frame < count:
         raise DataError(f"{path}: expected its {phase} frame within 0..{count - 1}; found {cell!r} in the table")
     return frame
 
 
-def _open(path: Path) -> Any:
+def _open_nifti(path: Path) -> Any:
     with reading(path, "cannot be read as NIfTI", "replace it"):
         return nifti.load(path)
 
 
-def _labels(path: Path, mask_path: Path, axes: int, frame: int | None = None) -> tuple[Any, bool]:
+def _read_mask(path: Path, mask_path: Path, axes: int, frame: int | None = None) -> tuple[Any, bool]:
     """Return a mask, or one frame of it, and whether its header turned the axes otherwise than the image's.
 
     If so, it is given the image's header. Raises DataError for another shape than the image's, or another number of axes.
     """
-    image, mask = _open(path), _open(mask_path)
+    image, mask = _open_nifti(path), _open_nifti(mask_path)
     if image.shape != mask.shape or len(image.shape) != axes:
         raise DataError(f"{mask_path}: expected the {axes}-D shape of {path.name} {image.shape}; found {mask.shape}")
     mask = mask if frame is None else mask.slicer[..., frame]
@@ -153,7 +157,7 @@ def _labels(path: Path, mask_path: Path, axes: int, frame: int | None = None) ->
     return nibabel.Nifti1Image(np.rint(np.asarray(mask.dataobj)).astype(np.uint8), image.affine), True
 
 
-def _planes(mask: Any) -> list[int]:
+def _labelled_planes(mask: Any) -> list[int]:
     """Return the planes that hold labels, numbered as a data list's "slice" counts: along the file's last axis."""
     values = np.asarray(mask.dataobj)
     return np.flatnonzero((values > 0).any(axis=(0, 1))).tolist()
@@ -161,12 +165,12 @@ def _planes(mask: Any) -> list[int]:
 
 def _pack_frame(path: Path, frame: int) -> bytes:
     """Return one frame as .nii.gz, the same bytes every time."""
-    return gzip.compress(_open(path).slicer[..., frame].to_bytes(), 6, mtime=0)
+    return gzip.compress(_open_nifti(path).slicer[..., frame].to_bytes(), 6, mtime=0)
 
 
 def _pack_labels(path: Path, mask_path: Path, axes: int, frame: int | None = None) -> bytes:
     """Return a mask, or one frame of it, as .nii.gz, the same bytes every time."""
-    return gzip.compress(_labels(path, mask_path, axes, frame)[0].to_bytes(), 6, mtime=0)
+    return gzip.compress(_read_mask(path, mask_path, axes, frame)[0].to_bytes(), 6, mtime=0)
 
 
 SETS = {"prostate": Importer(PROSTATE_LAYOUT, read_prostate), "mnms": Importer(MNMS_LAYOUT, read_mnms)}

@@ -45,7 +45,7 @@ def write_sites(
     sites = {options.rename.get(site, site): splits for site, splits in found.items()}
     if len(sites) < len(found):
         raise DataError(f"--rename: two sites would have one name; the sites are {', '.join(found)}")
-    classes = _fitting(dest, sites, reading.classes, earlier)
+    classes = _joint_classes(dest, sites, reading.classes, earlier)
     left = [f"left out, too few samples or none to train on: {', '.join(dropped)}"] if dropped else []
     alone = [site for site, splits in sites.items() if not splits["training"]]
     left += [f"test samples only, so their site.yaml says test_only: {', '.join(alone)}"] if alone else []
@@ -87,7 +87,7 @@ def earlier_imports(dest: Path, add: bool) -> list[dict[str, Any]]:
         raise DataError(f"{dest}: --add: expected an import.json with its imports; found none; give another folder") from None
 
 
-def _fitting(dest: Path, sites: Sites, classes: Any, earlier: list[dict[str, Any]]) -> Any:
+def _joint_classes(dest: Path, sites: Sites, classes: Any, earlier: list[dict[str, Any]]) -> Any:
     """Return the classes of all sites, those of earlier imports too: one job has one task.classes.
 
     Masks of one class may have other values at each import. Raises DataError for a site's name that is taken, or other classes.
@@ -144,10 +144,10 @@ def pool(samples: Sequence[Sample], name: str, options: Options) -> list[Sample]
         owner |= {keys[index]: names[turn % len(names)] for turn, index in enumerate(order)}
     if len(owner) < len(names):
         raise DataError(f"--sites: {len(names)} sites need as many patients; the set has {len(owner)}")
-    return [_moved(sample, owner[sample.site, sample.group]) for sample in samples]
+    return [_move_sample(sample, owner[sample.site, sample.group]) for sample in samples]
 
 
-def _moved(sample: Sample, site: str) -> Sample:
+def _move_sample(sample: Sample, site: str) -> Sample:
     """Return the sample at another site; its names get the old site's name as a prefix, so that none collide."""
     group = f"{sample.site}/{sample.group}"
     if isinstance(sample, TextRecord):
@@ -196,7 +196,10 @@ def _write_site(folder: Path, site: str, splits: dict[str, list[Sample]], classe
     entries: dict[str, list[dict[str, Any]]] = {split: [] for split in splits}
     for split, samples in splits.items():
         for one in (sample for sample in samples if isinstance(sample, SourceSample)):
-            entry: dict[str, Any] = {"image": _place(folder, one.image, done), "label": _place(folder, one.label, done)}
+            entry: dict[str, Any] = {
+                "image": _write_part(folder, one.image, done),
+                "label": _write_part(folder, one.label, done),
+            }
             plane = {} if one.slice is None else {"slice": one.slice}
             entries[split].append(entry | plane | ({"patient": one.group} if one.is_patient else {}))
     text = json.dumps({"name": site, "labels": classes, **entries}, indent=1)
@@ -216,7 +219,7 @@ def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
         write_atomic(path, "\n".join([*lines, ""]).encode(), PUBLIC)
 
 
-def _place(folder: Path, part: Path | DerivedFile | str, done: Counter[str]) -> str:
+def _write_part(folder: Path, part: Path | DerivedFile | str, done: Counter[str]) -> str:
     """Return an entry's class, the absolute path of an original, or the path of a file that is written here once."""
     if not isinstance(part, DerivedFile):
         return part if isinstance(part, str) else str(part.resolve())

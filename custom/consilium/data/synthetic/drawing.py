@@ -10,18 +10,18 @@ from numpy.random import Generator
 from scipy.ndimage import gaussian_filter
 
 
-def soft(field: np.ndarray, softness: float) -> np.ndarray:
+def soft_edge(field: np.ndarray, softness: float) -> np.ndarray:
     """Return a soft-edged version (0..1) of field < 1."""
     return 1 / (1 + np.exp(np.clip((field - 1) / softness, -40, 40)))
 
 
-def grain(rng: Generator, size: int, scale: float) -> np.ndarray:
+def smooth_noise(rng: Generator, size: int, scale: float) -> np.ndarray:
     """Return smooth noise (S, S) of unit deviation and the given scale in pixels."""
     noise = gaussian_filter(rng.normal(size=(size, size)), scale, mode="wrap")
     return noise / noise.std()
 
 
-def made(path: Path) -> dict[str, Any]:
+def read_spec(path: Path) -> dict[str, Any]:
     """Return the parsed description of generated data; {} where it is missing or torn."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -43,7 +43,7 @@ def write_list(
     exactly this already.
     """
     path, phantoms = folder / "datalist.json", {**spec, **counts}
-    if made(path).get("phantoms") == phantoms:
+    if read_spec(path).get("phantoms") == phantoms:
         return path
     for part in ("images", "masks") if spec["kind"] != "cells" else ("images",):
         (folder / part).mkdir(parents=True, exist_ok=True)

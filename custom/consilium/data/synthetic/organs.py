@@ -10,7 +10,7 @@ from numpy.random import Generator
 from scipy.ndimage import gaussian_filter
 from scipy.spatial.transform import Rotation
 
-from consilium.data.synthetic.drawing import soft
+from consilium.data.synthetic.drawing import soft_edge
 
 FIELD = 160.0
 """Millimetres that a slice covers, each way."""
@@ -87,8 +87,8 @@ def draw_study(
     """Return values (i, j, k) int16 as the scanner records them and labels uint8 as the rater draws: 1 organ, 2 lesion."""
     mm = np.einsum("ab,bijk->aijk", affine[:3, :3], np.indices(shape, np.float64)) + affine[:3, 3].reshape(3, 1, 1, 1)
     size = float(rng.uniform(0.85, 1.15))
-    body = soft(_length(mm / _points(np.array([74.0, 62.0, 200.0]), mm)), 0.02)
-    organ, lesion = soft(who.organ(mm), 0.05), soft(who.growth(mm, size), 0.1)
+    body = soft_edge(_length(mm / _points(np.array([74.0, 62.0, 200.0]), mm)), 0.02)
+    organ, lesion = soft_edge(who.organ(mm), 0.05), soft_edge(who.growth(mm, size), 0.1)
     units = -1000 + body * (1040 + organ * (90 - lesion * 70))
     # as this site's scanner records it: contrast, offset, shading, blur and noise of its own
     tissue = (units - 40) * (1 + 0.5 * look[0]) + 40 + 60 * look[1]

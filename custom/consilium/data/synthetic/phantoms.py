@@ -4,7 +4,7 @@
 how its raters draw (P(y|x)): where they put a boundary, how coarse their outline is, which objects they leave out. IAT's
 encoder and decoder splits answer to these two. For cells, which have a class and no mask, it is how unevenly the classes come
 (P(y)) in training and validation; the test split has equally many of each. The same seed and site give the same files.
-Texts, for language models, are in sentences.py, volumes in studies.py.
+Texts, for language models, are in sentences.py, volumes in hospitals.py.
 """
 
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ from consilium.core.errors import DataError
 from consilium.core.seeding import seed_for
 from consilium.data.datalist import SPLITS
 from consilium.data.synthetic.cells import CELLS, draw_cell
-from consilium.data.synthetic.drawing import grain, made, soft, write_list
+from consilium.data.synthetic.drawing import read_spec, smooth_noise, soft_edge, write_list
+from consilium.data.synthetic.hospitals import LABELS as STUDY_LABELS
+from consilium.data.synthetic.hospitals import Files, make_studies
 from consilium.data.synthetic.sentences import RECORDS, make_texts
-from consilium.data.synthetic.studies import LABELS as STUDY_LABELS
-from consilium.data.synthetic.studies import Files, make_studies
 
 LABELS = {
     "fundus": ["background", "disc", "cup"],
@@ -87,18 +87,18 @@ def make_phantoms(
     who = habits(site, seed, appearance, annotation, groups)
     if kind == "organ":
         return make_studies(folder, spec | {"files": files}, counts, who.look, who.hand)
-    return write_list(folder, spec, counts, LABELS[kind], lambda split, n: [_write(folder, spec, who, split, n)])
+    return write_list(folder, spec, counts, LABELS[kind], lambda split, n: [_write_sample(folder, spec, who, split, n)])
 
 
 def check_own(folder: Path) -> None:
     """Raise DataError if the folder holds data that were not generated: they would be replaced."""
-    lists = [folder / "datalist.json"] if "phantoms" not in made(folder / "datalist.json") else []
+    lists = [folder / "datalist.json"] if "phantoms" not in read_spec(folder / "datalist.json") else []
     lists += [folder / f"{split}.jsonl" for split in SPLITS] if not (folder / "phantoms.json").exists() else []
     if found := [path for path in lists if path.exists()]:
         raise DataError(f"{found[0]}: was not generated, so it is not replaced; give another folder")
 
 
-def _write(folder: Path, spec: dict, who: Habits, split: str, index: int) -> dict[str, str]:
+def _write_sample(folder: Path, spec: dict, who: Habits, split: str, index: int) -> dict[str, str]:
     rng = np.random.default_rng(seed_for(spec["seed"], spec["kind"], spec["site"], split, index))
     name = f"{split}-{index:03d}.png"
     if spec["kind"] == "cells":
@@ -138,7 +138,7 @@ def draw_phantom(rng: Generator, kind: str, size: int, who: Habits) -> tuple[np.
     return _camera(rng, picture, who.look), mask
 
 
-def _star(rng: Generator, size: int, center: np.ndarray, radius: float, waviness: float, corners: int) -> np.ndarray:
+def _radial_field(rng: Generator, size: int, center: np.ndarray, radius: float, waviness: float, corners: int) -> np.ndarray:
     """Return (S, S): distance from `center` over the outline's own radius there; < 1 is inside.
 
     With `corners` the outline is a polygon through that many of its points, as a hurried rater clicks it.
@@ -159,16 +159,16 @@ def _star(rng: Generator, size: int, center: np.ndarray, radius: float, waviness
     return np.hypot(y - center[0], x - center[1]) / reach
 
 
-def _twice(
+def _seen_and_drawn(
     rng: Generator, size: int, center: np.ndarray, radius: float, waviness: float, corners: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the same shape as the camera sees it and as the rater outlines it."""
     state = rng.bit_generator.state
-    seen = _star(rng, size, center, radius, waviness, 0)
+    seen = _radial_field(rng, size, center, radius, waviness, 0)
     if not corners:
         return seen, seen
     rng.bit_generator.state = state
-    return seen, _star(rng, size, center, radius, waviness, corners)
+    return seen, _radial_field(rng, size, center, radius, waviness, corners)
 
 
 def _corners(hand: float) -> int:
@@ -181,16 +181,16 @@ def _fundus(rng: Generator, size: int, who: Habits) -> tuple[np.ndarray, np.ndar
     center = size * rng.uniform(0.35, 0.65, 2)
     radius = size * rng.uniform(0.17, 0.26)
     corners = _corners(who.hand[2])
-    disc, disc_drawn = _twice(rng, size, center, radius, 0.05, corners=corners)
+    disc, disc_drawn = _seen_and_drawn(rng, size, center, radius, 0.05, corners=corners)
     shifted = center + radius * rng.uniform(-0.08, 0.08, 2)
-    cup, cup_drawn = _twice(rng, size, shifted, radius * rng.uniform(0.45, 0.62), 0.06, corners=corners)
-    retina = np.array([0.62, 0.30, 0.14]) * (0.85 + 0.1 * grain(rng, size, size / 5)[..., None])
+    cup, cup_drawn = _seen_and_drawn(rng, size, shifted, radius * rng.uniform(0.45, 0.62), 0.06, corners=corners)
+    retina = np.array([0.62, 0.30, 0.14]) * (0.85 + 0.1 * smooth_noise(rng, size, size / 5)[..., None])
     for target, field, softness in (((0.86, 0.60, 0.33), disc, 0.07), ((0.96, 0.83, 0.62), cup, 0.14)):
-        weight = soft(field, softness)[..., None]
+        weight = soft_edge(field, softness)[..., None]
         retina = retina * (1 - weight) + np.array(target) * weight
     retina *= 1 - _vessels(rng, size, center)[..., None] * np.array([0.35, 0.55, 0.5])
     y, x = np.mgrid[:size, :size] / size - 0.5
-    retina *= soft(np.hypot(y, x) / rng.uniform(0.56, 0.64), 0.02)[..., None]
+    retina *= soft_edge(np.hypot(y, x) / rng.uniform(0.56, 0.64), 0.02)[..., None]
     rim = disc_drawn < 1 + 0.22 * who.hand[0]
     inner = (cup_drawn < 1 + 0.45 * who.hand[1]) & rim
     return retina, (rim.astype(np.uint8) + inner).astype(np.uint8)
@@ -218,15 +218,15 @@ def _nuclei(rng: Generator, size: int, who: Habits) -> tuple[np.ndarray, np.ndar
     for _ in range(int(rng.integers(12, 30))):
         radius = size * rng.uniform(0.022, 0.085)
         depth = rng.uniform(0.35, 1)  # faint ones lie out of focus
-        field, drawn = _twice(rng, size, rng.uniform(0, size, 2), radius, 0.12, corners=_corners(who.hand[2]))
-        seen = np.maximum(seen, depth * soft(field, 0.10 + 0.12 * (1 - depth)))
+        field, drawn = _seen_and_drawn(rng, size, rng.uniform(0, size, 2), radius, 0.12, corners=_corners(who.hand[2]))
+        seen = np.maximum(seen, depth * soft_edge(field, 0.10 + 0.12 * (1 - depth)))
         left_out = who.hand[1] > 0 and depth < 0.35 + 0.5 * who.hand[1]
         if not left_out:
             mask |= drawn < 1 + 0.35 * who.hand[0]
     matrix, nucleus = np.array([0.86, 0.68, 0.80]), np.array([0.38, 0.24, 0.55])
-    texture = 0.05 * grain(rng, size, size / 16) + 0.04 * grain(rng, size, 2)
+    texture = 0.05 * smooth_noise(rng, size, size / 16) + 0.04 * smooth_noise(rng, size, 2)
     tissue = matrix + texture[..., None]
-    seen = np.clip(seen * (1 + 0.15 * grain(rng, size, 2)), 0, 1)[..., None]
+    seen = np.clip(seen * (1 + 0.15 * smooth_noise(rng, size, 2)), 0, 1)[..., None]
     picture = tissue * (1 - seen) + nucleus * seen
     return (1 - picture if who.look[7] < -0.25 else picture), mask  # inverted: fluorescence
 

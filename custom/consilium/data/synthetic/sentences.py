@@ -16,7 +16,7 @@ import numpy as np
 from numpy.random import Generator
 
 from consilium.core.seeding import seed_for
-from consilium.data.synthetic.drawing import made
+from consilium.data.synthetic.drawing import read_spec
 
 LABELS = ("urgent", "soon", "later")
 ORGANS = ("heart", "lung", "liver", "kidney", "stomach", "brain", "skin", "eye", "ear", "knee")
@@ -56,7 +56,7 @@ def make_texts(
     spec = {"kind": kind, "site": site, "seed": seed, "appearance": appearance, "annotation": annotation}
     counts = {"training": training, "validation": validation, "test": test}
     known = folder / "phantoms.json"
-    if made(known) == spec | counts:
+    if read_spec(known) == spec | counts:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     for split, count in counts.items():

@@ -16,7 +16,7 @@ import psutil
 
 from consilium.config.site import SiteConfig, load_site
 from consilium.core.errors import ConfigError, ConsiliumError, Reason
-from consilium.data.text import read_lists
+from consilium.data.text import read_named_list
 from consilium.federation.run_folders import RUNS, STATE
 from consilium.privacy.ledger.audit import FILE, lines
 
@@ -118,7 +118,7 @@ class HealthReport:
             readable = True
             for path in paths:
                 try:
-                    read_lists(path)
+                    read_named_list(path)
                 except ConsiliumError:
                     readable = False
             self._data = {"data_readable": readable, "data_checked": time.time()}

@@ -44,12 +44,12 @@ class Labels:
             return np.isin(self.values, [value for value in wanted if isinstance(value, int)])
         self.check(wanted)
         own = self.regions or {}
-        chosen = [own[name] for name in named(wanted, own)]
+        chosen = [own[name] for name in matching_labels(wanted, own)]
         return np.logical_or.reduce(chosen) if chosen else np.zeros(self.shape, bool)
 
     def check(self, wanted: Iterable[Value]) -> None:
         """Raise DataError where a region of `wanted` has a fault."""
-        for name in named(wanted, {**(self.regions or {}), **self.faults}):
+        for name in matching_labels(wanted, {**(self.regions or {}), **self.faults}):
             if name in self.faults:
                 raise self.faults[name]
 
@@ -62,14 +62,14 @@ class Labels:
         return Labels(regions={name: changed[id(mask)] for name, mask in own.items()}, faults=self.faults)
 
 
-def named(wanted: Iterable[Value], there: Collection[Value]) -> list[Value]:
+def matching_labels(wanted: Iterable[Value], there: Collection[Value]) -> list[Value]:
     """Return which of the labels `there` are meant: equal ones, of a name without any those that differ in case and blanks."""
     found: dict[Value, None] = {}
     for name in wanted:
-        near = [one for one in there if isinstance(one, str) and _folded(one) == _folded(name)] if isinstance(name, str) else []
+        near = [one for one in there if isinstance(one, str) and _fold(one) == _fold(name)] if isinstance(name, str) else []
         found |= dict.fromkeys([name] if name in there else near)
     return list(found)
 
 
-def _folded(name: str) -> str:
+def _fold(name: str) -> str:
     return " ".join(name.split()).casefold()

@@ -15,7 +15,7 @@ from consilium.core.seeding import seed_for
 ITERATIONS = 100
 
 
-def clusters(points: np.ndarray, count: int, seed: int) -> list[str]:
+def cluster_points(points: np.ndarray, count: int, seed: int) -> list[str]:
     """Return each point's cluster, "cluster-0" and so on, of (N, D) points; same points and seed, same clusters.
 
     Raises DataError for fewer different points than clusters.

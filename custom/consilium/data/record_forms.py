@@ -80,11 +80,11 @@ def chat_of(where: str, raw: Mapping[str, Any]) -> Chat | None:
     if form in ("messages", "conversations"):
         if "system" in present:
             raise DataError(f"{where}: system: beside {form!r}; write it there as the first message, of role system")
-        return _of_messages(where, form, _messages(where, form, raw[form]))
+        return _chat_from_messages(where, form, _read_messages(where, form, raw[form]))
     if form == "chosen":
-        return _of_preference(where, raw, system)
+        return _chat_from_preference(where, raw, system)
     if form == "prompt":
-        return _of_completion(where, raw, system, "completion")
+        return _chat_from_completion(where, raw, system, "completion")
     if form == "question":
         return Chat(form, raw.get("question", ""), answer=raw.get("answer"), system=system)
     if form == "text":
@@ -93,14 +93,14 @@ def chat_of(where: str, raw: Mapping[str, Any]) -> Chat | None:
     return Chat(form, raw.get("instruction", ""), raw.get("input", ""), system=system)
 
 
-def _of_preference(where: str, raw: Mapping[str, Any], system: Any) -> Chat:
+def _chat_from_preference(where: str, raw: Mapping[str, Any], system: Any) -> Chat:
     """Return a prompt with its better answer and its worse one. Raises DataError where these answer different prompts."""
     both = list[Chat]()
     for key in FORMS["chosen"]:
         if "prompt" in raw or not isinstance(raw.get(key), list):
-            found = _of_completion(where, {"prompt": "", **raw}, system, key)
+            found = _chat_from_completion(where, {"prompt": "", **raw}, system, key)
         else:
-            found = replace(_of_messages(where, key, _messages(where, key, raw[key])), form="prompt")
+            found = replace(_chat_from_messages(where, key, _read_messages(where, key, raw[key])), form="prompt")
         if not isinstance(found.answer, str) or not found.answer.strip():
             what = "is missing" if raw.get(key) is None else f"{repr(raw[key])[:80]} holds no answer"
             raise DataError(f"{where}: {key}: {what}; write the better answer as chosen, the worse one as rejected")
@@ -113,7 +113,7 @@ def _of_preference(where: str, raw: Mapping[str, Any], system: Any) -> Chat:
     return replace(better, form="chosen", learns_history=False, rejected=worse.answer)
 
 
-def _of_completion(where: str, raw: Mapping[str, Any], system: Any, key: str) -> Chat:
+def _chat_from_completion(where: str, raw: Mapping[str, Any], system: Any, key: str) -> Chat:
     """Return a record of a prompt and, in `key`, its answer."""
     prompt, completion = raw.get("prompt", ""), raw.get(key)
     if not isinstance(prompt, list) and not isinstance(completion, list):
@@ -122,26 +122,26 @@ def _of_completion(where: str, raw: Mapping[str, Any], system: Any, key: str) ->
         raise DataError(f"{where}: prompt and {key}: one is a text and one a list of messages; write both alike")
     if system:
         raise DataError(f"{where}: system: beside a list of messages; write it as the first message of prompt, of role system")
-    asked = _messages(where, "prompt", prompt)
+    asked = _read_messages(where, "prompt", prompt)
     if not asked or asked[-1][0] != "user":
         raise DataError(f"{where}: prompt: ends with a turn of {asked[-1][0] if asked else 'nobody'}; end it with the user's")
-    answer = [] if completion is None else _messages(where, key, completion)
+    answer = [] if completion is None else _read_messages(where, key, completion)
     if completion is not None and [role for role, _ in answer] != ["assistant"]:
         what = f"has the roles {[role for role, _ in answer]}"
         raise DataError(f"{where}: {key}: {what}; write one assistant message, and earlier ones into prompt")
-    return replace(_of_messages(where, "prompt", [*asked, *answer]), learns_history=False)
+    return replace(_chat_from_messages(where, "prompt", [*asked, *answer]), learns_history=False)
 
 
-def _messages(where: str, key: str, value: Any) -> list[tuple[str, str]]:
+def _read_messages(where: str, key: str, value: Any) -> list[tuple[str, str]]:
     """Return role and text of each message. Raises DataError."""
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: {key}: {repr(value)[:80]} is not a list of messages; write {EXAMPLE}")
     if len(value) > MOST_TURNS:
         raise DataError(f"{where}: {key}: {len(value):,} messages, at most {MOST_TURNS} are possible; split the conversation")
-    return [_message(f"{where}: {key}[{number}]", one) for number, one in enumerate(value)]
+    return [_read_message(f"{where}: {key}[{number}]", one) for number, one in enumerate(value)]
 
 
-def _message(where: str, value: Any) -> tuple[str, str]:
+def _read_message(where: str, value: Any) -> tuple[str, str]:
     if not isinstance(value, dict):
         raise DataError(f'{where}: {repr(value)[:80]} is not a message; write {{"role": "user", "content": ...}}')
     sharegpt = "from" in value and "role" not in value
@@ -164,7 +164,7 @@ def _message(where: str, value: Any) -> tuple[str, str]:
     return role, content
 
 
-def _of_messages(where: str, form: str, messages: Sequence[tuple[str, str]]) -> Chat:
+def _chat_from_messages(where: str, form: str, messages: Sequence[tuple[str, str]]) -> Chat:
     """Return a conversation: a system prompt if it has one, then user and assistant in turn; the last answer may be missing."""
     system = messages[0][1] if messages[0][0] == "system" else ""
     turns = messages[1:] if messages[0][0] == "system" else messages

@@ -16,8 +16,8 @@ from consilium.core.seeding import seed_for
 from consilium.data.pixel_values import windowed
 from consilium.data.settings import PictureSettings
 from consilium.data.synthetic.drawing import write_list
+from consilium.data.synthetic.imaging_study import LABELS, WINDOW, Study
 from consilium.data.synthetic.organs import draw_anatomy, draw_study, scan
-from consilium.data.synthetic.study import LABELS, WINDOW, Study
 
 Files = Literal["nifti", "dicom", "png"]
 
