@@ -19,7 +19,7 @@ from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.text import Text, read_texts
 
 NEAR = 12
-"""Bits of 256 by which the hashes of two pictures that look alike differ at most."""
+"""Two pictures look alike if their 256-bit hashes differ in at most this many bits."""
 _BLOCK, _FAR = 512, 999
 
 
@@ -30,13 +30,12 @@ def check_datalist(
     change: Callable[[DataList], DataList] | None = None,
     size: int = 0,
 ) -> Findings:
-    """Open each image and mask once and report; with `classes`, labels that belong to none are problems.
+    """Open each image and mask of a list once and return the findings.
 
-    With a model's `size` in pixels, structures that it is too small for are warnings. `change` returns the list as a job uses
-    it, by default see `arranged`.
-
-    Labels are masks or classes as `classes` says; without it, as each label looks. Raises DataError where the list itself
-    cannot be read.
+    `classes`: the job's classes; a label that belongs to none of them is then a problem. They also say whether labels are masks
+    or class names. Without them, each label is taken as it looks. `change`: turns the list into the one that the job uses; the
+    default is `with_challenge_splits`. `size`: pixels of the model's side; structures that are too small for it are warnings.
+    Raises DataError if the list itself cannot be read.
     """
     bad: list[tuple[str, int, DataError]] = []
     named = None if classes is None else not isinstance(classes, dict)
@@ -78,12 +77,12 @@ def check_datalist(
 
 
 def _add_sample(report: Findings, split: str, item: Item, called: str, found: SampleReport, classes: Classes) -> None:
-    """Add one sample to the report of its list."""
+    """Add the report of one sample to the findings of its list."""
     name = f"{split}: {called}"
     if found.stop is not None:
         report.bad[split] += 1
         said = str(found.stop)
-        if found.stop.kind == UNDECLARED and item.label_map is None:  # one proposal for all masks of all sites comes at the end
+        if found.stop.kind == UNDECLARED and item.label_map is None:  # one proposal for all masks of all sites follows
             said = said.partition(OF_NO_CLASS)[0] + OF_NO_CLASS
         report.problem(found.stop.kind, f"{name}: {said}", item if found.size else None)
     elif item.label is None:
@@ -108,12 +107,11 @@ def check_texts(
     max_length: int = 0,
     class_of: Callable[[Text], int] | None = None,
 ) -> Findings:
-    """Read every record and report; with `length_of` also lengths in a job's tokens, and which exceed `max_length`.
+    """Read every record of a text data set and return the findings.
 
-    `class_of`: raises DataError for a record without a class of the job's.
-
-    Equal prompts, or one patient, in two splits leak the test into training and are problems. Raises DataError where a file
-    cannot be read.
+    `length_of`: returns a record's length in the job's tokens; lengths over `max_length` are then reported. `class_of`: raises
+    DataError for a record whose class the job does not have. A prompt or a patient in two splits is a problem, because it leaks
+    the test split into training. Raises DataError if a file cannot be read.
     """
     data = read_texts(path)
     report = Findings.of(path, data)
@@ -149,7 +147,10 @@ def check_texts(
 
 
 def find_copies(report: Findings) -> None:
-    """Report what two splits share as problems; what looks alike in two splits, and copies in one split, as warnings."""
+    """Report samples that two splits share as problems.
+
+    Pictures that look alike in two splits, and copies within one split, are warnings.
+    """
     left = []
     for trace, shared, first in _compare_traces(report.traces):
         if shared:
@@ -163,7 +164,7 @@ def find_copies(report: Findings) -> None:
 
 
 def find_alike(report: Findings) -> None:
-    """Warn of patients whose identifiers are nearly equal, by a sample of each: they may be one person."""
+    """Warn of patients whose identifiers are nearly equal, because they may be one person. Each is shown by one sample."""
     first: dict[str, str] = {}
     for trace in report.traces:
         for kind, key in trace.marks:
@@ -174,11 +175,14 @@ def find_alike(report: Findings) -> None:
 
 
 def shared_by_sites(reports: Iterable[tuple[str, Findings]]) -> dict[str, list[str]]:
-    """Return what two sites share, by kind: samples that one of them trains on, patients, studies, pictures alike."""
+    """Return a line for each sample, patient or study that two sites share, and for pictures that look alike, by kind.
+
+    Samples that neither site trains on are left out.
+    """
     traces = [Trace(name, f"{t.place}: {t.name}", t.marks, t.hash, t.training) for name, one in reports for t in one.traces]
     found: dict[str, list[str]] = {}
     left = []
-    # samples that no site trains on may be a common test set
+    # training samples come first: samples that no site trains on may be a common test set
     for trace, shared, _ in _compare_traces(sorted(traces, key=lambda t: not t.training), training=True):
         if shared:
             found.setdefault(shared[0].format("sites"), []).append(_format_pair(trace, shared[1]))
@@ -190,9 +194,9 @@ def shared_by_sites(reports: Iterable[tuple[str, Findings]]) -> dict[str, list[s
 
 
 def suggested_settings(reports: Mapping[str, Findings], classes: Classes, max_length: int = 0) -> list[str]:
-    """Return what to write into a job for the data of all sites: values of its classes, and the length of its texts.
+    """Return lines that say what to write into a job for the data of all sites: values of its classes, and its text length.
 
-    `reports`: by site, without those whose site.yaml maps labels; `classes`: the job's, None without a job.
+    `reports`: the findings by site, without sites whose site.yaml maps labels. `classes`: the job's, None without a job.
     """
     found = []
     values = {name: {value for value in one.label_values if isinstance(value, int) and value} for name, one in reports.items()}
@@ -229,9 +233,9 @@ def length_summary(lengths: Counter[int], max_length: int) -> str:
 def _compare_traces(
     traces: Iterable[Trace], training: bool = False
 ) -> Iterator[tuple[Trace, tuple[str, Trace] | None, Trace | None]]:
-    """Yield each trace with the strongest mark that a sample of another place has too, and that sample; and its first copy.
+    """Yield each trace, (kind of mark, earlier trace) if a trace of another split or site shares a mark, and its first copy.
 
-    `training`: it is compared with samples alone that are trained on.
+    If several marks are shared, the strongest is returned. `training`: compare with training samples only.
     """
     seen: dict[tuple[str, str], Trace] = {}
     for trace in traces:
@@ -246,7 +250,10 @@ def _format_pair(trace: Trace, other: Trace) -> str:
 
 
 def _find_look_alikes(traces: list[Trace]) -> Iterator[tuple[Trace, Trace]]:
-    """Yield pictures, each with the earlier one of another place that looks most like it, if one of the two is trained on."""
+    """Yield (picture, earlier picture) pairs that look alike, come from two places, and of which one is trained on.
+
+    A place is a split or a site. Each picture is paired with the earlier one that looks most like it.
+    """
     known = [trace for trace in traces if trace.hash is not None]
     hashes = np.frombuffer(b"".join(trace.hash or b"" for trace in known), np.uint64).reshape(len(known), 4)
     groups = {name: number for number, name in enumerate(dict.fromkeys(trace.place for trace in known))}

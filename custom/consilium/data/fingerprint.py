@@ -1,4 +1,4 @@
-"""A fingerprint of a site's data without reading pictures: the list, and the names and sizes of its files."""
+"""A fingerprint of a site's data that reads no pictures: it covers the list, and the names and sizes of its files."""
 
 import hashlib
 import json
@@ -13,10 +13,10 @@ from consilium.data.text import FILES, has_texts
 
 
 def fingerprint(path: Path) -> str:
-    """Return 16 hexadecimal digits for a data list, or a folder of texts or of classes, wherever it lies.
+    """Return 16 hexadecimal digits for a data list, a folder of texts or a folder of classes; "" if it cannot be read.
 
-    "" for a list that cannot be read: the job reports why. Of texts the content counts, of pictures and masks names and sizes:
-    a picture with other pixels and the same number of bytes is not noticed.
+    The path itself does not count. Texts count by content, pictures and masks by name and size. So a picture with other pixels
+    and the same number of bytes is not noticed. Why a list cannot be read is reported by the job.
     """
     try:
         found = _folder_content(path) if path.is_dir() or path.suffix == ".jsonl" else _list_content(path)
@@ -38,13 +38,13 @@ def _list_content(path: Path) -> dict[str, Any]:
     raw: dict[str, Any] = json.loads(read_text(path, ""))
     for split in SPLITS:
         entries = raw.get(split, [])
-        for number, entry in enumerate(entries):  # names and sizes in place of paths; a label that is not a file stays
+        for number, entry in enumerate(entries):  # names and sizes replace paths; a label that is not a file stays
             places = {key: path.parent / entry[key] for key in ("image", "label") if isinstance(entry.get(key), str)}
             entries[number] = entry | {key: _name_and_size(place) for key, place in places.items() if place.exists()}
     return raw | {split: raw.get(split, []) for split in SPLITS}
 
 
 def _name_and_size(path: Path) -> list[Any]:
-    """Return a file's name and size; of a folder of DICOM files those of its files."""
+    """Return [name, [[file name, size]]] of a file; for a folder of DICOM files, of all its files."""
     files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
     return [path.name, [[one.name, one.stat().st_size] for one in files]]

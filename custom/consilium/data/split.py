@@ -1,8 +1,9 @@
-"""Cut a data list into training, validation and test, or into folds. Linked samples are never separated.
+"""Split a data list into training, validation and test, or into folds. Linked samples stay in one part.
 
-Entries of one patient, study, volume or mask are linked, by the list's own keys and by DICOM files. Labels are
-spread alike by iterative stratification (Sechidis, Tsoumakas and Vlahavas, ECML PKDD 2011), group by group instead of sample
-by sample: the rarest label first, each of its groups to the part that lacks most of it. Same list, numbers and seed, same cut.
+Entries of one patient, study, volume or mask are linked. Patients and studies are read from the list and from DICOM files.
+Labels are spread evenly by iterative stratification (Sechidis, Tsoumakas and Vlahavas, ECML PKDD 2011) of groups of linked
+samples instead of single samples: the rarest label comes first, and each of its groups goes to the part that lacks most of it.
+The same list, numbers and seed give the same split.
 """
 
 import json
@@ -27,9 +28,9 @@ from consilium.data.safe_open import refuse
 
 @dataclass(frozen=True)
 class Cut:
-    """How to cut: shares of all samples, or `folds` parts each of which is the test split once.
+    """The numbers of a split: shares of all samples, or `folds` parts of which each is the test split once.
 
-    `keep_test`: the list's own test split stays as it is, only the rest is cut. `validation` is a share of the rest.
+    `keep_test`: the list's own test split stays, and `validation` is a share of the other samples.
     """
 
     validation: float = 0.1
@@ -41,7 +42,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Sample:
-    """An entry as it is written again, with the labels it shows; `split`: where the source had it."""
+    """An entry of the new list. `split`: its split in the source; `keys`: link it to others; `labels`: that it shows."""
 
     split: str
     entry: dict[str, Any]
@@ -53,10 +54,10 @@ Parts = dict[str, list[Sample]]
 
 
 def split_list(source: Path, folder: Path, cut: Cut) -> dict[str, Any]:
-    """Write `folder`/datalist.json, or one in fold-1, fold-2, ..., and split.json, whose content is returned.
+    """Write `folder`/datalist.json, or one list each in fold-1, fold-2, ..., and split.json. Return the content of split.json.
 
-    Paths are absolute, nothing is copied. Entries keep their own keys; nothing that was read from a file is added.
-    Raises DataError for a list or mask that cannot be read, shares of 1 or more, too few groups, or a folder in use.
+    Paths are absolute, and no picture is copied. Entries keep their own keys; identifiers from files are not added. Raises
+    DataError for a list or mask that cannot be read, shares that sum to 1 or more, too few groups, or a folder in use.
     """
     left = 1 - cut.validation - cut.test
     refuse(
@@ -96,7 +97,7 @@ def split_list(source: Path, folder: Path, cut: Cut) -> dict[str, Any]:
 
 
 def share_out(samples: Sequence[Sample], shares: dict[str, float], seed: int) -> Parts:
-    """Return the samples by part, near the shares in number and in every label; groups stay whole."""
+    """Return the samples by part. Each part has nearly its share of the samples and of every label; groups stay whole."""
     groups = grouped(samples)
     order = np.random.default_rng(seed_for(seed, "split")).permutation(len(groups))
     left = sorted((groups[i] for i in order), key=len, reverse=True)
@@ -114,7 +115,7 @@ def share_out(samples: Sequence[Sample], shares: dict[str, float], seed: int) ->
 
 
 def grouped(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Return samples that share any key, directly or through others, as one group each, in the order of the list."""
+    """Return the groups of linked samples, in the order of the list. Linked samples share a key, directly or through others."""
     found: dict[int, list[Sample]] = {}
     for sample, first in zip(samples, first_linked([sample.keys for sample in samples]), strict=True):
         found.setdefault(first, []).append(sample)
@@ -122,7 +123,7 @@ def grouped(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def _count_labels(samples: Sequence[Sample]) -> Counter[str]:
-    """Return how many samples show each label; "" counts all."""
+    """Return the number of samples that show each label; the key "" has the number of all samples."""
     return Counter(label for sample in samples for label in (*sample.labels, ""))
 
 
@@ -143,7 +144,7 @@ def _write_notes(samples: Sequence[Sample], lists: dict[str, Parts], cut: Cut) -
 
 
 def _read_samples(source: Path) -> tuple[list[Sample], dict[str, Any]]:
-    """Return all samples, and the list's other keys."""
+    """Return all samples of a list, and the values of its other keys. Raises DataError."""
     data = read_datalist(source, None)
     kept = {split for split in SPLITS if split != "test" or with_challenge_splits(data).splits[split]}
     raw = {} if source.is_dir() else read_list(source)

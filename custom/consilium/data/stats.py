@@ -1,6 +1,6 @@
 """Statistics of one site's data: counts, sizes, spacing, intensities, classes. They show how sites differ.
 
-These are plain numbers of a site's own data, without any noise: they are for the site itself.
+The numbers are exact, without any noise, so they are for the site itself.
 """
 
 from collections import Counter
@@ -26,15 +26,17 @@ from consilium.data.settings import DEFAULTS, PictureSettings, Value
 PERCENTILES = (1, 25, 50, 75, 99)
 BINS = 32
 MOST_VALUES = 2**20
-"""Values of one image that are sampled, evenly spread."""
+"""About this many values of an image are sampled, evenly spread."""
 Classes = Mapping[str, Sequence[int]] | Sequence[str] | None
 
 
 @dataclass
 class Measure:
-    """One entry: rows and columns (and planes), mm between voxels, percentiles of the file's values, its 8-bit histogram.
+    """The measurements of one entry of a list.
 
-    `labels`: pixels by label value; `classes`: pixels by class; `pixels`: of the mask in all.
+    `size`: rows and columns, or a volume's shape (i, j, k). `voxel`: mm between voxels. `percentiles`: PERCENTILES of the
+    file's values. `histogram`: of the 8-bit values. `labels`: pixels per label value. `classes`: pixels per class. `pixels`:
+    all pixels of the mask.
     """
 
     size: tuple[int, ...] = ()
@@ -49,10 +51,11 @@ class Measure:
 
 
 def site_stats(data: DataList, classes: Classes = None, settings: PictureSettings = DEFAULTS) -> dict[str, Any]:
-    """Return plain JSON values of one site; entries that cannot be read are counted and left out.
+    """Return the statistics of one site as plain JSON values. Entries that cannot be read are counted and left out.
 
-    "size" and "spacing": lowest, median and highest; "intensity": medians over the images of each one's percentiles, in the
-    file's unit; "histogram": shares of 8-bit values in 32 bins; "classes": samples with each, and its share of all pixels.
+    "size" and "spacing": lowest, median and highest. "intensity": the median over images of each percentile, in the file's
+    unit. "histogram": shares of the 8-bit values in 32 bins. "classes": for each class, the samples that show it and its share
+    of all pixels.
     """
     items = [item for split in SPLITS for item in data.splits[split]]
     found = by_file(items, lambda ones: [_measure(one, classes, settings) for one in ones])
@@ -75,7 +78,7 @@ def site_stats(data: DataList, classes: Classes = None, settings: PictureSetting
 
 
 def _measure(item: Item, classes: Classes, settings: PictureSettings) -> Measure | None:
-    """Return what is measured of an entry, None where it cannot be read."""
+    """Return the measurements of an entry, None if it cannot be read."""
     try:
         level, window = level_of(settings), None
         found = Measure(patient=item.patient, study=item.study)
@@ -88,7 +91,7 @@ def _measure(item: Item, classes: Classes, settings: PictureSettings) -> Measure
             found.voxel, window = header.grid.voxel, header.window
             found.patient, found.study = item.patient or pseudonym(header.patient), item.study or pseudonym(header.study)
             spread = partial(volumes.spread, item.image)
-        elif item.tile is None and slides.by_tiles(item.image, settings):  # some tiles of a large picture
+        elif item.tile is None and slides.by_tiles(item.image, settings):  # a sample of tiles of a large picture
             found.size, values = slides.shape(item.image, level), np.concatenate(slides.probes(item.image, level))
             spread = partial(slides.spread, item.image, level)
         else:
@@ -107,7 +110,7 @@ def _measure(item: Item, classes: Classes, settings: PictureSettings) -> Measure
 
 
 def _count_labels(found: Measure, item: Item, classes: Classes, settings: PictureSettings) -> None:
-    """Count the pixels of each label and class; a class of the whole picture has all of them."""
+    """Count the pixels of each label and class of an entry. A class of the whole picture counts as one pixel of one."""
     if item.label is None:
         return
     if not isinstance(item.label, Path):
@@ -127,7 +130,7 @@ def _count_labels(found: Measure, item: Item, classes: Classes, settings: Pictur
 
 
 def _read_labels(item: Item, settings: PictureSettings) -> Iterable[Labels]:
-    """Return an item's labels, those of a large picture block by block."""
+    """Return the labels of an item; for a large picture, block by block."""
     whole = item.tile is None and not volumes.is_volume(item.image)
     if whole and isinstance(item.label, Path) and slides.by_tiles(item.image, settings):
         return slides.mask_blocks(item.label, slides.shape(item.image, level_of(settings)))
@@ -138,6 +141,6 @@ def _read_labels(item: Item, settings: PictureSettings) -> Iterable[Labels]:
 
 
 def _low_median_high(rows: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, list[float]]:
-    """Return [lowest, median, highest] by name; rows may be shorter than the names."""
+    """Return [lowest, median, highest] of each column by its name. Rows may be shorter than `names`."""
     columns = {name: [row[i] for row in rows if len(row) > i] for i, name in enumerate(names)}
     return {name: [round(float(v), 4) for v in np.percentile(col, [0, 50, 100])] for name, col in columns.items() if col}

@@ -1,9 +1,9 @@
-"""Instruction data: a folder with training.jsonl (or train.jsonl), validation.jsonl and test.jsonl, one record a line.
+"""Instruction data: a folder with training.jsonl (or train.jsonl), validation.jsonl and test.jsonl, one record per line.
 
-A record is {"instruction": ..., "input": ..., "output": ...}, or without an instruction, or in another form of chat.py; a
-file has one form. Optional: "outputs", a list of references instead of "output"; "final_answer", what exact match compares
-with; "labels", the record's own answers to choose from; "patient", as in a list of pictures. Keys that would change what a
-record says are refused (chat.MEANINGS), others are ignored.
+A record is {"instruction": ..., "input": ..., "output": ...}, where the instruction may be missing, or has another form of
+record_forms.py. All records of a file have one form. Optional keys are "outputs", a list of references instead of "output";
+"final_answer", the text that exact match compares with; "labels", the answers to choose from; and "patient", as in a list of
+pictures. Keys that would change what a record says are refused (record_forms.MEANINGS); others are ignored.
 """
 
 from collections.abc import Iterator
@@ -24,11 +24,11 @@ FILES = {
     "validation": ("validation.jsonl", "val.jsonl"),
     "test": ("test.jsonl",),
 }
-"""File names of each split; the first that is there counts."""
+"""File names of each split. The first one that exists is read."""
 MOST_RECORDS = 2 * 10**6
-"""Of one file: over five times MetaMathQA."""
+"""Records of one file, over five times MetaMathQA."""
 MOST_TEXTS = {"outputs": 256, "labels": MOST_CLASSES}
-"""Of one record: an answer is compared with each of them. E2E has up to 46 references."""
+"""Texts in a key of one record, because an answer is compared with each of them. E2E has up to 46 references."""
 WITH_INPUT = (
     "Below is a task, and a text that belongs to it. Write an answer that does what the task asks.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
@@ -38,11 +38,11 @@ WITHOUT_INPUT = "Below is a task. Write an answer that does what it asks.\n\n###
 
 @dataclass(frozen=True)
 class Text:
-    """One record; `name` is its file and line. `outputs` are its references, the first of which is trained on.
+    """One record. `name`: its file and line. `outputs`: its references, of which the first is trained on.
 
-    `rejected`: of a preference the answer that is worse than `outputs`.
-    `image`: its picture, for a task with pictures. `patient`: a pseudonym, "" where unknown. Of a conversation `instruction` is
-    the last question, `history` has the earlier (question, answer) pairs, and `learns_history` says whether these are learned.
+    `rejected`: the worse answer of a preference record. `image`: the picture, for a task with pictures. `patient`: a pseudonym,
+    "" if unknown. In a conversation, `instruction` is the last question, `history` has the earlier (question, answer) pairs,
+    and `learns_history` says whether the earlier answers are learned.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Text:
 
     @property
     def label(self) -> str:
-        """The class that a record says, for tasks of classes: its answer."""
+        """The class of a record, for classification: its answer."""
         return self.outputs[0].strip()
 
     @property
@@ -71,7 +71,7 @@ class Text:
 
     @property
     def prompt(self) -> str:
-        """The prompt in the default template; an input without an instruction is the instruction."""
+        """The prompt in the default template. An input without an instruction takes the instruction's place."""
         if self.system or self.history:
             return self.prompt_words
         if not self.instruction or not self.input:
@@ -85,15 +85,15 @@ def has_texts(folder: Path) -> bool:
 
 
 def read_named_list(path: Path) -> DataList:
-    """Return what a site's `datalist` names: a folder or file of records, else a data list. Raises DataError."""
+    """Read the list that a site's `datalist` names: a folder or file of records, or a list of pictures. Raises DataError."""
     return read_texts(path) if has_texts(path) or path.suffix == ".jsonl" else read_datalist(path, None)
 
 
 def read_texts(path: Path, pictures: bool = False) -> DataList:
-    """Read a site's instruction data: a folder, or its training file. Raises DataError, naming file, line and remedy.
+    """Read a site's instruction data: a folder, or its training file. Raises DataError with the file, line and remedy.
 
-    With `pictures` every record needs one. Only the files of `path` are read: a site whose path is a list of pictures does not
-    offer texts beside it, and sets no privacy budget for them.
+    `pictures`: every record must have a picture. Texts that lie beside a list of pictures are not read: a site that names the
+    list does not offer them, and sets no privacy budget for them.
     """
     folder = path.parent if path.name in FILES["training"] and path.is_file() else path
     if not has_texts(folder):
@@ -105,7 +105,7 @@ def read_texts(path: Path, pictures: bool = False) -> DataList:
 
 
 def _record_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield number and text of every line that holds a record. Raises DataError for more than MOST_RECORDS."""
+    """Yield the number and text of every line that is not blank. Raises DataError for more than MOST_RECORDS."""
     records = 0
     for number, line in enumerate(text_lines(path, "give a JSONL file in UTF-8"), start=1):
         if line.strip():
@@ -115,9 +115,10 @@ def _record_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_records(path: Path, bad: list[DataError] | None, pictures: bool = False) -> Iterator[Text]:
-    """Yield the records of a file. With `bad` they need no answer, and why a line cannot be used goes there.
+    """Yield the records of a file. Raises DataError for an unusable line, or adds the error to `bad` and goes on.
 
-    With `pictures` every record needs one: a relative path starts at the folder of its file. Raises DataError.
+    With `bad`, records need no answer. With `pictures`, every record needs a picture, whose relative path starts at the file's
+    folder.
     """
     first = None
     for number, line in _record_lines(path):
@@ -130,7 +131,7 @@ def read_records(path: Path, bad: list[DataError] | None, pictures: bool = False
             if form != first[0]:
                 what = f"a record with {form!r}, where line {first[1]} has {first[0]!r}"
                 raise DataError(f"{where}: {what}; write one form in a file")
-            if pictures and record.history:  # it does not say which turn the picture is in
+            if pictures and record.history:  # the record does not say which turn the picture belongs to
                 raise DataError(f"{where}: a conversation of several turns beside a picture; write one question and its answer")
             named = raw.get("image")
             if pictures and (not isinstance(named, str) or not named or "\0" in named):
@@ -143,7 +144,7 @@ def read_records(path: Path, bad: list[DataError] | None, pictures: bool = False
 
 
 def _parse_record(where: str, name: str, read: Any, answered: bool) -> tuple[Text, str]:
-    """Return a line's record and its form; a key whose value is null counts as absent. Not `answered`, it needs no output."""
+    """Return a line's record and its form. `answered`: the record needs an answer. A null value counts as absent."""
     raw = {key: value for key, value in read.items() if value is not None} if isinstance(read, dict) else {}
     chat = chat_of(where, raw)
     if isinstance(read, dict) and "text" in read and (chat is None or (chat.form == "text" and not chat.instruction)):
@@ -187,7 +188,7 @@ def _read_outputs(where: str, raw: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _read_answer(where: str, chat: Chat) -> str:
-    """Return the answer of a record in a form that has one. Raises DataError for none, or an empty one."""
+    """Return the answer of a record that is not an Alpaca record. Raises DataError if it is missing or empty."""
     key = FORMS[chat.form][-1]
     if chat.answer is None and len(FORMS[chat.form]) == 1:
         raise DataError(f"{where}: {key}: ends with the user's turn; end it with the assistant's, which is learned")

@@ -1,4 +1,4 @@
-"""Volumes: headers, voxels and labels. nifti.py, raw_volumes.py and dicom/ read their formats."""
+"""Headers, voxels and labels of volumes. The formats are read by nifti.py, raw_volumes.py and dicom/."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,17 +22,17 @@ from consilium.data.settings import NiftiAffine
 __all__ = ["Header", "forget", "header", "hold_volumes", "is_volume", "labels", "percentiles", "spread", "voxels"]
 T = TypeVar("T")
 KEPT = 2
-"""Volumes that are kept in memory, and as many masks; as many threads may hold others, see `hold_volumes`."""
+"""Volumes in memory, and as many masks. Besides, this number of threads may hold volumes of their own, see `hold_volumes`."""
 _holders, _local = BoundedSemaphore(KEPT), local()
 
 
 @dataclass(frozen=True, eq=False)
 class Header:
-    """A volume's header. `window`: the file's own (center, width).
+    """A volume's header. `window`: the (center, width) in the file.
 
-    `second`: a NIfTI file's grid by its qform, where its sform says otherwise; `affine`: which of the two was chosen.
-    `patient`, `study` and `space` (its frame of reference) are the file's own identifiers: they stay in this process, see
-    datalist.py.
+    `second`: the grid by a NIfTI file's qform, if its sform disagrees; `affine`: which of the two was chosen. `patient`,
+    `study` and `space` (the frame of reference) are the identifiers in the file. They never leave this process, see
+    identifiers.py.
     """
 
     grid: Grid
@@ -45,23 +45,26 @@ class Header:
 
 
 def voxels(path: Path) -> np.ndarray:
-    """Return real numbers (i, j, k), or colours (i, j, k, 3) of 8 bits; the last volumes are kept. Raises DataError."""
+    """Return a volume's real numbers (i, j, k), or 8-bit colours (i, j, k, 3). Raises DataError.
+
+    The last volumes read stay in memory.
+    """
     return _read_once(_voxels, path, stamp(path))
 
 
 def labels(path: Path, image: Header, resample: bool = False) -> Labels:
-    """Return the labels of a file on the grid of its image (i, j, k); the last are kept.
+    """Return the labels of a file on the grid of its image (i, j, k). The last labels read stay in memory.
 
-    Raises UnfitError where they lie on another grid, unless `resample`.
+    Raises UnfitError if they lie on another grid, unless `resample` is set.
     """
     return _read_once(_labels, path, stamp(path), image, resample)
 
 
 @contextmanager
 def hold_volumes() -> Iterator[None]:
-    """Keep the volumes that this thread reads in the block until its end: the planes of a volume are read in a row.
+    """Keep all volumes that this thread reads in the block in memory until its end, to read their planes one after another.
 
-    A few threads at a time may, so that memory is bounded; others wait.
+    Only KEPT threads may hold volumes at a time, so that memory is bounded; others wait.
     """
     with _holders:
         _local.held = {}
@@ -72,19 +75,19 @@ def hold_volumes() -> Iterator[None]:
 
 
 def _read_once(read: Callable[..., T], *args: object) -> T:
-    """Return `read(*args)`, from this thread's held results if it has them."""
+    """Return `read(*args)`. Within `hold_volumes`, a result that this thread already has is returned again."""
     mine: dict[object, T] | None = getattr(_local, "held", None)
     if mine is None:
         return read(*args)
     if (read, *args) not in mine:
-        if len(mine) == 2 * KEPT:  # a mask a plane
+        if len(mine) == 2 * KEPT:  # there may be one mask per plane
             del mine[next(iter(mine))]
         mine[read, *args] = read(*args)
     return mine[read, *args]
 
 
 def forget() -> None:
-    """Forget all volumes that are kept in memory."""
+    """Drop all volumes, headers and percentiles from memory."""
     for kept in (header, _voxels, _labels, spread):
         kept.cache_clear()
     forget_formats()
@@ -94,8 +97,8 @@ MOST_COUNTED = 2**22
 
 
 def percentiles(values: np.ndarray) -> tuple[float, float]:
-    """Return the 0.5 and 99.5 percentiles, of every n-th value where there are many."""
-    some = values.flat[:: max(1, values.size // MOST_COUNTED)]  # reshape would copy a volume whose slices are in one piece
+    """Return the 0.5 and 99.5 percentiles of an array. A large array is sampled at every n-th value."""
+    some = values.flat[:: max(1, values.size // MOST_COUNTED)]  # reshape would copy a volume with contiguous slices
     low, high = np.percentile(some, [0.5, 99.5])
     return float(low), float(high)
 
@@ -104,7 +107,7 @@ def percentiles(values: np.ndarray) -> tuple[float, float]:
 def header(path: Path, affine: NiftiAffine | None = None) -> Header:
     """Return a volume's header. Raises DataError.
 
-    `affine`: which place counts in a NIfTI file whose qform and sform disagree; an error where none is chosen.
+    `affine`: which transform to use for a NIfTI file whose qform and sform disagree; None refuses such a file.
     """
     found: Header = replace(_read_by_format("header", path), affine=affine)
     if found.second is not None and affine is None:
@@ -144,16 +147,16 @@ def _labels(path: Path, stamp: Stamp, image: Header, resample: bool) -> Labels:
 
 @partial(Kept, most=4096)
 def spread(path: Path) -> tuple[float, float]:
-    """Return the 0.5 and 99.5 percentiles of a volume's voxels, of every n-th of them where there are many."""
+    """Return the 0.5 and 99.5 percentiles of a volume's voxels, see `percentiles`. Raises DataError."""
     return percentiles(voxels(path))
 
 
 _DICOM = {"header": "frames", "voxels": "pixels", "labels": "masks"}
-"""Modules of dicom/ by what they read."""
+"""The module of dicom/ that reads each part of a volume."""
 
 
 def _read_by_format(what: str, path: Path, *more: object) -> Any:
-    """Return the header, the voxels or the labels of a volume, by the module of its format. Raises DataError."""
+    """Return `what` ("header", "voxels" or "labels") of a volume, read by the module of its format. Raises DataError."""
     kind = volume_format(path)
     if kind is None:
         raise DataError(f"{path}: is not a volume; give NIfTI, DICOM, MetaImage or NRRD")

@@ -1,4 +1,4 @@
-"""Single-cell phantoms of five classes that differ in outline and inside, not in colour or size."""
+"""Single-cell phantoms of five classes, which differ in the cell's outline and interior, not in colour or size."""
 
 import numpy as np
 from numpy.random import Generator
@@ -9,7 +9,7 @@ CELLS = ("round", "elongated", "target", "teardrop", "spiky")
 
 
 def draw_cell(rng: Generator, kind: str, size: int) -> np.ndarray:
-    """Return a smear (S, S, 3) in 0..1 with one cell of this kind of CELLS in the middle, and often neighbours at the rim."""
+    """Return a smear (S, S, 3) in 0..1 with a cell of `kind` (one of CELLS) in the middle, and up to two cells at the rim."""
     picture = np.array([0.86, 0.80, 0.76]) + 0.02 * smooth_noise(rng, size, size / 6)[..., None]
     stain = np.array([0.66, 0.36, 0.42]) + rng.normal(0, 0.04, 3)
     for _ in range(int(rng.integers(0, 3))):
@@ -25,7 +25,7 @@ def _blend(picture: np.ndarray, cover: np.ndarray, stain: np.ndarray) -> np.ndar
 
 
 def _stain_cover(rng: Generator, kind: str, size: int, center: np.ndarray) -> np.ndarray:
-    """Return how densely a cell stains each pixel (S, S), 0..1."""
+    """Return how densely a cell stains each pixel: (S, S) in 0..1."""
     y, x = np.mgrid[:size, :size] + 0.5
     turn, radius = rng.uniform(0, 2 * np.pi), size * rng.uniform(0.2, 0.28)
     along = ((x - center[1]) * np.cos(turn) + (y - center[0]) * np.sin(turn)) / radius

@@ -1,10 +1,10 @@
-"""Generated sites: fundus-like (disc and cup), nuclei-like and single-cell images with two shifts that can be set apart.
+"""Generated sites: fundus-like (disc and cup), nuclei-like and single-cell images, with two shifts that are set separately.
 
-*Appearance* changes how a site's images look (P(x)): colour, contrast, polarity, shading, blur, noise. *Annotation* changes
-how its raters draw (P(y|x)): where they put a boundary, how coarse their outline is, which objects they leave out. IAT's
-encoder and decoder splits answer to these two. For cells, which have a class and no mask, it is how unevenly the classes come
-(P(y)) in training and validation; the test split has equally many of each. The same seed and site give the same files.
-Texts, for language models, are in sentences.py, volumes in hospitals.py.
+*Appearance* changes how a site's images look, P(x): colour, contrast, polarity, shading, blur, noise. *Annotation* changes
+how its raters draw, P(y|x): where they put a boundary, how coarse their outline is, which objects they leave out. IAT splits
+encoder and decoder because of these two shifts. Cells have a class and no mask: for them, annotation is the imbalance of the
+classes, P(y), in training and validation, and the test split has as many samples of each class. The same seed and site give
+the same files. Texts for language models are in sentences.py, volumes in hospitals.py.
 """
 
 from dataclasses import dataclass
@@ -36,16 +36,19 @@ KINDS = (*LABELS, *RECORDS)
 
 @dataclass(frozen=True)
 class Habits:
-    """One site: `look` (8) and `hand` (4) lie in [-1, 1] and are already scaled by the strengths of the two shifts."""
+    """The two shifts of one site: `look` (8,) of its images, `hand` (4,) of its raters.
+
+    Both are in [-1, 1] and already scaled by the strengths of the shifts.
+    """
 
     look: np.ndarray
     hand: np.ndarray
 
 
 def habits(site: str, seed: int, appearance: float, annotation: float, groups: int | None = None) -> Habits:
-    """Return a site's habits. Sites numbered 1, 2, ... are spread evenly, others by a hash of the name.
+    """Return a site's habits. They are spread evenly over sites numbered 1, 2, ...; other names are hashed to a number.
 
-    With `groups` every so many sites the habits come again.
+    With `groups`, the habits repeat after that many sites.
     """
     number = _number(site) % groups if groups else _number(site)
     ratios = np.sqrt([2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37]) % 1
@@ -76,8 +79,9 @@ def make_phantoms(
 ) -> Path:
     """Write images/, masks/ (not for cells) and datalist.json for one site into `folder`; return the data list's path.
 
-    `files`: the format of an organ's volumes. `classes`: of how many a site has cells to learn from, None: of all. For
-    texts it writes JSONL lists and returns the folder. Does nothing if the folder holds exactly this already.
+    `files`: the format of an organ's volumes. `classes`: the number of classes that a site's training and validation cells
+    have, None for all. For texts, JSONL files are written and the folder is returned. Nothing is written if the folder already
+    holds data of the same arguments.
     """
     if kind in RECORDS:
         return make_texts(folder, kind, site, seed, training, validation, test, appearance, annotation)
@@ -91,7 +95,7 @@ def make_phantoms(
 
 
 def check_own(folder: Path) -> None:
-    """Raise DataError if the folder holds data that were not generated: they would be replaced."""
+    """Raise DataError if the folder holds data that were not generated, because these would be overwritten."""
     lists = [folder / "datalist.json"] if "phantoms" not in read_spec(folder / "datalist.json") else []
     lists += [folder / f"{split}.jsonl" for split in SPLITS] if not (folder / "phantoms.json").exists() else []
     if found := [path for path in lists if path.exists()]:
@@ -114,10 +118,10 @@ def _write_sample(folder: Path, spec: dict, who: Habits, split: str, index: int)
 
 
 def few_classes(site: str, count: int) -> np.ndarray:
-    """Return the shares of CELLS at a site that sees `count` of them, equally often. Sites 1, 2, ... go round all classes.
+    """Return the shares of each of CELLS at a site that has `count` classes, all equally often.
 
-    As McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, share out
-    digits: two classes a client. There they are dealt at random, here in turn, so that a few sites see all classes.
+    McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, give each client
+    two classes of digits. They assign classes at random. Here sites 1, 2, ... get them in turn, so that a few sites cover all.
     """
     shares = np.zeros(len(CELLS))
     shares[[((_number(site) - 1) * count + i) % len(CELLS) for i in range(count)]] = 1 / count
@@ -125,7 +129,7 @@ def few_classes(site: str, count: int) -> np.ndarray:
 
 
 def class_shares(who: Habits) -> np.ndarray:
-    """Return how often a site sees each of CELLS (sum 1): equal without label shift, up to 1 : 50 with all of it."""
+    """Return the share of each of CELLS at a site (sum 1): equal without label shift, ratios up to 1 : 50 at full shift."""
     phases = 2 * np.pi * np.arange(len(CELLS)) / len(CELLS)
     wave = who.hand[0] * np.cos(phases) + who.hand[1] * np.sin(phases) + who.hand[2] * np.cos(2 * phases)
     shares = np.exp(2 * wave)
@@ -133,15 +137,15 @@ def class_shares(who: Habits) -> np.ndarray:
 
 
 def draw_phantom(rng: Generator, kind: str, size: int, who: Habits) -> tuple[np.ndarray, np.ndarray]:
-    """Return image (S, S, 3) uint8 and label image (S, S) uint8 of one phantom as this site takes and annotates it."""
+    """Return one phantom as this site records and annotates it: image (S, S, 3) uint8 and label image (S, S) uint8."""
     picture, mask = (_fundus if kind == "fundus" else _nuclei)(rng, size, who)
     return _camera(rng, picture, who.look), mask
 
 
 def _radial_field(rng: Generator, size: int, center: np.ndarray, radius: float, waviness: float, corners: int) -> np.ndarray:
-    """Return (S, S): distance from `center` over the outline's own radius there; < 1 is inside.
+    """Return each pixel's distance from `center`, divided by the outline's radius there: (S, S), < 1 is inside.
 
-    With `corners` the outline is a polygon through that many of its points, as a hurried rater clicks it.
+    With `corners`, the outline is a polygon through that many of its points, as a hurried rater clicks it.
     """
     y, x = np.mgrid[:size, :size] + 0.5
     angle = np.arctan2(y - center[0], x - center[1])
@@ -162,7 +166,7 @@ def _radial_field(rng: Generator, size: int, center: np.ndarray, radius: float, 
 def _seen_and_drawn(
     rng: Generator, size: int, center: np.ndarray, radius: float, waviness: float, corners: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the same shape as the camera sees it and as the rater outlines it."""
+    """Return one shape twice, as by `_radial_field`: as the camera sees it, and as the rater outlines it."""
     state = rng.bit_generator.state
     seen = _radial_field(rng, size, center, radius, waviness, 0)
     if not corners:
@@ -172,12 +176,12 @@ def _seen_and_drawn(
 
 
 def _corners(hand: float) -> int:
-    """Return 0 (smooth outline) for careful raters, else 12 to 6 clicks."""
+    """Return a rater's number of clicks per outline: 0 (a smooth outline) for a careful rater, else 12 to 6."""
     return 0 if hand <= 0.2 else round(12 - 6 * min(hand, 1))
 
 
 def _fundus(rng: Generator, size: int, who: Habits) -> tuple[np.ndarray, np.ndarray]:
-    """Return a retina (S, S, 3) in 0..1 and its labels: 1 rim of the disc, 2 cup."""
+    """Return a retina (S, S, 3) in 0..1 and its labels (S, S): 1 rim of the disc, 2 cup."""
     center = size * rng.uniform(0.35, 0.65, 2)
     radius = size * rng.uniform(0.17, 0.26)
     corners = _corners(who.hand[2])
@@ -197,7 +201,7 @@ def _fundus(rng: Generator, size: int, who: Habits) -> tuple[np.ndarray, np.ndar
 
 
 def _vessels(rng: Generator, size: int, center: np.ndarray) -> np.ndarray:
-    """Return (S, S) in 0..1: dark branches that leave the disc upwards and downwards."""
+    """Return vessels, (S, S) in 0..1: branches that leave the disc upwards and downwards."""
     canvas = np.zeros((size, size))
     for index in range(7):
         direction = rng.normal(0, 0.7) + (np.pi / 2 if index % 2 else -np.pi / 2)
@@ -212,12 +216,12 @@ def _vessels(rng: Generator, size: int, center: np.ndarray) -> np.ndarray:
 
 
 def _nuclei(rng: Generator, size: int, who: Habits) -> tuple[np.ndarray, np.ndarray]:
-    """Return tissue (S, S, 3) in 0..1 with nuclei, and its labels: 1 nucleus."""
+    """Return tissue with nuclei, (S, S, 3) in 0..1, and its labels (S, S): 1 nucleus."""
     seen = np.zeros((size, size))
     mask = np.zeros((size, size), np.uint8)
     for _ in range(int(rng.integers(12, 30))):
         radius = size * rng.uniform(0.022, 0.085)
-        depth = rng.uniform(0.35, 1)  # faint ones lie out of focus
+        depth = rng.uniform(0.35, 1)  # faint nuclei are out of focus
         field, drawn = _seen_and_drawn(rng, size, rng.uniform(0, size, 2), radius, 0.12, corners=_corners(who.hand[2]))
         seen = np.maximum(seen, depth * soft_edge(field, 0.10 + 0.12 * (1 - depth)))
         left_out = who.hand[1] > 0 and depth < 0.35 + 0.5 * who.hand[1]
@@ -232,7 +236,7 @@ def _nuclei(rng: Generator, size: int, who: Habits) -> tuple[np.ndarray, np.ndar
 
 
 def _camera(rng: Generator, picture: np.ndarray, look: np.ndarray) -> np.ndarray:
-    """Return the picture as this site's device records it, uint8."""
+    """Return a picture (S, S, 3) as this site's device records it, uint8."""
     size = len(picture)
     mixed = picture * (1 + 0.45 * look[:3]) + 0.25 * look[3] * (picture.mean(2, keepdims=True) - picture)
     bright = np.clip(mixed, 1e-3, 1) ** (2.0 ** (1.2 * look[4]))
