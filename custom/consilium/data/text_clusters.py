@@ -1,7 +1,8 @@
-"""Kinds of records without labels: K-means clusters of their texts' embeddings.
+"""Classes for text records without labels: K-means clusters of their texts' embeddings.
 
-FedHera's Table 10 shares instructions out by K-means clusters of "semantic embeddings" and names no embedder; ours is the base
-model's own mean hidden state, see models/causal_lm/text_embeddings.py. K-means is SciPy's, with k-means++ starts.
+FedHera's Table 10 partitions instructions by K-means clusters of "semantic embeddings" and does not name the embedding model.
+Here, an embedding is the base model's mean hidden state, see models/causal_lm/text_embeddings.py. K-means is SciPy's, started
+by k-means++.
 """
 
 import warnings
@@ -16,15 +17,15 @@ ITERATIONS = 100
 
 
 def cluster_points(points: np.ndarray, count: int, seed: int) -> list[str]:
-    """Return each point's cluster, "cluster-0" and so on, of (N, D) points; same points and seed, same clusters.
+    """Return the name of each point's cluster, "cluster-0" and so on, for points (N, D).
 
-    Raises DataError for fewer different points than clusters.
+    The same points and seed give the same clusters. Raises DataError if there are fewer different points than clusters.
     """
     if len(np.unique(points, axis=0)) < count:
         raise DataError(f"--clusters: {count} are more than there are different records; ask for less")
     draw = np.random.default_rng(seed_for(seed, "clusters"))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a cluster that lost its points stays empty: no record is of it
+        warnings.simplefilter("ignore")  # a cluster that loses all its points stays empty, and no record has it
         _, found = kmeans2(points.astype(np.float64), count, iter=ITERATIONS, minit="++", rng=draw)
     width = len(str(count - 1))
     return [f"cluster-{int(number):0{width}d}" for number in found]

@@ -1,4 +1,4 @@
-"""A hospital's own pictures, a folder per site. Labels are masks beside the pictures, a folder per class, or a table."""
+"""Importer of a user's own pictures, in a folder per site. Labels are masks, a folder per class, or a table."""
 
 import re
 import shlex
@@ -32,28 +32,29 @@ LAYOUT = (
 )
 PATIENTS = "; name them as `patient` in the lists and cut again by `data split`"
 _MANY, _FEW, _MOST = 5, 2, 20
-"""Sites that may be patients: so many that are numbered or have so few samples each, or so many with any."""
+"""Folders may be patients instead of sites from _MANY numbered folders on, from _MANY with at most _FEW samples on, and from
+_MOST on."""
 _SITE = re.compile(
     r"(?i)site|hosp|h[oô]pital|osped|spital|kranken|cent[re]|zentrum|clinic|klinik|praxis|client|instit|uni|domain|node|vendor"
 )
-"""Parts of names that a site's folder has, and a patient's has not."""
+"""Parts of folder names that mark a site, not a patient."""
 _DIAGNOSIS = re.compile(
     r"(?i)benign|malign|normal|health|tumou?r|cancer|karzin|carcin|lesion|positiv|negativ|disease|patholog|infect|covid|pneumon"
     r"|melanom|fractur|control|\bamd\b|glaucom|cyst|gesund|krank"
 )
-"""Parts of names that a class has, and a site has not."""
+"""Parts of folder names that mark a class, not a site."""
 _NUMBER = re.compile(r"\d{3}")
-"""In names of patients, and in no grade or stage."""
+"""Numbers as in names of patients. Grades and stages have fewer digits."""
 _UNREAD = (*chain.from_iterable(FOREIGN), ".webp", ".heic", ".avif", ".jp2", ".j2k", ".pgm", ".ppm")
 """Endings of pictures that are not read."""
 _SPLITS = {"tr": "training", "ts": "test"}
-"""Words of nnU-Net's and the Decathlon's folders: imagesTr."""
+"""Splits by the last word of nnU-Net's and the Decathlon's folder names, such as imagesTr."""
 Site = tuple[list[SourceSample], list[str]]
-"""A site's samples, and notes."""
+"""The samples of a site, and notes for the user."""
 
 
 def read_own(source: Path, options: Options) -> ImportResult:
-    """Read a folder of sites, or the folder of one site. Classes follow from the values in masks, or from names.
+    """Read a folder of sites, or the folder of one site. The job's classes follow from the values in masks, or from names.
 
     Raises DataError for another layout, a picture without a mask, sizes that differ, and masks that are not label pictures.
     """
@@ -78,7 +79,7 @@ def read_own(source: Path, options: Options) -> ImportResult:
         whole = whole or _read_site(source, options)
         if whole is None:
             for path in sorted(source.glob("[!.]*.[cC][sS][vV]")):
-                open_table(path, {})  # says what is wrong with it
+                open_table(path, {})  # raises the error that says what is wrong with the table
             unread = _describe_unread(source)
             if options.patient_folders is None and not unread and _holds_patients(source):
                 what = "holds folders of folders, which may be classes with a folder for each patient"
@@ -113,9 +114,10 @@ def _is_picture(path: Path) -> bool:
 
 
 def _asked_folders(source: Path, below: Sequence[Path], options: Options) -> Sequence[Path]:
-    """Return the folders of sites that --only names, all without it, none where it may name sites of the source's table.
+    """Return the folders of sites that --only names; without --only, all of `below`.
 
-    Raises DataError for a name that none has.
+    If a name is not among them, but may be the source itself or a site of the source's table, none is returned; otherwise
+    DataError is raised.
     """
     try:
         asked = asked_sites([one.name for one in below], options.only, options.rename)
@@ -127,7 +129,7 @@ def _asked_folders(source: Path, below: Sequence[Path], options: Options) -> Seq
 
 
 def _check_sites(source: Path, counts: Mapping[str, int], options: Options) -> None:
-    """Raise DataError for many sites, or for some with hardly a picture, that may be patients."""
+    """Raise DataError for folders that may be patients instead of sites: very many, or several numbered or nearly empty."""
     half = sorted(counts.values())[len(counts) // 2]
     numbered = len({re.sub(r"\d+", "", name) for name in counts}) == 1
     padded = len(counts) > 1 and numbered and all(map(str.isdecimal, counts)) and any(one.startswith("0") for one in counts)
@@ -140,9 +142,10 @@ def _check_sites(source: Path, counts: Mapping[str, int], options: Options) -> N
 
 
 def _classes_with_patients(sites: Mapping[str, Site]) -> str:
-    """Return why sites may be classes with folders of patients in them, "" where nothing tells so.
+    """Return why folders taken as sites may be classes with folders of patients in them; "" if nothing suggests it.
 
-    All have classes, which no two have in common, or which have numbers as patients have, or they are called after classes.
+    Then all have classes, and either no two have a class in common, or the classes have numbers
+    like patients, or the folders themselves have names of classes.
     """
     classes = {name: {one.label for one in found if isinstance(one.label, str)} for name, (found, _) in sites.items()}
     if not classes or not all(classes.values()) or any(map(_SITE.search, classes)):
@@ -160,8 +163,9 @@ def _classes_with_patients(sites: Mapping[str, Site]) -> str:
 
 
 def _check_classes(source: Path, sites: Mapping[str, Site], options: Options) -> None:
-    """Raise DataError for sites without a class in common, which may be classes with folders of patients or of kinds, for
-    splits beside a folder of another name, and for folds.
+    """Raise DataError for folders that may be something other than sites.
+
+    They are splits beside other folders, folds, classes whose pictures have masks, or classes with folders of patients.
     """
     if splits := sorted(filter(_named_split, sites)):
         what = f"{splits[0]} is called after a split, and {min(set(sites) - set(splits))} beside it is not"
@@ -188,9 +192,9 @@ def _check_classes(source: Path, sites: Mapping[str, Site], options: Options) ->
 
 
 def _left_pictures(folder: Path, samples: Sequence[SourceSample]) -> str:
-    """Return how many pictures of a folder of classes are not among its samples, as they lie in no class; "" for none.
+    """Return a note of the pictures below a folder of classes that are in no class and are not read; "" for none.
 
-    Raises DataError where they are half as many as the samples.
+    Raises DataError if they are at least half as many as the samples.
     """
     own = [one for one in samples if isinstance(one.image, Path) and one.image.is_relative_to(folder)]
     if not own or not all(isinstance(one.label, str) for one in own):
@@ -206,13 +210,17 @@ def _left_pictures(folder: Path, samples: Sequence[SourceSample]) -> str:
 
 
 def _has_below(folder: Path) -> bool:
-    """Tell whether a folder has pictures in folders that are neither of images or masks nor splits."""
+    """Tell whether a folder, or a split's folder in it, has subfolders with pictures that are not named images or masks."""
     own = [one for one in subfolders(folder) if not kind_of(one.name)]
     return any(_has_below(one) if _named_split(one.name) else bool(files(one, PICTURES)) for one in own)
 
 
 def _read_site(folder: Path, options: Options) -> Site | None:
-    """Return what a site's folder holds: of a table with masks, by names, of a table with classes, a folder per class."""
+    """Return the samples of a site's folder, None if the layout is unknown. Raises DataError.
+
+    The layouts are tried in this order: a table with masks, masks beside pictures, a table with classes, a folder per class,
+    folders of patients and classes, folders of splits.
+    """
     table, pictures = find_table(folder), files(folder, PICTURES)
     if table is not None and table.has_masks:
         return _read_table(table, folder, options)
@@ -244,8 +252,10 @@ def _read_site(folder: Path, options: Options) -> Site | None:
 
 
 def _read_splits(folder: Path, options: Options) -> Site | None:
-    """Return what the folders of splits hold, each by names of its own, None of a folder without any, or with one
-    beside other folders. Raises DataError."""
+    """Return the samples in a site's folders of splits, each read by itself.
+
+    None for a folder without such folders, or with other folders beside those of a single split. Raises DataError.
+    """
     parts = {one: split for one in subfolders(folder) if (split := _named_split(one.name))}
     several = len(set(parts.values())) > 1
     whole = several or len(subfolders(folder)) == len(parts)
@@ -268,15 +278,15 @@ def _read_splits(folder: Path, options: Options) -> Site | None:
 
 
 def _read_table(table: Table, folder: Path, options: Options) -> Site:
-    """Return a site's pictures by its table; lines that name no site are of the folder's."""
+    """Return the samples in a site's table. Lines that name no site belong to the folder's site."""
     samples = table.samples(folder.resolve().name, options)
     return samples, [f"{table.path.name} was read", *table.notes]
 
 
 def _read_classes_by_patient(folder: Path, asked: bool = False) -> Site | None:
-    """Return the pictures of folders of classes with a folder for each patient in them, None of any other layout.
+    """Return the samples in folders of classes that hold a folder per patient, CLASS/PATIENT; None for another layout.
 
-    `asked`: the folders in them are patients whatever their names.
+    `asked`: the user says that the inner folders are patients, whatever their names.
     """
     classes = {one: subfolders(one) for one in subfolders(folder)}
     if asked and any(kind_of(one.name) or _named_split(one.name) for own in classes.items() for one in (own[0], *own[1])):
@@ -285,16 +295,17 @@ def _read_classes_by_patient(folder: Path, asked: bool = False) -> Site | None:
         return None
     below = (three.name for own in classes.values() for two in own for three in subfolders(two))
     if any(map(_DIAGNOSIS.search, below)):
-        return None  # a folder for each class in those of patients
+        return None  # the innermost folders are classes
     return _read_patients(
         folder, [(two, one, path) for one, own in classes.items() for two in own for path in files(two, PICTURES)]
     )
 
 
 def _read_patients_by_class(folder: Path, asked: bool = False) -> Site | None:
-    """Return the pictures of folders of patients with a folder for each class in them, None of any other layout.
+    """Return the samples in folders of patients that hold a folder per class, PATIENT/CLASS; None for another layout.
 
-    `asked`: the folders are patients if they have numbers and not all of those in them have.
+    All outer folders must have a number in their names, and at least one inner folder must have none. `asked`: the user says
+    that there are folders of patients, so the outer names need no word for a patient.
     """
     patients = {one: subfolders(one) for one in subfolders(folder)}
     outer, below = [one.name for one in patients], {two.name for inner in patients.values() for two in inner}
@@ -308,7 +319,7 @@ def _read_patients_by_class(folder: Path, asked: bool = False) -> Site | None:
 
 
 def _read_patients(folder: Path, found: Sequence[tuple[Path, Path, Path]]) -> Site:
-    """Return pictures by the folders of their patient and of their class."""
+    """Return the samples of (folder of a patient, folder of a class, picture) triples."""
     site = folder.resolve().name
     return [
         SourceSample(site, check_identifier(str(patient), "patient", patient.name), path, label.name, is_patient=True)
@@ -317,7 +328,7 @@ def _read_patients(folder: Path, found: Sequence[tuple[Path, Path, Path]]) -> Si
 
 
 def _holds_patients(source: Path) -> bool:
-    """Tell whether --patient-folders would read a folder, or those in it, as classes with patients."""
+    """Tell whether --patient-folders would read a folder, or one of its subfolders, as classes with patients."""
     read = ((one, _read_classes_by_patient(one, True)) for one in (source, *subfolders(source)))
     return any(
         len({one.label for one in site[0]}) > 1
@@ -328,7 +339,7 @@ def _holds_patients(source: Path) -> bool:
 
 
 def _describe_unread(folder: Path, taken: Collection[object] = ()) -> str:
-    """Return which files below a folder are pictures of kinds that are not read, and none of those `taken`, "" for none."""
+    """Return a note of the files below a folder that are pictures of unread kinds; "" for none. Files in `taken` are read."""
     left = [path for path in files(folder, ("",)) if not (_is_picture(path) or path in taken or path.parent in taken)]
     kinds_of = ("DICOM" if is_dicom(path) else path.suffix.lower() for path in left)
     found = Counter(kind for kind in kinds_of if kind == "DICOM" or kind in _UNREAD)
@@ -337,7 +348,7 @@ def _describe_unread(folder: Path, taken: Collection[object] = ()) -> str:
 
 
 def _read_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
-    """Return a site's pictures with their masks. Raises DataError where pictures lack one, and where there are two for each."""
+    """Return a site's pictures with their masks. Raises DataError for pictures without a mask, or with two kinds of masks."""
     asked = options.mask_patterns
     if pairs.others:
         both = " and ".join(f"'{one}'" for one in (pairs.pattern, *pairs.others))
@@ -372,7 +383,7 @@ def _read_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
         levels = [[own[level] for own in parts] for level in range(min(map(len, parts)))]
         named = next((level for level in levels if are_patients(set(level))), levels[0] if options.patient_folders else [])
         whose = [check_identifier(str(folder), "patient", name) for name in named]
-    together = len({image.short.rpartition("/")[0] for image, _ in pairs.found}) >= _MANY  # may be patients
+    together = len({image.short.rpartition("/")[0] for image, _ in pairs.found}) >= _MANY  # these folders may be patients
     if whose:
         notes.append(f"folders are taken as {len(set(whose))} patients, such as {whose[0]}; --no-patient-folders does not")
     if pairs.more:
@@ -393,7 +404,7 @@ def _read_pairs(folder: Path, pairs: Pairs, options: Options) -> Site:
 
 
 def _split_of_path(image: Names) -> str | None:
-    """Return the split that a folder of the picture is called after."""
+    """Return the split that a folder above the picture is named after, None if there is none."""
     parts = image.full.split("/")[:-1]
     return next((split for part in parts for word in (part, *words(part)) if (split := _named_split(word))), None)
 

@@ -1,4 +1,7 @@
-"""Nuclei in histology from arrays and polygons: PanNuke, MoNuSeg, MoNuSAC. Masks have 1 for nucleus, or classes (--types)."""
+"""Importers of nuclei in histology, drawn as arrays or polygons: PanNuke, MoNuSeg, MoNuSAC.
+
+Masks have the value 1 for every nucleus, or with --types a value per class of cell.
+"""
 
 import re
 from functools import partial
@@ -43,11 +46,10 @@ def _numbered_classes(types: list[str]) -> dict[str, list[int]]:
 
 
 def read_pannuke(source: Path, options: Options) -> ImportResult:
-    """Read PanNuke's arrays, a site per tissue type; pictures and masks become PNG, because arrays are not pictures.
+    """Read PanNuke's arrays, a site per tissue type. Pictures and masks are written as PNG, because one array holds many.
 
-    With folds 1, 2 and 3 these are training, validation and test, the publisher's first rotation; with fewer, pictures are
-    split, because patients are not named.
-    Raises DataError for another layout.
+    Folds 1, 2 and 3 become training, validation and test, the publisher's first rotation. With fewer folds, the split is by
+    picture, because patients are not named. Raises DataError for another layout.
     """
     arrays = [path for path in files(source, ["images.npy"]) if path.name == "images.npy"]
     numbers = {_fold_number(source, path) for path in arrays}
@@ -85,7 +87,7 @@ def read_pannuke(source: Path, options: Options) -> ImportResult:
 
 
 def _fold_number(source: Path, path: Path) -> str:
-    """Return the fold's number from the folders' names below the source, "" without one."""
+    """Return the number of the fold in the names of a path's folders below the source, "" without one."""
     found = re.findall(r"fold[ _-]*(\d+)", str(path.parent.relative_to(source)).lower() or source.name.lower())
     return found[-1] if found else ""
 
@@ -98,10 +100,10 @@ def _load_array(path: Path) -> np.ndarray:
 
 
 def read_monuseg(source: Path, options: Options) -> ImportResult:
-    """Read MoNuSeg: 'Tissue Images'/NAME.tif with Annotations/NAME.xml; MoNuSegTestData, if there, is the test split.
+    """Read MoNuSeg: 'Tissue Images'/NAME.tif with Annotations/NAME.xml. MoNuSegTestData, if present, is the test split.
 
-    One site, because the names tell patients (TCGA barcodes) but no organs; --sites deals the patients out.
-    Raises DataError for another layout.
+    All samples are one site, because names show the patient (TCGA barcode) but not the organ; --sites deals patients out to
+    several. Raises DataError for another layout.
     """
     kept = next((one for one in folders(source) if one.name.lower().replace(" ", "").startswith("monusegtestdata")), None)
     both = ((child(one, "Tissue Images"), child(one, "Annotations")) for one in folders(source))
@@ -119,11 +121,10 @@ def read_monuseg(source: Path, options: Options) -> ImportResult:
 
 
 def read_monusac(source: Path, options: Options) -> ImportResult:
-    """Read MoNuSAC: a folder per patient, pictures TCGA-HH-PPPP-..._N.tif (else .svs) with polygons in .xml of that name.
+    """Read MoNuSAC: a folder per patient, pictures TCGA-HH-PPPP-..._N.tif (else .svs) with polygons in an .xml of that name.
 
-    A site per hospital: the second field of the TCGA barcode. Patients below a folder whose name has "Testing" are the
-    publisher's test split. Regions named Ambiguous stay background.
-    Raises DataError for another layout.
+    Each hospital, the second field of the TCGA barcode, is a site. Patients below a folder with "Testing" in its name are the
+    publisher's test split. Regions named Ambiguous become background. Raises DataError for another layout.
     """
     found = []
     for xml in files(source, [".xml"]):
@@ -141,16 +142,16 @@ def read_monusac(source: Path, options: Options) -> ImportResult:
 
 
 def _sample_from_polygons(site: str, image: Path, xml: Path, apart: bool | None, split: str | None) -> SourceSample:
-    """Return a sample whose mask is drawn from an Aperio XML's regions; its patient is the barcode's first three fields.
+    """Return a sample whose mask is drawn from the regions in an Aperio XML. The barcode's first three fields are its patient.
 
-    `apart`: whether MoNuSAC's classes are labels of their own; None for regions without a class.
+    `apart`: whether each of MoNuSAC's classes has its own label value; None if regions have no class.
     """
     patient = "-".join(image.stem.split("-")[:3])
     return SourceSample(site, patient, image, mask_png(image.stem, _draw_mask, image, xml, apart), split=split, is_patient=True)
 
 
 def _draw_mask(image: Path, xml: Path, apart: bool | None) -> np.ndarray:
-    """Return the filled regions, as 1 or by type; later regions lie on top."""
+    """Return label values (H, W) of the filled regions: 1, or a value per class. Later regions cover earlier ones."""
     canvas = Image.new("L", pictures.size(image)[::-1], 0)
     draw = ImageDraw.Draw(canvas)
     try:

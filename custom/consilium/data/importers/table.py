@@ -1,4 +1,4 @@
-"""Pictures with a table: a CSV file that says of each its class or its mask and, where known, site, patient and split."""
+"""Importer of tables: CSV files with a row per picture or text, its label and, where known, site, patient and split."""
 
 import csv
 import re
@@ -34,20 +34,20 @@ TEXT_FIELDS = ("text", "label", "site", "patient", "split")
 FIELDS = ("image", "label", "site", "patient", "split")
 NEEDED = FIELDS[:2]
 SEPARATOR = re.compile(r"\s*\"?sep=(.)\"?[\s,;]*", re.IGNORECASE)
-"""Excel's line that says which character separates its columns."""
+"""Excel's line that names the separator of columns."""
 ONE = "one list for all, no sites: share it out with `consilium data partition` of its datalist.json"
 _FLAGS = {"0": False, "0.0": False, "false": False, "no": False, "1": True, "1.0": True, "true": True, "yes": True}
 _OTHER = {"image": "mask", "label": "image"}
-"""Folders in which no file of a field lies."""
+"""By field, the kind of folder in which its files are not searched."""
 _TOLD, _SEARCHED = 5, 20_000
-"""Missing files that are named; names of files that are compared with theirs."""
+"""The most missing files that a message names, and the most files that are compared with them."""
 _LOOKED_AT = 20
-"""Lines of which the cells tell what a column holds."""
+"""The number of lines whose cells show what a column holds."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table, with its number as an editor counts."""
+    """One line of the table, with its number in a text editor."""
 
     number: int
     values: Mapping[str, str]
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table's lines by field. `has_masks`: its labels are paths of masks."""
+    """The lines of a table of pictures. `has_masks`: labels are paths of masks, not classes."""
 
     path: Path
     rows: Sequence[Row]
@@ -63,9 +63,9 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def samples(self, site: str, options: Options) -> list[SourceSample]:
-        """Return the pictures of the sites that are asked for; those of lines that name no site are of `site`.
+        """Return the samples of the sites in `options.only`, or all. Lines that name no site belong to `site`.
 
-        Raises DataError, which names lines.
+        Raises DataError with the number of the line.
         """
         sites = [row.values.get("site", "") or site for row in self.rows]
         asked = asked_sites(set(sites), options.only, options.rename)
@@ -77,7 +77,7 @@ class Table:
             label = files["label", values["label"]] if self.has_masks else values["label"]
             own, image = values.get("site", "") or site, files["image", values["image"]]
             one = SourceSample(own, who or values["image"], image, label, split=split, is_patient=bool(who))
-            if (before := known.setdefault(str(one.image), row.number)) != row.number:  # it could be in two splits
+            if (before := known.setdefault(str(one.image), row.number)) != row.number:  # or it might get into two splits
                 what = f"image {row.values['image']!r} is that of line {before}; keep one of the two"
                 raise DataError(f"{self.path}: line {row.number}: {what}")
             found.append(one)
@@ -85,7 +85,7 @@ class Table:
 
 
 def read_table(source: Path, options: Options) -> ImportResult:
-    """Read pictures by their lines; labels make the classes, sorted. Raises DataError, and ConfigError for a column."""
+    """Read a table of pictures. The classes are the sorted labels. Raises DataError, and ConfigError for a missing column."""
     table = open_table(source, options.columns)
     one = [] if "site" in table.rows[0].values else [ONE]
     samples = table.samples(source.stem, options)
@@ -93,7 +93,7 @@ def read_table(source: Path, options: Options) -> ImportResult:
 
 
 def read_texts(source: Path, options: Options) -> ImportResult:
-    """Read texts by their lines: text, label and, where known, site, patient and split. Raises DataError, ConfigError."""
+    """Read a table of texts: text, label and, where known, site, patient and split. Raises DataError and ConfigError."""
     there, lines = _read_lines(source)
     _check_headings(source, there)
     named, notes = _match_columns(source, options.columns, there, (), TEXT_FIELDS)
@@ -117,12 +117,12 @@ def read_texts(source: Path, options: Options) -> ImportResult:
 
 
 def find_table(folder: Path) -> Table | None:
-    """Return the table of pictures in a folder, None where no CSV file is one. Raises DataError for two."""
+    """Return the table of pictures in a folder, None if no CSV file is one. Raises DataError if two are."""
     found = []
     for path in sorted(folder.glob("[!.]*.[cC][sS][vV]")):
         try:
             found.append(open_table(path, {}))
-        except ConsiliumError:  # of something else
+        except ConsiliumError:  # a table of something else
             continue
     if len(found) > 1:
         what = f"{found[0].path.name} and {found[1].path.name} are both tables of its pictures"
@@ -131,7 +131,7 @@ def find_table(folder: Path) -> Table | None:
 
 
 def open_table(source: Path, columns: Mapping[str, str]) -> Table:
-    """Return a table's lines by field. Raises DataError, and ConfigError for a column that is not there."""
+    """Return a table of pictures with its lines by field. Raises DataError, and ConfigError for a missing column."""
     there, lines = _read_lines(source)
     head = list(islice(lines, _LOOKED_AT))
     _check_headings(source, there)
@@ -165,7 +165,7 @@ def open_table(source: Path, columns: Mapping[str, str]) -> Table:
 
 
 def _read_lines(source: Path) -> tuple[list[str], Iterator[Row]]:
-    """Return the headings, and the lines by heading. Excel may write a line `sep=;` before the headings."""
+    """Return the headings, and the lines with cells by heading. Excel may write a line `sep=;` before the headings."""
     lines = text_lines(source, "save it as CSV in UTF-8", newline="")
     before, first, said = 0, next(lines, ""), None
     while first and (not first.strip() or SEPARATOR.fullmatch(first.strip("\r\n"))):
@@ -190,7 +190,7 @@ def _read_lines(source: Path) -> tuple[list[str], Iterator[Row]]:
 
 
 def _check_headings(source: Path, there: Sequence[str]) -> None:
-    """Raise DataError for a line of a picture in the place of headings, and for two headings of one name."""
+    """Raise DataError if the first line is a picture's instead of headings, or two headings have the same name."""
     if picture := next((name for name in there if _is_path(source, name)), None):
         what = f"line 1 names a picture, {picture!r}, and no columns"
         raise DataError(f"{source}: {what}; put a line of headings before it, such as image,label")
@@ -202,7 +202,10 @@ def _check_headings(source: Path, there: Sequence[str]) -> None:
 def _match_columns(
     source: Path, columns: Mapping[str, str], there: Sequence[str], rows: Sequence[Row], fields: Sequence[str] = FIELDS
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the heading of each field that the table has, by name or by its cells, and notes. Raises ConfigError."""
+    """Return the heading of each field, and notes. Headings are found by the user's `columns`, by name, or by their cells.
+
+    Raises ConfigError for an unknown field or heading, and for a needed field without a heading.
+    """
     wrong = [f"{name!r}: expected one of {', '.join(fields)}{nearest(name, fields)}" for name in columns if name not in fields]
     exact = {name.casefold(): name for name in reversed(there)}
     named = {one: columns.get(one) or exact[one] for one in fields if one in columns or one in exact}
@@ -226,7 +229,7 @@ def _match_columns(
             named[one] = paths.pop(0)
             notes.append(f"--column {one}={named[one]}: its cells are paths of {'pictures' if one == 'image' else 'masks'}")
         elif one == "label" and one not in named and len(flags := _flag_columns(left, rows)) > 1:
-            # another column may be the classes, or these be called after splits
+            # another column may hold the classes, or these columns may be splits
             others = [name for name in left if name not in flags and len({row.values[name] for row in rows} - {""}) > 1]
             own, every = _propose_column("label", others, rows), ",".join(flags)
             if own != "NAME" or any(split_of(word) for name in flags for word in re.split(r"[\W_]+", name)):
@@ -245,17 +248,17 @@ def _match_columns(
 
 
 def _column_names(name: str, there: Sequence[str]) -> list[str]:
-    """Return the columns that a user names: one, or several of 0 and 1 with commas between them."""
+    """Return the columns that a user names: one column, or several columns of 0 and 1, separated by commas."""
     return [name] if name in there else [part.strip() for part in name.split(",")]
 
 
 def _flag_columns(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """Return the columns that say yes or no of each picture."""
+    """Return the columns that have yes or no, or 1 or 0, for every picture."""
     return [name for name in columns if rows and all(row.values[name].casefold() in _FLAGS for row in rows)]
 
 
 def _propose_column(what: str, there: Sequence[str], rows: Sequence[Row]) -> str:
-    """Return the column that a field may be, by its cells: names of pictures, or few classes."""
+    """Return the column that may hold field `what`, by its cells: names of pictures, or few classes. "NAME" if none does."""
     kinds = {name: len({row.values[name] for row in rows}) for name in there}
     files = [name for name in there if any(row.values[name].lower().endswith(PICTURES) for row in rows[:_LOOKED_AT])]
     classes = sorted((name for name, count in kinds.items() if 1 < count <= len(rows) // 2), key=kinds.__getitem__)
@@ -269,7 +272,7 @@ def _is_path(source: Path, cell: str) -> bool:
 
 
 def _check_labels(source: Path, column: str, counts: Mapping[str, int]) -> None:
-    """Raise DataError where no class has two samples."""
+    """Raise DataError if no class has two samples. `counts`: samples per class."""
     for kind, line in doubtful_names(counts):
         if kind == EACH_ITS_OWN:
             raise DataError(
@@ -278,9 +281,9 @@ def _check_labels(source: Path, column: str, counts: Mapping[str, int]) -> None:
 
 
 def _find_files(table: Table, rows: Sequence[Row]) -> dict[tuple[str, str], Path]:
-    """Return the files by field and cell. One that is not at its path is the only one of its name below the table's folder.
+    """Return the files by (field, cell). A file that is not at its path is searched by name below the table's folder.
 
-    Raises DataError, which names all that are not there.
+    It is used if it is the only one with that name. Raises DataError with the missing files.
     """
     fields = NEEDED if table.has_masks else NEEDED[:1]
     lines = {(one, row.values[one]): row.number for row in reversed(rows) for one in fields}
@@ -294,7 +297,7 @@ def _find_files(table: Table, rows: Sequence[Row]) -> dict[tuple[str, str], Path
     lost, hints = list[str](), list[str]()
     for one, cell in sorted(lines.keys() - found.keys(), key=lambda key: (lines[key], key)):
         name = compose_unicode(cell.replace("\\", "/").rpartition("/")[2]).casefold()
-        # a path that is wrong names no file, and a picture is not its own mask
+        # only names without a folder are searched, and a picture is not taken as its own mask
         named = below.get(name, []) if name == compose_unicode(cell).casefold() else []
         alike = [path for path in named if kind_of(path.parent.name) != _OTHER[one]]
         if len(alike) == 1 and alike[0] not in found.values():
@@ -313,7 +316,7 @@ def _find_files(table: Table, rows: Sequence[Row]) -> dict[tuple[str, str], Path
 
 
 def _patient_and_split(source: Path, row: Row) -> tuple[str, str | None]:
-    """Return a line's patient, "" for none, and its split. Raises DataError, which names the line."""
+    """Return a line's patient, "" for none, and its split, None for none. Raises DataError with the number of the line."""
     where, said = f"{source}: line {row.number}", row.values.get("split", "")
     if said and split_of(said) is None:
         raise DataError(f"{where}: split {said[:80]!r} is none of training, validation, test; write one of them, or nothing")
@@ -321,11 +324,11 @@ def _patient_and_split(source: Path, row: Row) -> tuple[str, str | None]:
 
 
 def _find_picture(folder: Path, cell: str) -> Path | None:
-    """Return the file, or the series of DICOM files, that a cell names, None where it is not there."""
+    """Return the path of the file, or of the folder with a DICOM series, that a cell names; None if it does not exist."""
     path = place_of(folder, cell)
     try:
         return path if cell and (path.is_file() or (path.is_dir() and is_volume(path))) else None
-    except (OSError, ValueError):  # no name of a file
+    except (OSError, ValueError):  # a name that no file can have
         return None
 
 

@@ -1,4 +1,4 @@
-"""MRI volumes, listed plane by plane: prostates of six hospitals, hearts by scanner vendor."""
+"""MRI volumes, listed plane by plane: prostates by hospital (six), hearts by scanner vendor."""
 
 import gzip
 import re
@@ -27,7 +27,7 @@ from consilium.data.safe_open import reading
 from consilium.data.site_names import asked_sites, slug
 
 HOSPITALS = {"RUNMC": "ISBI", "BMC": "ISBI_1.5", "I2CVB": "", "UCL": "", "BIDMC": "", "HK": ""}
-"""Hospitals by SAML's names, with the other name that FedDG and FedFMS give them."""
+"""Hospitals by SAML's names, with their other names in FedDG and FedFMS."""
 PROSTATE_LAYOUT = (
     f"folders {', '.join(HOSPITALS)}, or some of them (RUNMC and BMC also as ISBI and ISBI_1.5), with CaseXX.nii.gz and "
     "CaseXX_segmentation.nii.gz, or images/CaseXX.nii.gz and labels/CaseXX.nii.gz"
@@ -37,12 +37,11 @@ ENDINGS = (".nii", ".nii.gz")
 
 
 def read_prostate(source: Path, options: Options) -> ImportResult:
-    """Read the multi-site prostate MRI of SAML (Liu et al.): a site per hospital, its planes that hold prostate.
+    """Read the multi-site prostate MRI of SAML (Liu et al.): a site per hospital, with the planes that show prostate.
 
     Label values 1 and 2 (two zones, where a hospital draws them) are both prostate: task.classes names both. A case is a
-    patient.
-    Where a segmentation's header turns its axes otherwise than the image's, voxels are assumed to lie in the same order, as
-    for the publisher's own loader, and the segmentation is rewritten with the image's header.
+    patient. If the header of a segmentation orients its axes differently from the image's, its voxels are taken to be in the
+    image's order, as in the publisher's own loader, and the segmentation is written again with the image's header.
     Raises DataError for another layout.
     """
     asked = asked_sites([slug(name) for name in HOSPITALS], options.only, {})
@@ -70,12 +69,15 @@ def read_prostate(source: Path, options: Options) -> ImportResult:
 
 
 def _find_below(source: Path, name: str) -> list[Path]:
-    """Return the first folder of that name in any case, at any depth; [] without one."""
+    """Return a list of the first folder with this name, in any case, at any depth; [] if there is none."""
     return [found for one in folders(source) if (found := child(one, name))][:1]
 
 
 def _find_cases(folder: Path) -> list[tuple[str, Path, Path]]:
-    """Return a hospital's cases: name, image, segmentation beside it or under labels/. Raises DataError."""
+    """Return (name, image, segmentation) of a hospital's cases. Segmentations are beside the images or in labels/.
+
+    Raises DataError for another layout, or an image without a segmentation.
+    """
     images, labels = child(folder, "images"), child(folder, "labels")
     apart = images is not None and labels is not None
     volumes = _files_by_case(images if images and apart else folder)
@@ -94,11 +96,11 @@ def _files_by_case(folder: Path) -> dict[str, Path]:
 
 
 def read_mnms(source: Path, options: Options) -> ImportResult:
-    """Read M&Ms: a site per vendor; the ED and ES frame (numbered from 0) of every case, planes with labels, split by case.
+    """Read M&Ms: a site per vendor, with the labelled planes of the ED and ES frame (numbered from 0) of every case.
 
-    Label values are the publisher's: 1 left ventricle, 2 myocardium, 3 right ventricle. Frames are written as 3-D NIfTI,
-    because a data list names a plane of a volume and not of a series. The challenge's own splits are not used: in them two
-    vendors have no training cases. Cases without labels, those of Training/Unlabeled, are left out.
+    A case is a patient. Label values are the publisher's: 1 left ventricle, 2 myocardium, 3 right ventricle. Frames are written
+    as 3-D NIfTI, because a data list names a plane of a volume and not of a series. The challenge's splits are not used,
+    because two vendors have no training cases in them. Cases without labels (Training/Unlabeled) are left out.
     Raises DataError for another layout.
     """
     tables = ((path, csv_rows(path, "External code", "ED", "ES")) for path in files(source, [".csv"]))
@@ -144,9 +146,9 @@ def _open_nifti(path: Path) -> Any:
 
 
 def _read_mask(path: Path, mask_path: Path, axes: int, frame: int | None = None) -> tuple[Any, bool]:
-    """Return a mask, or one frame of it, and whether its header turned the axes otherwise than the image's.
+    """Return a mask, or one frame of it, and whether its header oriented the axes differently from the image's.
 
-    If so, it is given the image's header. Raises DataError for another shape than the image's, or another number of axes.
+    If so, the mask returned has the image's header. Raises DataError for a shape other than the image's, or not `axes` axes.
     """
     image, mask = _open_nifti(path), _open_nifti(mask_path)
     if image.shape != mask.shape or len(image.shape) != axes:
@@ -158,18 +160,18 @@ def _read_mask(path: Path, mask_path: Path, axes: int, frame: int | None = None)
 
 
 def _labelled_planes(mask: Any) -> list[int]:
-    """Return the planes that hold labels, numbered as a data list's "slice" counts: along the file's last axis."""
+    """Return the numbers of the planes that show labels, counted like "slice" in a data list: along the file's last axis."""
     values = np.asarray(mask.dataobj)
     return np.flatnonzero((values > 0).any(axis=(0, 1))).tolist()
 
 
 def _pack_frame(path: Path, frame: int) -> bytes:
-    """Return one frame as .nii.gz, the same bytes every time."""
+    """Return the bytes of one frame as .nii.gz, the same at every call."""
     return gzip.compress(_open_nifti(path).slicer[..., frame].to_bytes(), 6, mtime=0)
 
 
 def _pack_labels(path: Path, mask_path: Path, axes: int, frame: int | None = None) -> bytes:
-    """Return a mask, or one frame of it, as .nii.gz, the same bytes every time."""
+    """Return the bytes of a mask, or of one frame of it, as .nii.gz, the same at every call."""
     return gzip.compress(_read_mask(path, mask_path, axes, frame)[0].to_bytes(), 6, mtime=0)
 
 
