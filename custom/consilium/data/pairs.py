@@ -254,7 +254,7 @@ def _names_of(folder: Path, path: Path, drop: bool, by_words: bool) -> Names:
     return Names(path, compose_unicode("/".join([*parts, name])), compose_unicode("/".join([*short, name])))
 
 
-# names: the picture of each mask ------------------------------------------------------------------------------------------------------
+# names: the picture of each mask --------------------------------------------------------------------------------------------
 
 
 def _masks_by_name(masks: Sequence[Names]) -> dict[str, Path]:

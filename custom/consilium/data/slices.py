@@ -1,4 +1,4 @@
-"""Volumes as their planes, large pictures as their tiles, and patients from the files' own identifiers."""
+"""Expansion of a data list: volumes into planes, large pictures into tiles, with patients from identifiers in the files."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,12 +17,12 @@ _UNIT = 2**32
 
 
 def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
-    """Return the list with a volume of several planes replaced by its planes, and patients read from the files.
+    """Return the list with volumes replaced by their planes and large pictures by their tiles, and patients read from files.
 
-    So is a large picture by its tiles, where the settings ask for tiles. Only headers are read, and the masks of training
-    samples if planes or tiles without labels are to be left out; which of these stay depends on nothing but their place.
-    Raises DataError; with the list's `skip`, unreadable samples are left out and counted instead, and with `ignore_unfit`,
-    a sample that cannot be cut as the settings ask stays one sample.
+    Pictures are cut only if the settings have `tiles`. Only headers are read, and the masks of training samples if planes or
+    tiles without labels are to be thinned out; which of these stay depends only on their positions. Raises DataError. With the
+    list's `skip`, unreadable samples are left out and counted instead. With `ignore_unfit`, a sample that cannot be cut as the
+    settings ask stays one sample.
     """
     lost: list[Lost] = []
     splits: dict[str, list[Item]] = {split: [] for split in data.splits}
@@ -41,7 +41,7 @@ def expand(data: DataList, settings: PictureSettings = DEFAULTS) -> DataList:
 
 
 def _expand_item(item: Item, index: int, split: str, settings: PictureSettings) -> Iterator[Item]:
-    """Yield a picture or its tiles; of a volume its planes, or the one that it has or its entry names."""
+    """Yield a picture or its tiles, or the planes of a volume: all, or the one that its entry names. Raises DataError."""
     thin, seed, wanted = split == "training", seed_for(index, "empty"), settings.tiles
     if not volumes.is_volume(item.image):
         if wanted is None or item.tile is not None or not slides.by_tiles(item.image, settings):

@@ -204,7 +204,7 @@ def read_pranet(source: Path, options: Options) -> ImportResult:
 
 
 def _refuge(folder: Path) -> Iterator[SourceSample]:
-    """Yield the samples of REFUGE: *.jpg and *.bmp of equal names. V* is for validation, T* for test, g* and n* for training."""
+    """Yield the samples of REFUGE: *.jpg and *.bmp of equal names. V* is validation, T* is test, g* and n* are training."""
     shown = (p for p in files(folder, [".jpg", ".jpeg"]) if "illustration" not in str(p.relative_to(folder)).lower())
     images = by_stem(shown)
     for mask in by_stem(files(folder, [".bmp"])).values():
@@ -239,7 +239,7 @@ def _drishti(folder: Path) -> Iterator[SourceSample]:
 
 
 def _rim_and_cup(disc: Path, cup: Path) -> np.ndarray:
-    """Return labels (H, W): 2 where the cup's map has at least half of its range (two of four experts), else 1 by the disc's."""
+    """Return labels (H, W): 2 where the cup's map is at least half of its range (two of four experts), else 1 by the disc's."""
     return np.select([grey_values(cup) >= 128, grey_values(disc) >= 128], [2, 1], 0)
 
 
