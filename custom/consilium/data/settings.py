@@ -21,10 +21,13 @@ class SlicesConfig(Section):
     `every` and `empty` thin out the training split only, because scores of a volume need all its planes.
     """
 
-    axis: Annotated[Axis, Field(description="the patient's axis, or the file's own (stored)")] = "stored"
-    every: Annotated[int, Field(ge=1, le=10_000, description="train on every so many planes")] = 1
+    axis: Annotated[Axis, Field(description="orientation of the planes in the patient, or the file's last axis (stored)")] = (
+        "stored"
+    )
+    every: Annotated[int, Field(ge=1, le=10_000, description="step between training planes: 2 trains on every second")] = 1
     empty: Annotated[
-        Literal["keep", "drop"] | Share, Field(description="training planes without any label, or the share kept of them")
+        Literal["keep", "drop"] | Share,
+        Field(description="training planes without any label: keep, drop, or the share to keep"),
     ] = "keep"
 
 
@@ -34,11 +37,13 @@ class TilesConfig(Section):
     The last tile of a row or column is moved back to end at the edge. `empty` thins out the training split only.
     """
 
-    size: Annotated[int, Field(ge=16, le=8192, description="pixels of a side")] = 512
-    stride: Annotated[int, Field(ge=8, le=8192, description="pixels from one to the next; by default the size")] | None = None
-    level: Annotated[int, Field(ge=0, le=20, description="of a slide's levels, 0 is the finest")] = 0
+    size: Annotated[int, Field(ge=16, le=8192, description="pixels per side of a tile")] = 512
+    stride: Annotated[int, Field(ge=8, le=8192, description="pixels from one tile to the next; default: the size")] | None = (
+        None
+    )
+    level: Annotated[int, Field(ge=0, le=20, description="level of a slide that is read; 0 is the finest")] = 0
     empty: Annotated[
-        Literal["keep", "drop"] | Share, Field(description="training tiles without any label, or the share kept of them")
+        Literal["keep", "drop"] | Share, Field(description="training tiles without any label: keep, drop, or the share to keep")
     ] = "keep"
 
 
@@ -52,9 +57,9 @@ class WindowConfig(Section):
 class PictureSettings(Section):
     """How a task reads its pictures. The fields' descriptions say what each setting does."""
 
-    slices: Annotated[SlicesConfig, Field(description="planes of a volume whose entry names none")] = SlicesConfig()
+    slices: Annotated[SlicesConfig, Field(description="planes of a volume whose entry names no slice")] = SlicesConfig()
     tiles: Annotated[
-        TilesConfig | None, Field(description="pictures larger than a tile are cut into tiles; without it each is one sample")
+        TilesConfig | None, Field(description="cut pictures larger than a tile into tiles; without it, each is one sample")
     ] = None
     window: Annotated[
         WindowConfig | None,
