@@ -20,7 +20,7 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError, RefusedError
 from consilium.data.counts import tally
 from consilium.data.datalist import DataList, Item
-from consilium.data.patients import by_patient, most_of_one
+from consilium.data.patients import by_patient, patients_and_most_samples
 from consilium.data.text import read_texts
 from consilium.federation.job import assemble_job
 from consilium.privacy.accounting.accountant import GaussianEvent, epsilon_of, gaussian_epsilon
@@ -51,7 +51,7 @@ def config(privacy: dict = PATIENT, **training: object) -> JobConfig:
 
 def test_samples_of_one_patient_are_together_in_the_lists_order() -> None:
     assert by_patient(listed("b", "a", "b", "c", "a")) == ((0, 2), (1, 4), (3,))
-    assert most_of_one(listed("b", "a", "b", "", "").splits["training"]) == (2, 2)
+    assert patients_and_most_samples(listed("b", "a", "b", "", "").splits["training"]) == (2, 2)
     assert units_of(config(), listed("b", "a", "b")) == 2
     assert units_of(config({"unit": "record", "epsilon": 8}), listed("b", "a", "b")) == 3
 

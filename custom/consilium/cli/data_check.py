@@ -25,7 +25,7 @@ from consilium.data.check import shared_by_sites, suggested_settings
 from consilium.data.check_report import NAMED, Findings
 from consilium.data.datalist import DataList, with_affine, with_challenge_splits
 from consilium.data.folders import has_classes, import_command, importable_content
-from consilium.data.label_map import relabelled
+from consilium.data.label_map import with_job_labels
 from consilium.data.settings import PictureSettings
 from consilium.data.text import has_texts
 from consilium.report.page.check_page import write_report
@@ -155,7 +155,7 @@ def _check(one: SiteList, config: Any, checkpoints: Path | None) -> Findings:
 
     def used(data: DataList) -> DataList:
         data = with_affine(with_challenge_splits(data, as_listed=config.dpsgd is not None), own.nifti_affine)
-        return relabelled(data, own.labels, own.annotated, classes)
+        return with_job_labels(data, own.labels, own.annotated, classes)
 
     more: dict[str, Any] = {"change": used} if isinstance(config.task, PictureSettings) or own.labels or own.annotated else {}
     room = getattr(config.model, "max_length", 0) or config.model.image_side

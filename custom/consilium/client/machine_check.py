@@ -24,7 +24,7 @@ from consilium.core.errors import ConsiliumError
 from consilium.core.messages import LIBRARIES
 from consilium.core.storage import file_hash
 from consilium.data.datalist import Item
-from consilium.data.patients import item_patient, most_of_one
+from consilium.data.patients import item_patient, patients_and_most_samples
 from consilium.data.text import read_named_list
 from consilium.estimates.memory import memory_of, remedies
 from consilium.federation.compatibility import Verdict, judge
@@ -94,7 +94,7 @@ def examine_patients(site: SiteConfig, check: str, path: Path) -> Iterator[Findi
     """Yield whether a list names the patients that a budget is about, and whether a budget for records hides too little."""
     with suppress(ConsiliumError):  # a list that cannot be read has its own line
         samples = read_named_list(path).splits["training"]
-        patients, most = most_of_one(samples)
+        patients, most = patients_and_most_samples(samples)
         nameless = sum(not item_patient(item) for item in samples)
         if "patient" in site.privacy.budgets and nameless:
             found = (

@@ -16,9 +16,9 @@ from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.seeding import seed_for
 from consilium.data.datalist import SCORED, SPLITS, DataList, Item, Lost, cropped_item, with_affine, with_challenge_splits
-from consilium.data.label_map import relabelled
+from consilium.data.label_map import with_job_labels
 from consilium.data.loading import MOST_WORKERS, Loading
-from consilium.data.patients import by_patient, item_patient, most_of_one
+from consilium.data.patients import by_patient, item_patient, patients_and_most_samples
 from consilium.data.sample_check import FileWatch, count_lost, without_faults
 from consilium.data.store import open_store
 from consilium.data.synthetic.phantoms import make_phantoms
@@ -113,7 +113,7 @@ def _read(config: JobConfig, name: str, site: SiteConfig, folder: Path, lost: li
     if own is not None:
         data = task.usable(own.datalist, lost) if lost is not None and task.usable else task.read(own.datalist)
         data = with_affine(with_challenge_splits(data, as_listed=config.dpsgd is not None), own.nifti_affine)
-        return relabelled(data, own.labels, own.annotated, getattr(config.task, "classes", None), quiet)
+        return with_job_labels(data, own.labels, own.annotated, getattr(config.task, "classes", None), quiet)
     if phantoms is None:
         raise ConfigError(
             f"{name}: no data list; set `datalist:` or `datasets:` in its site.yaml, or simulate with --data FOLDER that holds "
@@ -159,7 +159,7 @@ def units_of(config: JobConfig, data: DataList) -> int:
 def of_patients(config: JobConfig, data: DataList) -> str | None:
     """Return a warning where patients are hidden and the list does not know all, or records and it knows of several of one."""
     samples = data.splits["training"]
-    patients, most = most_of_one(samples)
+    patients, most = patients_and_most_samples(samples)
     nameless = sum(not item_patient(item) for item in samples)
     if per_patient(config.privacy) and nameless:
         what = f"{nameless} of {len(samples)} training samples name no patient, and are left out"

@@ -17,7 +17,7 @@ from consilium.core.errors import DataError, UnfitError
 from consilium.data import volumes
 from consilium.data.datalist import DataList, Item
 from consilium.data.images import Sample
-from consilium.data.loading import NOTHING_LEFT, ahead
+from consilium.data.loading import NOTHING_LEFT, prefetch
 from consilium.data.sample_check import NAMED, Check, Place, find_errors
 from consilium.data.store import CachedSample, Store, open_store
 
@@ -112,7 +112,7 @@ class SampleCache:
         wanted = range(len(self._data.splits[split])) if order is None else order
         starts = range(0, len(wanted), size)
         calls = (partial(self.map, split, wanted[start : start + size], to_float) for start in starts)
-        yield from ahead(calls, self._data.loading.ahead)
+        yield from prefetch(calls, self._data.loading.ahead)
 
     def _transform_sample(self, split: str, index: int, transform: Transform[T]) -> tuple[int, T] | None:
         """Return (index, transformed sample), or None if the sample is left out. The log names the first such samples."""

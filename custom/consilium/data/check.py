@@ -10,7 +10,7 @@ import numpy as np
 from consilium.core.errors import DataError
 from consilium.data.check_report import PATIENT, Findings, Trace
 from consilium.data.class_names import doubtful_names
-from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, classes_for, one_line_yaml, remedy, undeclared
+from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, classes_for, one_line_yaml, undeclared, undeclared_remedy
 from consilium.data.datalist import SPLITS, DataList, Item, read_datalist, with_challenge_splits
 from consilium.data.identifiers import ALIKE, alike_pseudonyms
 from consilium.data.pairs import MOST_VALUES
@@ -202,10 +202,14 @@ def suggested_settings(reports: Mapping[str, Findings], classes: Classes, max_le
     values = {name: {value for value in one.label_values if isinstance(value, int) and value} for name, one in reports.items()}
     many = {name: values.pop(name) for name in [name for name, some in values.items() if len(some) >= MOST_VALUES]}
     if isinstance(classes, Mapping):
-        found += [f"{name}: {remedy([some], classes)}" for name, some in many.items() if UNDECLARED in reports[name].problems]
+        found += [
+            f"{name}: {undeclared_remedy([some], classes)}"
+            for name, some in many.items()
+            if UNDECLARED in reports[name].problems
+        ]
     every = list(values.values())
     if isinstance(classes, Mapping) and undeclared(set().union(*every), classes):
-        found.append(f"for all masks: {remedy(every, classes)}")
+        found.append(f"for all masks: {undeclared_remedy(every, classes)}")
     elif classes is None and len({frozenset(one) for one in every if one}) > 1:
         told = "; ".join(f"{name}: {', '.join(map(str, sorted(one)))}" for name, one in values.items() if one)
         found.append(

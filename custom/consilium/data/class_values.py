@@ -40,7 +40,7 @@ def undeclared(values: Collection[Value], classes: Classes) -> list[int]:
     return sorted(value for value in set(values) - declared if isinstance(value, int))
 
 
-def remedy(by_site: Sequence[Collection[Value]], classes: Classes) -> str:
+def undeclared_remedy(by_site: Sequence[Collection[Value]], classes: Classes) -> str:
     """Return the text that says what to write so that all values of all sites belong to a class."""
     own = {name: [value for value in wanted if isinstance(value, int)] for name, wanted in classes.items()}
     lost = undeclared(set().union(*by_site), own)

@@ -86,7 +86,7 @@ def tally(data: DataList, task: Any, count: int, stop: Callable[[], None] = lamb
     found.areas = {name: [] for name in names}
     for split in SPLITS:
         items = data.splits[split]
-        found.people[split] = [person(item) for item in items]
+        found.people[split] = [person_of(item) for item in items]
         found.patients[split] = bool(items) and all(item.patient for item in items)
         found.classes[split], found.absent[split] = {n: [] for n in names}, {n: [] for n in names}
         for number, item in enumerate(items):
@@ -97,7 +97,7 @@ def tally(data: DataList, task: Any, count: int, stop: Callable[[], None] = lamb
     return found
 
 
-def person(item: Any) -> str:
+def person_of(item: Any) -> str:
     """Return who counts as the person of a sample: its patient, else its study, else the sample itself."""
     if isinstance(item, Item):
         return item.patient or item.study or str(item.image)

@@ -118,7 +118,7 @@ def check_spacing(path: Path, field: str, values: Sequence[float], remedy: str) 
         raise DataError(f"{path}: {field} is {found}, and a voxel's sides are over 0 mm; {remedy}", "broken geometry")
 
 
-def disagreement(one: Grid, other: Grid) -> str:
+def grid_difference(one: Grid, other: Grid) -> str:
     """Return how two grids differ; "" if they agree: equal shapes, and corners at most a tenth of a voxel apart."""
     if one.shape != other.shape:
         return f"{_format_shape(other.shape)} voxels, not {_format_shape(one.shape)}"
@@ -129,7 +129,7 @@ def disagreement(one: Grid, other: Grid) -> str:
     return f"its corners lie {apart:.1f} mm apart" if apart > TOLERANCE * min(one.voxel or (1.0,)) else ""
 
 
-def resampled(values: np.ndarray, own: Grid, wanted: Grid) -> np.ndarray:
+def resample_to_grid(values: np.ndarray, own: Grid, wanted: Grid) -> np.ndarray:
     """Return label values (i, j, k) of grid `own`, resampled to grid `wanted` by the nearest voxel; 0 outside.
 
     Raises ValueError for a grid without an affine.

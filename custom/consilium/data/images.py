@@ -13,7 +13,7 @@ from PIL import Image
 from consilium.core.errors import DataError, UnfitError
 from consilium.core.lazy import Tensor, torch
 from consilium.data import pictures, slides, volumes
-from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, remedy, undeclared
+from consilium.data.class_values import OF_NO_CLASS, UNDECLARED, undeclared, undeclared_remedy
 from consilium.data.datalist import Item
 from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import UNSMOOTHED, Spread, windowed
@@ -68,13 +68,17 @@ def read_image(item: Item | Path, settings: PictureSettings = DEFAULTS) -> np.nd
     if volumes.is_volume(item.image):
         header, values = volumes.header(item.image, item.affine), volumes.voxels(item.image)
         plane = header.grid.cut(values, item.axis, plane_of(item, item.image, header))
-        grey = windowed(plane, settings, header.window, lambda: _window_limits(item, lambda: volumes.spread(item.image)))
+        grey = windowed(
+            plane, settings, header.window, lambda: _window_limits(item, lambda: volumes.window_percentiles(item.image))
+        )
     elif item.tile is not None:
         level = level_of(settings)
         plane = slides.read(item.image, item.tile, level)
-        grey = windowed(plane, settings, None, lambda: _window_limits(item, lambda: slides.spread(item.image, level)))
+        grey = windowed(
+            plane, settings, None, lambda: _window_limits(item, lambda: slides.window_percentiles(item.image, level))
+        )
     else:
-        plane = slides.whole(item.image)
+        plane = slides.read_whole(item.image)
         grey = windowed(plane, settings, None, lambda: volumes.percentiles(plane))
     return (
         grey[..., :3] if grey.ndim == 3 and grey.shape[2] >= 3 else np.repeat(grey.reshape(*grey.shape[:2], -1)[..., :1], 3, 2)
@@ -134,9 +138,11 @@ def classes_of(item: Item, classes: Classes) -> Classes:
 def check_pair(item: Item, shape: tuple[int, ...], labels: Labels) -> None:
     """Raise DataError unless a mask has its image's rows and columns."""
     if labels.shape and labels.shape != shape:
-        own, wanted = pictures.pixels(labels.shape), pictures.pixels(shape)
+        own, wanted = pictures.size_text(labels.shape), pictures.size_text(shape)
         what = f"mask is {own} pixels (width x height), its image {item.image} {wanted}"
-        turned = labels.shape == shape[::-1] and not volumes.is_volume(item.image) and pictures.turn(item.image) >= 5
+        turned = (
+            labels.shape == shape[::-1] and not volumes.is_volume(item.image) and pictures.exif_orientation(item.image) >= 5
+        )
         told = "the image's EXIF tag turns it: turn the mask alike, or save the image as the mask lies, without the tag"
         raise DataError(f"{item.label}: {what}; {told if turned else 'make them equal'}", "mask of another size")
 
@@ -158,7 +164,7 @@ def check_values(item: Item, labels: Labels, classes: Classes) -> None:
         labels_of = "if they are labels, map each under `labels` of site.yaml, to [] as background"
         raise DataError(f"{item.label}: {what}; {UNSMOOTHED}; {labels_of}", "mask with smoothed edges")
     if item.label_map is None:
-        what = f"{remedy([values], classes)}, or what `consilium data check` with the job proposes for all masks"
+        what = f"{undeclared_remedy([values], classes)}, or what `consilium data check` with the job proposes for all masks"
     else:
         what = f"map it under `labels` of site.yaml, as in {{{unknown[0]}: {next(iter(classes))}}}, or to [] as background"
     raise DataError(f"{item.label}: label value {unknown[0]} {OF_NO_CLASS}; {what}", UNDECLARED)

@@ -12,7 +12,7 @@ Labels = Mapping[Value, tuple[str, ...]]
 """The job's classes by the site's label values or names."""
 
 
-def relabelled(
+def with_job_labels(
     data: DataList,
     labels: Labels | None,
     annotated: tuple[str, ...] | None,

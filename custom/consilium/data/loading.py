@@ -48,7 +48,7 @@ IN_MEMORY = Loading()
 """No cache on disk, and the caller's thread reads."""
 
 
-def ahead(calls: Iterator[Callable[[], T]], count: int) -> Generator[T, None, None]:
+def prefetch(calls: Iterator[Callable[[], T]], count: int) -> Generator[T, None, None]:
     """Yield the results of calls, in order. A thread makes up to `count` calls ahead of the consumer.
 
     With a `count` of 0, each call is made when its result is asked for. An exception of a call is raised in place of its

@@ -10,7 +10,7 @@ import numpy as np
 from nibabel.volumeutils import apply_read_scaling
 
 from consilium.core.errors import DataError
-from consilium.data.grid import Grid, check_spacing, disagreement
+from consilium.data.grid import Grid, check_spacing, grid_difference
 from consilium.data.safe_open import MOST_VOLUME_FILE, check_unpacked, reading, volume_shape
 from consilium.data.volumes import Header
 
@@ -34,7 +34,7 @@ def header(path: Path) -> Header:
         if min(int(volume.header[f"{kind}form_code"]) for kind in "sq") < 1:
             return Header(own)
         other = Grid(own.shape, to_mm @ np.asarray(volume.header.get_qform(), np.float64))
-        return Header(own, second=other if disagreement(own, other) else None)
+        return Header(own, second=other if grid_difference(own, other) else None)
 
 
 def voxels(path: Path) -> np.ndarray:

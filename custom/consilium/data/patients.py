@@ -24,7 +24,7 @@ def by_patient(data: DataList) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found.values()))
 
 
-def most_of_one(samples: Sequence[Any]) -> tuple[int, int]:
+def patients_and_most_samples(samples: Sequence[Any]) -> tuple[int, int]:
     """Return the number of patients that samples name, and the largest number of samples of one patient."""
     counts = Counter(whose for item in samples if (whose := item_patient(item)))
     return len(counts), max(counts.values(), default=0)

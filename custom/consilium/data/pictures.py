@@ -33,7 +33,7 @@ def size(path: Path) -> tuple[int, int]:
         return (picture.width, picture.height) if turned else (picture.height, picture.width)
 
 
-def pixels(shape: Sequence[int]) -> str:
+def size_text(shape: Sequence[int]) -> str:
     """Return the text WIDTHxHEIGHT, as in messages, for a picture's (rows, columns)."""
     return f"{shape[1]}x{shape[0]}"
 
@@ -64,7 +64,7 @@ def _check_turn(path: Path, picture: Image.Image) -> None:
         raise DataError(f"{path}: is an uncompressed TIFF that its orientation tag lays on its side; save it upright")
 
 
-def turn(path: Path) -> int:
+def exif_orientation(path: Path) -> int:
     """Return the value of a picture's EXIF orientation tag: 1 for upright, 5 to 8 if rows and columns are exchanged."""
     with reading(path, "image cannot be read"), open_picture(path) as picture:
         return _orientation(path, picture)

@@ -118,16 +118,24 @@ def _check_entry(
     try:
         if volume:
             _check_volume(found, item, *volume, settings, classes)
-        elif item.tile is None and slides.by_tiles(item.image, settings):
+        elif item.tile is None and slides.is_cut_into_tiles(item.image, settings):
             _check_slide(found, item, settings, classes)
         else:
             image = read_image(item, settings)
             _add_image(found, item, image)
             check_class(item, classes)
             _add_label(found, item, image, read_labels(item, settings) if isinstance(item.label, Path) else None, classes)
-            way = pictures.turn(item.image) if isinstance(item.label, Path) and not volumes.is_volume(item.label) else 1
+            way = (
+                pictures.exif_orientation(item.image)
+                if isinstance(item.label, Path) and not volumes.is_volume(item.label)
+                else 1
+            )
             # the sizes do not tell whether the mask was drawn on the stored or on the turned picture
-            if way > 1 and (way < 5 or image.shape[0] == image.shape[1]) and pictures.turn(Path(str(item.label))) == 1:
+            if (
+                way > 1
+                and (way < 5 or image.shape[0] == image.shape[1])
+                and pictures.exif_orientation(Path(str(item.label))) == 1
+            ):
                 what = "its mask is not: it must be drawn on the turned picture"
                 remedy = "save the picture upright and without the tag, as Python's PIL.ImageOps.exif_transpose does"
                 found.warnings.append(("turned by its EXIF tag", f"{what}; {remedy}"))
@@ -158,9 +166,9 @@ def _check_slide(found: SampleReport, item: Item, settings: PictureSettings, cla
     """Add the findings about a large picture to its report, from some of its tiles and its whole mask. Raises DataError."""
     wanted = settings.tiles or TilesConfig()
     rows, columns = slides.shape(item.image, wanted.level)
-    found.size = pictures.pixels((rows, columns))
+    found.size = pictures.size_text((rows, columns))
     found.planes = len(slides.tiles(rows, columns, wanted.size, wanted.stride or wanted.size))
-    some = slides.probes(item.image, wanted.level)
+    some = slides.sample_tiles(item.image, wanted.level)
     digest = hashlib.blake2b(found.size.encode(), digest_size=16)
     for one in some:
         digest.update(one.tobytes())
@@ -220,12 +228,12 @@ def check_class(item: Item, classes: Classes) -> None:
 
 def _add_image(found: SampleReport, item: Item, image: np.ndarray) -> None:
     """Add the size, digest and appearance hash of an image to its report."""
-    found.size = pictures.pixels(image.shape)
+    found.size = pictures.size_text(image.shape)
     if int(image.max()) - int(image.min()) < _FLAT:
         found.warnings.append(("constant image", ""))
         return
     digest = hashlib.blake2b(repr(image.shape).encode() + image.tobytes(), digest_size=16).hexdigest()
-    found.marks, found.hash = _identity_marks(item, digest), appearance(image)
+    found.marks, found.hash = _identity_marks(item, digest), appearance_hash(image)
 
 
 def _add_label(found: SampleReport, item: Item, image: np.ndarray | None, labels: Labels | None, classes: Classes) -> None:
@@ -267,7 +275,7 @@ def _add_values(found: SampleReport, item: Item, classes: Classes) -> None:
         found.classes = tuple(name for name, wanted in own.items() if matching_labels(wanted, found.values))
 
 
-def appearance(image: np.ndarray) -> bytes | None:
+def appearance_hash(image: np.ndarray) -> bytes | None:
     """Return a difference hash of a picture (H, W, 3): 256 bits, set where brightness increases to the right.
 
     Copies that were shrunk, brightened or saved as JPEG have nearly equal hashes. None for a picture with few set bits.
@@ -307,7 +315,7 @@ def image_shape(item: Item, settings: PictureSettings = DEFAULTS) -> tuple[int, 
         slides.shape(item.image, level_of(settings))
         return item.tile[3], item.tile[2]
     if slides.is_slide(item.image):
-        rows, columns = slides.whole(item.image).shape[:2]
+        rows, columns = slides.read_whole(item.image).shape[:2]
         return rows, columns
     return pictures.size(item.image)
 

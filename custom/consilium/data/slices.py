@@ -44,7 +44,7 @@ def _expand_item(item: Item, index: int, split: str, settings: PictureSettings) 
     """Yield a picture or its tiles, or the planes of a volume: all, or the one that its entry names. Raises DataError."""
     thin, seed, wanted = split == "training", seed_for(index, "empty"), settings.tiles
     if not volumes.is_volume(item.image):
-        if wanted is None or item.tile is not None or not slides.by_tiles(item.image, settings):
+        if wanted is None or item.tile is not None or not slides.is_cut_into_tiles(item.image, settings):
             yield item
             return
         if thin and wanted.empty != "keep" and not isinstance(item.label, Path):

@@ -87,7 +87,7 @@ def read_labels(path: Path, tile: Tile, wanted: tuple[int, int]) -> Labels:
     """
     levels = layout(path).levels
     if wanted not in levels:
-        what = f"mask is {pictures.pixels(levels[0])} pixels (width x height), its image {pictures.pixels(wanted)}"
+        what = f"mask is {pictures.size_text(levels[0])} pixels (width x height), its image {pictures.size_text(wanted)}"
         raise UnfitError(f"{path}: {what}; make them equal", "mask of another size")
     values = read(path, tile, levels.index(wanted), "mask")
     if values.ndim == 3 and not (values == values[..., :1]).all():
@@ -95,7 +95,7 @@ def read_labels(path: Path, tile: Tile, wanted: tuple[int, int]) -> Labels:
     return Labels(values=whole_numbers(path, values if values.ndim == 2 else values[..., 0]))
 
 
-def probes(path: Path, level: int = 0) -> list[np.ndarray]:
+def sample_tiles(path: Path, level: int = 0) -> list[np.ndarray]:
     """Return 4 x 4 small tiles, evenly spread over a picture, as a sample of its appearance. Raises DataError."""
     rows, columns = shape(path, level)
     side = min(_SAMPLED, rows, columns)
@@ -126,7 +126,7 @@ def tiles(rows: int, columns: int, size: int, stride: int) -> list[Tile]:
     ]
 
 
-def by_tiles(path: Path, settings: PictureSettings) -> bool:
+def is_cut_into_tiles(path: Path, settings: PictureSettings) -> bool:
     """Tell whether a picture whose entry names no tile is cut into tiles: a slide, or a picture larger than a tile."""
     if settings.tiles is None:
         return False
@@ -134,7 +134,7 @@ def by_tiles(path: Path, settings: PictureSettings) -> bool:
     return is_slide(path) or len(found) > 1 or max(found[0]) > settings.tiles.size
 
 
-def whole(path: Path) -> np.ndarray:
+def read_whole(path: Path) -> np.ndarray:
     """Return a whole picture (H, W) or (H, W, 3). Raises DataError.
 
     The name is not enough to refuse a slide: some data sets have small pictures called .svs.
@@ -153,9 +153,9 @@ def _tile_starts(length: int, size: int, stride: int) -> list[int]:
 
 
 @partial(Kept, most=1024)
-def spread(path: Path, level: int = 0) -> tuple[float, float]:
+def window_percentiles(path: Path, level: int = 0) -> tuple[float, float]:
     """Return the 0.5 and 99.5 percentiles of evenly spread tiles. All tiles of a picture are windowed by them."""
-    low, high = np.percentile(np.concatenate([one.reshape(-1) for one in probes(path, level)]), [0.5, 99.5])
+    low, high = np.percentile(np.concatenate([one.reshape(-1) for one in sample_tiles(path, level)]), [0.5, 99.5])
     return float(low), float(high)
 
 

@@ -71,7 +71,7 @@ def split_list(source: Path, folder: Path, cut: Cut) -> dict[str, Any]:
     samples, more = _read_samples(source)
     lists = {}
     if cut.folds:
-        if (groups := len(grouped(samples))) < cut.folds:
+        if (groups := len(linked_groups(samples))) < cut.folds:
             raise DataError(f"{source}: {groups} patients or volumes are too few for {cut.folds} folds; ask for less")
         names = [f"fold-{i}" for i in range(1, cut.folds + 1)]
         tests = share_out(samples, dict.fromkeys(names, 1 / cut.folds), cut.seed)
@@ -85,7 +85,7 @@ def split_list(source: Path, folder: Path, cut: Cut) -> dict[str, Any]:
         shares = {"training": 1 - cut.validation - test, "validation": cut.validation, "test": test}
         lists[""] = share_out([s for s in samples if not (cut.keep_test and s.split == "test")], shares, cut.seed)
         lists[""]["test"] += kept
-    summary: dict[str, Any] = {"source": str(source.resolve()), "seed": cut.seed, "groups": len(grouped(samples))}
+    summary: dict[str, Any] = {"source": str(source.resolve()), "seed": cut.seed, "groups": len(linked_groups(samples))}
     summary["lists"] = {}
     for name, parts in lists.items():
         entries = {split: [s.entry for s in parts[split]] for split in SPLITS}
@@ -98,7 +98,7 @@ def split_list(source: Path, folder: Path, cut: Cut) -> dict[str, Any]:
 
 def share_out(samples: Sequence[Sample], shares: dict[str, float], seed: int) -> Parts:
     """Return the samples by part. Each part has nearly its share of the samples and of every label; groups stay whole."""
-    groups = grouped(samples)
+    groups = linked_groups(samples)
     order = np.random.default_rng(seed_for(seed, "split")).permutation(len(groups))
     left = sorted((groups[i] for i in order), key=len, reverse=True)
     wanted = {part: Counter({key: share * n for key, n in _count_labels(samples).items()}) for part, share in shares.items()}
@@ -114,7 +114,7 @@ def share_out(samples: Sequence[Sample], shares: dict[str, float], seed: int) ->
     return found
 
 
-def grouped(samples: Sequence[Sample]) -> list[list[Sample]]:
+def linked_groups(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Return the groups of linked samples, in the order of the list. Linked samples share a key, directly or through others."""
     found: dict[int, list[Sample]] = {}
     for sample, first in zip(samples, first_linked([sample.keys for sample in samples]), strict=True):
@@ -129,7 +129,7 @@ def _count_labels(samples: Sequence[Sample]) -> Counter[str]:
 
 def _summarize(samples: Sequence[Sample]) -> dict[str, Any]:
     found = _count_labels(samples)
-    return {"samples": found.pop("", 0), "groups": len(grouped(samples)), "labels": dict(sorted(found.items()))}
+    return {"samples": found.pop("", 0), "groups": len(linked_groups(samples)), "labels": dict(sorted(found.items()))}
 
 
 def _write_notes(samples: Sequence[Sample], lists: dict[str, Parts], cut: Cut) -> list[str]:

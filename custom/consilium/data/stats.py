@@ -90,12 +90,12 @@ def _measure(item: Item, classes: Classes, settings: PictureSettings) -> Measure
                 found.size = values.shape[:2]
             found.voxel, window = header.grid.voxel, header.window
             found.patient, found.study = item.patient or pseudonym(header.patient), item.study or pseudonym(header.study)
-            spread = partial(volumes.spread, item.image)
-        elif item.tile is None and slides.by_tiles(item.image, settings):  # a sample of tiles of a large picture
-            found.size, values = slides.shape(item.image, level), np.concatenate(slides.probes(item.image, level))
-            spread = partial(slides.spread, item.image, level)
+            spread = partial(volumes.window_percentiles, item.image)
+        elif item.tile is None and slides.is_cut_into_tiles(item.image, settings):  # a sample of tiles of a large picture
+            found.size, values = slides.shape(item.image, level), np.concatenate(slides.sample_tiles(item.image, level))
+            spread = partial(slides.window_percentiles, item.image, level)
         else:
-            values = slides.whole(item.image) if item.tile is None else slides.read(item.image, item.tile, level)
+            values = slides.read_whole(item.image) if item.tile is None else slides.read(item.image, item.tile, level)
             found.size, spread = values.shape[:2], partial(volumes.percentiles, values)
         colours = values.dtype == np.uint8 and values.shape[-1] == 3 and values.ndim > 2
         flat = values.reshape(-1, 1, 3) if colours else values.reshape(-1)
@@ -132,7 +132,7 @@ def _count_labels(found: Measure, item: Item, classes: Classes, settings: Pictur
 def _read_labels(item: Item, settings: PictureSettings) -> Iterable[Labels]:
     """Return the labels of an item; for a large picture, block by block."""
     whole = item.tile is None and not volumes.is_volume(item.image)
-    if whole and isinstance(item.label, Path) and slides.by_tiles(item.image, settings):
+    if whole and isinstance(item.label, Path) and slides.is_cut_into_tiles(item.image, settings):
         return slides.mask_blocks(item.label, slides.shape(item.image, level_of(settings)))
     if item.slice is not None or not isinstance(item.label, Path) or not volumes.is_volume(item.label):
         return [read_labels(item, settings)]

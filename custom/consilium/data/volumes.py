@@ -13,13 +13,13 @@ import numpy as np
 
 from consilium.core.errors import DataError, UnfitError
 from consilium.data.file_kinds import forget_formats, is_volume, volume_format
-from consilium.data.grid import Grid, disagreement, resampled
+from consilium.data.grid import Grid, grid_difference, resample_to_grid
 from consilium.data.label_masks import Labels
 from consilium.data.pixel_values import check_numbers, whole_numbers
 from consilium.data.safe_open import Kept, Stamp, stamp
 from consilium.data.settings import NiftiAffine
 
-__all__ = ["Header", "forget", "header", "hold_volumes", "is_volume", "labels", "percentiles", "spread", "voxels"]
+__all__ = ["Header", "forget", "header", "hold_volumes", "is_volume", "labels", "percentiles", "voxels", "window_percentiles"]
 T = TypeVar("T")
 KEPT = 2
 """Volumes in memory, and as many masks. Besides, this number of threads may hold volumes of their own, see `hold_volumes`."""
@@ -88,7 +88,7 @@ def _read_once(read: Callable[..., T], *args: object) -> T:
 
 def forget() -> None:
     """Drop all volumes, headers and percentiles from memory."""
-    for kept in (header, _voxels, _labels, spread):
+    for kept in (header, _voxels, _labels, window_percentiles):
         kept.cache_clear()
     forget_formats()
 
@@ -111,7 +111,7 @@ def header(path: Path, affine: NiftiAffine | None = None) -> Header:
     """
     found: Header = replace(_read_by_format("header", path), affine=affine)
     if found.second is not None and affine is None:
-        what = f"its qform and its sform give its voxels two places ({disagreement(found.grid, found.second)})"
+        what = f"its qform and its sform give its voxels two places ({grid_difference(found.grid, found.second)})"
         remedy = "write nifti_affine: qform or nifti_affine: sform into site.yaml, whichever is right"
         raise DataError(f"{path}: {what}; {remedy}, or set the other's code to 0", "qform and sform disagree")
     if found.second is not None and affine == "qform":
@@ -137,16 +137,16 @@ def _labels(path: Path, stamp: Stamp, image: Header, resample: bool) -> Labels:
     if found.regions is not None and found.grid is None:
         return found  # drawn on the image's own grid
     own = found.grid or header(path, image.affine).grid
-    if not (wrong := disagreement(image.grid, own)):
+    if not (wrong := grid_difference(image.grid, own)):
         return found
     if resample and own.affine is not None and image.grid.affine is not None:
-        return found.map(lambda values: resampled(values, own, image.grid))
+        return found.map(lambda values: resample_to_grid(values, own, image.grid))
     what = f"the mask's grid differs from its image's ({wrong})"
     raise UnfitError(f"{path}: {what}; set task.resample_masks, or fix the file", "mask on another grid")
 
 
 @partial(Kept, most=4096)
-def spread(path: Path) -> tuple[float, float]:
+def window_percentiles(path: Path) -> tuple[float, float]:
     """Return the 0.5 and 99.5 percentiles of a volume's voxels, see `percentiles`. Raises DataError."""
     return percentiles(voxels(path))
 

@@ -22,7 +22,7 @@ from consilium.data.importers.base import Options
 from consilium.data.importers.table import read_table
 from consilium.data.importers.write_datalists import arrange
 from consilium.data.partition import share_out
-from consilium.data.patients import by_patient, most_of_one
+from consilium.data.patients import by_patient, patients_and_most_samples
 from consilium.data.slices import expand
 from consilium.data.split import Cut, split_list
 from consilium.data.stats import site_stats
@@ -78,7 +78,7 @@ def assert_two(data: DataList) -> None:
     """Check that a list has one patient in many samples, and another in the last."""
     count = len(data.splits["training"]) - 1
     assert by_patient(data) == (tuple(range(count)), (count,))
-    assert most_of_one(data.splits["training"]) == (2, count)
+    assert patients_and_most_samples(data.splits["training"]) == (2, count)
 
 
 def test_a_list_and_records_count_one_patient_once(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def frame_order(path: Path) -> tuple[int, str]:
 def check_sizes(image: Path, mask: Path) -> None:
     """Raise DataError unless both pictures have the same size, after turning by their EXIF tags."""
     if (one := pictures.size(image)) != (other := pictures.size(mask)):
-        expected, found = map(pictures.pixels, (one, other))
+        expected, found = map(pictures.size_text, (one, other))
         raise DataError(f"{mask}: expected the {expected} pixels (width x height) of {image}; found {found}")
 
 

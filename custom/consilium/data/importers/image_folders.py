@@ -20,7 +20,7 @@ from consilium.data.importers.base import (
     files,
     wrong_layout,
 )
-from consilium.data.importers.labels import labelled, named_values
+from consilium.data.importers.labels import named_values, result_of_labels
 from consilium.data.importers.table import Table, find_table, open_table
 from consilium.data.pairs import Names, Pairs, Pattern, find_pairs, holds_pairs, kind_of, unpaired_message, words
 from consilium.data.safe_open import FOREIGN
@@ -106,7 +106,7 @@ def read_own(source: Path, options: Options) -> ImportResult:
         notes += ["the names of classes are those of dataset.json"] if named else []
     else:
         notes.append("the names of classes are not those of dataset.json, which differ by site")
-    return labelled(source, samples, [*told, *notes], options, PATIENTS, named)
+    return result_of_labels(source, samples, [*told, *notes], options, PATIENTS, named)
 
 
 def _is_picture(path: Path) -> bool:

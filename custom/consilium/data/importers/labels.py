@@ -25,7 +25,7 @@ _ONE_OBJECT = 0.5
 """If two masks of a picture share more than this part of their joint area, they are two people's drawings of one object."""
 
 
-def labelled(
+def result_of_labels(
     source: Path,
     samples: Sequence[SourceSample],
     notes: Sequence[str],
@@ -67,7 +67,7 @@ def labelled(
     beside = _result_by_class_name(classed, apart) if classed else None
     for number, one in enumerate(masks):
         if one.more and isinstance(one.label, Path):  # write the union of all masks of the picture
-            mask = mask_png(f"{number:05}-{one.label.stem}", union, *_mask_files(one))
+            mask = mask_png(f"{number:05}-{one.label.stem}", unite_masks, *_mask_files(one))
             masks[number] = replace(one, label=mask, more=())
     return ImportResult(masks, _classes(source, values, named), [*notes, *(apart if beside else [])], beside)
 
@@ -123,7 +123,7 @@ def _mask_values(sample: SourceSample, exact: bool) -> set[int]:
     assert isinstance(sample.image, Path)
     found = set[int]()
     if sample.more:
-        union(*_mask_files(sample))  # raises where they are not parts of one drawing
+        unite_masks(*_mask_files(sample))  # raises where they are not parts of one drawing
     for mask in _mask_files(sample):
         for labels in _label_arrays(Item(sample.image, mask)):
             own = {value for value in labels.present() if isinstance(value, int)}
@@ -158,7 +158,7 @@ def _mask_files(sample: SourceSample) -> list[Path]:
     return [mask for mask in (sample.label, *sample.more) if isinstance(mask, Path)]
 
 
-def union(*masks: Path) -> np.ndarray:
+def unite_masks(*masks: Path) -> np.ndarray:
     """Return the label values (H, W) of the union of several masks of one picture.
 
     Raises DataError for masks that give a pixel two values, or that mostly overlap, as then two people drew one object.

@@ -17,7 +17,7 @@ from consilium.data.file_kinds import PICTURES, is_volume, place_of
 from consilium.data.folders import split_of
 from consilium.data.identifiers import check_identifier
 from consilium.data.importers.base import Importer, ImportResult, Options, SourceSample, TextRecord, files
-from consilium.data.importers.labels import labelled
+from consilium.data.importers.labels import result_of_labels
 from consilium.data.pairs import compose_unicode, kind_of, without_ending
 from consilium.data.safe_open import text_lines
 from consilium.data.site_names import asked_sites, renamed_notes, renamed_sites
@@ -89,7 +89,7 @@ def read_table(source: Path, options: Options) -> ImportResult:
     table = open_table(source, options.columns)
     one = [] if "site" in table.rows[0].values else [ONE]
     samples = table.samples(source.stem, options)
-    return labelled(source, samples, [*table.notes, *one], options)
+    return result_of_labels(source, samples, [*table.notes, *one], options)
 
 
 def read_texts(source: Path, options: Options) -> ImportResult:

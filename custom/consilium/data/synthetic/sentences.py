@@ -66,7 +66,7 @@ def make_texts(
     return folder
 
 
-def shares(seed: int, site: str, what: str, count: int, strength: float) -> np.ndarray:
+def site_probabilities(seed: int, site: str, what: str, count: int, strength: float) -> np.ndarray:
     """Return a site's probabilities (count,) of labels or wordings: equal at strength 0, with ratios up to about 50 at 1."""
     draws = np.random.default_rng(seed_for(seed, "sentences", site, what)).uniform(-1, 1, count)
     weights = np.exp(2 * strength * draws / max(np.abs(draws).max(), 1e-9))
@@ -76,7 +76,7 @@ def shares(seed: int, site: str, what: str, count: int, strength: float) -> np.n
 def _sentence(spec: dict, split: str, index: int) -> dict[str, str]:
     rng = np.random.default_rng(seed_for(spec["seed"], "sentences", spec["site"], split, index))
     own = {
-        what: shares(spec["seed"], spec["site"], what, len(of), spec[skew])
+        what: site_probabilities(spec["seed"], spec["site"], what, len(of), spec[skew])
         for what, of, skew in (
             ("label", LABELS, "annotation"),
             ("note", NOTES, "appearance"),
@@ -84,30 +84,35 @@ def _sentence(spec: dict, split: str, index: int) -> dict[str, str]:
         )
     }
     label = LABELS[index % len(LABELS)] if split == "test" else str(rng.choice(LABELS, p=own["label"]))
-    finding = pick(rng, FINDINGS[label])
-    words = {"finding": finding, "organ": pick(rng, ORGANS), "colour": pick(rng, COLOURS), "days": int(rng.integers(1, 30))}
+    finding = pick_word(rng, FINDINGS[label])
+    words = {
+        "finding": finding,
+        "organ": pick_word(rng, ORGANS),
+        "colour": pick_word(rng, COLOURS),
+        "days": int(rng.integers(1, 30)),
+    }
     note = str(rng.choice(NOTES, p=own["note"])).format(**words)
     question = str(rng.choice(QUESTIONS, p=own["question"]))
     return {"instruction": question, "input": note, "output": f"{label}: {finding} of the {words['organ']}."}
 
 
-def pick(rng: Generator, words: tuple[str, ...]) -> str:
+def pick_word(rng: Generator, words: tuple[str, ...]) -> str:
     """Return one of `words`, drawn uniformly."""
     return words[int(rng.integers(len(words)))]
 
 
-def meanings(seed: int) -> dict[str, str]:
+def code_meanings(seed: int) -> dict[str, str]:
     """Return the two words of each code. They are the same at every site."""
     rng = np.random.default_rng(seed_for(seed, "codes"))
     codes = rng.permutation([f"{letter}{digit}" for letter in ascii_lowercase for digit in range(10)])[:CODES]
-    return {str(code): f"{pick(rng, COLOURS)} {pick(rng, ORGANS)}" for code in codes}
+    return {str(code): f"{pick_word(rng, COLOURS)} {pick_word(rng, ORGANS)}" for code in codes}
 
 
 def _code(spec: dict, split: str, index: int) -> dict[str, str]:
     rng = np.random.default_rng(seed_for(spec["seed"], "codes", spec["site"], split, index))
-    seen = shares(spec["seed"], spec["site"], "code", CODES, spec["annotation"])
-    wordings = shares(spec["seed"], spec["site"], "coded", len(CODED), spec["appearance"])
-    stands = meanings(spec["seed"])
+    seen = site_probabilities(spec["seed"], spec["site"], "code", CODES, spec["annotation"])
+    wordings = site_probabilities(spec["seed"], spec["site"], "coded", len(CODED), spec["appearance"])
+    stands = code_meanings(spec["seed"])
     code = [*stands][index % CODES] if split == "test" else str(rng.choice([*stands], p=seen))
     note = str(rng.choice(CODED, p=wordings)).format(code=code, bed=int(rng.integers(1, 60)))
     return {"instruction": "Read the code.", "input": note, "output": stands[code]}
