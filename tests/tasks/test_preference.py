@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from consilium.adapters import layers, lora
-from consilium.core.errors import UnfitError
+from consilium.core.errors import ConfigError, UnfitError
 from consilium.core.schema import validate
 from consilium.data.datalist import DataList
 from consilium.data.loading import Loading
