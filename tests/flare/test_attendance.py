@@ -22,7 +22,7 @@ from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare.kit import heartbeat_server
 from consilium.flare.kit.health import DATA_PERIOD, HealthReport, checked_health
 from consilium.flare.kit.heartbeat_client import own_facts
-from consilium.flare.kit.local_folder import COMPONENTS, lacking, update
+from consilium.flare.kit.local_folder import COMPONENTS, missing_components, update_local
 from consilium.flare.kit.provision import provision
 from consilium.privacy.ledger.audit import FILE, AuditLog
 from tests.conftest import run
@@ -252,22 +252,22 @@ def test_damaged_file_is_one_line(text: str, tmp_path: Path, monkeypatch: pytest
     (tmp_path / STATE).mkdir()
     (tmp_path / STATE / ATTENDANCE).write_text(text)
     with pytest.raises(ConfigError, match="the server writes it anew"):
-        heartbeat_server.read(tmp_path)
+        heartbeat_server.read_attendance(tmp_path)
     unwrapped(monkeypatch)
     beat(tmp_path)
-    assert heartbeat_server.read(tmp_path)["sites"] == {}
+    assert heartbeat_server.read_attendance(tmp_path)["sites"] == {}
 
 
 @pytest.mark.parametrize(("name", "role"), [("localhost", "server"), ("clinic", "site")])
 def test_allow_adds_missing_components(name: str, role: str, kits: Path, tmp_path: Path) -> None:
     kit = Path(shutil.copytree(kits / name, tmp_path / name, symlinks=True))
-    assert lacking(kit, role) == []
+    assert missing_components(kit, role) == []
     path, ours = kit / "local/resources.json", [one["path"] for one in COMPONENTS[role]]
     raw = json.loads(path.read_text())
     path.write_text(json.dumps(raw | {"components": [one for one in raw["components"] if one["path"] not in ours]}))
-    assert lacking(kit, role) == [one["id"] for one in COMPONENTS[role]]
-    update(kit)
-    assert lacking(kit, role) == []
+    assert missing_components(kit, role) == [one["id"] for one in COMPONENTS[role]]
+    update_local(kit)
+    assert missing_components(kit, role) == []
     assert len(json.loads(path.read_text())["components"]) == len(raw["components"])
 
 

@@ -12,8 +12,8 @@ from consilium.core.errors import ConfigError
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.flare.admin.kit_metrics import HELP, collect
 from consilium.flare.kit import deploy_prepare, key_lock, renewal, revocation
-from consilium.flare.kit.kit_files import LOCKED, is_open
-from consilium.flare.kit.local_folder import apply_local, update
+from consilium.flare.kit.kit_contents import LOCKED, is_open
+from consilium.flare.kit.local_folder import apply_local, update_local
 from consilium.flare.kit.provision import provision as make_kits
 from consilium.flare.kit.root_ca import fingerprint as root_fingerprint
 from consilium.report.exposition import exposition
@@ -31,7 +31,7 @@ def allow(
         if (folder / "startup" / "fed_admin.json").is_file():
             typer.echo(f"{folder}: a person's kit; it needs no list")
         else:
-            typer.echo(f"{update(folder)}: lists the classes that jobs may name")
+            typer.echo(f"{update_local(folder)}: lists the classes that jobs may name")
 
 
 def revoke(

@@ -25,10 +25,10 @@ from consilium.core.registry import Plugins
 from consilium.core.sanitize import shown
 from consilium.federation import delete_run
 from consilium.federation.run_folders import RUNS, STATE, check_name
-from consilium.flare.admin.evidence import ACCEPTED, LEDGER, chains, copy_ledger, pack
+from consilium.flare.admin.evidence import ACCEPTED, LEDGER, check_chains, copy_ledger, pack
 from consilium.flare.admin.evidence import verify as verify_archive
 from consilium.flare.admin.session import stored_jobs
-from consilium.flare.kit.kit_files import kit_name, kit_role
+from consilium.flare.kit.kit_contents import kit_name, kit_role
 from consilium.flare.kit.root_ca import root_fingerprint
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit import FILE, is_void
@@ -219,7 +219,7 @@ def _files(experiment: str, kit: Path) -> dict[str, bytes]:
     if lost := accepted(state):
         found[ACCEPTED] = json.dumps(sorted(lost)).encode()
     found |= {f"policy-{name}": (kit / "local" / name).read_bytes() for name in POLICIES if (kit / "local" / name).is_file()}
-    whole = chains(found)
+    whole = check_chains(found)
     intact = "record and ledger are whole" if not whole["record"] and not whole["ledger"] else "ALTERED, see `--verify`"
     read = [read_record(path) | {"file": f"audit-{i + 1}.jsonl"} for i, path in enumerate(records)]
     words = "\n\n".join(map(markdown, read))

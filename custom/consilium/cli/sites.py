@@ -16,7 +16,7 @@ from consilium.federation.compatibility import OWN, Verdict, differences
 from consilium.flare.admin.session import connect
 from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.certificates import WARN_DAYS
-from consilium.flare.kit.heartbeat_server import read
+from consilium.flare.kit.heartbeat_server import read_attendance
 from consilium.report.tables import Column, Table
 
 GIB, DISK_GIB = 2**30, 5.0
@@ -37,7 +37,7 @@ def sites(
             found = admin.attendance()
         now = found["server"]["clock"]  # this machine's may be wrong
     elif (kit / "startup" / "server.crt").is_file():
-        found, now = read(kit), time.time()
+        found, now = read_attendance(kit), time.time()
     else:
         raise ConfigError(f"--kit: {kit}: neither an admin's nor the server's startup kit; give one's folder")
     rows = told(found, now)

@@ -22,7 +22,7 @@ from consilium.report.tables import Table, columns, number
 from consilium.tasks.registry import COUNT, HIGH, LOW, TASKS, Scores
 from consilium.tasks.segmentation import PROMPTS
 from consilium.training.device import pick_device
-from consilium.use.attack import AttackResult, of_one_record
+from consilium.use.attack import AttackResult, epsilon_of_record
 from consilium.use.attack import attack as attack_model
 from consilium.use.evaluate import Split, cross_sites, read_site
 from consilium.use.evaluate import evaluate as evaluate_model
@@ -288,7 +288,7 @@ def _print_attacks(found: list[AttackResult], opened: TrainedModel, format: Form
     unit, delta = ("patient" if private and private.unit == "patient" else "record"), private.delta if private else 1e-5
     covered = UNCOVERED not in opened.card.notes
     claim = opened.card.privacy or "none: the model was trained without privacy"
-    promised = of_one_record(opened) if covered else None
+    promised = epsilon_of_record(opened) if covered else None
     told = {"model": str(opened.folder), "claim": claim, "covered": covered, "unit": unit, "delta": delta}
     told |= {"of_one_record": promised, "attacks": [asdict(one) for one in found]}
     rows = [

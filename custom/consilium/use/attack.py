@@ -88,12 +88,12 @@ def attack(
     own = site.model_copy(update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints, "test_only": False})
     private = opened.config.privacy
     delta = private.delta if private else DELTA
-    _check_one_list([opened, *shadows], own, name)
-    whole = list_of(opened, name, own, folder)
-    seen = [_trained_on(one, own, name, folder) for one in shadows]
-    whole = _drawn_by_coins(whole, seen) if shadows else whole
-    drawn = draw(whole, _trained_on(opened, own, name, folder), private is not None and private.unit == "patient")
-    task = build_task(all_of(opened.config), drawn.data, own)
+    _check_same_phantoms([opened, *shadows], own, name)
+    whole = read_samples(opened, name, own, folder)
+    seen = [_training_keys(one, own, name, folder) for one in shadows]
+    whole = _keep_varied_samples(whole, seen) if shadows else whole
+    drawn = draw_units(whole, _training_keys(opened, own, name, folder), private is not None and private.unit == "patient")
+    task = build_task(with_all_samples(opened.config), drawn.data, own)
     loss, before = losses(opened, task, drawn.units, watch)
     scores = {"loss": -loss, "calibrated": before - loss}
     if shadows:
@@ -101,18 +101,18 @@ def attack(
         scores["likelihood"] = likelihood_ratio(confidence_of(loss), confident, np.array([drawn.included(one) for one in seen]))
     read = np.isfinite(list(scores.values())).all(0)
     each = 1 - (1 - confidence) / len(scores)
-    found = [judged(kind, values[read], drawn.members[read], delta, each) for kind, values in scores.items()]
+    found = [judge_guesses(kind, values[read], drawn.members[read], delta, each) for kind, values in scores.items()]
     return [replace(one, confidence=confidence) for one in found]
 
 
-def _check_one_list(models: Sequence[TrainedModel], site: SiteConfig, name: str) -> None:
+def _check_same_phantoms(models: Sequence[TrainedModel], site: SiteConfig, name: str) -> None:
     """Raise DataError for phantoms of several seeds: under the same names they are other pictures."""
     drawn = site.dataset(models[0].config.data.dataset, name)[1] is None
     if drawn and len({one.config.training.seed for one in models}) > 1:
         raise DataError("--shadow: generated pictures follow training.seed, so these runs had other pictures; give --data")
 
 
-def _trained_on(opened: TrainedModel, site: SiteConfig, name: str, folder: Path) -> set[Key]:
+def _training_keys(opened: TrainedModel, site: SiteConfig, name: str, folder: Path) -> set[Key]:
     config = opened.config.model_copy(update={"privacy": None})
     return {
         key_of(item)
@@ -120,7 +120,7 @@ def _trained_on(opened: TrainedModel, site: SiteConfig, name: str, folder: Path)
     }
 
 
-def _drawn_by_coins(whole: DataList, seen: Sequence[set[Key]]) -> DataList:
+def _keep_varied_samples(whole: DataList, seen: Sequence[set[Key]]) -> DataList:
     """Return a list's samples that one shadow model was trained on and another was not. Raises DataError for too few."""
     known = set[Key]().union(*seen) - seen[0].intersection(*seen)
     splits = {split: tuple(item for item in whole.splits[split] if key_of(item) in known) for split in SPLITS}
@@ -130,12 +130,12 @@ def _drawn_by_coins(whole: DataList, seen: Sequence[set[Key]]) -> DataList:
     return replace(whole, splits=splits)
 
 
-def list_of(opened: TrainedModel, name: str, site: SiteConfig, folder: Path) -> DataList:
+def read_samples(opened: TrainedModel, name: str, site: SiteConfig, folder: Path) -> DataList:
     """Return all samples of a site's list, each as it is, read as the run read them. Raises ConfigError, DataError."""
-    return site_data(all_of(opened.config), name, site, folder, quiet=opened.config.privacy is not None)
+    return site_data(with_all_samples(opened.config), name, site, folder, quiet=opened.config.privacy is not None)
 
 
-def all_of(config: JobConfig) -> JobConfig:
+def with_all_samples(config: JobConfig) -> JobConfig:
     """Return a job that takes all of a list's samples, each as it is: without privacy, which has its own say of lists."""
     task = config.task.model_copy(update={"augment": False}) if hasattr(config.task, "augment") else config.task
     data = config.data.model_copy(update={"most_training": None})
@@ -152,14 +152,14 @@ def epsilon_bound(correct: int, guesses: int, units: int, delta: float, confiden
     without = math.log(share / (1 - share)) if share > 0.5 else 0.0
     if not delta or not without:
         return without
-    if _chance(correct, guesses, units, 0.0, delta) >= error:
+    if _max_chance(correct, guesses, units, 0.0, delta) >= error:
         return 0.0
-    if _chance(correct, guesses, units, without, delta) <= error:  # so small a delta is lost in rounding
+    if _max_chance(correct, guesses, units, without, delta) <= error:  # so small a delta is lost in rounding
         return without
-    return float(brentq(lambda epsilon: _chance(correct, guesses, units, epsilon, delta) - error, 0.0, without))
+    return float(brentq(lambda epsilon: _max_chance(correct, guesses, units, epsilon, delta) - error, 0.0, without))
 
 
-def _chance(correct: int, guesses: int, units: int, epsilon: float, delta: float) -> float:
+def _max_chance(correct: int, guesses: int, units: int, epsilon: float, delta: float) -> float:
     """Return the most likely that (epsilon, delta) makes so many right guesses or more (Steinke et al., Appendix D).
 
     Each is right as one of randomized response is; delta adds 2 `units` times what the best number of failed units gains each.
@@ -172,20 +172,22 @@ def _chance(correct: int, guesses: int, units: int, epsilon: float, delta: float
     return float(binom.sf(correct - 1, guesses, right) + 2 * units * delta * gain)
 
 
-def judged(
+def judge_guesses(
     attack: str, scores: Values, members: NDArray[np.bool_], delta: float, confidence: float, seed: int = 0
 ) -> AttackResult:
     """Return what guesses by `scores` show; how many are made is chosen on a random half of the units."""
     order = np.random.default_rng(seed).permutation(len(scores))
     chosen, counted = order[::2], order[1::2]
     shares = (0.05, 0.1, 0.2, 0.35, 0.5)
-    bounds = [epsilon_bound(*_right(scores[chosen], members[chosen], one), len(chosen), delta, confidence) for one in shares]
-    correct, guesses = _right(scores[counted], members[counted], shares[int(np.argmax(bounds))])
+    bounds = [
+        epsilon_bound(*_count_right(scores[chosen], members[chosen], one), len(chosen), delta, confidence) for one in shares
+    ]
+    correct, guesses = _count_right(scores[counted], members[counted], shares[int(np.argmax(bounds))])
     found = epsilon_bound(correct, guesses, len(counted), delta, confidence)
     return AttackResult(attack, len(scores), _auc(scores, members), guesses, correct, found, confidence)
 
 
-def _right(scores: Values, members: NDArray[np.bool_], share: float) -> tuple[int, int]:
+def _count_right(scores: Values, members: NDArray[np.bool_], share: float) -> tuple[int, int]:
     """Return how many guesses are right, and how many there are: a `share` of the units at each end."""
     order, count = np.argsort(scores, kind="stable"), max(1, int(share * len(scores)))
     return int(members[order[-count:]].sum() + (~members[order[:count]]).sum()), 2 * count
@@ -232,11 +234,11 @@ class Drawn:
         return np.array([all(keys[place] in others for place in unit) for unit in self.units])
 
 
-def draw(whole: DataList, trained: Collection[Key], by_patient: bool, seed: int = 0) -> Drawn:
+def draw_units(whole: DataList, trained: Collection[Key], by_patient: bool, seed: int = 0) -> Drawn:
     """Return as many members as others of a list, drawn at random. Raises DataError for too few, or a patient in both."""
     samples = [item for split in SPLITS for item in whole.splits[split]]
     inside, outside = ([i for i in samples if (key_of(i) in trained) is wanted] for wanted in (True, False))
-    groups = _units(inside, by_patient), _units(outside, by_patient)
+    groups = _group_units(inside, by_patient), _group_units(outside, by_patient)
     if by_patient and (twice := groups[0].keys() & groups[1].keys()):
         what = f"{len(twice)} patients are in training and in another split"
         raise DataError(f"{whole.path}: {what}, so no attack can be judged; split the list by patients")
@@ -253,7 +255,7 @@ def draw(whole: DataList, trained: Collection[Key], by_patient: bool, seed: int 
     )
 
 
-def _units(samples: Sequence[Any], by_patient: bool) -> dict[object, list[Any]]:
+def _group_units(samples: Sequence[Any], by_patient: bool) -> dict[object, list[Any]]:
     found: dict[object, list[Any]] = {}
     for place, item in enumerate(samples):
         found.setdefault((item_patient(item) or place) if by_patient else place, []).append(item)
@@ -274,20 +276,20 @@ def losses(
         found = []
         for unit in units:
             watch()
-            own = _mean(opened, task, unit)
+            own = _unit_loss(opened, task, unit)
             with layers.disabled(opened.model):
-                found.append((own, _mean(opened, task, unit)))
+                found.append((own, _unit_loss(opened, task, unit)))
     table = np.array(found)
     return table[:, 0], table[:, 1]
 
 
-def _mean(opened: TrainedModel, task: Task, unit: Sequence[int]) -> float:
+def _unit_loss(opened: TrainedModel, task: Task, unit: Sequence[int]) -> float:
     """Return the mean loss of a unit's samples, one at a time: none has a part in another's."""
     parts = [float(task.loss(opened.model, batch)) for index in unit if (batch := task.batch([index], 0))]
     return sum(parts) / len(parts) if parts else math.nan
 
 
-def of_one_record(opened: TrainedModel) -> float | None:
+def epsilon_of_record(opened: TrainedModel) -> float | None:
     """Return the epsilon that a site's promise keeps for one record, which an attack looks at; None for other promises.
 
     Two data sets that differ in a record may have updates twice the clip apart, so it can be more than the site's own.

@@ -20,7 +20,7 @@ from consilium.core.sanitize import shown
 from consilium.core.storage import PUBLIC, write_atomic
 from consilium.federation.model_card import Card
 from consilium.tasks.segmentation import prompts_of
-from consilium.use.merge import Inputs, answer, inputs_of, merge_if_possible, require_equal
+from consilium.use.merge import Inputs, inputs_of, logits_of, merge_if_possible, require_equal
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 CODE = Path(__file__).with_name("bundle_template.py")
@@ -43,7 +43,7 @@ def check(config: JobConfig, card: Card) -> None:
         raise ConfigError(f"--format bundle: {what}; use onnx or merged, and give it such parts")
     told = {"name": config.name, "model": card.model, "adapter": card.adapter, "site": card.site, "method": card.method}
     told |= {"job of the card": card.job, "name of the card": card.name, "version of the card": card.version}
-    for what, text in [*told.items(), *(("task.classes", name) for name in _classes(config))]:
+    for what, text in [*told.items(), *(("task.classes", name) for name in _class_names(config))]:
         if _CODE.search(str(text)):
             why = "MONAI would run a name with $, @ or % as code"
             raise ConfigError(f"--format bundle: {what}: {shown(text, 80)!r}: {why}; use onnx, or train with another name")
@@ -56,10 +56,10 @@ def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tupl
     """
     check(config, card)
     inputs = inputs_of(config, None)
-    wanted = answer(model, inputs)
+    wanted = logits_of(model, inputs)
     merge_if_possible(model, config)
-    program = _exported(model, inputs)
-    difference = require_equal("bundle", model, wanted, _answered(program, inputs))
+    program = _export_program(model, inputs)
+    difference = require_equal("bundle", model, wanted, _program_logits(program, inputs))
     (folder / "models").mkdir()
     torch.export.save(program, folder / "models/model.pt2")
     torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, folder / "models/model.pt")
@@ -72,13 +72,13 @@ def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tupl
     ), difference
 
 
-def _answered(program: torch.export.ExportedProgram, inputs: Inputs) -> Tensor:
+def _program_logits(program: torch.export.ExportedProgram, inputs: Inputs) -> Tensor:
     """Return the logits of a program, whose inputs have an order and no names."""
     module = program.module()
-    return answer(lambda **named: module(*named.values()), inputs)
+    return logits_of(lambda **named: module(*named.values()), inputs)
 
 
-def _exported(model: nn.Module, inputs: Inputs) -> torch.export.ExportedProgram:
+def _export_program(model: nn.Module, inputs: Inputs) -> torch.export.ExportedProgram:
     """Return the model as a program that takes batches of any size."""
     shapes = tuple({0: torch.export.Dim.DYNAMIC} for _ in inputs)
     with warnings.catch_warnings():
@@ -111,44 +111,44 @@ def metadata(config: JobConfig, card: Card) -> dict[str, Any]:
         "authors": "not stated; see docs/README.md",
         "copyright": "not stated; see docs/README.md",
         "intended_use": "Research. Not a medical device, and not tested for use on patients.",
-        "network_data_format": {"inputs": _inputs(config), "outputs": {"pred": _answers(config)}},
+        "network_data_format": {"inputs": _describe_inputs(config), "outputs": {"pred": _describe_outputs(config)}},
     }
 
 
-def _inputs(config: JobConfig) -> dict[str, Any]:
+def _describe_inputs(config: JobConfig) -> dict[str, Any]:
     side, whole = config.model.image_side, {"dtype": "float32", "is_patch_data": False}
     colours = {"0": "red", "1": "green", "2": "blue"}
     image = {"type": "image", "format": "magnitude", "modality": "n/a", "num_channels": 3, "spatial_shape": [side, side]}
     found = {"image": image | whole | {"value_range": [0, 255], "channel_def": colours}}
     if kind := prompts_of(config.task):
-        prompt = {"type": "tuples", "format": "points", "modality": "n/a", "num_channels": len(_classes(config))}
-        numbers = {"spatial_shape": [len(kind.numbers)], "value_range": [0, side - 1], "channel_def": _numbered(config)}
+        prompt = {"type": "tuples", "format": "points", "modality": "n/a", "num_channels": len(_class_names(config))}
+        numbers = {"spatial_shape": [len(kind.numbers)], "value_range": [0, side - 1], "channel_def": _numbered_classes(config)}
         found["prompts"] = prompt | numbers | whole
     return found
 
 
-def _answers(config: JobConfig) -> dict[str, Any]:
+def _describe_outputs(config: JobConfig) -> dict[str, Any]:
     side = config.model.image_side
     masks = config.task.name == "segmentation"
     return {
         "type": "image" if masks else "probabilities",
         "format": "classes",
         "modality": "n/a",
-        "num_channels": len(_classes(config)),
+        "num_channels": len(_class_names(config)),
         "spatial_shape": [side, side] if masks else [],
         "dtype": "float32",
         "value_range": [],
         "is_patch_data": False,
-        "channel_def": _numbered(config),
+        "channel_def": _numbered_classes(config),
     }
 
 
-def _classes(config: JobConfig) -> list[str]:
+def _class_names(config: JobConfig) -> list[str]:
     return list(getattr(config.task, "classes", ()))
 
 
-def _numbered(config: JobConfig) -> dict[str, str]:
-    return {str(number): name for number, name in enumerate(_classes(config))}
+def _numbered_classes(config: JobConfig) -> dict[str, str]:
+    return {str(number): name for number, name in enumerate(_class_names(config))}
 
 
 def inference(config: JobConfig) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def inference(config: JobConfig) -> dict[str, Any]:
     window = [settings.window.center, settings.window.width] if settings.window else None
     reader = {"side": config.model.image_side, "resize": settings.resize, "padding": list(config.model.padding)}
     kind = prompts_of(settings)
-    prompts = {"prompts": f"@{kind.many}", "classes": _classes(config), "columns": list(kind.numbers)} if kind else {}
+    prompts = {"prompts": f"@{kind.many}", "classes": _class_names(config), "columns": list(kind.numbers)} if kind else {}
     return {
         "bundle_root": ".",
         "dataset_dir": "$@bundle_root + '/images'",
@@ -180,7 +180,7 @@ def inference(config: JobConfig) -> dict[str, Any]:
         "postprocessing": {
             "_target_": f"scripts.pictures.{WRITERS[config.task.name]}",
             "folder": "@output_dir",
-            "classes": _classes(config),
+            "classes": _class_names(config),
         },
         "evaluator": {
             "_target_": "scripts.pictures.Inference",

@@ -76,14 +76,14 @@ def cross_sites(
     given = Given(data)
     with tempfile.TemporaryDirectory() as place:
         tasks = {site: task_of(first, find_site(site, given), site, Path(place) / site) for site in sites}
-        table = [_row(open_model(run, name, stage, own, best), name, tasks, split, done) for name in models]
+        table = [_score_at_sites(open_model(run, name, stage, own, best), name, tasks, split, done) for name in models]
     names = {name for row in table for found in row.values() for name in found}
     scores = TASKS[first.config.task.name].scores(first.config.task)
     rows = [(model, stage, row) for model, row in zip(models, table, strict=True)]
     return cross_site_matrix(scores.lead(names), split, rows, scores.grid)
 
 
-def _row(
+def _score_at_sites(
     opened: TrainedModel, name: str, tasks: Mapping[str, Task], split: str, done: Callable[[str, str], None]
 ) -> dict[str, dict[str, float]]:
     """Return one model's metrics at every site, {} where the site has nothing in the split."""

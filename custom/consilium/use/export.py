@@ -20,7 +20,7 @@ from consilium.models.dtypes import QUANTIZED
 from consilium.report.run_record import job_of
 from consilium.use import bundle_export, merge, onnx_export, peft_folder
 from consilium.use.model import TrainedModel
-from consilium.use.output_folder import LICENCES, RECORD, as_the_umask_says, check_destination, new_folder, write_record
+from consilium.use.output_folder import LICENCES, RECORD, apply_umask, check_destination, new_folder, write_record
 
 Format = Literal["peft", "merged", "bundle", "onnx"]
 
@@ -37,7 +37,7 @@ def check_possible(format: Format, folder: Path) -> None:
     """Look at an adapter folder before its base is loaded. Raises ConfigError for a model that cannot be had in this format."""
     kept, card = read_kept(folder)
     config = job_of(folder)
-    _check_blend(kept, format)
+    _check_one_adapter(kept, format)
     if format != "peft" and (dtype := config.model.dtype) in QUANTIZED:
         what = f"the base is kept as {dtype}, which holds no weights that others read"
         raise ConfigError(f"--format {format}: {what}; use peft, which goes on the unchanged base")
@@ -61,22 +61,26 @@ def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, f
     check_destination(folder, force)
     check_possible(format, found.folder)
     with new_folder(folder, force) as made:
-        about, difference = _write(found, format, made, own, base)
+        about, difference = _write_format(found, format, made, own, base)
         _copy_licences(found, own, made)
         name = f"docs/{CARD}" if format == "bundle" else CARD
-        page = _page(found, format, about, difference)
-        if library := _library(found, format):
-            page = peft_folder.top(
-                page, library, base or str(_base(found, own)), _base(found, own), peft_folder.TAGS[found.config.model.name]
+        page = _model_page(found, format, about, difference)
+        if library := _opening_library(found, format):
+            page = peft_folder.with_front_matter(
+                page,
+                library,
+                base or str(_base_folder(found, own)),
+                _base_folder(found, own),
+                peft_folder.TAGS[found.config.model.name],
             )
         write_atomic(made / name, page.encode(), PUBLIC)
         record = {"format": format, "consilium": __version__, "job": found.config.title, "model": found.card.name}
         write_record(made, record | {"difference": difference})
-        as_the_umask_says(made, made / RECORD)
+        apply_umask(made, made / RECORD)
     return Exported(folder, difference)
 
 
-def _check_blend(kept: SavedModel, format: Format) -> None:
+def _check_one_adapter(kept: SavedModel, format: Format) -> None:
     """Raise ConfigError for a model that no file of weights can be."""
     if kept.similar:
         what = "is weighed anew for every sample, by the site's own records, which stay there"
@@ -87,21 +91,23 @@ def _check_blend(kept: SavedModel, format: Format) -> None:
         raise ConfigError(f"--format peft: the adapter is scaled by {kept.scaling:g}, which PEFT does not read; use merged")
 
 
-def _library(found: TrainedModel, format: Format) -> str:
+def _opening_library(found: TrainedModel, format: Format) -> str:
     """Return the library that opens an exported model of texts, "" for other models."""
     return {"peft": "peft", "merged": "transformers"}.get(format, "") if found.config.model.name in peft_folder.TAGS else ""
 
 
-def _base(found: TrainedModel, own: SiteConfig) -> Path:
+def _base_folder(found: TrainedModel, own: SiteConfig) -> Path:
     return (checkpoint_of(found.config.model, own) or TINY_FOLDER).resolve()
 
 
-def _write(found: TrainedModel, format: Format, made: Path, own: SiteConfig, base: str) -> tuple[str, float | None]:
+def _write_format(found: TrainedModel, format: Format, made: Path, own: SiteConfig, base: str) -> tuple[str, float | None]:
     """Write the format's own files; return how to use them and how far the logits are from the model's."""
     if format == "peft":
         about = _write_peft(found, made, own, base)
-        if _library(found, format):
-            peft_folder.complete(made, found.config, tokenizer_of(found.config, own), base or str(_base(found, own)))
+        if _opening_library(found, format):
+            peft_folder.complete_folder(
+                made, found.config, tokenizer_of(found.config, own), base or str(_base_folder(found, own))
+            )
         return about, None
     model, config = found.model.cpu().float(), found.config  # a base that is kept in bfloat16 too
     if format == "merged":
@@ -168,7 +174,7 @@ def _write_peft(found: TrainedModel, made: Path, own: SiteConfig, base: str) -> 
     text = _PEFT_CLASSES if peft_folder.is_classifier(found.config) else _PEFT_TEXT
     dtype = f', dtype="{kept_as}"' if kept_as else ""
     about = text.format(dtype=dtype, outputs=getattr(found.config.task, "outputs", 0))
-    if not _library(found, "peft"):
+    if not _opening_library(found, "peft"):
         place = base or checkpoint_of(found.config.model, own)
         beside = "".join(text for name, text in _BESIDE.items() if (made / name).is_file())
         about = _PEFT.format(
@@ -190,19 +196,19 @@ def _copy_licences(found: TrainedModel, own: SiteConfig, made: Path) -> None:
     """
     base = checkpoint_of(found.config.model, own)
     for name in ("job.yaml", "privacy.json"):
-        _copy(found.folder / name, made, links=False)
+        _copy_file(found.folder / name, made, links=False)
     for place, links in ((base, True), (found.folder, False)):
         for pattern in LICENCES if place is not None and place.is_dir() else ():
             for path in sorted(place.glob(pattern)):  # type: ignore[union-attr]
-                _copy(path, made, links)
+                _copy_file(path, made, links)
 
 
-def _copy(path: Path, made: Path, links: bool) -> None:
+def _copy_file(path: Path, made: Path, links: bool) -> None:
     if path.is_file() and (links or not path.is_symlink()):
         shutil.copyfile(path, made / path.name)
 
 
-def _page(found: TrainedModel, format: Format, about: str, difference: float | None) -> str:
+def _model_page(found: TrainedModel, format: Format, about: str, difference: float | None) -> str:
     """Return the model card, as it is beside the adapter, and how to use what was written."""
     path = found.folder / CARD
     card = (
@@ -210,7 +216,7 @@ def _page(found: TrainedModel, format: Format, about: str, difference: float | N
         if path.is_file() and not path.is_symlink()
         else ""
     )
-    parts = [card.rstrip(), f"## {_TITLES[format]}", about.rstrip(), *_inputs(found.config)]
+    parts = [card.rstrip(), f"## {_TITLES[format]}", about.rstrip(), *_describe_inputs(found.config)]
     if difference is not None:
         parts.append(f"On noise its logits differ from the trained model's by {difference:.1g} at most, which is rounding.")
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -219,7 +225,7 @@ def _page(found: TrainedModel, format: Format, about: str, difference: float | N
 _TITLES = {"peft": "Use it with PEFT", "merged": "Load it", "bundle": "Run it", "onnx": "Run it"}
 
 
-def _inputs(config: JobConfig) -> list[str]:
+def _describe_inputs(config: JobConfig) -> list[str]:
     """Return how pictures become inputs, and what the logits are of, for a task of pictures."""
     side, resize = config.model.image_side, getattr(config.task, "resize", None)
     if not side or resize is None:

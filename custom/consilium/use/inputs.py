@@ -46,7 +46,7 @@ def find_inputs(given: Path, texts: bool, out: Path, beside: list[Path] | None =
     ends, beside = TEXTS if texts else PICTURES, [] if beside is None else beside
     if not given.is_dir():
         return [Input(given, given.name)]
-    paths = _walk(given, ends, {out.resolve(), given.resolve()}, beside)
+    paths = _find_under(given, ends, {out.resolve(), given.resolve()}, beside)
     found = [Input(path, path.relative_to(given).as_posix()) for path in paths]
     found = [one if one.name != "." else Input(given, given.resolve().name) for one in found]
     if not found:
@@ -55,7 +55,7 @@ def find_inputs(given: Path, texts: bool, out: Path, beside: list[Path] | None =
     return sorted(found, key=lambda one: one.name)
 
 
-def _walk(folder: Path, ends: tuple[str, ...], seen: set[Path], beside: list[Path]) -> Iterator[Path]:
+def _find_under(folder: Path, ends: tuple[str, ...], seen: set[Path], beside: list[Path]) -> Iterator[Path]:
     """Yield the inputs under a folder; of folders that links lead to, those not `seen` yet, so that no loop is endless.
 
     Links to nowhere are inputs too: they are named as bad.
@@ -71,16 +71,16 @@ def _walk(folder: Path, ends: tuple[str, ...], seen: set[Path], beside: list[Pat
         if ends is not TEXTS
         else []
     )
-    yield from _images(folder, dicom, beside)
+    yield from _dicom_images(folder, dicom, beside)
     lost = [path for path in entries if path.is_symlink() and not path.exists()]
     yield from (path for path in [*files, *lost] if path.name.lower().endswith(ends))
     for path in sorted((path for path in entries if path.is_dir()), key=Path.is_symlink):
         if (resolved := path.resolve()) not in seen:
             seen.add(resolved)
-            yield from _walk(path, ends, seen, beside)
+            yield from _find_under(path, ends, seen, beside)
 
 
-def _images(folder: Path, files: list[Path], beside: list[Path]) -> list[Path]:
+def _dicom_images(folder: Path, files: list[Path], beside: list[Path]) -> list[Path]:
     """Return the images among a folder's DICOM files if each is a series of its own, such as a radiograph; else the folder."""
     if not files:
         return []
@@ -88,13 +88,13 @@ def _images(folder: Path, files: list[Path], beside: list[Path]) -> list[Path]:
         import consilium.data.dicom.files  # noqa: F401
     except ImportError:  # no pydicom: what reads the input says so
         return files if len(files) == 1 else [folder]
-    told = {path: _kind(path) for path in files}
+    told = {path: _dicom_kind(path) for path in files}
     beside += [path for path, (other, _) in told.items() if other]
     images = {path: series for path, (other, series) in told.items() if not other}
     return list(images) if len(set(images.values())) == len(images) else [folder]
 
 
-def _kind(path: Path) -> tuple[bool, str]:
+def _dicom_kind(path: Path) -> tuple[bool, str]:
     """Tell whether a DICOM file is not an image, and of which series it is; a damaged one is an image with a name."""
     from consilium.data.dicom.files import is_beside, open_file, reading
 
@@ -114,8 +114,8 @@ def read_prompts(path: Path, kind: str, classes: list[str]) -> Prompts:
     text = read_text(path, f"give a CSV or JSON file of {kind} prompts", MOST_PROMPTS)
     columns = ("image", "class", *PROMPTS[kind].numbers)
     found: dict[Place, tuple[float, ...]] = {}
-    for number, row in enumerate(_rows(path, text, columns), start=1):
-        place, prompt = _prompt(f"{path}: {kind} {number}", row, columns, classes)
+    for number, row in enumerate(_read_rows(path, text, columns), start=1):
+        place, prompt = _parse_prompt(f"{path}: {kind} {number}", row, columns, classes)
         if place in found:
             raise DataError(f"{path}: {kind} {number}: {shown(place[0])} has two for {place[2]!r}; keep one")
         found[place] = prompt
@@ -124,7 +124,7 @@ def read_prompts(path: Path, kind: str, classes: list[str]) -> Prompts:
     return found
 
 
-def _rows(path: Path, text: str, columns: tuple[str, ...]) -> Iterator[Any]:
+def _read_rows(path: Path, text: str, columns: tuple[str, ...]) -> Iterator[Any]:
     if path.suffix.lower() != ".json":
         try:
             yield from csv.DictReader(io.StringIO(text))
@@ -138,7 +138,7 @@ def _rows(path: Path, text: str, columns: tuple[str, ...]) -> Iterator[Any]:
     yield from found
 
 
-def _prompt(where: str, row: Any, columns: tuple[str, ...], classes: list[str]) -> tuple[Place, tuple[float, ...]]:
+def _parse_prompt(where: str, row: Any, columns: tuple[str, ...], classes: list[str]) -> tuple[Place, tuple[float, ...]]:
     if not isinstance(row, dict) or (missing := [key for key in columns if row.get(key) in (None, "")]):
         raise DataError(f"{where}: lacks {missing[0] if isinstance(row, dict) else 'all fields'}; write {','.join(columns)}")
     if row["class"] not in classes:

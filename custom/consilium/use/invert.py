@@ -38,7 +38,7 @@ from consilium.privacy.secagg.arithmetic import UNIT, flat, layout, quantize, un
 from consilium.privacy.secagg.sealing import mask
 from consilium.strategies.strategy import Role, Strategy
 from consilium.tasks.base import Batch, Task
-from consilium.use.attack import all_of, list_of
+from consilium.use.attack import read_samples, with_all_samples
 from consilium.use.model import TrainedModel
 
 PIXELS = 255.0
@@ -94,7 +94,7 @@ def inversion(
     ConfigError for a task without pictures, DataError for too few.
     """
     own = site.model_copy(update={"cache": CacheConfig(gigabytes=0), "checkpoints": opened.own.checkpoints})
-    data, config = list_of(opened, name, own, folder), all_of(opened.config)
+    data, config = read_samples(opened, name, own, folder), with_all_samples(opened.config)
     there = len(data.splits["training"])
     if there < max(2, count * sites):
         raise DataError(f"{data.path}: {there} training pictures, the sum needs {count * sites}; lower --batch or --sum")
@@ -102,44 +102,47 @@ def inversion(
     asked = [task.batch([index], 0) for index in range(min(there, max(CANDIDATES, count * sites)))]
     if not all(isinstance(one.get("image"), Tensor) and one["image"].ndim == 4 for one in asked):
         raise ConfigError(f"task.name: {config.task.name!r} trains on no pictures that could be drawn; attack another run")
-    names, near = shared_names(model, config.strategy), joined(asked[:count])
+    names, near = shared_names(model, config.strategy), join_batches(asked[:count])
     apart = [{n: t.detach() for n, t in gradient(model, task, one, names).items()} for one in asked]
     pictures = torch.cat([one["image"] for one in asked])
-    targets = {"alone": (near, mean(apart[:count])), "sum": (joined(asked[: count * sites]), mean(apart[: count * sites]))}
-    targets["masked"] = near, masked(targets["alone"][1], 0)
+    targets = {
+        "alone": (near, mean_gradient(apart[:count])),
+        "sum": (join_batches(asked[: count * sites]), mean_gradient(apart[: count * sites])),
+    }
+    targets["masked"] = near, mask_update(targets["alone"][1], 0)
     found = []
     for attack, (batch, target) in targets.items():
         drawn, distance = invert(model, task, target, batch, steps, 0, watch)
-        chosen = picked(apart, target, len(batch["image"]))
+        chosen = pick_members(apart, target, len(batch["image"]))
         told, chance = len(chosen & set(range(count))), count * len(batch["image"]) / len(asked)
         found.append(Inverted(attack, drawn[:count], psnr(drawn[:count], pictures[:count]), told, chance, distance))
     guess = psnr(pictures.mean(0, keepdim=True).expand_as(pictures[:count]), pictures[:count])
     return Inversion(pictures[:count], len(asked), guess, found)
 
 
-def joined(batches: Sequence[Batch]) -> Batch:
+def join_batches(batches: Sequence[Batch]) -> Batch:
     """Return one batch of several."""
     return {key: torch.cat([one[key] for one in batches]) for key in batches[0]}
 
 
-def mean(gradients: Sequence[Tensors]) -> Tensors:
+def mean_gradient(gradients: Sequence[Tensors]) -> Tensors:
     """Return the mean of gradients, tensor by tensor."""
     return {name: torch.stack([one[name] for one in gradients]).mean(0) for name in gradients[0]}
 
 
-def picked(apart: Sequence[Tensors], target: Tensors, count: int) -> set[int]:
+def pick_members(apart: Sequence[Tensors], target: Tensors, count: int) -> set[int]:
     """Return the places of the `count` gradients of single pictures with the largest weights in a sum that comes to `target`.
 
     The weights are of non-negative least squares; a gradient without weight is not picked.
     """
     from scipy.optimize import nnls
 
-    every, wanted = np.stack([_vector(one) for one in apart]), _vector(target)
+    every, wanted = np.stack([_flatten_gradient(one) for one in apart]), _flatten_gradient(target)
     weights, _ = nnls(every.T, wanted / max(float(np.linalg.norm(wanted)), 1e-300), maxiter=100 * len(apart))
     return {place for place in np.argsort(-weights, kind="stable")[:count].tolist() if weights[place] > 0}
 
 
-def _vector(gradient: Tensors) -> NDArray[np.float64]:
+def _flatten_gradient(gradient: Tensors) -> NDArray[np.float64]:
     """Return all numbers of a gradient, (d,)."""
     found: NDArray[np.float64] = torch.cat([tensor.flatten() for tensor in gradient.values()]).double().cpu().numpy()
     return found
@@ -169,7 +172,7 @@ def shared_names(model: nn.Module, strategy: Strategy) -> list[str]:
     return names
 
 
-def masked(update: Tensors, seed: int) -> Tensors:
+def mask_update(update: Tensors, seed: int) -> Tensors:
     """Return what an update is to who lacks one mask of it: the words that a site sends, read as numbers."""
     order = layout({name: tuple(tensor.shape) for name, tensor in update.items()})
     words = flat(quantize(update), 1, 2**62)

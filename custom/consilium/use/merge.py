@@ -42,7 +42,7 @@ def inputs_of(config: JobConfig, tokenizer: Any) -> Inputs:
 
 
 @torch.no_grad()
-def answer(model: Callable[..., Any], inputs: Mapping[str, Tensor]) -> Tensor:
+def logits_of(model: Callable[..., Any], inputs: Mapping[str, Tensor]) -> Tensor:
     """Return the model's logits, in 32 bits on the CPU."""
     found = model(**inputs)
     return getattr(found, "logits", found).detach().float().cpu()
@@ -103,9 +103,9 @@ def write(folder: Path, model: nn.Module, config: JobConfig, tokenizer: Any) -> 
     The model is merged in place. Raises ConfigError.
     """
     inputs, base = inputs_of(config, tokenizer), MODELS[config.model.name]
-    wanted = answer(model, inputs)
+    wanted = logits_of(model, inputs)
     merge(model, config)
-    difference = require_equal("merged", model, wanted, answer(model, inputs))
+    difference = require_equal("merged", model, wanted, logits_of(model, inputs))
     if base.save is not None:
         return base.save(folder, model, config.model, config.task, tokenizer), difference
     save_weights(folder, model)

@@ -70,7 +70,7 @@ def adapter_folder(path: Path, site: str | None = None, stage: Stage | None = No
         if site is not None:
             raise ConfigError(f"--site {shown(site)}: {path} is one adapter, not a run; leave the site out")
         if stage is not None or best:
-            _check_meant(path, stage, best)
+            _check_options(path, stage, best)
         return path
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder; give a run's folder, or an adapter folder such as RUN/adapters/global")
@@ -79,10 +79,10 @@ def adapter_folder(path: Path, site: str | None = None, stage: Stage | None = No
     folder = (path / "sites" / site if site is not None else path) / ADAPTERS / f"{stage or Stage.GLOBAL}{BEST if best else ''}"
     if (folder / TENSORS).is_file():
         return folder
-    raise ConfigError(_nothing_there(path, site, folder))
+    raise ConfigError(_missing_model_text(path, site, folder))
 
 
-def _check_meant(path: Path, stage: Stage | None, best: bool) -> None:
+def _check_options(path: Path, stage: Stage | None, best: bool) -> None:
     """Raise ConfigError where an adapter folder is not the model that the options name."""
     card = read_kept(path)[1]
     if card.name != f"{stage or card.stage}{BEST if best else ''}":
@@ -90,7 +90,7 @@ def _check_meant(path: Path, stage: Stage | None, best: bool) -> None:
         raise ConfigError(f"{option}: {shown(path)} is one adapter, {shown(card.name)!r}; leave --stage and --best out")
 
 
-def _nothing_there(path: Path, site: str | None, folder: Path) -> str:
+def _missing_model_text(path: Path, site: str | None, folder: Path) -> str:
     """Return the line that says why a run has no such adapter, and what it has."""
     sites = run_sites(path)
     if site is not None and site not in sites:

@@ -35,7 +35,7 @@ from consilium.models.folder import short
 from consilium.models.gguf import gguf_files
 from consilium.models.model_folder import INDEX, WEIGHTS, named_as, plain_file, read_json
 from consilium.tasks.language.prompts import Prompt
-from consilium.use.output_folder import LICENCES, as_the_umask_says, check_destination, new_folder
+from consilium.use.output_folder import LICENCES, apply_umask, check_destination, new_folder
 
 PROVENANCE = "provenance.json"
 UNKNOWN = "unknown"
@@ -89,30 +89,30 @@ def import_model(
     """
     check_destination(folder, force=False)
     with named_as("SOURCE"):
-        found = _of_gguf(source) if gguf_files(source) else _of_folder(source)
+        found = _load_gguf(source) if gguf_files(source) else _load_folder(source)
     if template is not None:
-        found.tokenizer.chat_template = _template(template)
+        found.tokenizer.chat_template = _read_template(template)
     told = dict(found.told) | {"licence": licence or found.told["licence"]}
     if adapter is not None:
         with named_as("--adapter", "give a folder of PEFT's with adapter_config.json and adapter_model.safetensors"):
             told |= {"adapter": merge_adapter(found.model, adapter)}
     _check_numbers(found.model, source)
-    notes = [*_notes(told), *_template_notes(found.tokenizer, template or source)]
+    notes = [*_import_notes(told), *_template_notes(found.tokenizer, template or source)]
     dtype = torch.float32 if adapter is not None else found.dtype
-    told |= _of_model(found, dtype)
+    told |= _describe_model(found, dtype)
     with new_folder(folder, force=False) as made:
         use_own_layers(found.model)
         save_text_model(made, found.model.to(dtype), found.tokenizer)
         _drop_private_keys(made / "config.json")
         _copy_licences(found.home, made)
         _write_record(made, told)
-        as_the_umask_says(made, made / PROVENANCE)
+        apply_umask(made, made / PROVENANCE)
         _check_written(made)
         stored = sum(path.stat().st_size for path in made.glob("*.safetensors"))
     return Imported(folder, told["parameters"], stored, 4 * told["parameters"], str(told["licence"]), tuple(notes))
 
 
-def _of_model(found: _Source, dtype: torch.dtype) -> dict[str, Any]:
+def _describe_model(found: _Source, dtype: torch.dtype) -> dict[str, Any]:
     model = found.model
     return {
         "architecture": model.config.model_type,
@@ -128,7 +128,7 @@ def _of_model(found: _Source, dtype: torch.dtype) -> dict[str, Any]:
 # GGUF ------------------------------------------------------------------------------------------------------------------
 
 
-def _of_gguf(source: Path) -> _Source:
+def _load_gguf(source: Path) -> _Source:
     """Return a GGUF file's model, every weight as float32. Raises CheckpointError."""
     files = gguf_files(source)
     if len(files) > 1:
@@ -214,7 +214,7 @@ def _ggml_name(kind: int) -> str:
 # a folder ----------------------------------------------------------------------------------------------------------------
 
 
-def _of_folder(source: Path) -> _Source:
+def _load_folder(source: Path) -> _Source:
     """Return the model of a folder of `transformers`. Raises CheckpointError, ConfigError."""
     if any((source / name).exists() for name in _ADAPTER) and not (source / "config.json").exists():
         remedy = f"name its base, and the adapter beside it: consilium models import BASE --adapter {source} -o FOLDER"
@@ -239,7 +239,7 @@ def _of_folder(source: Path) -> _Source:
         "named": {},
         "weights": dict(sorted(kinds.items())),
     }
-    return _Source(model, tokenizer, told, _stored(kinds), source)
+    return _Source(model, tokenizer, told, _lossless_dtype(kinds), source)
 
 
 def _weight_files(source: Path) -> list[str]:
@@ -253,7 +253,7 @@ def _dtypes(path: Path) -> list[str]:
         return [file.get_slice(name).get_dtype() for name in file.keys()]  # noqa: SIM118
 
 
-def _stored(weights: Mapping[str, int]) -> torch.dtype:
+def _lossless_dtype(weights: Mapping[str, int]) -> torch.dtype:
     """Return a type of number that holds all weights without rounding."""
     kinds = set(weights)
     return torch.bfloat16 if kinds == {"BF16"} else torch.float16 if kinds == {"F16"} else torch.float32
@@ -400,7 +400,7 @@ def _template_notes(tokenizer: PreTrainedTokenizerBase, source: Path) -> list[st
     return [f"its chat template adds a system prompt of its own: {shown(said, 200)!r}"] if said else []
 
 
-def _template(path: Path) -> str:
+def _read_template(path: Path) -> str:
     try:
         if path.stat().st_size > LONGEST_TEMPLATE:
             raise ConfigError(f"--template: {path}: over {LONGEST_TEMPLATE:,} bytes; give a chat template in Jinja")
@@ -410,7 +410,7 @@ def _template(path: Path) -> str:
         raise ConfigError(f"--template: {path}: cannot be read ({why}); give a chat template in Jinja") from None
 
 
-def _notes(told: Mapping[str, Any]) -> list[str]:
+def _import_notes(told: Mapping[str, Any]) -> list[str]:
     notes = list[str]()
     if quantized := [kind for kind in told["weights"] if not re.fullmatch(r"B?F\d+", kind)]:
         notes.append(f"weights were kept as {', '.join(quantized)}: they are the quantized model's, not the original's")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from consilium.config.job import JobConfig
 from consilium.core.errors import ConfigError
 from consilium.models.registry import MODELS, Graph
-from consilium.use.merge import Inputs, answer, inputs_of, merge_if_possible, require_equal
+from consilium.use.merge import Inputs, inputs_of, logits_of, merge_if_possible, require_equal
 
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
 MOST_BYTES = 2**30
@@ -37,18 +37,18 @@ def write(folder: Path, model: nn.Module, config: JobConfig) -> tuple[str, float
     """
     check(config)
     inputs = inputs_of(config, None)
-    wanted, base = answer(model, inputs), MODELS[config.model.name]
+    wanted, base = logits_of(model, inputs), MODELS[config.model.name]
     merge_if_possible(model, config)
     parts = base.graphs(model) if base.graphs else {"model": Graph(model, tuple(inputs), "logits")}
     held: Inputs = dict(inputs)
     for name, part in parts.items():
-        _write(folder / f"{name}.onnx", part, {key: held[key] for key in part.inputs})
-        held[part.output] = _run(folder / f"{name}.onnx", {key: held[key] for key in part.inputs})
+        _export_graph(folder / f"{name}.onnx", part, {key: held[key] for key in part.inputs})
+        held[part.output] = _run_graph(folder / f"{name}.onnx", {key: held[key] for key in part.inputs})
     difference = require_equal("onnx", model, wanted, list(held.values())[-1])
-    return _about(parts, inputs), difference
+    return _usage_page(parts, inputs), difference
 
 
-def _write(path: Path, part: Graph, inputs: Inputs) -> None:
+def _export_graph(path: Path, part: Graph, inputs: Inputs) -> None:
     """Export a part whose batch may have any size."""
     numbers = sum(p.numel() for p in part.module.parameters())
     shapes = {name: {0: torch.export.Dim.DYNAMIC} for name in inputs}
@@ -66,14 +66,14 @@ def _write(path: Path, part: Graph, inputs: Inputs) -> None:
         logger.setLevel(level)
 
 
-def _run(path: Path, inputs: Mapping[str, Tensor]) -> Tensor:
+def _run_graph(path: Path, inputs: Mapping[str, Tensor]) -> Tensor:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     return torch.from_numpy(session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})[0])
 
 
-def _about(parts: Mapping[str, Graph], inputs: Inputs) -> str:
+def _usage_page(parts: Mapping[str, Graph], inputs: Inputs) -> str:
     """Return Markdown with the Python that runs the graphs one after the other."""
     lines = [f'{name} = onnxruntime.InferenceSession("{name}.onnx")' for name in parts]
     run = []

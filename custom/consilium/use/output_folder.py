@@ -29,7 +29,7 @@ def write_record(folder: Path, told: dict[str, Any]) -> None:
     write_atomic(folder / RECORD, json.dumps(told | {"files": files}, indent=1).encode(), PUBLIC)
 
 
-def as_the_umask_says(made: Path, like: Path) -> None:
+def apply_umask(made: Path, like: Path) -> None:
     """Give all files the mode of one that we wrote; some libraries make theirs private."""
     for path in made.rglob("*"):
         if path.is_file():
@@ -89,26 +89,26 @@ def new_folder(folder: Path, force: bool) -> Iterator[Path]:
     """
     folder = folder.absolute()
     made = folder.with_name(f".{folder.name}.{os.getpid()}")
-    for left in [made, *_left(folder)]:
+    for left in [made, *_stale_folders(folder)]:
         shutil.rmtree(left, ignore_errors=True)
     made.mkdir(parents=True)
     try:
         yield made
-        _swap(made, folder, force)
+        _swap_in(made, folder, force)
     except SafetensorError as error:  # a full disk, which is not an OSError there
         raise CheckpointError(f"--output {folder}: cannot be written ({error}); check the disk") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _left(folder: Path) -> list[Path]:
+def _stale_folders(folder: Path) -> list[Path]:
     """Return the half-written folders of exports to `folder` whose process is gone."""
     found = [(path, path.name.rpartition(".")[2]) for path in folder.parent.glob(f".{glob.escape(folder.name)}.*")]
     ours = [(path, number) for path, number in found if path.name == f".{folder.name}.{number}" and path.is_dir()]
     return [p for p, n in ours if n.isdecimal() and n.isascii() and not p.is_symlink() and not psutil.pid_exists(int(n))]
 
 
-def _swap(made: Path, folder: Path, force: bool) -> None:
+def _swap_in(made: Path, folder: Path, force: bool) -> None:
     """Put `made` in the place of `folder`; an earlier export steps aside first and is removed last."""
     check_destination(folder, force)
     if not (folder / RECORD).exists():

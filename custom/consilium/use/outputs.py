@@ -69,7 +69,7 @@ def write_pages(path: Path, planes: np.ndarray) -> None:
 def write_nifti(path: Path, values: np.ndarray, source: Path) -> None:
     """Write values (i, j, k), or (i, j, k, C), with the place, unit and shape of the volume `source`."""
     try:
-        data = _nifti(values, source)
+        data = _encode_nifti(values, source)
     except Exception as error:
         why = f"its header makes no NIfTI of a mask ({type(error).__name__})"
         raise DataError(f"{source}: {why}; convert it to NIfTI-1") from None
@@ -80,7 +80,7 @@ def write_nifti(path: Path, values: np.ndarray, source: Path) -> None:
     write_atomic(path, data)
 
 
-def _nifti(values: np.ndarray, source: Path) -> bytes:
+def _encode_nifti(values: np.ndarray, source: Path) -> bytes:
     if volume_format(source) == "raw_volumes":
         affine = volumes.header(source).grid.affine
         return bytes(nibabel.Nifti1Image(values, np.eye(4) if affine is None else affine).to_bytes())
@@ -111,24 +111,24 @@ def write_dicom(path: Path, segments: np.ndarray, names: Sequence[str], source: 
         if len(files) == 1 and len(frames) > 1:  # frames of one file stay in its order
             segments = segments[np.argsort([frame.number for frame in frames], kind="stable")]
         images = [open_file(file, pixels=True) for file in files]
-        data = _encoded(images, segments, names, source, model)
+        data = _encode_dicom_seg(images, segments, names, source, model)
     write_atomic(path, data)
 
 
-def _encoded(images: list[Any], segments: np.ndarray, names: Sequence[str], source: Path, model: str) -> bytes:
+def _encode_dicom_seg(images: list[Any], segments: np.ndarray, names: Sequence[str], source: Path, model: str) -> bytes:
     """Return a DICOM-SEG as a file's bytes. Raises DataError; what libraries warn of stays unsaid, it quotes values."""
     file = io.BytesIO()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _segmentation(images, segments, names, model).save_as(file, enforce_file_format=True)
+            _make_dicom_seg(images, segments, names, model).save_as(file, enforce_file_format=True)
     except Exception as error:
         what = f"its elements make no DICOM-SEG ({type(error).__name__})"
         raise DataError(f"{source}: {what}; convert it to NIfTI") from None
     return file.getvalue()
 
 
-def _segmentation(images: list[Any], segments: np.ndarray, names: Sequence[str], model: str) -> Any:
+def _make_dicom_seg(images: list[Any], segments: np.ndarray, names: Sequence[str], model: str) -> Any:
     """Return highdicom's object; kinds of tissue have no code of their own here, so each is an anatomical structure."""
     from highdicom import AlgorithmIdentificationSequence
     from highdicom.seg import SegmentAlgorithmTypeValues, Segmentation, SegmentationTypeValues, SegmentDescription
@@ -182,12 +182,12 @@ class OutputOptions:
     force: bool = False
 
 
-def clashes(task: str, inputs: list[Input], wanted: OutputOptions) -> tuple[list[Input], list[tuple[Input, str]]]:
+def split_clashing(task: str, inputs: list[Input], wanted: OutputOptions) -> tuple[list[Input], list[tuple[Input, str]]]:
     """Return the inputs that are written apart, and those that would share a file with one before them, with the reason.
 
     A and a are the same: on some disks they are.
     """
-    taken: dict[str, str] = dict.fromkeys(map(str.casefold, _shared(task)), "the tables")
+    taken: dict[str, str] = dict.fromkeys(map(str.casefold, _common_files(task)), "the tables")
     apart, clashing = list[Input](), list[tuple[Input, str]]()
     for one in inputs:
         names = _files_of(task, one, wanted)
@@ -202,12 +202,12 @@ def clashes(task: str, inputs: list[Input], wanted: OutputOptions) -> tuple[list
 
 def check_files(task: str, inputs: list[Input], apart: list[Input], wanted: OutputOptions) -> None:
     """Raise ConfigError where what is written of `apart` would replace an input, or what is there without `force`."""
-    names = [*_shared(task), *(name for one in apart for name in _files_of(task, one, wanted))]
+    names = [*_common_files(task), *(name for one in apart for name in _files_of(task, one, wanted))]
     _check_inputs(names, inputs, wanted)
     _check_free(names, wanted)
 
 
-def _shared(task: str) -> list[str]:
+def _common_files(task: str) -> list[str]:
     """Return the files that are about all inputs."""
     return {"classification": [CLASSES], "segmentation": [LABELS]}.get(task, [])
 
@@ -224,14 +224,14 @@ def _files_of(task: str, one: Input, wanted: OutputOptions) -> list[str]:
 
 def _check_inputs(names: list[str], inputs: list[Input], wanted: OutputOptions) -> None:
     """Raise ConfigError, `force` or not, where a file would take the place of an input, or of a file of its series."""
-    originals = {_place(path) for one in inputs for path in (one.path.iterdir() if one.path.is_dir() else [one.path])}
+    originals = {_file_identity(path) for one in inputs for path in (one.path.iterdir() if one.path.is_dir() else [one.path])}
     for name in names:
         path = wanted.out / name
-        if path.exists() and _place(path) in originals:
+        if path.exists() and _file_identity(path) in originals:
             raise ConfigError(f"--out: {shown(path)}: is an input, which is never replaced; give another folder")
 
 
-def _place(path: Path) -> tuple[int, int]:
+def _file_identity(path: Path) -> tuple[int, int]:
     """Return what tells a file from all others, whatever names and links it has."""
     try:
         told = path.stat()
@@ -275,7 +275,7 @@ Legend = dict[int, tuple[str, ...]]
 """The classes that each label value means; 0 is background."""
 
 
-def legend(classes: Mapping[str, Sequence[int | str]]) -> Legend:
+def label_legend(classes: Mapping[str, Sequence[int | str]]) -> Legend:
     """Return what values mean: the job's own where every class has one that a picture holds, else numbers from 1."""
     own = {name: [v for v in values if isinstance(v, int) and 0 < v <= MOST] for name, values in classes.items()}
     if not all(own.values()):

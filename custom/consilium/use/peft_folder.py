@@ -39,7 +39,7 @@ def is_classifier(config: JobConfig) -> bool:
     )
 
 
-def complete(made: Path, config: JobConfig, tokenizer: Any, base: str) -> None:
+def complete_folder(made: Path, config: JobConfig, tokenizer: Any, base: str) -> None:
     """Write base, task and short targets into the folder's settings, and the tokenizer with its chat template beside them.
 
     `base`: the base's name on the Hub, or its folder. A classifier's tensors get the names that it has in `transformers`.
@@ -54,14 +54,14 @@ def complete(made: Path, config: JobConfig, tokenizer: Any, base: str) -> None:
     if short := short_names(layers, (name for name, _ in modules)):
         settings["target_modules"] = short
     if is_classifier(config):
-        settings |= _as_classifier(
+        settings |= _rename_for_classifier(
             made, settings["target_modules"], str((getattr(config.model, "config", None) or {})["model_type"])
         )
     write_atomic(path, json.dumps(settings, indent=2, sort_keys=True).encode(), PUBLIC)
     tokenizer.save_pretrained(made)
 
 
-def _as_classifier(made: Path, targets: list[str] | str, prefix: str) -> dict[str, Any]:
+def _rename_for_classifier(made: Path, targets: list[str] | str, prefix: str) -> dict[str, Any]:
     """Give an encoder's tensors and its head the names of a classifier's, in one file; return the settings that say so."""
     path, head = made / "adapter_model.safetensors", made / HEAD_FILE
     tensors = {name.replace(".model.", f".model.{prefix}.", 1): tensor for name, tensor in load_file(path).items()}
@@ -80,7 +80,7 @@ def short_names(layers: Iterable[str], names: Iterable[str]) -> list[str]:
     return sorted(short) if adapted and found == adapted and not any(part.isdecimal() for part in short) else []
 
 
-def top(page: str, library: str, base: str, folder: Path, tag: str) -> str:
+def with_front_matter(page: str, library: str, base: str, folder: Path, tag: str) -> str:
     """Return a model card with base and licence in its first lines, which model hubs read; a licence stated there stays.
 
     `library` opens the model, of a task that hubs call `tag`; `folder` is the base's.

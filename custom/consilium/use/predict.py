@@ -31,19 +31,19 @@ from consilium.use.outputs import (
     LABELS,
     OutputOptions,
     check_files,
-    clashes,
     is_dicom,
+    label_legend,
     label_map,
-    legend,
     mask_name,
     overlay_name,
     probability_name,
+    split_clashing,
     write_dicom,
     write_nifti,
     write_pages,
     write_picture,
 )
-from consilium.use.predictor import Prediction, Predictor, gathered, stitch_tiles
+from consilium.use.predictor import Prediction, Predictor, answer_inputs, stitch_tiles
 
 # texts -----------------------------------------------------------------------------------------------------------------
 # Answers of a language model to records of instructions, as its closing evaluation writes them; small files go together.
@@ -61,15 +61,15 @@ def answers(opened: TrainedModel, inputs: Sequence[Input], batch_size: int) -> I
     """
     waiting = list[Read]()
     for one in inputs:
-        found = _read(opened, one)
+        found = _read_file(opened, one)
         if waiting and sum(len(texts) for _, texts, _ in [*waiting, found]) > batch_size:
-            yield from _answered(opened, waiting, batch_size)
+            yield from _answer_files(opened, waiting, batch_size)
             waiting = []
         waiting.append(found)
-    yield from _answered(opened, waiting, batch_size)
+    yield from _answer_files(opened, waiting, batch_size)
 
 
-def _read(opened: TrainedModel, one: Input) -> Read:
+def _read_file(opened: TrainedModel, one: Input) -> Read:
     bad = list[DataError]()
     try:
         return one, list(read_records(one.path, bad, pictures=opened.config.model.image_side > 0)), bad
@@ -77,7 +77,7 @@ def _read(opened: TrainedModel, one: Input) -> Read:
         return one, [], [error]
 
 
-def _answered(opened: TrainedModel, waiting: list[Read], batch_size: int) -> Iterator[tuple[Input, Iterator[Answer]]]:
+def _answer_files(opened: TrainedModel, waiting: list[Read], batch_size: int) -> Iterator[tuple[Input, Iterator[Answer]]]:
     if not waiting:
         return
     where = Path(os.path.commonpath([one.path for one, _, _ in waiting]))
@@ -91,7 +91,10 @@ def _answer_records(opened: TrainedModel, where: Path, texts: list[Text], batch_
     if not texts:
         return []
     try:
-        return [_record(text, said) for text, said in zip(texts, _written(opened, where, texts, batch_size), strict=True)]
+        return [
+            _answer_record(text, said)
+            for text, said in zip(texts, _generate_answers(opened, where, texts, batch_size), strict=True)
+        ]
     except DataError as error:
         if len(texts) == 1:
             return [error]
@@ -99,7 +102,7 @@ def _answer_records(opened: TrainedModel, where: Path, texts: list[Text], batch_
     return [answer for part in (texts[:half], texts[half:]) for answer in _answer_records(opened, where, part, batch_size)]
 
 
-def _written(opened: TrainedModel, where: Path, texts: list[Text], batch_size: int) -> list[Any]:
+def _generate_answers(opened: TrainedModel, where: Path, texts: list[Text], batch_size: int) -> list[Any]:
     config = opened.config
     data = DataList(where, {"training": tuple(texts), "validation": (), "test": ()})
     if config.task.name == "classification":  # records without a class
@@ -111,7 +114,7 @@ def _written(opened: TrainedModel, where: Path, texts: list[Text], batch_size: i
     return written
 
 
-def _record(text: Text, said: str | dict[str, Any]) -> dict[str, Any]:
+def _answer_record(text: Text, said: str | dict[str, Any]) -> dict[str, Any]:
     """Return a record with its answer, or its class."""
     asked: dict[str, Any] = {
         "system": text.system,
@@ -147,18 +150,25 @@ def predict(predictor: Predictor, inputs: list[Input], wanted: OutputOptions, do
     Raises ConfigError, before anything is written, where files would be replaced.
     """
     name = predictor.opened.config.task.name
-    work = {"segmentation": _masks, "classification": _classes, "language": _answers, "report": _answers}.get(name)
-    work = _answers if work is _classes and reads_texts(predictor.opened.config) else work
+    work = {
+        "segmentation": _write_masks,
+        "classification": _write_classes,
+        "language": _write_answers,
+        "report": _write_answers,
+    }.get(name)
+    work = _write_answers if work is _write_classes and reads_texts(predictor.opened.config) else work
     if work is None:
         raise ConfigError(f"task.name: {name!r}: predict knows segmentation, classification, language and report")
-    apart, clashing = clashes(name, inputs, wanted)
+    apart, clashing = split_clashing(name, inputs, wanted)
     check_files(name, inputs, apart, wanted)
     private_folder(wanted.out)
     outcome = Outcome(bad=[(one.name, why) for one, why in clashing])
     for one, _ in clashing:
         done(one)
-    asked = answers(predictor.opened, apart, predictor.batch_size) if work is _answers else gathered(predictor, apart)
-    work(predictor, _tried(asked, outcome, done), wanted, outcome)
+    asked = (
+        answers(predictor.opened, apart, predictor.batch_size) if work is _write_answers else answer_inputs(predictor, apart)
+    )
+    work(predictor, _with_error_handler(asked, outcome, done), wanted, outcome)
     return outcome
 
 
@@ -167,7 +177,7 @@ Tried = Iterator[tuple[Input, Iterator[Any], Try]]
 """Every input with what the model says of it: Prediction of a picture's parts, Answer of a file's records."""
 
 
-def _tried(asked: Iterable[tuple[Input, Iterator[Any]]], outcome: Outcome, done: Callable[[Input], None]) -> Tried:
+def _with_error_handler(asked: Iterable[tuple[Input, Iterator[Any]]], outcome: Outcome, done: Callable[[Input], None]) -> Tried:
     """Yield every input with what runs its work and notes a DataError of it, and a file that cannot be written."""
 
     def run(work: Callable[[], None]) -> None:
@@ -190,26 +200,26 @@ def _tried(asked: Iterable[tuple[Input, Iterator[Any]]], outcome: Outcome, done:
 # segmentation ---------------------------------------------------------------------------------------------------------
 
 
-def _masks(predictor: Predictor, tried: Tried, wanted: OutputOptions, outcome: Outcome) -> None:
-    values = {str(value): list(meant) for value, meant in legend(predictor.task.classes).items()}
+def _write_masks(predictor: Predictor, tried: Tried, wanted: OutputOptions, outcome: Outcome) -> None:
+    values = {str(value): list(meant) for value, meant in label_legend(predictor.task.classes).items()}
     write_atomic(wanted.out / LABELS, json.dumps(values, indent=1).encode())
     for one, asked, run in tried:
-        run(lambda one=one, asked=asked: _mask(predictor, one, asked, wanted, outcome))  # type: ignore[misc]
+        run(lambda one=one, asked=asked: _write_mask(predictor, one, asked, wanted, outcome))  # type: ignore[misc]
 
 
-def _mask(predictor: Predictor, one: Input, asked: Iterator[Prediction], wanted: OutputOptions, outcome: Outcome) -> None:
+def _write_mask(predictor: Predictor, one: Input, asked: Iterator[Prediction], wanted: OutputOptions, outcome: Outcome) -> None:
     name, names = mask_name(one.name), list(predictor.task.classes)
     parts = stitch_tiles(predictor.segmented(one, asked), str(one.path))
     found = _Volume(one, predictor, wanted) if volumes.is_volume(one.path) else None
     best: Prediction | None = None
     for part in parts:
         if found is None:
-            write_picture(wanted.out / name, label_map(part.answer, names, legend(predictor.task.classes)))
+            write_picture(wanted.out / name, label_map(part.answer, names, label_legend(predictor.task.classes)))
             if wanted.probabilities:
                 write_pages(wanted.out / probability_name(name), part.answer.sigmoid().numpy())
         else:
             found.put(part)
-        best = part if best is None or _area(part) > _area(best) else best
+        best = part if best is None or _mask_area(part) > _mask_area(best) else best
     if found is not None:
         found.write(wanted.out / name, wanted.out / probability_name(name))
     outcome.written.append(name)
@@ -217,7 +227,7 @@ def _mask(predictor: Predictor, one: Input, asked: Iterator[Prediction], wanted:
         _write_overlay(wanted.out / overlay_name(name), best, one)
 
 
-def _area(part: Prediction) -> int:
+def _mask_area(part: Prediction) -> int:
     return int((part.answer > 0).any(0).sum())
 
 
@@ -227,7 +237,7 @@ class _Volume:
     def __init__(self, one: Input, predictor: Predictor, wanted: OutputOptions) -> None:
         self.one, self.names, self.dicom = one, list(predictor.task.classes), is_dicom(one.path)
         self.grid, self.card = volumes.header(one.path).grid, predictor.opened.card
-        self.values = legend(predictor.task.classes)
+        self.values = label_legend(predictor.task.classes)
         shape, count = self.grid.shape, len(self.names)
         kind = np.uint8 if max(self.values) < 256 else np.uint16
         self.labels = np.zeros(shape, kind)
@@ -284,11 +294,11 @@ def _write_overlay(path: Path, part: Prediction, one: Input) -> None:
 # classification and language ------------------------------------------------------------------------------------------
 
 
-def _classes(predictor: Predictor, tried: Tried, wanted: OutputOptions, outcome: Outcome) -> None:
+def _write_classes(predictor: Predictor, tried: Tried, wanted: OutputOptions, outcome: Outcome) -> None:
     rows: list[list[Any]] = []
 
     def note(one: Input, asked: Iterator[Prediction]) -> None:
-        found = [_row(one, part, predictor.task.classes) for part in predictor.classified(one, asked)]
+        found = [_class_row(one, part, predictor.task.classes) for part in predictor.classified(one, asked)]
         rows.extend(found)
         outcome.written.append(one.name)
 
@@ -301,14 +311,14 @@ def _classes(predictor: Predictor, tried: Tried, wanted: OutputOptions, outcome:
     write_atomic(wanted.out / CLASSES, file.getvalue().encode("utf-8", "surrogateescape"), PRIVATE)
 
 
-def _row(one: Input, part: Prediction, classes: list[str]) -> list[Any]:
+def _class_row(one: Input, part: Prediction, classes: list[str]) -> list[Any]:
     chances: Tensor = part.answer
     best = int(chances.argmax())
     numbers = [f"{float(p):.6f}" for p in (chances[best], *chances)]
     return [harmless(one.name), part.item.part, harmless(classes[best]), *numbers]
 
 
-def _answers(predictor: Predictor, tried: Tried, wanted: OutputOptions, outcome: Outcome) -> None:
+def _write_answers(predictor: Predictor, tried: Tried, wanted: OutputOptions, outcome: Outcome) -> None:
     def note(one: Input, found: Iterator[Answer]) -> None:
         said = list(found)
         bad = [(one.name, str(answer)) for answer in said if isinstance(answer, DataError)]

@@ -64,7 +64,7 @@ class Predictor:
         if self.prompts is not None and not any(name == one.name for name, _, _ in self.prompts):
             many = PROMPTS[self.task.prompt].many
             raise DataError(f"{one.path}: the {many} name no image {shown(one.name, 200)!r}; add one, or leave the picture out")
-        self._check_met(one, parts)
+        self._check_prompts_used(one, parts)
         return parts
 
     def loaded(self, one: Input, items: Sequence[Item]) -> Iterator[ModelInput]:
@@ -76,7 +76,7 @@ class Predictor:
             if crop is not None and max(rows, columns) > crop:
                 what = f"has {columns}x{rows} pixels, and the model was trained on parts of {crop} pixels (task.crop)"
                 raise DataError(f"{one.path}: {what}; cut it into such parts first")
-            yield ModelInput(item, image, self._given(one, item, image.shape))
+            yield ModelInput(item, image, self._prompts_for(one, item, image.shape))
 
     @torch.no_grad()
     def ask(self, parts: Sequence[ModelInput]) -> list[Prediction]:
@@ -105,7 +105,7 @@ class Predictor:
             rows, columns = valid_size(shape, self.opened.config.model.image_side, self.task)
             logits = part.answer[None, :, :rows, :columns]
             found = F.interpolate(logits, shape[:2], mode="bilinear", align_corners=False)[0]
-            yield replace(part, answer=self._only_asked(one, part.item, found))
+            yield replace(part, answer=self._mask_unprompted(one, part.item, found))
 
     def classified(self, one: Input, raw: Iterable[Prediction]) -> Iterator[Prediction]:
         """Yield the probabilities (C,) of each part, of the raw answers. Raises DataError for NaN or Inf."""
@@ -113,7 +113,7 @@ class Predictor:
             _check_finite(one, part)
             yield replace(part, answer=part.answer.softmax(0))
 
-    def _check_met(self, one: Input, parts: Sequence[Item]) -> None:
+    def _check_prompts_used(self, one: Input, parts: Sequence[Item]) -> None:
         """Raise DataError for a prompt of a plane that is not there, or beyond all tiles: it would be silently left out."""
         for name, plane, label in self.prompts or {}:
             met = (plane in (None, part.slice) and self._prompt(one, part, label) is not None for part in parts)
@@ -122,7 +122,7 @@ class Predictor:
                 remedy = "count slices from 0, leave slice out for a single picture, and pixels from the left and the top"
                 raise DataError(f"{one.path}: the {self.task.prompt} of {label!r} {where}; {remedy}")
 
-    def _given(self, one: Input, item: Item, shape: tuple[int, ...]) -> Tensor | None:
+    def _prompts_for(self, one: Input, item: Item, shape: tuple[int, ...]) -> Tensor | None:
         """Return prompts (C, 4 or 2) in the model's pixels, NaN where a class has none; None for a task without."""
         if self.prompts is None:
             return None
@@ -144,9 +144,9 @@ class Predictor:
         """Return a class's box or point in a part's own pixels; of a tile what lies within it, None where nothing does."""
         known = self.prompts or {}
         prompt = known.get((one.name, item.slice, name), known.get((one.name, None, name)))
-        return prompt if prompt is None or item.tile is None else _within(prompt, item.tile)
+        return prompt if prompt is None or item.tile is None else _clip_to_tile(prompt, item.tile)
 
-    def _only_asked(self, one: Input, item: Item, logits: Tensor) -> Tensor:
+    def _mask_unprompted(self, one: Input, item: Item, logits: Tensor) -> Tensor:
         """Return logits, far below 0 for a class without a prompt: it was not asked for."""
         if self.prompts is None:
             return logits
@@ -159,7 +159,7 @@ def _check_finite(one: Input, part: Prediction) -> None:
         raise DataError(f"{one.path}: the model answers with NaN or Inf; look at the picture's values")
 
 
-def _within(prompt: tuple[float, ...], tile: tuple[int, int, int, int]) -> tuple[float, ...] | None:
+def _clip_to_tile(prompt: tuple[float, ...], tile: tuple[int, int, int, int]) -> tuple[float, ...] | None:
     """Return what of a box, or of a point, lies in a tile (x, y, width, height), from its corner; None where nothing does."""
     x, y, width, height = tile
     if len(prompt) == 2:
@@ -181,10 +181,10 @@ def stitch_tiles(parts: Iterator[Prediction], path: str) -> Iterator[Prediction]
     columns = max(one.item.tile[0] + one.item.tile[2] for one in tiles if one.item.tile)
     if len(first.answer) * rows * columns > MOST_NUMBERS:
         raise DataError(f"{path}: {columns}x{rows} pixels are too many to hold; cut the picture into smaller ones")
-    yield _stitched(tiles, rows, columns)
+    yield _average_tiles(tiles, rows, columns)
 
 
-def _stitched(tiles: list[Prediction], rows: int, columns: int) -> Prediction:
+def _average_tiles(tiles: list[Prediction], rows: int, columns: int) -> Prediction:
     total, count = torch.zeros(len(tiles[0].answer), rows, columns), torch.zeros(rows, columns)
     image = np.zeros((rows, columns, 3), np.uint8)
     for one in tiles:
@@ -202,17 +202,17 @@ MOST_PIXELS = 2**26
 """Pixels of gathered pictures that are held at once, 200 MB, if one alone has no more."""
 
 
-def gathered(predictor: Predictor, inputs: Sequence[Input]) -> Iterator[tuple[Input, Iterator[Prediction]]]:
+def answer_inputs(predictor: Predictor, inputs: Sequence[Input]) -> Iterator[tuple[Input, Iterator[Prediction]]]:
     """Yield every input in order with the model's raw answers of its parts; pictures go into calls of `batch_size`.
 
     What is wrong with an input is raised where its own answers are iterated, a DataError or an OSError, and costs no other.
     """
     waiting = _Waiting(predictor)
     for one in inputs:
-        found = _opened(predictor, one)
+        found = _open_input(predictor, one)
         if isinstance(found, list):
             yield from waiting.answers()
-            yield one, _alone(predictor, one, found)
+            yield one, _ask_alone(predictor, one, found)
             continue
         if not waiting.room(found):
             yield from waiting.answers()
@@ -220,7 +220,7 @@ def gathered(predictor: Predictor, inputs: Sequence[Input]) -> Iterator[tuple[In
     yield from waiting.answers()
 
 
-def _opened(predictor: Predictor, one: Input) -> ModelInput | list[Item] | Exception:
+def _open_input(predictor: Predictor, one: Input) -> ModelInput | list[Item] | Exception:
     """Return a picture, the parts of what has several, or why an input cannot be read."""
     try:
         items = predictor.parts(one)
@@ -233,7 +233,7 @@ def _opened(predictor: Predictor, one: Input) -> ModelInput | list[Item] | Excep
     return picture
 
 
-def _alone(predictor: Predictor, one: Input, items: list[Item]) -> Iterator[Prediction]:
+def _ask_alone(predictor: Predictor, one: Input, items: list[Item]) -> Iterator[Prediction]:
     for start in range(0, len(items), predictor.batch_size):
         yield from predictor.ask(list(predictor.loaded(one, items[start : start + predictor.batch_size])))
 
@@ -258,10 +258,10 @@ class _Waiting:
         pictures = [one for _, one in self.found if isinstance(one, ModelInput)]
         raw = iter(self.predictor.ask(pictures) if pictures else [])
         for one, found in self.found:
-            yield one, _raised(found) if isinstance(found, Exception) else iter([next(raw)])
+            yield one, _raise_when_iterated(found) if isinstance(found, Exception) else iter([next(raw)])
         self.found = []
 
 
-def _raised(error: Exception) -> Iterator[Prediction]:
+def _raise_when_iterated(error: Exception) -> Iterator[Prediction]:
     yield from ()
     raise error

@@ -28,7 +28,7 @@ from consilium.data.split import Cut, split_list
 from consilium.data.stats import site_stats
 from consilium.data.text import read_texts
 from consilium.federation.job import assemble_job
-from consilium.use.attack import draw
+from consilium.use.attack import draw_units
 from tests.adversary.data.lists import data_check, one_line, picture, write_list
 from tests.conftest import small_cells, training_only
 from tests.data.writing import write
@@ -147,7 +147,7 @@ def test_a_table_and_what_is_cut_from_it_know_one_patient(tmp_path: Path) -> Non
     apart = {"training": whole.splits["training"][:5], "validation": (), "test": whole.splits["training"][5:]}
     trained = {(str(item.image), item.name) for item in apart["training"]}
     with pytest.raises(DataError, match="1 patients are in training and in another split"):
-        draw(DataList(path, apart), trained, by_patient=True)
+        draw_units(DataList(path, apart), trained, by_patient=True)
 
 
 @pytest.mark.parametrize("who", UNSEEN, ids=lambda who: ascii(who))

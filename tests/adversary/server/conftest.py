@@ -76,7 +76,7 @@ class Client:
         context.set_prop(FLContextKey.TASK_NAME, task, private=True, sticky=False)
         admitted = GuardTaskFilter().process(message, context)
         executor = SiteExecutor()
-        with patch.object(executor, "_ready", return_value=self.trainer):
+        with patch.object(executor, "_prepared_site", return_value=self.trainer):
             result = executor.execute(task, admitted, context, Signal())
         self.sent.append(GuardResultFilter().process(result, context))
         return self.sent[-1]

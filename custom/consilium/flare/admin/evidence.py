@@ -34,7 +34,7 @@ from nvflare.lighter.utils import (
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.schema import Section, validate
 from consilium.core.storage import write_atomic
-from consilium.flare.kit.kit_files import certificate, kit_name, private_key
+from consilium.flare.kit.kit_contents import certificate, kit_name, private_key
 from consilium.flare.kit.root_ca import fingerprints, named_root
 from consilium.privacy.ledger import audit
 from consilium.privacy.ledger.ledger import Ledger
@@ -73,7 +73,7 @@ def copy_ledger(path: Path) -> bytes:
         return copy.read_bytes()
 
 
-def chains(files: Mapping[str, bytes]) -> dict[str, Any]:
+def check_chains(files: Mapping[str, bytes]) -> dict[str, Any]:
     """Return the number of messages and rows, and for record and ledger the first alteration found, None if there is none."""
     with tempfile.TemporaryDirectory() as place:
         found: dict[str, Any] = {"messages": 0, "record": None, "rows": 0, "ledger": None}
@@ -112,7 +112,7 @@ def pack(kit: Path, experiment: str, files: Mapping[str, bytes], output: Path) -
     """Write the signed archive of these files, of a site's kit. Raises ConfigError if `output` exists."""
     if output.exists():
         raise ConfigError(f"--output: {output}: exists; give another name, evidence is never replaced")
-    own, found = certificate(kit), chains(files)
+    own, found = certificate(kit), check_chains(files)
     every = {**files, CERTIFICATE: own.read_bytes(), ROOT: (kit / "startup" / ROOT).read_bytes()}
     manifest = Manifest(
         format=FORMAT,
@@ -138,9 +138,9 @@ def verify(path: Path, fingerprint: str) -> dict[str, Any]:
     Returns plain JSON values: site, experiment, time, files, and what `chains` returns. Raises ConsiliumError for an archive
     that is not as it was signed, ConfigError for another file. Nothing is unpacked.
     """
-    wanted, files = named_root(fingerprint), _read(path)
-    manifest = _manifest(path, files)
-    own, root = _certificates(path, files)
+    wanted, files = named_root(fingerprint), _read_archive(path)
+    manifest = _read_manifest(path, files)
+    own, root = _read_certificates(path, files)
     if wanted not in fingerprints(root):
         raise ConsiliumError(f"{path}: its root is another one ({fingerprints(root)[0]}); it is of another project, or forged")
     _check_signature(path, manifest, files, own, root)
@@ -157,10 +157,10 @@ def verify(path: Path, fingerprint: str) -> dict[str, Any]:
         raise ConsiliumError(f"{path}: {name}: {problem}; the archive was changed")
     made = datetime.fromtimestamp(manifest.made, UTC).isoformat(timespec="seconds")
     about = {"site": manifest.site, "experiment": manifest.experiment, "made": made, "files": sorted(content)}
-    return about | chains(content)
+    return about | check_chains(content)
 
 
-def _read(path: Path) -> dict[str, bytes]:
+def _read_archive(path: Path) -> dict[str, bytes]:
     """Return all files of an archive. Raises ConfigError for two of one name, a path in a name, too many or too large files."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -181,7 +181,7 @@ def _read(path: Path) -> dict[str, bytes]:
         raise ConfigError(f"{path}: is not a readable archive ({error}); give what `consilium evidence` wrote") from None
 
 
-def _manifest(path: Path, files: Mapping[str, bytes]) -> Manifest:
+def _read_manifest(path: Path, files: Mapping[str, bytes]) -> Manifest:
     if missing := [name for name in (MANIFEST, SIGNATURE, CERTIFICATE, ROOT) if name not in files]:
         raise ConfigError(f"{path}: has no {missing[0]}; give what `consilium evidence` wrote")
     try:
@@ -195,7 +195,7 @@ def _manifest(path: Path, files: Mapping[str, bytes]) -> Manifest:
     return manifest
 
 
-def _certificates(path: Path, files: Mapping[str, bytes]) -> tuple[x509.Certificate, x509.Certificate]:
+def _read_certificates(path: Path, files: Mapping[str, bytes]) -> tuple[x509.Certificate, x509.Certificate]:
     try:
         own, root = load_crt_bytes(files[CERTIFICATE]), load_crt_bytes(files[ROOT])
         if not all(isinstance(one.public_key(), rsa.RSAPublicKey) for one in (own, root)):

@@ -18,10 +18,10 @@ from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.sanitize import shown
 from consilium.federation.run_folders import RUNS, STATE
 from consilium.flare.kit import heartbeat_server
-from consilium.flare.kit.admission import noted
+from consilium.flare.kit.admission import noted_cause
 from consilium.flare.kit.certificates import days_left
-from consilium.flare.kit.kit_files import certificate, kit_name, kit_role, load_certificate
-from consilium.flare.kit.revocation import read as revoked
+from consilium.flare.kit.kit_contents import certificate, kit_name, kit_role, load_certificate
+from consilium.flare.kit.revocation import revoked_until
 from consilium.privacy.accounting.composition import epsilon_for
 from consilium.privacy.ledger import audit
 from consilium.privacy.ledger.ledger import Ledger
@@ -83,26 +83,26 @@ def collect(kit: Path) -> list[Sample]:
     site = load_site(settings) if settings.is_file() else SiteConfig()
     state = site.state or kit / STATE
     found.append(Sample("disk_free_bytes", shutil.disk_usage(state if state.is_dir() else kit).free))
-    if cause := noted(kit):
+    if cause := noted_cause(kit):
         found.append(Sample("refused", 1, {"site": kit_name(kit), "cause": cause}))
-    return [*found, *(_server(kit, state) if role == "server" else _site(site, state))]
+    return [*found, *(_server_samples(kit, state) if role == "server" else _site_samples(site, state))]
 
 
-def _server(kit: Path, state: Path) -> Iterator[Sample]:
-    yield Sample("revoked_names", len(revoked(kit / "local")))
+def _server_samples(kit: Path, state: Path) -> Iterator[Sample]:
+    yield Sample("revoked_names", len(revoked_until(kit / "local")))
     seen: dict[str, float] = {}
     for folder in sorted((state / RUNS).iterdir()) if (state / RUNS).is_dir() else ():
         path = folder / "metrics.jsonl"
         if path.is_file() and (path.parent / "job.yaml").is_file() and time.time() - path.stat().st_mtime < RECENT:
-            yield from _run(folder, read_events(path)[0], seen)
+            yield from _run_samples(folder, read_events(path)[0], seen)
     with suppress(ConfigError):  # no site was seen, or the file is damaged, which `consilium sites` says
-        for name, one in heartbeat_server.read(kit)["sites"].items():
-            yield from _attendance(name, one)
+        for name, one in heartbeat_server.read_attendance(kit)["sites"].items():
+            yield from _heartbeat_samples(name, one)
     for site, when in sorted(seen.items()):
         yield Sample("site_last_seen_timestamp_seconds", when, {"site": site})
 
 
-def _attendance(name: str, one: dict[str, Any]) -> Iterator[Sample]:
+def _heartbeat_samples(name: str, one: dict[str, Any]) -> Iterator[Sample]:
     """Yield what a site's last heartbeat said, and its health (see health.py) while it is there."""
     of, health = {"site": name}, one.get("health", {}) if one.get("here") else {}
     if one.get("cause"):
@@ -117,14 +117,14 @@ def _attendance(name: str, one: dict[str, Any]) -> Iterator[Sample]:
         yield Sample("site_last_refusal_timestamp_seconds", health.get("refused_at", 0.0), of | {"code": health["refusal"]})
 
 
-def _run(folder: Path, lines: list[dict[str, Any]], seen: dict[str, float]) -> Iterator[Sample]:
+def _run_samples(folder: Path, lines: list[dict[str, Any]], seen: dict[str, float]) -> Iterator[Sample]:
     """Yield a run's numbers, and put the time of each site's last message into `seen`."""
     of = {"run": folder.name}
     done = [x for x in lines if x["event"] == "concluded"]
     began = {(x["round"], x["phase"]): x["time"] for x in lines if x["event"] == "started"}
     yield Sample("run_round", len({x["round"] for x in done}), of)
     yield Sample("run_rounds", yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))["training"]["rounds"], of)
-    yield from _ending(folder, lines, of)
+    yield from _run_state_samples(folder, lines, of)
     if lines:
         yield Sample("run_last_event_timestamp_seconds", lines[-1]["time"], of)
     if done and (start := began.get((done[-1]["round"], done[-1]["phase"]))) is not None:
@@ -139,7 +139,7 @@ def _run(folder: Path, lines: list[dict[str, Any]], seen: dict[str, float]) -> I
         yield Sample("run_refusals_total", count, of | {"site": site})
 
 
-def _ending(folder: Path, lines: list[dict[str, Any]], of: dict[str, str]) -> Iterator[Sample]:
+def _run_state_samples(folder: Path, lines: list[dict[str, Any]], of: dict[str, str]) -> Iterator[Sample]:
     """Yield a run's state, and for one that has ended when, and why if it was before its end."""
     results = folder / "results.json"
     last = next((line for line in reversed(lines) if line["event"] in ("stopped", "resumed")), None)
@@ -154,16 +154,16 @@ def _ending(folder: Path, lines: list[dict[str, Any]], of: dict[str, str]) -> It
         yield Sample("run_state", 1, of | {"state": "running"})
 
 
-def _site(site: SiteConfig, state: Path) -> Iterator[Sample]:
-    yield from _privacy(site, Ledger(site.privacy.ledger_in(state)))
+def _site_samples(site: SiteConfig, state: Path) -> Iterator[Sample]:
+    yield from _budget_samples(site, Ledger(site.privacy.ledger_in(state)))
     runs = sorted(one for one in (state / RUNS).iterdir() if one.is_dir()) if (state / RUNS).is_dir() else []
     for run in runs:
-        found = [_record(path) for path in run.rglob(audit.FILE)]
+        found = [_check_record(path) for path in run.rglob(audit.FILE)]
         yield Sample("record_intact", float(all(whole for _, whole in found)), {"run": run.name})
         yield Sample("messages_total", sum(count for count, _ in found), {"run": run.name})
 
 
-def _record(path: Path) -> tuple[int, bool]:
+def _check_record(path: Path) -> tuple[int, bool]:
     """Return the number of messages in a record, and whether it is unaltered."""
     try:
         found = audit.verified(path)
@@ -172,7 +172,7 @@ def _record(path: Path) -> tuple[int, bool]:
     return len(found["messages"]), found["broken_line"] is None
 
 
-def _privacy(site: SiteConfig, ledger: Ledger) -> Iterator[Sample]:
+def _budget_samples(site: SiteConfig, ledger: Ledger) -> Iterator[Sample]:
     """Yield the spent and remaining budgets of each dataset, and whether the ledger is intact."""
     try:
         entries = ledger.entries()

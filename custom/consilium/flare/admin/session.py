@@ -25,7 +25,7 @@ from consilium.federation.run_folders import default_name
 from consilium.flare.kit.admission import cause_of, refusal
 from consilium.flare.kit.certificates import check_time, why_no_connection
 from consilium.flare.kit.heartbeat_client import KEY
-from consilium.flare.kit.kit_files import server_folders
+from consilium.flare.kit.kit_contents import server_folders
 from consilium.report.live_view import progress
 
 ENDED = "FINISHED"
@@ -74,12 +74,14 @@ class Admin:
     def find(self, name: str) -> Job:
         """Return FLARE's metadata of one job. Raises ConfigError if there is none."""
         jobs = self.jobs()
-        found = self._last_of(name, jobs) or next((job for job in reversed(jobs) if job["job_id"].startswith(name)), None)
+        found = self._last_submission(name, jobs) or next(
+            (job for job in reversed(jobs) if job["job_id"].startswith(name)), None
+        )
         if found is None:
             raise ConfigError(f"{shown(name)}: no such job or experiment; `consilium status --kit KIT` lists them")
         return found
 
-    def _last_of(self, experiment: str, jobs: list[Job]) -> Job | None:
+    def _last_submission(self, experiment: str, jobs: list[Job]) -> Job | None:
         """Return an experiment's last submission. Of jobs that FLARE's own tools submitted, only job.yaml names it."""
 
         def in_file(job_id: str) -> str | None:
@@ -118,7 +120,7 @@ class Admin:
 
     def former_sites(self, experiment: str) -> set[str]:
         """Return the sites of an experiment's last job. Raises ConfigError if it still runs or waits."""
-        last = self._last_of(experiment, self.jobs())
+        last = self._last_submission(experiment, self.jobs())
         if last is None:
             return set()
         if last["status"] != LOST and not last["status"].startswith(ENDED):
@@ -131,41 +133,41 @@ class Admin:
         found: Job = {"job_id": meta["job_id"], "experiment": experiment_of(meta), "status": meta["status"]}
         found["problems"] = [line for line in meta.get("job_deploy_detail", []) if not line.endswith(": OK")]
         if meta["status"] == LOST:
-            return found | {"progress": None, "reason": self._why(meta)}
+            return found | {"progress": None, "reason": self._failure_line(meta)}
         if not meta["status"].startswith(ENDED):
-            waits = self._unscheduled(meta["job_id"]) if meta["status"] == WAITING else ""
-            return found | {"progress": self._running(meta["job_id"])} | ({"waits": waits} if waits else {})
-        found |= self._outcome(meta["job_id"])
+            waits = self._scheduler_lines(meta["job_id"]) if meta["status"] == WAITING else ""
+            return found | {"progress": self._running_progress(meta["job_id"])} | ({"waits": waits} if waits else {})
+        found |= self._ended_outcome(meta["job_id"])
         if _failed(meta["status"]) and not found["problems"] and "reason" not in found:
-            found["reason"] = self._unscheduled(meta["job_id"]) or NO_REASON
+            found["reason"] = self._scheduler_lines(meta["job_id"]) or NO_REASON
         return found
 
     def reasons(self, jobs: list[Job]) -> list[str]:
         """Return a line for each job that says why it failed; "" for other jobs and all but the newest MAX_REASONS."""
         failed = [job["job_id"] for job in jobs if job["status"] == LOST or _failed(job["status"])][-MAX_REASONS:]
-        return [self._why(job) if job["job_id"] in failed else "" for job in jobs]
+        return [self._failure_line(job) if job["job_id"] in failed else "" for job in jobs]
 
-    def _why(self, job: Job) -> str:
+    def _failure_line(self, job: Job) -> str:
         if job["status"] == LOST:
             resume = f"`consilium resume {shown(experiment_of(job))} --kit KIT`"
             return f"its server process is gone; {resume} goes on from the last finished round"
         undeployed = [line for line in job.get("job_deploy_detail", []) if not line.endswith(": OK")]
-        reason = self._outcome(job["job_id"]).get("reason") or "; ".join(undeployed)
-        return " ".join((reason or self._unscheduled(job["job_id"]) or NO_REASON).split())
+        reason = self._ended_outcome(job["job_id"]).get("reason") or "; ".join(undeployed)
+        return " ".join((reason or self._scheduler_lines(job["job_id"]) or NO_REASON).split())
 
-    def _unscheduled(self, job_id: str) -> str:
+    def _scheduler_lines(self, job_id: str) -> str:
         """Return the last lines of FLARE's scheduler about a job that it has not started, "" for none."""
         history = self.session.get_job_meta(job_id).get("schedule_history") or []
         return "; ".join(text for text in dict.fromkeys(str(line)[TIMESTAMP:] for line in history[-2:]) if text != "scheduled")
 
-    def _running(self, job_id: str) -> Job | None:
+    def _running_progress(self, job_id: str) -> Job | None:
         """Return a running job's progress; None before its controller starts and while it ends."""
         try:
             return self.session.show_stats(job_id, api_spec.TargetType.SERVER).get("server", {}).get("consilium")
         except FLARE_ERRORS:
             return None
 
-    def _outcome(self, job_id: str) -> Job:
+    def _ended_outcome(self, job_id: str) -> Job:
         """Return an ended job's progress and reason from its result, if this administrator may download it."""
         with tempfile.TemporaryDirectory() as folder:
             try:
@@ -203,17 +205,19 @@ def stored_jobs(kit: Path, experiment: str) -> list[Path]:
     that names no folder of jobs.
     """
     metas = sorted(server_folders(kit)[0].glob("*/meta"))
-    return [meta.parent for meta in metas if _is_of(meta, experiment) or _names(meta.with_name("data"), experiment)]
+    return [
+        meta.parent for meta in metas if _metadata_names(meta, experiment) or _archive_names(meta.with_name("data"), experiment)
+    ]
 
 
-def _is_of(meta: Path, experiment: str) -> bool:
+def _metadata_names(meta: Path, experiment: str) -> bool:
     try:
         return experiment_of(json.loads(meta.read_text(encoding="utf-8"))) == experiment
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 
-def _names(stored: Path, experiment: str) -> bool:
+def _archive_names(stored: Path, experiment: str) -> bool:
     """Return whether a job.yaml in a job's archive names this experiment. Others there may be unreadable."""
     with suppress(Exception), zipfile.ZipFile(stored) as job:  # an author may submit anything
         for name in [name for name in job.namelist() if name.endswith("/config/job.yaml")][:MAX_APPS]:
@@ -249,7 +253,7 @@ def reason_left(result: Path) -> str | None:
     return found[0].strip() if found else None
 
 
-def _no_connection(kit: Path, error: Exception) -> str:
+def _why_no_session(kit: Path, error: Exception) -> str:
     """Return why there is no session: the server's reason for refusing this kit, else the fault of the connection."""
     if (said := refusal(error)) is not None:
         cause = cause_of(said)
@@ -257,7 +261,7 @@ def _no_connection(kit: Path, error: Exception) -> str:
     return f"no connection to the server ({error}); {why_no_connection(kit) or 'see that it runs and can be reached'}"
 
 
-def _connected(user: str, kit: Path, seconds: float) -> Session:
+def _open_session(user: str, kit: Path, seconds: float) -> Session:
     """Return FLARE's session. Raises ConsiliumError if the server has not yet read its own certificate."""
     try:
         return new_secure_session(user, str(kit.resolve()), timeout=seconds)
@@ -279,13 +283,13 @@ def connect(kit: Path, seconds: float = 15) -> Iterator[Admin]:
     user = json.loads(config.read_text(encoding="utf-8"))["admin"]["username"]
     try:
         with redirect_stdout(sys.stderr), redirect_stderr(io.StringIO()):  # FLARE prints, and a traceback for a refusal
-            session = _connected(user, kit, seconds)
+            session = _open_session(user, kit, seconds)
         try:
             yield Admin(session)
         finally:
             session.close()
     except (api_spec.NoConnection, FLCommunicationError) as error:
-        raise UnreachableError(f"{kit}: {_no_connection(kit, error)}") from None
+        raise UnreachableError(f"{kit}: {_why_no_session(kit, error)}") from None
     except FLARE_ERRORS as error:
         if isinstance(error, NO_SESSION) or INACTIVE in str(error):
             what = "the server has ended this session: it was started anew, or the person's credential was revoked"

@@ -29,7 +29,7 @@ def prepare(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: P
     folder = uploads / check_name(experiment)
     if folder.exists():
         raise ConfigError(f"--experiment: {experiment!r} was submitted from this kit before; resume it, or give another name")
-    with _built(job, overrides, experiment, uploads) as ready:
+    with _build_folder(job, overrides, experiment, uploads) as ready:
         ready.rename(folder)
     return folder
 
@@ -51,7 +51,7 @@ def prepare_again(experiment: str, uploads: Path, job: Path | None) -> Path:
     """
     folder = uploads / check_name(experiment)
     if job is not None:
-        with _built(job, {}, experiment, uploads) as ready:
+        with _build_folder(job, {}, experiment, uploads) as ready:
             shutil.rmtree(folder, ignore_errors=True)
             ready.rename(folder)
     if not folder.is_dir():
@@ -65,7 +65,7 @@ def prepare_again(experiment: str, uploads: Path, job: Path | None) -> Path:
 
 
 @contextmanager
-def _built(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: Path) -> Iterator[Path]:
+def _build_folder(job: Path, overrides: Mapping[str, Any], experiment: str, uploads: Path) -> Iterator[Path]:
     """Yield the finished job folder, in a hidden folder that is deleted when the block ends. Raises ConfigError."""
     config = load_job(job, {**overrides, "experiment": experiment}, plugins=None, author=True)
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).encode()

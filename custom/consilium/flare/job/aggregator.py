@@ -57,19 +57,19 @@ class StrategyAggregator(ModelAggregator):
     def accept_model(self, model: FLModel) -> None:
         """Add one site's difference, weighted by its NUM_STEPS_CURRENT_ROUND (its sample count) as the job allows."""
         try:
-            self._add(self._running(), model)
+            self._add_result(self._run_state(), model)
         except RefusedError as error:
             self.warning(f"{shown(model.meta.get('client_name', 'a site'))}: result refused: {error}")
         except Exception as error:  # a malformed model costs its sender the round, and no other site
             self.exception(f"{shown(model.meta.get('client_name', 'a site'))}: result refused ({type(error).__name__})")
 
-    def _running(self) -> Ready:
+    def _run_state(self) -> Ready:
         """Return the run's state. Raises ConfigError before it has begun."""
         if self._ready is None:
             raise ConfigError("StrategyAggregator: no run has begun")
         return self._ready
 
-    def _add(self, ready: Ready, model: FLModel) -> None:
+    def _add_result(self, ready: Ready, model: FLModel) -> None:
         """Check and add one result. Raises RefusedError."""
         rest = model.meta.get(wire.KEY, {})
         update = Payload(model.current_round or 0, rest.get("phase", 0), dict(model.params or {}), rest.get("scalars", {}))
@@ -84,7 +84,7 @@ class StrategyAggregator(ModelAggregator):
 
     def aggregate_model(self) -> FLModel:
         """Return the mean difference in the tensors' own type. Raises ConfigError for jobs whose server does more than that."""
-        ready = self._running()
+        ready = self._run_state()
         strategy, own, base = ready.job.strategy, type(ready.job.strategy), Strategy
         if strategy.traits.needs == "sites" or own.aggregate is not base.aggregate or own.payload is not base.payload:
             what = "FLARE's own workflows add the mean update to one model that they send to all, and its server does more"

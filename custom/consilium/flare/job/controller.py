@@ -18,7 +18,7 @@ from consilium.core.errors import ConsiliumError
 from consilium.core.schema import Section, validate
 from consilium.flare.job import job_context, wire
 from consilium.flare.job.aggregator import StrategyAggregator
-from consilium.flare.job.registration import Registration
+from consilium.flare.job.site_registration import Registration
 from consilium.flare.job.tasks import TaskSender
 from consilium.flare.job.transport import Aborted, FlareTransport
 from consilium.flare.patches import share_timers
@@ -77,10 +77,10 @@ class RoundController(Controller):
 
     def _give_up(self, error: ConsiliumError, fl_ctx: FLContext) -> None:
         """End the job with one line that says why, also in the published files."""
-        self._note(str(error), fl_ctx)
+        self._record_reason(str(error), fl_ctx)
         self.system_panic(str(error), fl_ctx)
 
-    def _note(self, reason: str, fl_ctx: FLContext) -> None:
+    def _record_reason(self, reason: str, fl_ctx: FLContext) -> None:
         """Write why the job ends early to the run's record and the published files."""
         with suppress(OSError):  # a full disk
             if self.coordinator:
@@ -114,7 +114,7 @@ class RoundController(Controller):
             with suppress(Aborted):
                 RunLoop(c, FlareTransport(tasks, self.registration), self.masked, self.crossing).run()
             if tasks.aborted:
-                self._note(self._abort_reason(tasks, self.registration), fl_ctx)
+                self._record_reason(self._abort_reason(tasks, self.registration), fl_ctx)
         except ConsiliumError as error:
             self._give_up(error, fl_ctx)
         except OSError as error:

@@ -40,14 +40,14 @@ class SiteExecutor(Executor):
             task = wire.pop(shareable)
             if not isinstance(task, AuthorizedTask) or task.kind != task_name:
                 raise RefusedError(f"task {task_name}: not as the guard has authorized it; nothing was done", Reason.TASK)
-            return wire.put(wire.Answer(task, perform(task, partial(self._ready, fl_ctx, abort_signal))))
+            return wire.put(wire.Answer(task, perform(task, partial(self._prepared_site, fl_ctx, abort_signal))))
         except STOPS:
             raise
         except BaseException as error:  # of any kind: the round goes on without this site
             log_failure(self, fl_ctx, error)
             return wire.refusal(error.reason if isinstance(error, ConsiliumError) else Reason.ERROR)
 
-    def _ready(self, fl_ctx: FLContext, abort_signal: Signal) -> Client:
+    def _prepared_site(self, fl_ctx: FLContext, abort_signal: Signal) -> Client:
         site = site_registry.ready(self, fl_ctx)
         site.context.should_stop = partial(_stop_if, abort_signal)
         return site

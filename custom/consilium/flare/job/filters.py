@@ -54,7 +54,7 @@ class GuardTaskFilter(ClosedFilter):
         site_registry.reload_data(fl_ctx)
         guard = site_registry.guard(self, fl_ctx)
         guard.end_task()
-        return wire.put(_authorize(guard, shareable, fl_ctx.get_prop(FLContextKey.TASK_NAME)))
+        return wire.put(_authorize_task(guard, shareable, fl_ctx.get_prop(FLContextKey.TASK_NAME)))
 
     def refused(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return a refusal, and keep it for the second pair: a refusal that a server sends is not a task."""
@@ -71,16 +71,16 @@ class GuardResultFilter(ClosedFilter):
             return shareable
         if (reason := wire.reason_of(shareable)) is not None:
             return self.refused(reason, shareable, fl_ctx)
-        return self._keep(_message(site_registry.guard(self, fl_ctx), wire.pop(shareable)), fl_ctx)
+        return self._remember_sent(_release_message(site_registry.guard(self, fl_ctx), wire.pop(shareable)), fl_ctx)
 
     def refused(self, reason: Reason, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Put the refusal on record and return it; if that fails, return one that does not depend on the data."""
-        reply = self._recorded(reason, fl_ctx)
+        reply = self._record_refusal(reason, fl_ctx)
         if isinstance(reply, Reason):
-            return self._keep(super().refused(reply, shareable, fl_ctx), fl_ctx)
-        return self._keep(_with_cookies(reply, shareable), fl_ctx)
+            return self._remember_sent(super().refused(reply, shareable, fl_ctx), fl_ctx)
+        return self._remember_sent(_with_cookies(reply, shareable), fl_ctx)
 
-    def _recorded(self, reason: Reason, fl_ctx: FLContext) -> Reason | Shareable:
+    def _record_refusal(self, reason: Reason, fl_ctx: FLContext) -> Reason | Shareable:
         """Return the reason or message that may leave in place of a result. All failures to record have one of two reasons."""
         try:
             guard = site_registry.guard(self, fl_ctx)
@@ -91,7 +91,7 @@ class GuardResultFilter(ClosedFilter):
             return reason
         try:
             reply = guard.refuse(reason)
-            return reply if isinstance(reply, Reason) else _encoded(guard, *reply)
+            return reply if isinstance(reply, Reason) else _encode_release(guard, *reply)
         except STOPS:
             raise
         except BaseException as error:
@@ -99,7 +99,7 @@ class GuardResultFilter(ClosedFilter):
             over = isinstance(error, RefusedError) and error.reason is Reason.BUDGET
             return Reason.BUDGET if over else Reason.LEDGER
 
-    def _keep(self, message: Shareable, fl_ctx: FLContext) -> Shareable:
+    def _remember_sent(self, message: Shareable, fl_ctx: FLContext) -> Shareable:
         site_registry.of(fl_ctx).sent = message
         return message
 
@@ -125,7 +125,7 @@ class ResultCheckFilter(ClosedFilter):
         return shareable
 
 
-def _authorize(guard: Guard, shareable: Shareable, name: str) -> AuthorizedTask:
+def _authorize_task(guard: Guard, shareable: Shareable, name: str) -> AuthorizedTask:
     """Return the guard's authorized task of a message, which must be of the kind that its name says."""
     if wire.reason_of(shareable) is not None:
         raise RefusedError(f"{guard.name}: a refusal in the place of a task; nothing was sent", Reason.TASK)
@@ -135,17 +135,17 @@ def _authorize(guard: Guard, shareable: Shareable, name: str) -> AuthorizedTask:
     return guard.authorize(Kind(name), run, payload, seal=seal)
 
 
-def _message(guard: Guard, answer: wire.Answer) -> Shareable:
+def _release_message(guard: Guard, answer: wire.Answer) -> Shareable:
     """Return the message of the data that the guard releases of an answer."""
     if not isinstance(answer, wire.Answer):
         raise RefusedError(f"{guard.name}: no answer to a task; nothing was sent", Reason.TASK)
     released = guard.answer(answer.task, answer.result)
     if not isinstance(released, Payload):
         return wire.encode_dict(answer.task.kind.value, released)
-    return _encoded(guard, answer.task, released)
+    return _encode_release(guard, answer.task, released)
 
 
-def _encoded(guard: Guard, task: AuthorizedTask, released: Payload) -> Shareable:
+def _encode_release(guard: Guard, task: AuthorizedTask, released: Payload) -> Shareable:
     """Return the message of a model, of scores or of an update; a refusal may have the same form."""
     if task.kind is not Kind.TRAIN:
         return wire.encode(released, "", update=task.kind is Kind.EVALUATE)

@@ -28,8 +28,7 @@ from consilium.federation.job import Job, assemble_job
 from consilium.federation.run_folders import OWNER, RUNS, STATE, check_name, default_name, known_run, run_folder
 from consilium.flare.job.late_join import Arrivals
 from consilium.flare.job.simulation import IDENTITIES, OUTPUT, read_settings, simulated
-from consilium.flare.kit.revocation import read as read_revoked
-from consilium.flare.kit.revocation import since
+from consilium.flare.kit.revocation import revoked_since, revoked_until
 from consilium.privacy.secagg.certificates import Identity, read_identity
 from consilium.privacy.secagg.simulated import SERVER, read_root, read_simulated_identity
 from consilium.report.predictions import PREDICTIONS
@@ -98,7 +97,7 @@ def site_config(fl_ctx: FLContext, name: str) -> SiteConfig:
     local = Path(_workspace(fl_ctx).get_site_config_dir())
     if (local.parent / "startup" / "client.crt").is_file() and not (local / "site.yaml").is_file():
         raise ConfigError(f"{local / 'site.yaml'}: missing; restore it, or write one that says `{{}}`", Reason.POLICY)
-    return find_site(name, _given(), local)
+    return find_site(name, _simulation_settings(), local)
 
 
 def identity(fl_ctx: FLContext, name: str, site: SiteConfig) -> Identity:
@@ -124,11 +123,11 @@ def own_config(fl_ctx: FLContext) -> SiteConfig:
     """Return the server's own configuration; its checkpoint folder and tracking are used. Raises ConfigError."""
     path = Path(_workspace(fl_ctx).get_site_config_dir()) / "site.yaml"
     if simulated() or not path.is_file():
-        return SiteConfig(checkpoints=_given().checkpoints, tracking=_given().tracking)
+        return SiteConfig(checkpoints=_simulation_settings().checkpoints, tracking=_simulation_settings().tracking)
     return load_site(path)
 
 
-def _given() -> Given:
+def _simulation_settings() -> Given:
     """Return the settings of a simulation for its sites; in a deployment an empty Given."""
     return read_settings(Path(os.environ[OUTPUT])) if simulated() else Given()
 
@@ -154,7 +153,7 @@ def revocations(fl_ctx: FLContext) -> Callable[[], set[str]]:
     if simulated():
         return set
     local = Path(_workspace(fl_ctx).get_site_config_dir())
-    return partial(since, local, read_revoked(local))
+    return partial(revoked_since, local, revoked_until(local))
 
 
 def seals(fl_ctx: FLContext) -> Seals:
@@ -206,15 +205,15 @@ def publish(fl_ctx: FLContext, folder: Path) -> None:
         def kept_back(place: str, names: list[str]) -> set[str]:
             return private(place, names) | ({"server"} if Path(place) == folder else set())  # but not tb_events/server
 
-        shutil.copytree(folder, _published(fl_ctx), ignore=kept_back, dirs_exist_ok=True)
+        shutil.copytree(folder, _download_folder(fl_ctx), ignore=kept_back, dirs_exist_ok=True)
 
 
 def publish_reason(fl_ctx: FLContext, reason: str) -> None:
     """Write why a job ends early to the files for download."""
-    write_atomic(_published(fl_ctx) / "stopped.txt", reason.encode())
+    write_atomic(_download_folder(fl_ctx) / "stopped.txt", reason.encode())
 
 
-def _published(fl_ctx: FLContext) -> Path:
+def _download_folder(fl_ctx: FLContext) -> Path:
     return Path(_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / "consilium"
 
 
@@ -231,7 +230,7 @@ def site_folder(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Pat
 def former_site(fl_ctx: FLContext, job: Job, name: str, site: SiteConfig) -> Path | None:
     """Return the site's folder of the run that a cross-site job scores; None if it took no part. Raises ConfigError."""
     own = _own_state(site)
-    former = _former(fl_ctx, job, own or state_folder(fl_ctx), name if own else "")
+    former = _scored_run_folder(fl_ctx, job, own or state_folder(fl_ctx), name if own else "")
     found = former if former is None or own else former / "sites" / name
     return found if found and found.is_dir() else None
 
@@ -243,10 +242,10 @@ def _own_state(site: SiteConfig) -> Path | None:
 
 def former_server(fl_ctx: FLContext, job: Job) -> Path | None:
     """Return the server's folder of the run that a cross-site job scores; None if there is none. Raises ConfigError."""
-    return _former(fl_ctx, job, state_folder(fl_ctx))
+    return _scored_run_folder(fl_ctx, job, state_folder(fl_ctx))
 
 
-def _former(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Path | None:
+def _scored_run_folder(fl_ctx: FLContext, job: Job, state: Path, site: str = "") -> Path | None:
     """Return the scored run's folder under `state`, of the same submitter; in a simulation it lies beside the workspace."""
     if job.config.cross_site is None:
         return None

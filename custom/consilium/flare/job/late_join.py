@@ -64,16 +64,16 @@ class LateSites(FLComponent):
                     self._beats[token] = client.last_connect_time, now
             self._beats = {token: beat for token, beat in self._beats.items() if token in here}
             self._tried = {(job, token) for job, token in self._tried if job in engine.run_processes}
-            self._release(engine)
+            self._stop_waiting(engine)
             for job_id, job in list(engine.job_runner.running_jobs.items()):
                 for token, client in here.items():
-                    if (job_id, token) not in self._tried and self._lacks(engine, job, client):
+                    if (job_id, token) not in self._tried and self._lacks_job(engine, job, client):
                         self._tried.add((job_id, token))
-                        self._send(engine, job, client)
+                        self._send_job(engine, job, client)
         finally:
             self._busy.release()
 
-    def _release(self, engine: ServerEngine) -> None:
+    def _stop_waiting(self, engine: ServerEngine) -> None:
         """End the wait for silent sites' outcomes of jobs whose server process has ended."""
         for client in engine.get_clients():
             if time.monotonic() - self._beats.get(client.token, (0.0, math.inf))[1] > SILENT:
@@ -81,20 +81,20 @@ class LateSites(FLComponent):
                     engine.job_runner.resolve_client_outcome(job_id, client.name)
                     self.logger.info(f"{client.name}: silent; job {job_id} ends without its outcome")
 
-    def _lacks(self, engine: ServerEngine, job: Job, client: Client) -> bool:
+    def _lacks_job(self, engine: ServerEngine, job: Job, client: Client) -> bool:
         """Return whether a job is for a site that has not got it under its present login."""
         process = engine.run_processes.get(job.job_id)
-        if process is None or client.token in process[RunProcessKey.PARTICIPANTS] or _app(job, client.name) is None:
+        if process is None or client.token in process[RunProcessKey.PARTICIPANTS] or _app_for(job, client.name) is None:
             return False
         came_back = client.name in {one.name for one in process[RunProcessKey.PARTICIPANTS].values()}
         return not came_back or time.monotonic() - self._seen[client.token] >= AGAIN
 
-    def _send(self, engine: ServerEngine, job: Job, client: Client) -> None:
+    def _send_job(self, engine: ServerEngine, job: Job, client: Client) -> None:
         """Deploy and start a job at a site. A failure is a line in the server's log."""
         with engine.new_context() as fl_ctx:
             try:
-                _deploy(engine, job, client, fl_ctx)
-                _start(engine, job, client, fl_ctx)
+                _deploy_job(engine, job, client, fl_ctx)
+                _start_job(engine, job, client, fl_ctx)
                 self.log_info(fl_ctx, f"{client.name}: came while job {job.job_id} runs, and has been sent it")
             except ConsiliumError as error:
                 self.log_warning(fl_ctx, str(error))
@@ -102,15 +102,15 @@ class LateSites(FLComponent):
                 self.log_exception(fl_ctx, f"{client.name}: job {job.job_id} could not be sent to it")
 
 
-def _app(job: Job, name: str) -> str | None:
+def _app_for(job: Job, name: str) -> str | None:
     """Return the app of a job for a site; None if the job is for other sites only."""
     deployed = {app: extract_participants(sites) for app, sites in job.get_deployment().items()}
     return next((app for app, sites in deployed.items() if name in sites or [s.upper() for s in sites] == [ALL_SITES]), None)
 
 
-def _deploy(engine: ServerEngine, job: Job, client: Client, fl_ctx: FLContext) -> None:
+def _deploy_job(engine: ServerEngine, job: Job, client: Client, fl_ctx: FLContext) -> None:
     """Send the job's folder. Raises ConsiliumError with the site's reason if it refuses the job."""
-    app = _app(job, client.name) or ""
+    app = _app_for(job, client.name) or ""
     admin = engine.server.admin_server
     message = engine.job_runner._make_deploy_message(job, job.get_application(app, fl_ctx), app, fl_ctx)
     reply = admin.send_requests_and_get_reply_dict({client.token: message}, timeout_secs=admin.timeout).get(client.token)
@@ -119,7 +119,7 @@ def _deploy(engine: ServerEngine, job: Job, client: Client, fl_ctx: FLContext) -
         raise ConsiliumError(f"{client.name}: did not take job {job.job_id}, which runs: {reason}")
 
 
-def _start(engine: ServerEngine, job: Job, client: Client, fl_ctx: FLContext) -> None:
+def _start_job(engine: ServerEngine, job: Job, client: Client, fl_ctx: FLContext) -> None:
     """Start the job's process at the site, and add the site to the job's participants. Raises ConsiliumError."""
     wanted = job.resource_spec.get(client.name, {}) if job.resource_spec else {}
     enough, token = engine.check_client_resources(job, {client.name: wanted}, fl_ctx).get(client.name, (False, "no answer"))
@@ -129,7 +129,7 @@ def _start(engine: ServerEngine, job: Job, client: Client, fl_ctx: FLContext) ->
     others = {t: one for t, one in process[RunProcessKey.PARTICIPANTS].items() if one.name != client.name}
     process[RunProcessKey.PARTICIPANTS] = others | {client.token: client}
     job.meta[JobMetaKey.JOB_CLIENTS] = [one.to_dict() for one in process[RunProcessKey.PARTICIPANTS].values()]
-    engine.start_client_job(job, {client.name: DispatchInfo(_app(job, client.name) or "", wanted, token)}, fl_ctx)
+    engine.start_client_job(job, {client.name: DispatchInfo(_app_for(job, client.name) or "", wanted, token)}, fl_ctx)
     manager = engine.get_component(SystemComponents.JOB_MANAGER)  # its metadata name the job's sites for `consilium resume`
     detail = list(manager.get_job(job.job_id, fl_ctx).meta.get(_DETAIL) or [])
     kept = [line for line in detail if not line.startswith(f"{client.name}: ")]

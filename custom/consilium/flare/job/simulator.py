@@ -26,7 +26,7 @@ from consilium.data.store import discard_cache
 from consilium.flare.job.simulation import IDENTITIES, LOG, MARK, OUTPUT, write_settings
 from consilium.flare.kit.class_allow_list import CLASSES, allow_classes
 
-PROCESS = ("-P", "-m", "consilium.flare.job.simulator_process")
+PROCESS = ("-P", "-m", "consilium.flare.job.simulator_main")
 """Python's arguments. -P: modules in the current folder are not imported."""
 MAX_TEMPORARY = 60
 """Longest path, in bytes, of a folder for temporary files. A socket's path has at most 107, and 44 are its own name's."""
@@ -64,7 +64,7 @@ class Simulator:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _end(self._mark)
+        _end_processes(self._mark)
         self._process.wait()
         self._pipe.close()
         self._printed.close()
@@ -76,7 +76,7 @@ class Simulator:
         Raises the ConsiliumError or OSError of `work`. For any other error, such as a mistake in a plugin, it prints the
         child's output on standard error and raises ConsiliumError.
         """
-        with self._alive():
+        with self._child_alive():
             send(self._pipe, (work, given))
             found = receive(self._pipe)
         if type(found) is ConsiliumError:
@@ -96,14 +96,14 @@ class Simulator:
             write_settings(given, workspace, self._sites)
             allow_classes(workspace / "flare" / "workspace", *CLASSES)
             self._start(job, workspace)
-            for event in _events(workspace / "events", self._process):
+            for event in _read_events(workspace / "events", self._process):
                 observer(event)
-            _end(self._mark)
+            _end_processes(self._mark)
         finally:
             shutil.rmtree(workspace / IDENTITIES, ignore_errors=True)
-        self._check(workspace / LOG, observer)
+        self._warn_of_lost_sites(workspace / LOG, observer)
         if self._process.wait() > 0 or not (workspace / "results.json").is_file():
-            raise ConsiliumError(f"the FLARE job did not complete: {_reason(workspace / LOG)}")
+            raise ConsiliumError(f"the FLARE job did not complete: {_failure_text(workspace / LOG)}")
         for name in self._sites:
             discard_cache(workspace / "sites" / name)
 
@@ -111,11 +111,11 @@ class Simulator:
         run: dict[str, Any] = {"n_clients": len(self._sites), "clients": ",".join(self._sites), "threads": self._threads}
         run |= {"job_folder": str(job.resolve()), "workspace": str((workspace / "flare" / "workspace").resolve())}
         (workspace / LOG).touch()
-        with self._alive():
+        with self._child_alive():
             send(self._pipe, {"environment": {OUTPUT: str(workspace.resolve())}, "run": run})
 
     @contextmanager
-    def _alive(self) -> Iterator[None]:
+    def _child_alive(self) -> Iterator[None]:
         """Raise ConsiliumError if the process has ended before it received a job."""
         try:
             yield
@@ -129,14 +129,14 @@ class Simulator:
         return self._printed.read().decode(errors="replace")
 
     @staticmethod
-    def _check(log: Path, observer: Observer) -> None:
+    def _warn_of_lost_sites(log: Path, observer: Observer) -> None:
         """Warn of the sites without which FLARE went on: where the connection to a site's process fails, it only logs that."""
-        for site in re.findall(r"Communication error with client (\S+):", _text(log)):
+        for site in re.findall(r"Communication error with client (\S+):", _read_log(log)):
             text = f"{site}: lost by FLARE's simulator at the start; the run went on without it"
             observer({"event": "warning", "text": text})
 
 
-def _end(mark: str) -> None:
+def _end_processes(mark: str) -> None:
     """End the processes of a simulation. FLARE gives sites' processes sessions of their own, in which they outlive it."""
     try:
         for process in _processes(mark):
@@ -157,7 +157,7 @@ def _processes(mark: str) -> list[psutil.Process]:
     return found
 
 
-def _events(folder: Path, process: subprocess.Popen) -> Iterator[dict]:
+def _read_events(folder: Path, process: subprocess.Popen) -> Iterator[dict]:
     """Yield the events that server and sites append to their files, until the simulator has ended."""
     read: dict[Path, int] = {}
     while True:
@@ -173,13 +173,13 @@ def _events(folder: Path, process: subprocess.Popen) -> Iterator[dict]:
         time.sleep(0.2)
 
 
-def _text(log: Path) -> str:
+def _read_log(log: Path) -> str:
     return log.read_text(encoding="utf-8", errors="replace")
 
 
-def _reason(log: Path) -> str:
+def _failure_text(log: Path) -> str:
     """Return why the server gave up, else the log's first error, and where the log is."""
-    text = _text(log)
+    text = _read_log(log)
     given_up = re.findall(r" - ERROR - .*FATAL_SYSTEM_ERROR received: (.+)", text)
     errors = given_up or re.findall(r" - ERROR - (?:.* - )?(.+)", text)
     return f"{errors[0].strip()} (see {log})" if errors else f"see {log}"

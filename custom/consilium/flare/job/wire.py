@@ -79,14 +79,14 @@ def unpack(sent: Mapping[str, Tensor], said: bytes) -> tuple[Tensors, dict[str, 
         if not kind:
             tensors[name] = sent[name]
             continue
-        tensors[name] = one = _tensor(buffer[place:], *kind)
+        tensors[name] = one = _unpack_tensor(buffer[place:], *kind)
         place += one.nbytes
     if place != buffer.numel() or sent.keys() - {BUFFER} - tensors.keys() or not isinstance(rest, dict):
         raise ValueError("more, or less, than is listed")
     return tensors, rest
 
 
-def _tensor(rest: Tensor, dtype: str, shape: list[int]) -> Tensor:
+def _unpack_tensor(rest: Tensor, dtype: str, shape: list[int]) -> Tensor:
     """Return a copy of the first tensor in the rest of a buffer."""
     if rest.dtype != torch.uint8 or rest.ndim != 1 or not isinstance(shape, list) or len(shape) > MAX_AXES:
         raise ValueError("no buffer, or no shape")
@@ -135,10 +135,10 @@ def encode(payload: Payload, run: str, update: bool, num_samples: int = 1, packe
 
     `packed`: see `pack`. FLARE's own controllers need the tensors under their names.
     """
-    tensors, rest = _contents(payload, run)
+    tensors, rest = _payload_contents(payload, run)
     if packed and not payload.masking:  # keys and signatures are bytes
         tensors, rest = pack(tensors, rest)
-    return _message(payload, tensors, rest, update, num_samples)
+    return _to_shareable(payload, tensors, rest, update, num_samples)
 
 
 def encode_each(payloads: Mapping[str, Payload], run: str) -> dict[str, Shareable]:
@@ -149,22 +149,22 @@ def encode_each(payloads: Mapping[str, Payload], run: str) -> dict[str, Shareabl
     made: dict[object, tuple[Tensors, Any]] = {}
     found = {}
     for name, payload in payloads.items():
-        tensors, rest = _contents(payload, run)
+        tensors, rest = _payload_contents(payload, run)
         key = repr(rest), tuple((own, id(tensor)) for own, tensor in payload.tensors.items())
         if key not in made:
             made[key] = pack(tensors, rest)
-        found[name] = _message(payload, *made[key], update=False)
+        found[name] = _to_shareable(payload, *made[key], update=False)
     return found
 
 
-def _contents(payload: Payload, run: str) -> tuple[Tensors, Any]:
+def _payload_contents(payload: Payload, run: str) -> tuple[Tensors, Any]:
     """Return a payload's tensors and its other values."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in payload.tensors.items()}
     rest = {"run": run, "phase": payload.phase, "scalars": payload.scalars, "metrics": payload.metrics}
     return tensors, rest | {"ledger": payload.ledger} | ({"masking": payload.masking} if payload.masking else {})
 
 
-def _message(payload: Payload, tensors: Tensors, rest: Any, update: bool, num_samples: int = 1) -> Shareable:
+def _to_shareable(payload: Payload, tensors: Tensors, rest: Any, update: bool, num_samples: int = 1) -> Shareable:
     dxo = DXO(DataKind.WEIGHT_DIFF if update else DataKind.WEIGHTS, dict(tensors), {KEY: rest})
     if update:
         dxo.set_meta_prop(MetaKey.NUM_STEPS_CURRENT_ROUND, num_samples)
@@ -184,17 +184,17 @@ def decode(shareable: Shareable) -> tuple[Payload, str]:
         rest, tensors = dxo.get_meta_prop(KEY) or {}, dict(dxo.data)
         if isinstance(rest, bytes):
             tensors, rest = unpack(tensors, rest)
-        round = _whole(shareable.get_header(AppConstants.CURRENT_ROUND, dxo.get_meta_prop(MetaKey.CURRENT_ROUND, 0)))
+        round = _checked_integer(shareable.get_header(AppConstants.CURRENT_ROUND, dxo.get_meta_prop(MetaKey.CURRENT_ROUND, 0)))
         payload = Payload(
             round,
-            _whole(rest.get("phase", 0)),
+            _checked_integer(rest.get("phase", 0)),
             tensors,
             dict(rest.get("scalars", {})),
             dict(rest.get("metrics", {})),
-            _text(rest.get("ledger", "")),
+            _checked_text(rest.get("ledger", "")),
             dict(rest.get("masking", {})),
         )
-        return payload, _text(rest.get("run", ""))
+        return payload, _checked_text(rest.get("run", ""))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise RefusedError(f"not a consilium message: {type(error).__name__}", Reason.TASK) from None
 
@@ -229,16 +229,16 @@ def decode_task(kind: Kind, shareable: Shareable) -> tuple[str, Payload | None, 
     if not is_hash(seal) or not isinstance(asked.get("question", {}), dict):
         raise problem
     question = Payload(-1, -1, {}, masking=asked["question"]) if kind is Kind.MASKS else None
-    return _text(asked["run"]), question, str(seal)
+    return _checked_text(asked["run"]), question, str(seal)
 
 
-def _whole(value: Any) -> int:
+def _checked_integer(value: Any) -> int:
     if type(value) is not int or abs(value) > 2**31:
         raise ValueError("no round or phase")
     return value
 
 
-def _text(value: Any) -> str:
+def _checked_text(value: Any) -> str:
     if not isinstance(value, str):
         raise RefusedError("not a consilium message: a name is not a text", Reason.TASK)
     return value

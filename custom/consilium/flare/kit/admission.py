@@ -65,7 +65,7 @@ _MEANINGS = {
     Cause.PROJECT: ("its kit is of another project than the server's", "ask the hub for this project's kit"),
     Cause.UNKNOWN: ("the server gives no cause that this version knows", "ask the hub what the server's log says"),
 }
-_SAID = (
+_CAUSE_BY_TEXT = (
     ("credential was revoked", Cause.REVOKED),
     ("is disabled", Cause.REFUSED),
     ("expired", Cause.ENDED),
@@ -82,7 +82,7 @@ REJECTED, QUIT = "error:client_registration", "error:client_quit"
 def cause_of(said: str) -> Cause:
     """Return the cause in what a server or OpenSSL said."""
     text = said.lower().replace("_", " ")
-    return next((cause for part, cause in _SAID if part in text), Cause.UNKNOWN)
+    return next((cause for part, cause in _CAUSE_BY_TEXT if part in text), Cause.UNKNOWN)
 
 
 def refusal(error: BaseException | None) -> str | None:
@@ -98,17 +98,17 @@ def refusal(error: BaseException | None) -> str | None:
     return None
 
 
-def note(kit: Path, cause: Cause | None) -> None:
+def note_cause(kit: Path, cause: Cause | None) -> None:
     """Keep why the server does not let the kit in, or that it does (None)."""
     path = kit / STATE / FILE
     with suppress(OSError):  # a full disk
         if cause is None:
             path.unlink(missing_ok=True)
-        elif noted(kit) is not cause:
+        elif noted_cause(kit) is not cause:
             write_atomic(path, json.dumps({"cause": cause, "since": time.time()}).encode())
 
 
-def noted(kit: Path) -> Cause | None:
+def noted_cause(kit: Path) -> Cause | None:
     """Return why the server did not let the kit in when it last asked; None if it did, or never asked."""
     try:
         return Cause(json.loads((kit / STATE / FILE).read_text(encoding="utf-8"))["cause"])
@@ -116,7 +116,7 @@ def noted(kit: Path) -> Cause | None:
         return None
 
 
-def line(cause: Cause, said: str) -> str:
+def refusal_line(cause: Cause, said: str) -> str:
     """Return a line for a site's log."""
     return f"the server does not let this site in: {cause}: {cause.text} ({shown(said, 200)}); {cause.remedy}"
 
@@ -132,8 +132,8 @@ def await_admission(
         except FLCommunicationError as error:
             if (said := refusal(error)) is None:
                 raise
-        note(Path.cwd(), cause := cause_of(said))
-        logging.getLogger(__name__).error(f"{line(cause, said)}; trying again every minute")
+        note_cause(Path.cwd(), cause := cause_of(said))
+        logging.getLogger(__name__).error(f"{refusal_line(cause, said)}; trying again every minute")
         time.sleep(RETRY)
 
 
@@ -148,14 +148,14 @@ class HeartbeatFilter(logging.Filter):
         """See logging.Filter. FLARE logs while it handles the error."""
         if (said := refusal(sys.exc_info()[1])) is None:
             return True
-        note(self.kit, cause := cause_of(said))
-        record.levelno, record.levelname, record.msg, record.args = logging.ERROR, "ERROR", line(cause, said), ()
+        note_cause(self.kit, cause := cause_of(said))
+        record.levelno, record.levelname, record.msg, record.args = logging.ERROR, "ERROR", refusal_line(cause, said), ()
         due = time.monotonic() - self._last >= RETRY or not self._last
         self._last = time.monotonic() if due else self._last
         return due
 
 
-def ask(kit: Path) -> str | None:
+def ask_server(kit: Path) -> str | None:
     """Register as a site's kit would, and return the server's words if it refuses; None if it lets the kit in.
 
     The site must not run: the server forgets a former login of its name. Raises FLCommunicationError if there is no answer.

@@ -17,7 +17,7 @@ from nvflare.fuel.f3.cellnet.identity import get_cert_common_name
 
 from consilium.client.finding import Finding
 from consilium.core.errors import ConfigError
-from consilium.flare.kit.kit_files import certificate, load_certificate, private_key, relay_of
+from consilium.flare.kit.kit_contents import certificate, load_certificate, private_key, relay_of
 
 WARN_DAYS, URGENT_DAYS = 60, 30
 """Days before the end from which there is a warning, and from which there is a problem."""
@@ -89,10 +89,10 @@ def _check_server_certificate(kit: Path) -> x509.Certificate | Finding:
 
 def server_address(kit: Path) -> str:
     """Return host:port of the server that a kit is for, or of the relay that it goes through. Raises ConfigError."""
-    return _service(kit)[0]
+    return _server_endpoint(kit)[0]
 
 
-def _service(kit: Path) -> tuple[str, str]:
+def _server_endpoint(kit: Path) -> tuple[str, str]:
     """Return host:port of the server or relay that a kit connects to, and the scheme of the transport. Raises ConfigError."""
     if relay := relay_of(kit):
         return relay["address"], relay.get("scheme", "")
@@ -111,12 +111,12 @@ def _service(kit: Path) -> tuple[str, str]:
 
 def server_certificate(kit: Path) -> x509.Certificate:
     """Return the server's certificate. Raises OSError, of which ssl.SSLError is one."""
-    (target, scheme), own, key = _service(kit), certificate(kit), private_key(kit)
+    (target, scheme), own, key = _server_endpoint(kit), certificate(kit), private_key(kit)
     host, _, port = target.rpartition(":")
     context = ssl.create_default_context(cafile=kit / "startup" / "rootCA.pem")
     context.load_cert_chain(own, key)
     proxy = proxy_of(host) if scheme == "grpc" else ""
-    with _reached(host, int(port), proxy) as plain, context.wrap_socket(plain, server_hostname=host) as link:
+    with _open_connection(host, int(port), proxy) as plain, context.wrap_socket(plain, server_hostname=host) as link:
         return x509.load_der_x509_certificate(link.getpeercert(binary_form=True) or b"")
 
 
@@ -127,7 +127,7 @@ def proxy_of(host: str) -> str:
     return "" if host.endswith(tuple(ends)) else proxy
 
 
-def _reached(host: str, port: int, proxy: str) -> socket.socket:
+def _open_connection(host: str, port: int, proxy: str) -> socket.socket:
     """Return a connection to the server, through a proxy by CONNECT if there is one. Raises OSError."""
     if not proxy:
         return socket.create_connection((host, port), timeout=TIMEOUT)

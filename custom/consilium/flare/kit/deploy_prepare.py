@@ -20,7 +20,7 @@ from consilium.config.site import load_site
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.core.schema import read_yaml
 from consilium.federation.run_folders import STATE
-from consilium.flare.kit.kit_files import LOCKED, kit_name, kit_role
+from consilium.flare.kit.kit_contents import LOCKED, kit_name, kit_role
 from consilium.flare.kit.kit_hardening import COMM, RESOURCES, is_pinned
 from consilium.flare.kit.processes import check_stopped
 
@@ -56,7 +56,7 @@ def prepare(kit: Path, settings: Path, output: Path) -> Path:
             os.replace(copy / COMM, local / COMM)
         else:
             (copy / COMM).unlink()
-        _flare(copy, settings, output)
+        _run_flare_prepare(copy, settings, output)
     os.replace(output / "local" / DEFAULT, output / "local" / RESOURCES)
     for name in (RESOURCES, COMM):  # as kit_hardening.pin_settings does
         (output / name).symlink_to(Path("local") / name)
@@ -90,7 +90,7 @@ def _check_state(kit: Path) -> None:
         raise ConfigError(f"{path}: {inside[0]}: {what}; move it out of there, and correct the path")
 
 
-def _flare(copy: Path, settings: Path, output: Path) -> None:
+def _run_flare_prepare(copy: Path, settings: Path, output: Path) -> None:
     output_text = io.StringIO()
     try:
         with redirect_stderr(output_text), redirect_stdout(output_text):

@@ -30,9 +30,9 @@ from consilium.flare.job.filters import GuardResultFilter, GuardTaskFilter
 from consilium.flare.kit import admission
 from consilium.flare.kit.certificates import examine_own, examine_servers, server_address
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, is_ours
-from consilium.flare.kit.heartbeat_server import read
+from consilium.flare.kit.heartbeat_server import read_attendance
 from consilium.flare.kit.key_lock import in_clear
-from consilium.flare.kit.kit_files import (
+from consilium.flare.kit.kit_contents import (
     LOCKED,
     certificate,
     is_key_of,
@@ -43,11 +43,10 @@ from consilium.flare.kit.kit_files import (
     relay_of,
     server_folders,
 )
-from consilium.flare.kit.kit_hardening import COMM, altered, is_as_signed, is_pinned, is_signed, leaves_callers_folder
-from consilium.flare.kit.local_folder import lacking
+from consilium.flare.kit.kit_hardening import COMM, altered_files, is_as_signed, is_pinned, is_signed, leaves_callers_folder
+from consilium.flare.kit.local_folder import missing_components
 from consilium.flare.kit.processes import is_word, processes
-from consilium.flare.kit.revocation import is_checked
-from consilium.flare.kit.revocation import read as read_revoked
+from consilium.flare.kit.revocation import is_checked, revoked_until
 from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.ledger import Ledger, check
 from consilium.privacy.secagg.certificates import fingerprint, public_key
@@ -153,7 +152,7 @@ def _relays(raw: dict[str, Any], kit: Path) -> Finding | str:
     found = "; ".join(f"{relay} before {', '.join(sites)}" for relay, sites in behind.items() if relay) or "none"
     seen = {}
     with suppress(ConfigError):
-        seen = read(kit)["sites"]
+        seen = read_attendance(kit)["sites"]
     away = [r for r, sites in behind.items() if r and processes(kit) and not any(seen.get(s, {}).get("here") for s in sites)]
     advice = f"no site behind {away[0]} is here: at the relay run `consilium doctor KIT`" if away else ""
     return Finding("relays", found, advice=advice)
@@ -164,10 +163,10 @@ def _admission(kit: Path) -> Finding:
     try:
         if not (running := processes(kit)) and relay_of(kit):
             return Finding("admission", "not asked through a relay; start the site, and its log says so")
-        said = "as the running site found" if running else admission.ask(kit)
+        said = "as the running site found" if running else admission.ask_server(kit)
     except FLCommunicationError as error:
         return Finding("admission", f"the server does not answer a registration ({error})", advice="try again in a minute")
-    cause = admission.noted(kit) if running else None if said is None else admission.cause_of(said)
+    cause = admission.noted_cause(kit) if running else None if said is None else admission.cause_of(said)
     if cause is None:
         return Finding("admission", "the server lets this site in")
     return Finding("admission", f"the server does not let this site in: {cause}: {cause.text} ({said})", cause.remedy)
@@ -179,7 +178,7 @@ def _signature(kit: Path) -> Finding:
         return Finding("signature", found)
     if is_as_signed(kit / "startup"):
         return Finding("signature", "startup/ is as it was made")
-    return Finding("signature", f"startup/ was altered: {', '.join(altered(kit / 'startup'))}", "restore it")
+    return Finding("signature", f"startup/ was altered: {', '.join(altered_files(kit / 'startup'))}", "restore it")
 
 
 def _key(kit: Path) -> Finding | str:
@@ -364,12 +363,12 @@ def _revocation(kit: Path) -> Finding | str:
     """Return whether the server checks revocations, and how many names are revoked."""
     if not is_checked(kit):
         return Finding("revocation", "the server takes revoked credentials", "stop it, run `consilium allow KIT`, start it")
-    return f"{len(read_revoked(kit / 'local'))} names have had their credentials revoked"
+    return f"{len(revoked_until(kit / 'local'))} names have had their credentials revoked"
 
 
 def _components(kit: Path, role: str) -> Finding | str:
     """Return whether the kit has all components of this version."""
-    missing = lacking(kit, role)
+    missing = missing_components(kit, role)
     if not missing or (role == "server" and not is_checked(kit)):  # the finding about revocation says it
         return "all of this version"
     return Finding("components", f"without {', '.join(missing)}", advice="stop it, run `consilium allow KIT`, start it")

@@ -40,7 +40,7 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**60
 
 
-def _coarse(size: int) -> int:
+def _round_down(size: int) -> int:
     return size // STEP * STEP
 
 
@@ -105,8 +105,8 @@ class HealthReport:
         if site.health is None:
             return None
         state, memory = site.state or self.kit / STATE, psutil.virtual_memory()
-        found: dict[str, Any] = {"disk_free": _coarse(shutil.disk_usage(state if state.is_dir() else self.kit).free)}
-        found |= {"memory_free": _coarse(memory.available), "memory": memory.total, "gpus": gpus()}
+        found: dict[str, Any] = {"disk_free": _round_down(shutil.disk_usage(state if state.is_dir() else self.kit).free)}
+        found |= {"memory_free": _round_down(memory.available), "memory": memory.total, "gpus": gpus()}
         return found | self._data_facts(site) | last_refusal(state)
 
     def _data_facts(self, site: SiteConfig) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def gpus() -> list[list[int]]:
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         said = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
         rows = [[int(number) * 2**20 for number in row.split(",")] for row in said.splitlines()[:MAX_GPUS]]
-        return [[_coarse(free), whole] for free, whole in rows]
+        return [[_round_down(free), whole] for free, whole in rows]
     return []
 
 

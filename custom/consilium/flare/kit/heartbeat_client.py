@@ -28,7 +28,7 @@ from consilium import __version__
 from consilium.core.messages import PROTOCOL
 from consilium.federation.compatibility import libraries
 from consilium.flare import patches
-from consilium.flare.kit.admission import Cause, HeartbeatFilter, await_admission, note
+from consilium.flare.kit.admission import Cause, HeartbeatFilter, await_admission, note_cause
 from consilium.flare.kit.health import HealthReport
 
 KEY = "consilium_attendance"
@@ -61,7 +61,7 @@ def await_certificate(kit: Path) -> None:
     while (path := kit / "startup" / "client.crt").is_file() and (found := not_valid(path))[0]:
         configure_logging(Workspace(str(kit)))  # FLARE does it later
         logging.getLogger(__name__).error(f"the kit's certificate {found[0]}; waiting")
-        note(kit, found[1])
+        note_cause(kit, found[1])
         time.sleep(RETRY)
 
 
@@ -106,7 +106,7 @@ class AttendanceReport(FLComponent):
             if self._health is None:  # the first one: a job's process sends none
                 self._health = HealthReport(self._kit)
                 cell = fl_ctx.get_engine().get_cell().core_cell
-                cell.add_incoming_reply_filter(CellChannel.SERVER_MAIN, CellChannelTopic.HEART_BEAT, self._accepted)
+                cell.add_incoming_reply_filter(CellChannel.SERVER_MAIN, CellChannelTopic.HEART_BEAT, self._note_reply)
             ends = None
             with suppress(OSError, ValueError):  # just now replaced by a renewed one
                 ends = load_crt(self._kit / "startup" / "client.crt").not_valid_after_utc.timestamp()
@@ -114,11 +114,11 @@ class AttendanceReport(FLComponent):
         elif event_type == EventType.AFTER_CLIENT_HEARTBEAT:
             self._warn_of_end()
 
-    def _accepted(self, reply: Message) -> None:
+    def _note_reply(self, reply: Message) -> None:
         """Note that the server lets the site in. FLARE's event after a heartbeat comes for an unanswered one too."""
         if reply.get_header(MessageHeaderKey.RETURN_CODE) == ReturnCode.OK:
             self._answered = time.monotonic()
-            note(self._kit, None)
+            note_cause(self._kit, None)
 
     def _warn_of_end(self) -> None:
         """Log every minute that the certificate has ended, and note it as the cause once the server does not answer.
@@ -129,6 +129,6 @@ class AttendanceReport(FLComponent):
         if wrong and (now := time.monotonic()) - self._said >= RETRY:
             self._said = now
             if (away := now - self._answered > SILENCE) and cause:
-                note(self._kit, cause)
+                note_cause(self._kit, cause)
             left = "the server does not answer" if away else "it stays until the connection breaks"
             logging.getLogger(__name__).error(f"the kit's certificate {wrong}; {left}")

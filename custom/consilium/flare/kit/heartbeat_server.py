@@ -30,7 +30,7 @@ from consilium.flare.kit.admission import Cause
 from consilium.flare.kit.audit_rotation import rotate
 from consilium.flare.kit.health import checked_health, is_time
 from consilium.flare.kit.heartbeat_client import KEY, Facts, own_facts
-from consilium.flare.kit.kit_files import server_folders
+from consilium.flare.kit.kit_contents import server_folders
 from consilium.flare.kit.revocation import latest_heartbeat
 
 MAX_SITES = 10_000
@@ -54,8 +54,8 @@ class Attendance(FLComponent):
         self._sites: dict[str, Facts] = {}
         self._written = 0.0
         self._latest = 0.0
-        patches.SERVER_HEARTBEAT.wrap(self._heartbeat)
-        patches.STATUS.wrap(self._status)
+        patches.SERVER_HEARTBEAT.wrap(self._record_heartbeat)
+        patches.STATUS.wrap(self._add_sites_to_status)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Read the sites that were seen before a restart; write them every ten seconds, and rotate audit.log."""
@@ -65,7 +65,7 @@ class Attendance(FLComponent):
             with suppress(ConfigError):  # the doctor says so
                 private_folder(server_folders(self._kit)[0])  # FLARE would make it for all to read
             with suppress(ConfigError):  # no file yet, or a damaged one, which is written anew
-                former = read(self._kit)["sites"]
+                former = read_attendance(self._kit)["sites"]
                 self._sites = {
                     n: {k: v for k, v in one.items() if k not in ("here", "jobs", "cause")} for n, one in former.items()
                 }
@@ -75,13 +75,14 @@ class Attendance(FLComponent):
                 self._written, path = time.monotonic(), self._kit / STATE / ATTENDANCE
                 try:
                     write_atomic(
-                        private_folder(path.parent) / path.name, json.dumps(self._answer() | {"latest": self._latest}).encode()
+                        private_folder(path.parent) / path.name,
+                        json.dumps(self._status_facts() | {"latest": self._latest}).encode(),
                     )
                     rotate(self._kit)
                 except OSError as error:  # FLARE would log a traceback every ten seconds
                     self.logger.warning(f"{path}: cannot be written ({error.strerror}); make room")
 
-    def _heartbeat(self, beat: Callable[..., bool], manager: ClientManager, token: str, name: str, *rest: Any) -> bool:
+    def _record_heartbeat(self, beat: Callable[..., bool], manager: ClientManager, token: str, name: str, *rest: Any) -> bool:
         """Keep a site's facts once FLARE has accepted its heartbeat: then the name is its certificate's."""
         found, fl_ctx = beat(manager, token, name, *rest), rest[-1]
         if not fl_ctx.get_prop(FLContextKey.UNAUTHENTICATED) and (name in self._sites or len(self._sites) < MAX_SITES):
@@ -90,12 +91,14 @@ class Attendance(FLComponent):
             self._sites[name] = checked_facts(peer.get_prop(KEY) if peer else None, now)
         return found
 
-    def _status(self, status: Callable[..., None], module: TrainingCommandModule, conn: Connection, args: list[str]) -> None:
+    def _add_sites_to_status(
+        self, status: Callable[..., None], module: TrainingCommandModule, conn: Connection, args: list[str]
+    ) -> None:
         status(module, conn, args)
         if args[1] in (module.TARGET_TYPE_SERVER, module.TARGET_TYPE_ALL):
-            conn.update_meta({KEY: self._answer()})
+            conn.update_meta({KEY: self._status_facts()})
 
-    def _answer(self) -> Facts:
+    def _status_facts(self) -> Facts:
         """Return the server's own facts, and for each site its facts, whether it is connected, and its jobs."""
         jobs: dict[str, list[str]] = {}
         here: set[str] = set()
@@ -107,15 +110,15 @@ class Attendance(FLComponent):
                 for client in process[RunProcessKey.PARTICIPANTS].values():
                     jobs.setdefault(client.name, []).append(job_id)
         sites = {n: facts | {"here": n in here, "jobs": jobs.get(n, [])} for n, facts in sorted(self._sites.items())}
-        for name, cause in self._causes(here, disabled).items():
+        for name, cause in self._refusal_causes(here, disabled).items():
             sites[name]["cause"] = cause
         return {"server": own_facts(), "sites": sites}
 
-    def _causes(self, here: set[str], disabled: set[str]) -> dict[str, Cause]:
+    def _refusal_causes(self, here: set[str], disabled: set[str]) -> dict[str, Cause]:
         """Return why sites that are not here would not be let in, as far as the server knows."""
         found = {n: Cause.ENDED for n, one in self._sites.items() if one.get("certificate_ends", math.inf) < time.time()}
         with suppress(ConfigError):  # a damaged list has its own line
-            revoked = revocation.read(self._kit / "local") if self._kit else {}
+            revoked = revocation.revoked_until(self._kit / "local") if self._kit else {}
             late = {n: self._sites[n]["last_seen"] for n in revoked.keys() & self._sites.keys()}
             found |= {n: Cause.REVOKED for n, seen in late.items() if seen <= revoked[n]}  # later: by a later kit
         return {n: cause for n, cause in (found | dict.fromkeys(disabled, Cause.REFUSED)).items() if n not in here}
@@ -141,7 +144,7 @@ def checked_facts(sent: Any, now: float) -> Facts:
     return facts | ({"skew": round(sent["clock"] - now, 1)} if is_time(sent.get("clock")) else {})
 
 
-def read(kit: Path) -> Facts:
+def read_attendance(kit: Path) -> Facts:
     """Return the list of sites from the file in the server's kit. Raises ConfigError."""
     path = kit / STATE / ATTENDANCE
     try:
@@ -153,7 +156,11 @@ def read(kit: Path) -> Facts:
         raise ConfigError(f"{path}: cannot be read ({error}); remove it, the server writes it anew") from None
     try:
         server = found["server"]
-        whole = is_version(server["version"]) and type(server["protocol"]) is int and all(map(_is_row, found["sites"].values()))
+        whole = (
+            is_version(server["version"])
+            and type(server["protocol"]) is int
+            and all(map(_is_site_entry, found["sites"].values()))
+        )
     except (KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
@@ -161,7 +168,7 @@ def read(kit: Path) -> Facts:
     return found
 
 
-def _is_row(one: Facts) -> bool:
+def _is_site_entry(one: Facts) -> bool:
     skew, jobs = one.get("skew", 0.0), one["jobs"]
     return (
         all(VALID[name](one[name]) for name in VALID.keys() & one.keys())

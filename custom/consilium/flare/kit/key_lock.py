@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
-from consilium.flare.kit.kit_files import LOCKED, certificate, private_key
+from consilium.flare.kit.kit_contents import LOCKED, certificate, private_key
 from consilium.flare.kit.processes import check_stopped
 
 MIN_PASSPHRASE = 12
@@ -49,7 +49,7 @@ def lock(kit: Path, passphrase: str | None = None) -> None:
     certificate(kit)
     check_stopped(kit)
     path, keys, clear = kit / LOCKED, sorted((kit / "startup").glob("*.key")), in_clear(kit)
-    if others := _elsewhere(kit):
+    if others := _other_keys(kit):
         raise ConfigError(f"{others[0]}: a private key in clear; move {others[0].parent} out of the kit, or delete it")
     if not path.is_file():
         private_key(kit)
@@ -57,33 +57,33 @@ def lock(kit: Path, passphrase: str | None = None) -> None:
             raise ConfigError(
                 f"passphrase: {len(passphrase or '')} characters; use at least {MIN_PASSPHRASE}, such as five words"
             )
-        salt, texts = os.urandom(SALT), {key.name: _text(key) for key in keys}
+        salt, texts = os.urandom(SALT), {key.name: _read_pem(key) for key in keys}
         write_atomic(path, salt.hex().encode() + b"\n" + _cipher(passphrase, salt).encrypt(json.dumps(texts).encode()) + b"\n")
     elif clear:
-        _check_same(clear, _decrypted(path, passphrase or ""), path)
+        _check_same_keys(clear, _decrypt_keys(path, passphrase or ""), path)
     for key in keys:
-        _remove(key)
+        _remove_key(key)
     for folder in kit.glob(f"{PREFIX}*"):  # of an interrupted unlock without a folder in memory
         shutil.rmtree(folder)
     for half in (kit / "startup").glob(".*.key.*"):  # of an interrupted unlock for good
         half.unlink()
 
 
-def _elsewhere(kit: Path) -> list[Path]:
+def _other_keys(kit: Path) -> list[Path]:
     """Return other private keys in a kit's folders, such as the former one that `update-kit` leaves in startup.old."""
     found = (one for one in kit.rglob("*.key") if one.is_file() and not one.is_symlink())
     ours = (kit / "startup", *kit.glob(f"{PREFIX}*"))
     return sorted(one for one in found if one.parent not in ours and b"PRIVATE KEY" in one.read_bytes()[:4096])
 
 
-def _text(key: Path) -> str:
+def _read_pem(key: Path) -> str:
     try:
         return key.read_text(encoding="ascii")
     except UnicodeDecodeError:
         raise ConfigError(f"{key}: not a key in PEM format; restore it, or ask the hub for the kit") from None
 
 
-def _decrypted(path: Path, passphrase: str) -> dict[str, str]:
+def _decrypt_keys(path: Path, passphrase: str) -> dict[str, str]:
     """Return the keys in a locked kit's file by name. Raises ConfigError for a wrong passphrase or a damaged file."""
     try:
         salt, token = path.read_bytes().split()
@@ -95,14 +95,14 @@ def _decrypted(path: Path, passphrase: str) -> dict[str, str]:
     return keys
 
 
-def _check_same(clear: Iterable[Path], keys: Mapping[str, str], path: Path) -> None:
+def _check_same_keys(clear: Iterable[Path], keys: Mapping[str, str], path: Path) -> None:
     """Raise ConfigError for a key in clear that is not in the locked file: removing it would lose it."""
     for key in clear:
-        if keys.get(key.name) != _text(key):
+        if keys.get(key.name) != _read_pem(key):
             raise ConfigError(f"{key}: another key than in {path}; move one of them out of the kit, the key of no certificate")
 
 
-def _remove(key: Path) -> None:
+def _remove_key(key: Path) -> None:
     """Remove a key in startup/, and the opened one that it links to; a link to elsewhere is not followed."""
     if key.is_symlink() and (folder := key.readlink().parent).name.startswith(PREFIX) and folder.is_dir():
         with suppress(OSError):  # another user's
@@ -116,12 +116,12 @@ def unlock(kit: Path, passphrase: str, for_good: bool = False) -> Path:
     Raises ConfigError for a wrong passphrase, a damaged file, and other keys in startup/.
     """
     path, startup = kit / LOCKED, kit / "startup"
-    keys = _decrypted(path, passphrase)
-    _check_same(in_clear(kit), keys, path)
+    keys = _decrypt_keys(path, passphrase)
+    _check_same_keys(in_clear(kit), keys, path)
     memory = next((place for place in IN_MEMORY if place and os.access(place, os.W_OK)), None)
     folder = startup if for_good else Path(tempfile.mkdtemp(prefix=PREFIX, dir=memory or kit))
     for name, text in keys.items():
-        _remove(startup / name)
+        _remove_key(startup / name)
         write_atomic(folder / name, text.encode())
         if not for_good:
             (startup / name).symlink_to((folder / name).resolve())

@@ -13,7 +13,7 @@ from nvflare.lighter.utils import load_crt, verify_content
 
 from consilium.core.errors import ConsiliumError
 from consilium.core.storage import write_atomic
-from consilium.flare.kit.kit_files import LOCKED
+from consilium.flare.kit.kit_contents import LOCKED
 
 COMM, RESOURCES = "comm_config.json", "resources.json"
 START, CONSOLE = "sub_start.sh", "fl_admin.sh"
@@ -61,7 +61,7 @@ def leave_callers_folder(startup: Path) -> None:
 
     Call it before startup/ is signed. Raises ConsiliumError if FLARE's script is not the one of FLARE 2.9.
     """
-    for path in _unsafe(startup):
+    for path in _unsafe_scripts(startup):
         script = path.read_text(encoding="utf-8")
         before, found, after = script.partition(ARGUMENTS)
         if path.name == START and (not found or PYTHON in before):
@@ -79,7 +79,7 @@ def unlock_at_start(startup: Path) -> None:
 
 def leaves_callers_folder(startup: Path) -> bool:
     """Return whether the scripts in startup/ may be called from any folder."""
-    return not _unsafe(startup)
+    return not _unsafe_scripts(startup)
 
 
 def is_signed(startup: Path) -> bool:
@@ -89,10 +89,10 @@ def is_signed(startup: Path) -> bool:
 
 def is_as_signed(startup: Path) -> bool:
     """Return whether startup/ is signed, and no file of it was changed since."""
-    return is_signed(startup) and not altered(startup)
+    return is_signed(startup) and not altered_files(startup)
 
 
-def altered(startup: Path) -> list[str]:
+def altered_files(startup: Path) -> list[str]:
     """Return the files of a signed startup/ that are not as they were signed, are missing or were added."""
     signatures, key = {}, None
     with suppress(OSError, ValueError):  # damaged: then no file is as it was signed
@@ -111,6 +111,6 @@ def altered(startup: Path) -> list[str]:
     return sorted(name for name in names | (signatures.keys() - away) if not is_signed_so(name))
 
 
-def _unsafe(startup: Path) -> list[Path]:
+def _unsafe_scripts(startup: Path) -> list[Path]:
     marks = {START: ELSEWHERE, CONSOLE: SAFE_PYTHON}
     return [path for name, mark in marks.items() if (path := startup / name).is_file() and mark not in path.read_text("utf-8")]

@@ -15,7 +15,7 @@ from consilium.federation.run_folders import RUNS, STATE
 from consilium.flare.job import late_join
 from consilium.flare.kit import heartbeat_client, heartbeat_server, revocation
 from consilium.flare.kit.class_allow_list import CLASSES, KEY, allow_classes
-from consilium.flare.kit.kit_files import kit_name, kit_role
+from consilium.flare.kit.kit_contents import kit_name, kit_role
 from consilium.flare.kit.kit_hardening import is_signed, leave_callers_folder, pin_settings, unlock_at_start
 from consilium.flare.kit.processes import check_stopped
 
@@ -29,7 +29,7 @@ COMPONENTS = {
     "site": (heartbeat_client.COMPONENT,),
 }
 """Our components in a kit's own process, by role: entries of its local/resources.json."""
-PLACES = {
+CLASS_PATHS = {
     path.rpartition(".")[2]: path
     for role in ROLES.values()
     for path in (*CLASSES[role], *(str(one["path"]) for one in COMPONENTS[role]))
@@ -75,11 +75,11 @@ def apply_local(sites: Path, kit: Path) -> Path:
     check_stopped(kit)
     folder = kit / "local"
     write_local(folder, find_entry(load_deployment(sites), kit_name(kit), sites))
-    close(kit)
+    close_to_jobs(kit)
     return folder
 
 
-def update(folder: Path) -> Path:
+def update_local(folder: Path) -> Path:
     """Put our classes, and no other name of ours, on the allow-list of a startup kit or simulator workspace; return its file.
 
     A kit gets the classes and components of its role, and is closed to jobs; a kit of FLARE's own without any policy gets ours.
@@ -88,7 +88,7 @@ def update(folder: Path) -> Path:
     check_stopped(folder)
     if (role := kit_role(folder)) is None:
         return allow_classes(folder, *CLASSES)
-    close(folder)
+    close_to_jobs(folder)
     if not any((folder / "local" / name).exists() for name in POLICIES) and not (folder / STATE / RUNS).exists():
         server = ServerEntry(name="server", org="server", state=folder.resolve() / STATE)
         write_local(folder / "local", server if role == "server" else SiteEntry(name="site", org="site"))
@@ -96,20 +96,20 @@ def update(folder: Path) -> Path:
     for file in (path, path.with_name("privacy.json")):
         if file.is_file():
             text = file.read_text(encoding="utf-8")
-            write_atomic(file, re.sub(r'"consilium\.[\w.]*\.(\w+)"', _place, text).encode())
-    if path.is_file() and (missing := lacking(folder, role)):
+            write_atomic(file, re.sub(r'"consilium\.[\w.]*\.(\w+)"', _current_class_path, text).encode())
+    if path.is_file() and (missing := missing_components(folder, role)):
         found = json.loads(path.read_text(encoding="utf-8"))
         added = [one for one in COMPONENTS[role] if one["id"] in missing]
         _write_json(path, found | {"components": [*found.get("components", []), *added]})
     return allow_classes(folder, role)
 
 
-def _place(former: re.Match[str]) -> str:
+def _current_class_path(former: re.Match[str]) -> str:
     """Return the place, in quotes, of a class that a file names, or the name as it is for no class of ours."""
-    return f'"{PLACES[former[1]]}"' if former[1] in PLACES else former[0]
+    return f'"{CLASS_PATHS[former[1]]}"' if former[1] in CLASS_PATHS else former[0]
 
 
-def lacking(kit: Path, role: str) -> list[str]:
+def missing_components(kit: Path, role: str) -> list[str]:
     """Return the ids of our components that a kit lacks, such as one of an earlier version. Raises ConfigError."""
     path = kit / "local" / "resources.json"
     try:
@@ -120,7 +120,7 @@ def lacking(kit: Path, role: str) -> list[str]:
     return [one["id"] for one in COMPONENTS[role] if one["path"] not in there]
 
 
-def close(kit: Path) -> None:
+def close_to_jobs(kit: Path) -> None:
     """Keep jobs' settings and the caller's folder out of the kit's processes. A signed start script stays as it is."""
     pin_settings(kit)
     if not is_signed(kit / "startup"):

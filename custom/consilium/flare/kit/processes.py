@@ -24,20 +24,20 @@ PATIENCE, ATTEMPTS = 10.0, 5
 
 def processes(kit: Path, jobs_only: bool = False) -> list[psutil.Process]:
     """Return the living processes that FLARE runs for a kit, or its jobs' only; in containers those that this user may see."""
-    return [one for one in psutil.process_iter(["cmdline"]) if _is_of(one, kit, jobs_only)]
+    return [one for one in psutil.process_iter(["cmdline"]) if _runs_for(one, kit, jobs_only)]
 
 
-def _is_of(process: psutil.Process, kit: Path, jobs_only: bool) -> bool:
+def _runs_for(process: psutil.Process, kit: Path, jobs_only: bool) -> bool:
     words = process.info["cmdline"] or []
     shell = bool(words) and os.path.basename(words[0]) in SHELLS  # an editor of the script runs no kit
     runs = [word for word in words if word.startswith(MODULES) or (shell and os.path.basename(word) == START)]
     if not runs or (jobs_only and not runs[0].endswith(JOBS)):
         return False
     folders = [word if word != runs[0] else os.path.dirname(os.path.dirname(word)) for word in words if word.startswith("/")]
-    return any(_is_same(process.pid, folder, kit) for folder in folders)
+    return any(_is_kit_path(process.pid, folder, kit) for folder in folders)
 
 
-def _is_same(pid: int, folder: str, kit: Path) -> bool:
+def _is_kit_path(pid: int, folder: str, kit: Path) -> bool:
     """Return whether a path in a process' command line is the kit; in a container the path is another."""
     for root in (f"/proc/{pid}/root", ""):
         with suppress(OSError):  # it has ended, or is another user's

@@ -95,7 +95,7 @@ def provision(sites: Path, folder: Path, names: Collection[str] = ()) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "project.yml", yaml.safe_dump(raw, sort_keys=False).encode())
     private_folder(state.parent).chmod(0o700)  # before FLARE writes the root key there, which it does for all to read
-    log = _Log()
+    log = _ErrorsOnlyLog()
     wanted = {deployment.server.name, *names}  # every kit says where the server is
     if names:
         raw["participants"] = [one for one in raw["participants"] if one["name"] in wanted]
@@ -121,7 +121,7 @@ def check_names(deployment: DeploymentConfig, names: Collection[str], sites: Pat
         raise ConfigError(f"--only: {sites}: none is named {unknown[0]!r}; give one of {', '.join(sorted(known))}")
 
 
-class _Log:
+class _ErrorsOnlyLog:
     """A logger that keeps FLARE's errors and prints nothing."""
 
     def __init__(self) -> None:

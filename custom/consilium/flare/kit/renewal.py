@@ -31,11 +31,11 @@ from nvflare.lighter.utils import (
 from consilium.config.deployment import load_deployment
 from consilium.core.errors import ConfigError
 from consilium.core.storage import write_atomic
-from consilium.flare.kit.kit_files import LOCKED, certificate, is_key_of, kit_role, load_certificate, private_key
+from consilium.flare.kit.kit_contents import LOCKED, certificate, is_key_of, kit_role, load_certificate, private_key
 from consilium.flare.kit.kit_hardening import is_as_signed, is_signed
 from consilium.flare.kit.processes import check_stopped
 from consilium.flare.kit.provision import check_names, provision
-from consilium.flare.kit.root_ca import FORMER, ROOT, ROOT_KEY, fingerprints, follow, named_root, public_bytes
+from consilium.flare.kit.root_ca import FORMER, ROOT, ROOT_KEY, fingerprints, named_root, public_bytes, replace_root
 
 OLD, NEW = "startup.old", ".startup.new"
 """Folders beside a kit's startup/: the replaced startup/, whose key is still valid, and the copy in progress of the new one."""
@@ -62,19 +62,19 @@ def renew(sites: Path, folder: Path, names: Collection[str] = (), root: str = KE
         kept = generate_cert(name, name, signing, signing.public_key(), valid_days=deployment.valid_days, ca=True)
         state[ROOT] = serialize_cert(kept).decode()
     elif root == NEW_ROOT:
-        state, names = follow(state, deployment.valid_days), ()
+        state, names = replace_root(state, deployment.valid_days), ()
     elif state.pop(FORMER, None) is None:
         raise ConfigError("--root only-new: no root is followed by another here; begin with --root new")
     for name in (set(names) or known) & state.keys():
         if name == deployment.server.name:
-            state[name]["cert"] = _same_key(state[name]["cert"], state, deployment.valid_days)
+            state[name]["cert"] = _renew_with_same_key(state[name]["cert"], state, deployment.valid_days)
         else:
             del state[name]  # FLARE makes a key and certificate for each participant that is not in its state
     write_atomic(path, json.dumps(state).encode())
     return provision(sites, folder, names)
 
 
-def _same_key(certificate: str, state: dict[str, Any], days: int) -> str:
+def _renew_with_same_key(certificate: str, state: dict[str, Any], days: int) -> str:
     """Return a server's certificate with the same key and extensions, valid from now, signed by the root in `state`.
 
     A new key of the server would end all sites' sessions: the server signs them, and FLARE's sites do not log in again.
@@ -107,7 +107,7 @@ def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = Fals
         check_stopped(kit)
     elif kit_role(kit) != "site":
         raise ConfigError(f"--running: {kit}: a server reads its certificate at its start; stop it, and leave out --running")
-    if problem := next(_problems(kit, new, named_root(fingerprint) if fingerprint else ""), None):
+    if problem := next(_renewal_problems(kit, new, named_root(fingerprint) if fingerprint else ""), None):
         raise ConfigError(f"{new}: {problem}")
     shutil.rmtree(ready, ignore_errors=True)
     ready.mkdir(mode=0o700)  # the key is not readable by others meanwhile, whatever modes the renewed kit came with
@@ -125,7 +125,7 @@ def update_kit(kit: Path, new: Path, fingerprint: str = "", running: bool = Fals
     return [f"{what} valid until {one.not_valid_after_utc:%Y-%m-%d}" for what, one in (("certificate", own), ("root", root))]
 
 
-def _problems(kit: Path, new: Path, fingerprint: str) -> Iterator[str]:
+def _renewal_problems(kit: Path, new: Path, fingerprint: str) -> Iterator[str]:
     """Yield each reason why a kit is no renewal of another."""
     before, after = load_certificate(certificate(kit)), load_certificate(certificate(new))
     root, next_root = (load_certificate(one / "startup" / "rootCA.pem") for one in (kit, new))

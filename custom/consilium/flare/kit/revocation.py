@@ -17,7 +17,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
 from consilium.core.storage import locked, note
 from consilium.federation.run_folders import ATTENDANCE, STATE
-from consilium.flare.kit.kit_files import load_certificate
+from consilium.flare.kit.kit_contents import load_certificate
 
 FILE = "revoked.json"
 """In the server kit's local/: {name: {"until": seconds since 1970}}."""
@@ -39,7 +39,7 @@ def revoke(name: str, kit: Path) -> str:
     if not name or name != name.strip() or name == "server":
         raise ConfigError(f"{shown(name)!r}: no name of a site or a person; give it as in sites.yml")
     made = load_certificate(kit / "startup" / "server.crt").not_valid_before_utc.timestamp()
-    now = max(time.time(), made, latest_heartbeat(kit / STATE / ATTENDANCE), *read(kit / "local").values())
+    now = max(time.time(), made, latest_heartbeat(kit / STATE / ATTENDANCE), *revoked_until(kit / "local").values())
     with locked(kit / "local"):
         note(kit / "local" / FILE, name, {"until": now})
     return f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M:%S} UTC"
@@ -58,7 +58,7 @@ def latest_heartbeat(path: Path) -> float:
     return max((float(one) for one in times if type(one) in (int, float) and 0 <= one < 1e11), default=0.0)
 
 
-def read(local: Path) -> dict[str, float]:
+def revoked_until(local: Path) -> dict[str, float]:
     """Return by name until when made certificates are revoked; {} if there is no list. Raises ConfigError."""
     try:
         found = json.loads((local / FILE).read_text(encoding="utf-8"))
@@ -69,12 +69,12 @@ def read(local: Path) -> dict[str, float]:
         raise ConfigError(f"{local / FILE}: cannot be read ({error}); restore it, until then nobody is let in") from None
 
 
-def since(local: Path, before: Mapping[str, float]) -> set[str]:
+def revoked_since(local: Path, before: Mapping[str, float]) -> set[str]:
     """Return the names whose revocation differs from `before`, an earlier value of `read`. Raises ConfigError.
 
     Times are not compared: the clock may have been set back in between.
     """
-    return {name for name, until in read(local).items() if before.get(name) != until}
+    return {name for name, until in revoked_until(local).items() if before.get(name) != until}
 
 
 def is_checked(kit: Path) -> bool:

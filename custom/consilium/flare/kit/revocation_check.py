@@ -22,7 +22,7 @@ from nvflare.private.fed.utils.identity_utils import InvalidAsserterCert, get_cn
 
 from consilium.core.errors import ConfigError
 from consilium.flare import patches
-from consilium.flare.kit.revocation import REFUSED, read
+from consilium.flare.kit.revocation import REFUSED, revoked_until
 
 
 class RevocationCheck(FLComponent):
@@ -36,11 +36,11 @@ class RevocationCheck(FLComponent):
         """By session, until when its person's certificates were revoked at the login, None if they were not."""
         self._registering = threading.local()
         """FLARE's context of the registration that this thread handles: FLARE tells a site only a cause that is in it."""
-        patches.CERTIFICATE.wrap(self._certificate)
-        patches.SERVER_HEARTBEAT.wrap(self._heartbeat)
-        patches.NEW_SESSION.wrap(self._new_session)
-        patches.SESSION.wrap(self._session)
-        patches.OLD_SESSION.wrap(self._old_session)
+        patches.CERTIFICATE.wrap(self._check_certificate)
+        patches.SERVER_HEARTBEAT.wrap(self._check_heartbeat)
+        patches.NEW_SESSION.wrap(self._note_login)
+        patches.SESSION.wrap(self._valid_session)
+        patches.OLD_SESSION.wrap(self._check_recreated_session)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Note the kit's folder, which is known before FLARE's server accepts clients; log revoked sites out at heartbeats."""
@@ -53,7 +53,7 @@ class RevocationCheck(FLComponent):
         elif event_type == EventType.CLIENT_HEARTBEAT_RECEIVED:
             server = fl_ctx.get_engine().server
             for token, client in list(server.client_manager.clients.items()):  # also those that are silent
-                if self._is_out(client.name, True):
+                if self._must_register_again(client.name, True):
                     server.logout_client(token)
                     self.log_warning(fl_ctx, f"{client.name}: {REFUSED}; it is out")
 
@@ -62,9 +62,9 @@ class RevocationCheck(FLComponent):
         the connection on ConfigError."""
         if self._local is None:
             raise ConfigError("the server is not ready")
-        return read(self._local).get(name)
+        return revoked_until(self._local).get(name)
 
-    def _certificate(self, verify: Callable[..., bool], *args: Any, **given: Any) -> bool:
+    def _check_certificate(self, verify: Callable[..., bool], *args: Any, **given: Any) -> bool:
         """Check a certificate as FLARE does, and then whether it is revoked."""
         verified, own = verify(*args, **given), given["asserter_cert"]
         name = get_cn_from_cert(own)
@@ -79,14 +79,14 @@ class RevocationCheck(FLComponent):
         self._verified[name] = until
         return verified
 
-    def _heartbeat(self, beat: Callable[..., bool], manager: ClientManager, token: str, name: str, *rest: Any) -> bool:
+    def _check_heartbeat(self, beat: Callable[..., bool], manager: ClientManager, token: str, name: str, *rest: Any) -> bool:
         """Refuse a name that has not shown a later certificate; FLARE would accept any token that it once signed."""
-        if not self._is_out(name, token in manager.clients):
+        if not self._must_register_again(name, token in manager.clients):
             return beat(manager, token, name, *rest)
         rest[-1].set_prop(FLContextKey.UNAUTHENTICATED, f"{name}: {REFUSED}", sticky=False)
         return False
 
-    def _is_out(self, name: str, registered: bool) -> bool:
+    def _must_register_again(self, name: str, registered: bool) -> bool:
         """Return whether a name must show a certificate again. If the list cannot be read, new sites are refused."""
         try:
             until = self.revoked_at(name)
@@ -94,14 +94,14 @@ class RevocationCheck(FLComponent):
             return not registered
         return until is not None and not (registered and self._verified.get(name) == until)
 
-    def _new_session(self, create: Callable[..., Session], *args: Any, **given: Any) -> Session:
+    def _note_login(self, create: Callable[..., Session], *args: Any, **given: Any) -> Session:
         """Keep the revocation in force at a login. If the list cannot be read, no certificate was accepted before."""
         found = create(*args, **given)
         with suppress(ConfigError):
             self._logins[found] = self.revoked_at(found.user_name)
         return found
 
-    def _session(self, get: Callable[..., Session | None], *args: Any) -> Session | None:
+    def _valid_session(self, get: Callable[..., Session | None], *args: Any) -> Session | None:
         """Return a person's session, None if it was made before the revocation in force."""
         found = get(*args)
         return found if found and self._is_valid(found) else None
@@ -113,7 +113,7 @@ class RevocationCheck(FLComponent):
             return False
         return until is None or self._logins.get(session) == until
 
-    def _old_session(self, again: Callable[..., Session], manager: SessionManager, *args: Any) -> Session:
+    def _check_recreated_session(self, again: Callable[..., Session], manager: SessionManager, *args: Any) -> Session:
         """Ask a revoked person to log in again: a session's token does not name the certificate of its login."""
         found = again(manager, *args)
         if not self._is_valid(found):

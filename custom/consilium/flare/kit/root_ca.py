@@ -20,7 +20,7 @@ from nvflare.lighter.utils import Identity, generate_cert, generate_keys, serial
 
 from consilium.core.errors import ConfigError
 from consilium.core.schema import read_fingerprint
-from consilium.flare.kit.kit_files import load_certificate
+from consilium.flare.kit.kit_contents import load_certificate
 
 ROOT, ROOT_KEY = "root_cert", "root_pri_key"
 """Keys in FLARE's cert.json."""
@@ -54,7 +54,7 @@ def root_fingerprint(kit: Path) -> str:
     return fingerprints(load_certificate(path))[1]
 
 
-def follow(state: dict[str, Any], days: int) -> dict[str, Any]:
+def replace_root(state: dict[str, Any], days: int) -> dict[str, Any]:
     """Return a project's state with a root of another key and name, and the bridge from the former root to it.
 
     Raises ConfigError for a former root that has expired, and for one that itself is still replacing another.
@@ -71,11 +71,11 @@ def follow(state: dict[str, Any], days: int) -> dict[str, Any]:
     signing = load_pem_private_key(state[ROOT_KEY].encode(), password=None)
     bridge = generate_cert(Identity(name), before, signing, public, not_valid_after=former.not_valid_after_utc, ca=True)
     root = generate_cert(Identity(name), Identity(name), key, public, valid_days=days, ca=True)
-    kept = {"cert": state[ROOT], "key": state[ROOT_KEY], "bridge": _text(bridge)}
-    return state | {ROOT: _text(root), ROOT_KEY: serialize_pri_key(key).decode(), FORMER: kept}
+    kept = {"cert": state[ROOT], "key": state[ROOT_KEY], "bridge": _to_pem(bridge)}
+    return state | {ROOT: _to_pem(root), ROOT_KEY: serialize_pri_key(key).decode(), FORMER: kept}
 
 
-def _text(certificate: x509.Certificate) -> str:
+def _to_pem(certificate: x509.Certificate) -> str:
     return serialize_cert(certificate).decode()
 
 

@@ -45,7 +45,7 @@ class SiteProcess:
     _starting = threading.Lock()
 
     def __init__(self, command: list[str], env: dict[str, str], **_: object) -> None:
-        self._process = self.context.Process(target=_work, args=(command[2:], env))  # without "python -m"
+        self._process = self.context.Process(target=_run_site, args=(command[2:], env))  # without "python -m"
         with self._starting:  # FLARE starts each site from a thread
             self._process.start()
 
@@ -74,7 +74,7 @@ class SiteProcess:
         self._process.kill()
 
 
-def _work(command: list[str], env: dict[str, str]) -> None:
+def _run_site(command: list[str], env: dict[str, str]) -> None:
     """Run `python -m COMMAND` in the environment `env`, in a session of its own, as FLARE's Popen does."""
     from nvflare.fuel.f3.mpm import MainProcessMonitor
     from nvflare.private.fed.app.simulator import simulator_worker
@@ -133,14 +133,14 @@ def main() -> int:
     except ConfigError as error:
         print(error)  # `Simulator` repeats it
         return 2
-    threading.Thread(target=_follow, args=(pipe,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(pipe,), daemon=True).start()
     from nvflare.fuel.f3.mpm import MainProcessMonitor
     from nvflare.fuel.utils.log_utils import FL_LOG_LEVEL, LogMode
     from nvflare.private.fed.app.simulator.simulator_runner import SimulatorRunner
 
     try:
         while isinstance(request := receive(pipe), tuple):
-            send(pipe, _answer(*request))
+            send(pipe, _run_request(*request))
     except (EOFError, OSError):  # the job was refused
         return 0
     os.environ.update(request["environment"])
@@ -157,7 +157,7 @@ def _write_log() -> None:
             os.dup2(log.fileno(), stream)
 
 
-def _answer(work: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+def _run_request(work: Callable[..., Any], given: tuple[Any, ...]) -> Any:
     """Return `work(*given)` of a child process, or the error that it raises."""
     try:
         return run_in_subprocess(SiteProcess.context, work, *given)
@@ -165,7 +165,7 @@ def _answer(work: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         return error
 
 
-def _follow(pipe: connection.Connection) -> None:
+def _exit_with_parent(pipe: connection.Connection) -> None:
     """End this process, and its sites with it, when its parent has closed the pipe or is gone."""
     hung_up = select.poll()
     hung_up.register(pipe, 0)  # messages are left for `main` to read
