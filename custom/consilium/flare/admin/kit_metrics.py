@@ -1,6 +1,6 @@
-"""A kit's numbers for a monitoring system: certificates, disk, runs at a server, budgets and messages at a site.
+"""Metrics of a kit for a monitoring system: certificates and disk; runs at a server; budgets and messages at a site.
 
-They are read from files, so FLARE need not run.
+All metrics are read from files, so FLARE does not need to run.
 """
 
 import shutil
@@ -29,7 +29,7 @@ from consilium.report.exposition import Sample
 from consilium.report.plain_files import read_events
 
 RECENT = 30 * 86400.0
-"""Seconds without an event after which a run is left out."""
+"""Seconds after a run's last event until its metrics are dropped."""
 SITE_FACTS = {
     "skew": "site_clock_ahead_seconds",
     "certificate_ends": "site_certificate_end_timestamp_seconds",
@@ -38,7 +38,7 @@ SITE_FACTS = {
     "data_readable": "site_data_readable",
     "data_checked": "site_data_checked_timestamp_seconds",
 }
-"""Facts of a heartbeat that are one number, and their metrics."""
+"""The metric for each fact of a heartbeat that is a single number."""
 HELP = {
     "info": "version of the package that wrote this",
     "written_timestamp_seconds": "when this was written",
@@ -73,7 +73,7 @@ HELP = {
 
 
 def collect(kit: Path) -> list[Sample]:
-    """Return all numbers of a site's or server's kit. Raises ConfigError for another folder."""
+    """Return all metrics of a site's or a server's kit. Raises ConfigError if the folder is no such kit."""
     role = kit_role(kit)
     own = load_certificate(certificate(kit))
     found = [Sample("info", 1, {"version": __version__, "role": str(role)}), Sample("written_timestamp_seconds", time.time())]
@@ -95,7 +95,7 @@ def _server_samples(kit: Path, state: Path) -> Iterator[Sample]:
         path = folder / "metrics.jsonl"
         if path.is_file() and (path.parent / "job.yaml").is_file() and time.time() - path.stat().st_mtime < RECENT:
             yield from _run_samples(folder, read_events(path)[0], seen)
-    with suppress(ConfigError):  # no site was seen, or the file is damaged, which `consilium sites` says
+    with suppress(ConfigError):  # no site was seen, or the file is damaged; `consilium sites` reports both
         for name, one in heartbeat_server.read_attendance(kit)["sites"].items():
             yield from _heartbeat_samples(name, one)
     for site, when in sorted(seen.items()):
@@ -103,7 +103,7 @@ def _server_samples(kit: Path, state: Path) -> Iterator[Sample]:
 
 
 def _heartbeat_samples(name: str, one: dict[str, Any]) -> Iterator[Sample]:
-    """Yield what a site's last heartbeat said, and its health (see health.py) while it is there."""
+    """Yield the facts of a site's last heartbeat, and its health facts (see health.py) if it is connected."""
     of, health = {"site": name}, one.get("health", {}) if one.get("here") else {}
     if one.get("cause"):
         yield Sample("refused", 1, of | {"cause": one["cause"]})
@@ -118,7 +118,7 @@ def _heartbeat_samples(name: str, one: dict[str, Any]) -> Iterator[Sample]:
 
 
 def _run_samples(folder: Path, lines: list[dict[str, Any]], seen: dict[str, float]) -> Iterator[Sample]:
-    """Yield a run's numbers, and put the time of each site's last message into `seen`."""
+    """Yield the metrics of one run. Store the time of each site's last message in `seen`."""
     of = {"run": folder.name}
     done = [x for x in lines if x["event"] == "concluded"]
     began = {(x["round"], x["phase"]): x["time"] for x in lines if x["event"] == "started"}
@@ -140,7 +140,7 @@ def _run_samples(folder: Path, lines: list[dict[str, Any]], seen: dict[str, floa
 
 
 def _run_state_samples(folder: Path, lines: list[dict[str, Any]], of: dict[str, str]) -> Iterator[Sample]:
-    """Yield a run's state, and for one that has ended when, and why if it was before its end."""
+    """Yield a run's state; for an ended run its end time; for a stopped run also the cause."""
     results = folder / "results.json"
     last = next((line for line in reversed(lines) if line["event"] in ("stopped", "resumed")), None)
     if last and last["event"] == "stopped":
@@ -173,7 +173,7 @@ def _check_record(path: Path) -> tuple[int, bool]:
 
 
 def _budget_samples(site: SiteConfig, ledger: Ledger) -> Iterator[Sample]:
-    """Yield the spent and remaining budgets of each dataset, and whether the ledger is intact."""
+    """Yield the spent and the remaining epsilon per dataset and unit of privacy, and whether the ledger is intact."""
     try:
         entries = ledger.entries()
         sets = {entry.dataset for entry in entries} or {site.privacy.dataset or ""}

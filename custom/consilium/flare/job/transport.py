@@ -1,4 +1,4 @@
-"""The transport of runtime/run_loop.py over FLARE: messages as tasks, answers from their results."""
+"""The Transport of runtime/run_loop.py over FLARE: messages are sent as tasks, and answers are the tasks' results."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -13,13 +13,13 @@ from consilium.runtime.run_loop import Take
 from consilium.server.masked_round import Asked
 
 QUICK = ("confirm", "reveal", "cancel")
-"""Steps of secure aggregation for which a site computes less than a second."""
+"""Steps of secure aggregation that take a site less than a second."""
 QUICK_GRACE = 10.0
-"""Seconds that a site has for them once enough others have replied."""
+"""Seconds that a site has for such a step once enough other sites have replied."""
 
 
 class Aborted(Exception):
-    """FLARE ends the job: nothing of an unfinished phase counts."""
+    """Raised when FLARE ends the job. Results of an unfinished phase do not count."""
 
 
 class FlareTransport:
@@ -44,7 +44,7 @@ class FlareTransport:
         self._stop_if_aborted()
 
     def begin(self, kind: Kind, messages: Mapping[str, Asked | None], take: Take) -> Callable[[], None]:
-        """See Transport. Tasks without a reply are cancelled in the end."""
+        """See Transport. When the returned function is called, it waits, and then cancels tasks without a reply."""
         sent = self._tasks.send(kind.value, self._encode_messages(kind, messages), self._make_receiver(kind, take))
 
         def end() -> None:
@@ -60,7 +60,7 @@ class FlareTransport:
             raise Aborted
 
     def _encode_messages(self, kind: Kind, messages: Mapping[str, Asked | None]) -> dict[str, Shareable]:
-        """Return the messages as shareables. What belongs to secure aggregation goes to connected sites only."""
+        """Return the messages as shareables. Messages of secure aggregation are encoded for connected sites only."""
         run, connected = self._tasks.coordinator.run, {one.name for one in self._tasks.fl_ctx.get_engine().get_clients()}
         plain = {name: one for name, one in messages.items() if isinstance(one, Payload) and not one.masking}
         found = wire.encode_each(plain, run)

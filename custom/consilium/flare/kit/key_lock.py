@@ -1,7 +1,8 @@
-"""Private keys of a startup kit under a passphrase: on its way to a participant, and on the participant's disk.
+"""Encrypt the private keys of a startup kit with a passphrase, for transport to a participant and on the participant's disk.
 
-The keys are all that is secret in a kit. `lock` moves them into one file, under scrypt and Fernet (AES-128-CBC and HMAC-SHA256)
-of the library cryptography. `unlock` puts them into a folder in memory, and links to them in startup/, where FLARE reads them.
+The private keys are the only secret in a kit. `lock` moves them into one file, encrypted with Fernet (AES-128-CBC and
+HMAC-SHA256) under a key that scrypt derives from the passphrase; both are from the library cryptography. `unlock` writes the
+keys to a folder in memory and puts links to them into startup/, where FLARE reads them.
 """
 
 import base64
@@ -24,10 +25,10 @@ from consilium.flare.kit.processes import check_stopped
 MIN_PASSPHRASE = 12
 """Characters."""
 COST = {"length": 32, "n": 2**17, "r": 8, "p": 1}
-"""Of scrypt: 128 MiB and half a second (OWASP). Never read from the file, which comes from elsewhere."""
+"""Parameters of scrypt: 128 MiB and half a second (OWASP). They are never read from the file, which is not trusted."""
 SALT, PREFIX = 16, "consilium-keys-"
 IN_MEMORY = ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR", ""))
-"""Folders that Linux keeps in memory; what is there can be swapped to disk, unless swap is off or encrypted."""
+"""Folders that Linux keeps in memory. Their files can be swapped to disk, unless swap is off or encrypted."""
 
 
 def _cipher(passphrase: str, salt: bytes) -> Fernet:
@@ -35,16 +36,19 @@ def _cipher(passphrase: str, salt: bytes) -> Fernet:
 
 
 def in_clear(kit: Path) -> list[Path]:
-    """Return the keys in startup/ that are plain files: all of a kit that is not locked, of a locked one those left behind."""
+    """Return the key files in startup/ that are not links.
+
+    In a kit that is not locked, these are all keys. In a locked kit, these are keys that an interrupted `lock` left behind.
+    """
     return sorted(one for one in (kit / "startup").glob("*.key") if not one.is_symlink())
 
 
 def lock(kit: Path, passphrase: str | None = None) -> None:
-    """Put the keys of a kit that does not run under a passphrase; a locked kit is closed, and needs none.
+    """Encrypt the keys of a stopped kit with a passphrase. If the kit is locked already, remove its unlocked keys.
 
-    A locked kit with keys in clear, such as after an interrupted lock, needs its passphrase, which shows whether the file holds
-    these keys too. Raises ConfigError for a kit that runs, for none, for one without a key or with keys
-    elsewhere, for a short passphrase, and for other keys than the locked ones.
+    Removing needs no passphrase, unless a locked kit has keys in clear, such as after an interrupted lock. Then the passphrase
+    shows whether the encrypted file holds the same keys. Raises ConfigError if the folder is no kit, if the kit runs, has no
+    key, or has keys outside startup/; for a short passphrase; and for keys in clear that differ from the encrypted ones.
     """
     certificate(kit)
     check_stopped(kit)
@@ -63,14 +67,14 @@ def lock(kit: Path, passphrase: str | None = None) -> None:
         _check_same_keys(clear, _decrypt_keys(path, passphrase or ""), path)
     for key in keys:
         _remove_key(key)
-    for folder in kit.glob(f"{PREFIX}*"):  # of an interrupted unlock without a folder in memory
+    for folder in kit.glob(f"{PREFIX}*"):  # left by an unlock on a machine without a folder in memory
         shutil.rmtree(folder)
-    for half in (kit / "startup").glob(".*.key.*"):  # of an interrupted unlock for good
+    for half in (kit / "startup").glob(".*.key.*"):  # left by an interrupted unlock for good
         half.unlink()
 
 
 def _other_keys(kit: Path) -> list[Path]:
-    """Return other private keys in a kit's folders, such as the former one that `update-kit` leaves in startup.old."""
+    """Return private keys in clear outside startup/, such as the former key that `update-kit` leaves in startup.old."""
     found = (one for one in kit.rglob("*.key") if one.is_file() and not one.is_symlink())
     ours = (kit / "startup", *kit.glob(f"{PREFIX}*"))
     return sorted(one for one in found if one.parent not in ours and b"PRIVATE KEY" in one.read_bytes()[:4096])
@@ -84,7 +88,7 @@ def _read_pem(key: Path) -> str:
 
 
 def _decrypt_keys(path: Path, passphrase: str) -> dict[str, str]:
-    """Return the keys in a locked kit's file by name. Raises ConfigError for a wrong passphrase or a damaged file."""
+    """Return {file name: key} from a kit's encrypted file. Raises ConfigError for a wrong passphrase or a damaged file."""
     try:
         salt, token = path.read_bytes().split()
         keys: dict[str, str] = json.loads(_cipher(passphrase, bytes.fromhex(salt.decode())).decrypt(token))
@@ -96,24 +100,25 @@ def _decrypt_keys(path: Path, passphrase: str) -> dict[str, str]:
 
 
 def _check_same_keys(clear: Iterable[Path], keys: Mapping[str, str], path: Path) -> None:
-    """Raise ConfigError for a key in clear that is not in the locked file: removing it would lose it."""
+    """Raise ConfigError if a key in clear is not among the decrypted `keys`: removing the file would lose the key."""
     for key in clear:
         if keys.get(key.name) != _read_pem(key):
             raise ConfigError(f"{key}: another key than in {path}; move one of them out of the kit, the key of no certificate")
 
 
 def _remove_key(key: Path) -> None:
-    """Remove a key in startup/, and the opened one that it links to; a link to elsewhere is not followed."""
+    """Remove a key in startup/, and the folder of unlocked keys that it links to. Links to other places are not followed."""
     if key.is_symlink() and (folder := key.readlink().parent).name.startswith(PREFIX) and folder.is_dir():
-        with suppress(OSError):  # another user's
+        with suppress(OSError):  # the folder belongs to another user
             shutil.rmtree(folder)
     key.unlink(missing_ok=True)
 
 
 def unlock(kit: Path, passphrase: str, for_good: bool = False) -> Path:
-    """Open a locked kit until it is locked or the machine starts anew, or `for_good`; return the folder of the keys.
+    """Decrypt the keys of a locked kit, and return the folder that holds them.
 
-    Raises ConfigError for a wrong passphrase, a damaged file, and other keys in startup/.
+    The kit stays unlocked until `lock` is called or the machine restarts. `for_good`: write the keys into startup/ and delete
+    the encrypted file. Raises ConfigError for a wrong passphrase, for a damaged file, and for other keys in startup/.
     """
     path, startup = kit / LOCKED, kit / "startup"
     keys = _decrypt_keys(path, passphrase)

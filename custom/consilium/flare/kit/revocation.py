@@ -1,8 +1,8 @@
-"""The list of revoked credentials in the server's kit: by name, the time until which made certificates are refused.
+"""The list of revoked credentials in the server's kit. For each revoked name it has a time T.
 
-FLARE 2.9 has no revocation list. Its `disable-client` bars a name, and the same key is valid again with the name. Here all
-certificates of a name made before a time are refused. revocation_check.py reads the list in the server's process,
-`RoundController` in a job's, so that a running job goes on without the site.
+Certificates of the name that were made at or before T are refused. FLARE 2.9 has no such list: its `disable-client` disables a
+name, and enabling the name again makes the same key valid again. revocation_check.py reads the list in the server's process.
+`RoundController` reads it in a job's process, so that a running job continues without the revoked site.
 """
 
 import json
@@ -20,17 +20,17 @@ from consilium.federation.run_folders import ATTENDANCE, STATE
 from consilium.flare.kit.kit_contents import load_certificate
 
 FILE = "revoked.json"
-"""In the server kit's local/: {name: {"until": seconds since 1970}}."""
+"""The file in the server kit's local/: {name: {"until": seconds since 1970}}."""
 REFUSED = "its credential was revoked; it needs a kit that was made later"
 COMPONENT = {"id": "revocation", "path": "consilium.flare.kit.revocation_check.RevocationCheck"}
-"""In the server kit's local/resources.json."""
+"""The entry of this component in the server kit's local/resources.json."""
 
 
 def revoke(name: str, kit: Path) -> str:
-    """Revoke every certificate of `name` made until now; return that time as text. Raises ConfigError.
+    """Revoke every certificate of `name` made until now. Return the time of the revocation as text. Raises ConfigError.
 
-    Unknown names are accepted: the server does not know all names of the project. If this machine's clock is behind a time in
-    the kit's files, the latter counts: else a certificate made in between would pass as a later one.
+    Unknown names are accepted, because the server does not know all names of the project. If a time in the kit's files is later
+    than this machine's clock, that time is used. Otherwise a certificate made between the two times would remain valid.
     """
     if not (kit / "startup" / "server.crt").is_file():
         raise ConfigError(f"--kit: {kit}: not the server's startup kit; give its folder, at the server")
@@ -46,9 +46,10 @@ def revoke(name: str, kit: Path) -> str:
 
 
 def latest_heartbeat(path: Path) -> float:
-    """Return the latest time of a heartbeat that the server's attendance.json has noted, by any clock; 0.0 for none.
+    """Return the latest time of any heartbeat in the server's attendance.json, in seconds since 1970; 0.0 if there is none.
 
-    `latest` is never lowered. A file of an earlier version has only `last_seen` of each site.
+    The file's "latest" never decreases, even if the clock is set back. A file of an earlier version has only each site's
+    "last_seen".
     """
     times: list[Any] = []
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):  # the server writes a damaged file anew
@@ -59,7 +60,7 @@ def latest_heartbeat(path: Path) -> float:
 
 
 def revoked_until(local: Path) -> dict[str, float]:
-    """Return by name until when made certificates are revoked; {} if there is no list. Raises ConfigError."""
+    """Return the list: for each revoked name the time T (see the module). {} if there is no list. Raises ConfigError."""
     try:
         found = json.loads((local / FILE).read_text(encoding="utf-8"))
         return {name: float(entry["until"]) for name, entry in found.items()}
@@ -70,9 +71,9 @@ def revoked_until(local: Path) -> dict[str, float]:
 
 
 def revoked_since(local: Path, before: Mapping[str, float]) -> set[str]:
-    """Return the names whose revocation differs from `before`, an earlier value of `read`. Raises ConfigError.
+    """Return the names whose revocation differs from `before`, an earlier value of `revoked_until`. Raises ConfigError.
 
-    Times are not compared: the clock may have been set back in between.
+    Any other time counts as a new revocation, because the clock may have been set back in between.
     """
     return {name for name, until in revoked_until(local).items() if before.get(name) != until}
 
