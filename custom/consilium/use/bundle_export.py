@@ -1,7 +1,7 @@
-"""A model as a MONAI bundle, which `python -m monai.bundle run` runs on pictures without this package.
+"""Export of a model as a MONAI bundle, which `python -m monai.bundle run` runs on pictures without this package.
 
-Source of the layout: the MONAI bundle specification (docs.monai.io, mb_specification). models/model.pt is the state dict that
-it asks for; models/model.pt2 is the same as a program (torch.export), which needs no code of the model.
+The layout follows the MONAI bundle specification (docs.monai.io, mb_specification). models/model.pt is the state dict that the
+specification requires. models/model.pt2 is the same model as a torch.export program, which needs no code of the model.
 """
 
 import json
@@ -24,17 +24,17 @@ from consilium.use.merge import Inputs, inputs_of, logits_of, merge_if_possible,
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 CODE = Path(__file__).with_name("bundle_template.py")
-"""What becomes the bundle's scripts/pictures.py."""
+"""The source file that is copied to the bundle's scripts/pictures.py."""
 WRITERS = {"segmentation": "WriteMasks", "classification": "WriteClasses"}
-"""By task: what writes the network's answers."""
+"""For each task, the class in bundle_template.py that writes the network's outputs."""
 
 
 _CODE = re.compile(r"^[$@%]|[@%][^\s@%]")
-"""What MONAI runs or looks up in a configuration's texts: "$code", "@name", "%file"."""
+"""Matches texts that MONAI would run or look up in a configuration: "$code", "@name", "%file"."""
 
 
 def check(config: JobConfig, card: Card) -> None:
-    """Raise ConfigError for a task that no bundle does, and for names that MONAI would run as code."""
+    """Raise ConfigError for a task that bundles do not support, and for names that MONAI would run as code."""
     if not config.model.image_side or config.task.name not in WRITERS:
         what = f"bundles are of pictures, with masks or classes; task {config.task.name!r} has none"
         raise ConfigError(f"--format bundle: {what}; use merged")
@@ -50,9 +50,9 @@ def check(config: JobConfig, card: Card) -> None:
 
 
 def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tuple[str, float]:
-    """Write the bundle; return how to run it, in Markdown, and how far its logits are from the model's.
+    """Write the bundle. Return (how to run it, in Markdown; the largest difference of its logits from the model's).
 
-    An adapter that can be merged is, in place. Raises ConfigError as `check`.
+    If the adapter can be merged, it is merged into `model` in place. Raises ConfigError as `check` does.
     """
     check(config, card)
     inputs = inputs_of(config, None)
@@ -73,16 +73,16 @@ def write(folder: Path, model: nn.Module, config: JobConfig, card: Card) -> tupl
 
 
 def _program_logits(program: torch.export.ExportedProgram, inputs: Inputs) -> Tensor:
-    """Return the logits of a program, whose inputs have an order and no names."""
+    """Return the logits of an exported program, whose inputs are positional."""
     module = program.module()
     return logits_of(lambda **named: module(*named.values()), inputs)
 
 
 def _export_program(model: nn.Module, inputs: Inputs) -> torch.export.ExportedProgram:
-    """Return the model as a program that takes batches of any size."""
+    """Return the model as a torch.export program that accepts batches of any size."""
     shapes = tuple({0: torch.export.Dim.DYNAMIC} for _ in inputs)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the exporter about itself
+        warnings.simplefilter("ignore")  # the exporter warns about its own code
         return torch.export.export(model.requires_grad_(False), tuple(inputs.values()), dynamic_shapes=shapes)
 
 
@@ -91,9 +91,10 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def metadata(config: JobConfig, card: Card) -> dict[str, Any]:
-    """Return what configs/metadata.json holds.
+    """Return the content of configs/metadata.json.
 
-    MONAI's schema asks for both lists of packages, and its reader puts the optional one in the place of the required one.
+    MONAI's schema requires two lists of packages, required and optional. MONAI's reader replaces the first by the second, so
+    both lists are equal.
     """
     packages = {"pillow": version("pillow")}
     return {
@@ -152,7 +153,7 @@ def _numbered_classes(config: JobConfig) -> dict[str, str]:
 
 
 def inference(config: JobConfig) -> dict[str, Any]:
-    """Return what configs/inference.json holds: MONAI's names for its parts, so that other programs find them."""
+    """Return the content of configs/inference.json. Its sections have MONAI's names, so that other programs find them."""
     settings: Any = config.task
     window = [settings.window.center, settings.window.width] if settings.window else None
     reader = {"side": config.model.image_side, "resize": settings.resize, "padding": list(config.model.padding)}

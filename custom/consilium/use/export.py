@@ -27,14 +27,14 @@ Format = Literal["peft", "merged", "bundle", "onnx"]
 
 @dataclass(frozen=True)
 class Exported:
-    """An export: its folder, and the largest difference of its logits from the model's, None for a mere copy."""
+    """An export. `difference`: largest difference of its logits from the model's; None if weights were only copied."""
 
     folder: Path
     difference: float | None
 
 
 def check_possible(format: Format, folder: Path) -> None:
-    """Look at an adapter folder before its base is loaded. Raises ConfigError for a model that cannot be had in this format."""
+    """Raise ConfigError if the model in an adapter folder cannot be exported in this format. Its base is not loaded."""
     kept, card = read_kept(folder)
     config = job_of(folder)
     _check_one_adapter(kept, format)
@@ -52,11 +52,11 @@ def check_possible(format: Format, folder: Path) -> None:
 
 
 def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, force: bool = False, base: str = "") -> Exported:
-    """Write a model into a new `folder`; `force` replaces an earlier export there. The model is used up.
+    """Export a model into a new `folder`. The model is changed and cannot be used afterwards.
 
-    `base`: the base that a language model's PEFT folder and card name; by default its folder on this machine.
-
-    The folder takes its name last, so that a crash leaves no half one. Raises ConfigError, CheckpointError.
+    `force`: replace an earlier export in `folder`. `base`: the name of the base in a language model's PEFT folder and card; by
+    default the base's folder on this machine. The folder is renamed to its final name last, so that a crash leaves no
+    unfinished folder of this name. Raises ConfigError, CheckpointError.
     """
     check_destination(folder, force)
     check_possible(format, found.folder)
@@ -81,7 +81,7 @@ def export(found: TrainedModel, format: Format, folder: Path, own: SiteConfig, f
 
 
 def _check_one_adapter(kept: SavedModel, format: Format) -> None:
-    """Raise ConfigError for a model that no file of weights can be."""
+    """Raise ConfigError for a model that is no single set of weights, or no single unscaled adapter for peft."""
     if kept.similar:
         what = "is weighed anew for every sample, by the site's own records, which stay there"
         raise ConfigError(f"--stage personalized: its local adapter {what}; export the global model")
@@ -92,7 +92,7 @@ def _check_one_adapter(kept: SavedModel, format: Format) -> None:
 
 
 def _opening_library(found: TrainedModel, format: Format) -> str:
-    """Return the library that opens an exported model of texts, "" for other models."""
+    """Return the library that opens an exported text model: peft, transformers, or "" for other models and formats."""
     return {"peft": "peft", "merged": "transformers"}.get(format, "") if found.config.model.name in peft_folder.TAGS else ""
 
 
@@ -101,7 +101,7 @@ def _base_folder(found: TrainedModel, own: SiteConfig) -> Path:
 
 
 def _write_format(found: TrainedModel, format: Format, made: Path, own: SiteConfig, base: str) -> tuple[str, float | None]:
-    """Write the format's own files; return how to use them and how far the logits are from the model's."""
+    """Write the format's files into `made`. Return (how to use them, in Markdown; largest difference of logits or None)."""
     if format == "peft":
         about = _write_peft(found, made, own, base)
         if _opening_library(found, format):
@@ -109,7 +109,7 @@ def _write_format(found: TrainedModel, format: Format, made: Path, own: SiteConf
                 made, found.config, tokenizer_of(found.config, own), base or str(_base_folder(found, own))
             )
         return about, None
-    model, config = found.model.cpu().float(), found.config  # a base that is kept in bfloat16 too
+    model, config = found.model.cpu().float(), found.config  # the base may be stored in bfloat16
     if format == "merged":
         return merge.write(made, model, config, tokenizer_of(config, own))
     return onnx_export.write(made, model, config) if format == "onnx" else bundle_export.write(made, model, config, found.card)
@@ -158,7 +158,7 @@ Its base was kept as {} by bitsandbytes in training and in scoring. On a base in
 
 
 def _check_peft(folder: Path, kept: SavedModel, config: JobConfig) -> None:
-    """Raise ConfigError where a folder holds nothing for PEFT, or not all of the model."""
+    """Raise ConfigError if PEFT cannot represent the adapter in a folder, or not all of the model."""
     if not (folder / "adapter_config.json").is_file():
         what = f"adapter.kind {config.adapter.kind!r} is none that PEFT knows"
         raise ConfigError(f"--format peft: {what}; use merged, bundle or onnx")
@@ -167,7 +167,10 @@ def _check_peft(folder: Path, kept: SavedModel, config: JobConfig) -> None:
 
 
 def _write_peft(found: TrainedModel, made: Path, own: SiteConfig, base: str) -> str:
-    """Write what PEFT reads, from the tensors that were checked: the folder's own file may hold others."""
+    """Write the files that PEFT reads, from the tensors that were checked. The adapter folder's own files may have others.
+
+    Returns how to use the files, in Markdown.
+    """
     values = with_parameters(found.model, found.kept.values)
     export_adapter(made, {name: tensor for name, tensor in values.items() if not is_local(name)}, found.config)
     kept_as = {"fp32": "float32", "bf16": "bfloat16"}.get(found.config.model.dtype)
@@ -183,16 +186,17 @@ def _write_peft(found: TrainedModel, made: Path, own: SiteConfig, base: str) -> 
             checkpoint=f"Path({str(place)!r})" if place else "None", beside=beside,
         )  # fmt: skip
     about += _KEPT.format(found.config.model.dtype) if found.config.model.dtype in QUANTIZED else ""
-    if any(map(is_local, found.kept.values)):  # which stays where it is
+    if any(map(is_local, found.kept.values)):  # local tensors are not copied to the export
         return about
     shutil.copyfile(found.folder / TENSORS, made / TENSORS)
     return f"{about}\n`consilium predict` and `evaluate` open this folder too.\n"
 
 
 def _copy_licences(found: TrainedModel, own: SiteConfig, made: Path) -> None:
-    """Copy job.yaml, the privacy record, and the licences that lie beside the adapter or in the base's folder.
+    """Copy job.yaml, privacy.json, and the licence files in the folders of the adapter and the base.
 
-    Of the adapter's folder, which somebody may have sent, no links: they would lead to files of this user's.
+    Links in the adapter's folder are not followed. The folder may come from somebody else, and a link could lead to other files
+    of this user.
     """
     base = checkpoint_of(found.config.model, own)
     for name in ("job.yaml", "privacy.json"):
@@ -209,7 +213,7 @@ def _copy_file(path: Path, made: Path, links: bool) -> None:
 
 
 def _model_page(found: TrainedModel, format: Format, about: str, difference: float | None) -> str:
-    """Return the model card, as it is beside the adapter, and how to use what was written."""
+    """Return the export's page: the adapter's model card, followed by how to use the export."""
     path = found.folder / CARD
     card = (
         path.read_text(encoding="utf-8", errors="replace").partition(FILES)[0]
@@ -226,7 +230,7 @@ _TITLES = {"peft": "Use it with PEFT", "merged": "Load it", "bundle": "Run it", 
 
 
 def _describe_inputs(config: JobConfig) -> list[str]:
-    """Return how pictures become inputs, and what the logits are of, for a task of pictures."""
+    """For a task on pictures, return lines on how pictures become inputs, and on the order of the logits. [] for others."""
     side, resize = config.model.image_side, getattr(config.task, "resize", None)
     if not side or resize is None:
         return []

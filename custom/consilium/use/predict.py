@@ -1,4 +1,4 @@
-"""What a model says of new inputs, written beside nothing of the user's: masks, a table of classes, or answers."""
+"""`consilium predict`: write a model's predictions for new inputs: masks, a table of classes, or answers to records."""
 
 import csv
 import errno
@@ -46,18 +46,18 @@ from consilium.use.outputs import (
 from consilium.use.predictor import Prediction, Predictor, answer_inputs, stitch_tiles
 
 # texts -----------------------------------------------------------------------------------------------------------------
-# Answers of a language model to records of instructions, as its closing evaluation writes them; small files go together.
+# Answers of a language model to records of instructions, generated as in a run's final evaluation. Small files share a call.
 
 Answer = dict[str, Any] | DataError
-"""A record with its "answer", or why it cannot be used."""
+"""A record with its "answer", or the error why the record cannot be used."""
 Read = tuple[Input, list[Text], list[DataError]]
-"""A file with its records, and why lines of it, or all of it, cannot be used."""
+"""(A file, its records, the errors of its unusable lines or of the whole file)."""
 
 
 def answers(opened: TrainedModel, inputs: Sequence[Input], batch_size: int) -> Iterator[tuple[Input, Iterator[Answer]]]:
-    """Yield every file in order with its answers, those that cannot be had last; a file that cannot be read has but an error.
+    """Yield (file, iterator of its answers), in order. A file's errors come after its answers.
 
-    Files wait for others while all their records go into one call of `batch_size`.
+    Files are collected until their records fill one call of `batch_size`.
     """
     waiting = list[Read]()
     for one in inputs:
@@ -87,7 +87,10 @@ def _answer_files(opened: TrainedModel, waiting: list[Read], batch_size: int) ->
 
 
 def _answer_records(opened: TrainedModel, where: Path, texts: list[Text], batch_size: int) -> list[Answer]:
-    """Return the answer to each record; where one cannot be used, halves are asked until it is found, and the rest goes on."""
+    """Return the answer or the error of each record.
+
+    If a record cannot be used, each half of the records is tried separately, until only unusable records have errors.
+    """
     if not texts:
         return []
     try:
@@ -115,7 +118,7 @@ def _generate_answers(opened: TrainedModel, where: Path, texts: list[Text], batc
 
 
 def _answer_record(text: Text, said: str | dict[str, Any]) -> dict[str, Any]:
-    """Return a record with its answer, or its class."""
+    """Return a record with its answer or its class, as a line of the output file."""
     asked: dict[str, Any] = {
         "system": text.system,
         "history": text.history,
@@ -129,25 +132,28 @@ def _answer_record(text: Text, said: str | dict[str, Any]) -> dict[str, Any]:
 # predict ---------------------------------------------------------------------------------------------------------------
 
 ENDS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""What ends a run: the next input would meet it too."""
+"""Errors of the disk that end the command, because every later input would meet them too."""
 SIDE = 1024
-"""Pixels of an overlay's longest side, at most."""
+"""Largest length of an overlay's longer side in pixels."""
 
 
 @dataclass
 class Outcome:
-    """What came of a run over inputs: files written, and the inputs that could not be used, with the reason."""
+    """The result of `predict`. `bad`: (input's name, reason) for inputs that could not be used.
+
+    `written`: the names of the predicted inputs; for segmentation, the names of their masks.
+    """
 
     written: list[str] = field(default_factory=list)
     bad: list[tuple[str, str]] = field(default_factory=list)
 
 
 def predict(predictor: Predictor, inputs: list[Input], wanted: OutputOptions, done: Callable[[Input], None]) -> Outcome:
-    """Predict every input; one that cannot be used is noted, and the rest goes on. `done` is told of each.
+    """Predict every input, and return what was written and what failed. `done` is called with each input.
 
-    So is one that would be written to a file of an input before it.
-
-    Raises ConfigError, before anything is written, where files would be replaced.
+    An input that cannot be used is added to `Outcome.bad`, and the others are still predicted. The same holds for an input
+    whose files would have the names of an earlier input's files. Raises ConfigError, before anything is written, if existing
+    files would be replaced.
     """
     name = predictor.opened.config.task.name
     work = {
@@ -174,11 +180,14 @@ def predict(predictor: Predictor, inputs: list[Input], wanted: OutputOptions, do
 
 Try = Callable[[Callable[[], None]], None]
 Tried = Iterator[tuple[Input, Iterator[Any], Try]]
-"""Every input with what the model says of it: Prediction of a picture's parts, Answer of a file's records."""
+"""(Input, iterator of its outputs, function that runs work on it). Outputs: Prediction per part, or Answer per record."""
 
 
 def _with_error_handler(asked: Iterable[tuple[Input, Iterator[Any]]], outcome: Outcome, done: Callable[[Input], None]) -> Tried:
-    """Yield every input with what runs its work and notes a DataError of it, and a file that cannot be written."""
+    """Yield every input with its outputs and a function that runs work on it.
+
+    The function adds a DataError, or an OSError when writing, to `outcome`. It raises an OSError that is in ENDS.
+    """
 
     def run(work: Callable[[], None]) -> None:
         try:
@@ -232,7 +241,7 @@ def _mask_area(part: Prediction) -> int:
 
 
 class _Volume:
-    """The planes of a volume, put back where they came from."""
+    """Collects the predicted planes of a volume in the volume's grid, and writes them."""
 
     def __init__(self, one: Input, predictor: Predictor, wanted: OutputOptions) -> None:
         self.one, self.names, self.dicom = one, list(predictor.task.classes), is_dicom(one.path)
@@ -245,7 +254,7 @@ class _Volume:
         self.shares = np.zeros((count, *shape), np.float32) if wanted.probabilities else None
 
     def put(self, part: Prediction) -> None:
-        """Take a plane."""
+        """Add the prediction of one plane."""
         axis, number = part.item.axis, part.item.slice or 0
         if self.masks is None:
             self.grid.put(self.labels, axis, number, label_map(part.answer, self.names, self.values))
@@ -256,7 +265,7 @@ class _Volume:
                 self.grid.put(self.shares[index], axis, number, logits.sigmoid().numpy())
 
     def write(self, path: Path, beside: Path) -> None:
-        """Write the mask, and the probabilities where they are wanted."""
+        """Write the mask to `path` and, if wanted, the probabilities to `beside`."""
         if self.masks is None:
             write_nifti(path, self.labels, self.one.path)
             if self.shares is not None:
@@ -269,9 +278,12 @@ class _Volume:
 
 
 def _write_overlay(path: Path, part: Prediction, one: Input) -> None:
-    """Draw an overlay. Raises DataError, whatever went wrong: the mask is there, and the other inputs go on."""
+    """Draw an overlay of the mask on the picture, and write it.
+
+    Raises DataError for any failure other than OSError, because the mask is written already and other inputs follow.
+    """
     try:
-        # Draw what the model says on the picture, of a volume on the plane of which it says most.
+        # For a volume, `part` is the plane with the largest mask.
         rows, columns = part.image.shape[:2]
         side = max(rows, columns)
         image = np.zeros((side, side, 3), np.uint8)
