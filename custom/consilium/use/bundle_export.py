@@ -204,21 +204,21 @@ python -m monai.bundle run --config_file configs/inference.json --dataset_dir IM
 
 IMAGES is a folder of PNG, JPEG, TIFF or BMP pictures, or one such file. {out}{prompts}
 The bundle cuts no tiles and opens no volumes, DICOM or slides: write their planes or tiles as pictures first, or use
-`consilium predict`. It runs on the GPU if there is one; `--device '$torch.device("cpu")'` keeps it on the CPU.
-models/model.pt2 is the program that runs, models/model.pt its weights as a state dict. A bundle's configuration is code: run
-those of people you trust.
+`consilium predict`. It runs on the GPU if there is one; `--device '$torch.device("cpu")'` selects the CPU.
+models/model.pt2 is the program that runs, and models/model.pt has its weights as a state dict. A bundle's configuration is
+code, so only run bundles from people you trust.
 """
 _OUT = {
-    "segmentation": "OUT receives a mask for every class, NAME_CLASS.png, 0 and 255, on the picture's own grid.",
-    "classification": "OUT receives classes.csv: a row for every picture: its likeliest class, and the probability of each.",
+    "segmentation": "OUT receives one mask per class, NAME_CLASS.png, with values 0 and 255 and the size of the picture.",
+    "classification": "OUT receives classes.csv with one row per picture: its likeliest class, and each class's probability.",
 }
 _PROMPTS = {
     "box": """
-The network takes a box for every class. `--boxes FILE` gives them: a CSV of image, class, left, top, right, bottom in the
-picture's pixels, or a JSON list of the same. Without one the box is the whole picture.
+The network takes one box per class. `--boxes FILE` gives the boxes: a CSV file of image, class, left, top, right, bottom in the
+picture's pixels, or a JSON list of such objects. Without a box, the whole picture is the box.
 """,
     "point": """
-The network takes a point for every class. `--points FILE` gives them: a CSV of image, class, x, y in the picture's pixels from
-the left and the top, or a JSON list of the same. A class without one is looked for everywhere.
+The network takes one point per class. `--points FILE` gives the points: a CSV of image, class, x, y in the picture's pixels
+from the left and the top, or a JSON list of such objects. A class without a point is searched in the whole picture.
 """,
 }

@@ -153,7 +153,7 @@ _BESIDE = {
     "head.safetensors": 'base.head.load_state_dict(load_file("head.safetensors"))  # the linear layer on the features\n',
 }
 _KEPT = """
-Its base was kept as {} by bitsandbytes in training and in scoring. On a base in 32 bits it answers a little otherwise.
+In training and scoring, bitsandbytes stored the base as {}. On a base in 32 bits, the outputs differ slightly.
 """
 
 
