@@ -44,7 +44,7 @@ def test_a_peft_folder_says_that_its_base_was_quantized(dtype: str, said: bool, 
     found = open_model(kept(tmp_path / "kept", LORA), own=HERE)
     config = found.config.model_copy(update={"model": found.config.model.model_copy(update={"dtype": dtype})})
     page = (export(replace(found, config=config), "peft", tmp_path / "peft", HERE).folder / "README.md").read_text()
-    assert (f"kept as {dtype} by bitsandbytes" in page) == said
+    assert (f"bitsandbytes stored the base as {dtype}" in page) == said
 
 
 def test_peft_alone_loads_the_adapter(tmp_path: Path) -> None:
