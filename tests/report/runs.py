@@ -10,7 +10,7 @@ import yaml
 
 from consilium.core.messages import Stage
 from consilium.report.compare.comparability import Group, grouped
-from consilium.report.compare.scores import GroupScores, scores_of
+from consilium.report.compare.score_statistics import GroupScores, scores_of
 from consilium.report.run_record import RunRecord, read_finished
 from tests.conftest import small_cells
 

@@ -13,7 +13,7 @@ import yaml
 from consilium.core.messages import Stage
 from consilium.core.storage import save_state
 from consilium.report.compare.comparability import MissingRun, grouped
-from consilium.report.compare.scores import ranks, scores_of
+from consilium.report.compare.score_statistics import ranks, scores_of
 from consilium.report.run_record import RunRecord, read_finished
 from tests.conftest import small_cells
 from tests.report.runs import PRIVATE, Scores, accuracy, change, group_of, make, read, study_runs

@@ -27,7 +27,7 @@ from consilium.report.compare.figures import (
     style,
     ticks,
 )
-from consilium.report.compare.scores import scores_of
+from consilium.report.compare.score_statistics import scores_of
 from consilium.report.run_record import read_finished
 from tests.conftest import run, small_cells
 from tests.report.runs import accuracy, change, group_of, made, make, result

@@ -12,7 +12,7 @@ import pytest
 from consilium.core.messages import Stage
 from consilium.report.compare.comparability import grouped
 from consilium.report.compare.published import published_for, published_table, read_published
-from consilium.report.compare.scores import scores_of
+from consilium.report.compare.score_statistics import scores_of
 from consilium.report.compare.tables import (
     as_csv,
     comparison_tables,

@@ -9,7 +9,7 @@ import pytest
 
 from consilium.core.messages import Stage
 from consilium.report.compare.comparability import grouped
-from consilium.report.compare.scores import comparisons, interval, patients_interval, ranks, scores_of
+from consilium.report.compare.score_statistics import comparisons, interval, patients_interval, ranks, scores_of
 from consilium.report.compare.tables import comparison_tables, scores_table
 from consilium.report.run_record import read_finished
 from consilium.report.tables import markdown

@@ -13,11 +13,11 @@ from consilium.config.site import Given
 from consilium.core.errors import ConfigError
 from consilium.core.storage import private_folder
 from consilium.data.synthetic.phantoms import make_phantoms
-from consilium.study.plan import Planned, Planner
+from consilium.study.definition import load
+from consilium.study.preflight import Planned, Planner
 from consilium.study.records import CellRecord, lock, record_of
-from consilium.study.run_cell import begun, fail, run_cell
+from consilium.study.run_cell import begun, record_failure, run_cell
 from consilium.study.runner import run_study
-from consilium.study.study import load
 from tests.study.conftest import MakeStudy
 
 
@@ -107,11 +107,11 @@ def test_a_process_that_is_gone_fails_no_cell_that_another_one_has(study_file: M
     (one,) = planned(study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w")
     CellRecord("running", data=one.data, code=one.code).save(one.cell.folder)
     with lock(one.cell.folder):
-        assert fail(one, "gone").state == "locked"
-    assert fail(one, "gone").reason == "gone"
+        assert record_failure(one, "gone").state == "locked"
+    assert record_failure(one, "gone").reason == "gone"
     CellRecord("done", data=one.data, code=one.code).save(one.cell.folder)
     (one.cell.folder / "results.json").write_text("{}")
-    assert fail(one, "gone").state == record_of(one.cell.folder).state == "done"
+    assert record_failure(one, "gone").state == record_of(one.cell.folder).state == "done"
 
 
 def test_wrong_data_are_told_before_anything_runs(study_file: MakeStudy, tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from consilium.config.code_digest import code_of
 from consilium.config.site import Given
 from consilium.core.errors import ConfigError
 from consilium.report.run_record import KEPT, cell_folder, earlier_cells, keep_cells, study_cells
-from consilium.study.plan import Planned, Planner
+from consilium.study.definition import Cell, Study, load
+from consilium.study.preflight import Planned, Planner
 from consilium.study.records import CellRecord, record_of
 from consilium.study.run_cell import begun as begun_record
 from consilium.study.run_cell import finished, run_cell, set_aside
-from consilium.study.study import Cell, Study, load
 from tests.conftest import run
 from tests.recipes.conftest import write_distribution
 from tests.report.pages import Page
@@ -207,7 +207,7 @@ def test_a_part_by_other_code_is_set_aside_and_begins_anew_unasked(
     path, w = study_file(axes={"seed": {"training.seed": [3]}}), tmp_path / "w"
 
     def planned(code: str) -> Planned:
-        for place in ("consilium.config.code_digest.code_of", "consilium.study.plan.code_of"):
+        for place in ("consilium.config.code_digest.code_of", "consilium.study.preflight.code_of"):
             monkeypatch.setattr(place, lambda config: code)
         return Planner(Given(), w).plan(load(path, workspace=w).cells())[0]
 

@@ -22,8 +22,8 @@ from consilium.report.compare.tables import as_csv, as_json, comparison_tables
 from consilium.report.plain_files import subfolders
 from consilium.report.run_record import CELLS, RunRecord, cell_folder, read_finished, read_run
 from consilium.report.tables import Table, latex, markdown, terminal
+from consilium.study.definition import load
 from consilium.study.records import record_of
-from consilium.study.study import load
 
 DRAW = "consilium.report.compare.figures:draw"
 YAML = (".yaml", ".yml")

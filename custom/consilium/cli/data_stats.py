@@ -11,7 +11,7 @@ from consilium.core.errors import ConfigError
 from consilium.data.datalist import read_datalist, with_affine, with_challenge_splits
 from consilium.data.settings import DEFAULTS, PictureSettings
 from consilium.data.stats import site_stats
-from consilium.report.site_stats import tables, write_stats
+from consilium.report.data_stats import tables, write_stats
 
 
 def data_stats(

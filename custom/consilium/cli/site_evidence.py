@@ -34,7 +34,7 @@ from consilium.privacy.accounting.composition import VOID
 from consilium.privacy.ledger.audit import FILE, is_void
 from consilium.privacy.ledger.audit import read as read_record
 from consilium.privacy.ledger.ledger import Ledger, accepted
-from consilium.report.run_log import versions
+from consilium.report.run_files import versions
 from consilium.strategies.strategy import Role
 
 # approve ---------------------------------------------------------------------------------------------------------------

@@ -25,11 +25,11 @@ from consilium.config.site import Given
 from consilium.core.sanitize import line, number_of
 from consilium.report.run_record import earlier_cells, keep_cells
 from consilium.report.tables import Table, duration, few
+from consilium.study.definition import Study, load, named, pick
 from consilium.study.estimate import bytes_of
-from consilium.study.plan import Planner
+from consilium.study.preflight import Planner
 from consilium.study.records import CellRecord, log_of, record_of
 from consilium.study.runner import run_study
-from consilium.study.study import Study, load, named, pick
 from consilium.study.view import StudyView, cells_table
 
 StudyArgument = Annotated[Path, typer.Argument(help="a file, or a name in jobs/studies")]

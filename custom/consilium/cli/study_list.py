@@ -8,8 +8,8 @@ import typer
 from consilium.cli.options import ASSUMED, TFLOPS, FormatOption, TflopsOption, emit, gpu_hours
 from consilium.core.lazy import call
 from consilium.report.tables import Column, Table, folding
+from consilium.study.definition import Study, load, studies_folder
 from consilium.study.records import cached_flops, known_flops, record_of
-from consilium.study.study import Study, load, studies_folder
 
 
 def study_list(

@@ -159,7 +159,7 @@ def _score_lines(found: Mapping[str, float], opened: TrainedModel, split: Split,
     """Yield the scores of a model for people."""
     scores: Scores = TASKS[opened.config.task.name].scores(opened.config.task)
     rows = []
-    for name in shown_scores(found, scores):
+    for name in score_names_to_show(found, scores):
         metric, _, part = name.partition("/")
         ends = [found.get(name + end) for end in (LOW, HIGH)]
         interval = "-" if None in ends else "–".join(map(number, ends))
@@ -175,7 +175,7 @@ def _score_lines(found: Mapping[str, float], opened: TrainedModel, split: Split,
             yield shown(f"note: in {found[name]:.0f} {split} pictures {what}", LONGEST_LINE)
 
 
-def shown_scores(found: Mapping[str, float], scores: Scores) -> list[str]:
+def score_names_to_show(found: Mapping[str, float], scores: Scores) -> list[str]:
     """Return the names of the scores for people: the leading one, those beside it, then those of each class."""
     whole = [scores.lead(found), *scores.beside]
     each = [name for metric in whole for name in sorted(found) if name.startswith(f"{metric}/")]

@@ -25,7 +25,7 @@ from consilium.privacy.guard.release_checks import geometries, noised_sum, sent_
 from consilium.privacy.mechanism import Geometry, in_reals, privatize, restored
 from consilium.privacy.plan import Plan, make_plan, not_private
 from consilium.privacy.randomness import Randomness
-from consilium.report.run_log import RunLog
+from consilium.report.run_files import RunLog
 from consilium.report.tracking import Tracker
 from consilium.server import initialization
 from consilium.server.aggregation import RoundAggregate, merged, penalized

@@ -11,7 +11,7 @@ from typing import Any
 from consilium.config.job import JobConfig
 from consilium.core.messages import MetricKey, Stage
 from consilium.federation.saved_model import leading
-from consilium.report.run_log import mean_metrics
+from consilium.report.run_files import mean_metrics
 from consilium.strategies.strategy import ServerState, Strategy
 from consilium.tasks.registry import LOWER
 

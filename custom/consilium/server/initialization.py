@@ -16,7 +16,7 @@ from consilium.core.storage import checkpoint_hash, file_hash, load_state, save_
 from consilium.federation.job import Job, bare_model, checkpoint_of, in_checkpoints, kinds_of
 from consilium.federation.model_card import Card
 from consilium.federation.saved_model import TENSORS, SavedModel, read_kept
-from consilium.report.run_log import other_version
+from consilium.report.run_files import other_version
 from consilium.server.early_stopping import Validations
 from consilium.strategies.strategy import ServerState
 

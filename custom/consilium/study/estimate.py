@@ -8,8 +8,8 @@ from consilium.estimates.communication import moved, own_cost
 from consilium.estimates.flops import Samples, Work, own_samples, run_flops, work_of
 from consilium.federation.job import assemble_job
 from consilium.federation.sites import site_names
+from consilium.study.definition import Cell, Study
 from consilium.study.records import save_flops
-from consilium.study.study import Cell, Study
 
 COUNTING = ("model", "adapter", "task", "strategy")
 """Sections of a job that decide what a sample costs."""

@@ -17,7 +17,7 @@ from consilium.federation.job import assemble_job
 from consilium.report.predictions import PREDICTIONS, join_predictions
 from consilium.runtime.engine import simulate
 from consilium.server import initialization
-from consilium.study.plan import Planned
+from consilium.study.preflight import Planned
 from consilium.study.records import CellRecord, lock, stored
 
 MOST_REASON = 600
@@ -61,7 +61,7 @@ def run_cell(planned: Planned, observer: Observer) -> CellRecord:
         return CellRecord("locked")
 
 
-def fail(planned: Planned, reason: str) -> CellRecord:
+def record_failure(planned: Planned, reason: str) -> CellRecord:
     """Record that a cell failed in a process that is gone, unless another one runs it by now, or has done it."""
     try:
         with lock(planned.cell.folder):

@@ -10,9 +10,9 @@ from typing import Any, TextIO
 
 from consilium.core.child_process import ChildProcess, exit_with_parent
 from consilium.core.storage import open_private
-from consilium.study.plan import Planned
+from consilium.study.preflight import Planned
 from consilium.study.records import CellRecord, log_of
-from consilium.study.run_cell import fail, finished, renewed, run_cell
+from consilium.study.run_cell import finished, record_failure, renewed, run_cell
 
 # worker ----------------------------------------------------------------------------------------------------------------
 # A process of a study that runs functions one after another, and the end of it that its study holds.
@@ -94,7 +94,7 @@ def run_study(cells: list[Planned], workers: int, told: Told) -> dict[str, CellR
                 said, planned = worker.take(), worker.task
                 if said is None:
                     crew.remove(worker)
-                    said = fail(planned, worker.end())
+                    said = record_failure(planned, worker.end())
                 told(planned, said)
                 if isinstance(said, CellRecord):
                     worker.task = None

@@ -10,11 +10,11 @@ from rich.text import Text
 from consilium.core.sanitize import shown
 from consilium.report.live_view import LiveScreen
 from consilium.report.tables import Column, Table, duration
-from consilium.study.plan import Planned
+from consilium.study.definition import Cell
+from consilium.study.preflight import Planned
 from consilium.study.records import CellRecord, record_of
 from consilium.study.run_cell import finished
 from consilium.study.runner import Progress as Part
-from consilium.study.study import Cell
 
 Records = Mapping[str, CellRecord]
 """By cell."""

@@ -74,7 +74,7 @@ class Group:
         """Return the seeds that a method should have: another draw of noise only where it has one."""
         return [seed for seed in self.seeds if AGAIN not in seed or (method, seed) in self.runs]
 
-    def titled(self, text: str) -> str:
+    def with_group_name(self, text: str) -> str:
         """Return a figure's or table's title, which begins with the group's name if there is one."""
         return f"{self.name}: {text}" if self.name else text
 

@@ -24,7 +24,7 @@ from consilium.core.sanitize import shown
 from consilium.core.storage import PUBLIC, write_atomic, write_figure
 from consilium.report.compare import COLUMN, PAGE
 from consilium.report.compare.comparability import Group
-from consilium.report.compare.scores import GroupScores, mean, scores_of
+from consilium.report.compare.score_statistics import GroupScores, mean, scores_of
 from consilium.report.compare.tables import MARK
 from consilium.report.figures import NUMBERED, ROUNDS, draw_matrix
 from consilium.report.plain_files import subfolders
@@ -139,9 +139,9 @@ def draw(
             with rc_context(STYLE):
                 plot = make(scores_of(group, stage, metric or group.first.metric), width)
                 if isinstance(plot, str):
-                    notes.append(group.titled(f"no {name}{end}: {plot}"))
+                    notes.append(group.with_group_name(f"no {name}{end}: {plot}"))
                     continue
-                caption = group.titled(plot.caption)
+                caption = group.with_group_name(plot.caption)
                 if titles:
                     plot.figure.suptitle(plain(caption, int(15 * plot.figure.get_figwidth())))
                 paths = [folder / f"{name}{end}.{ending}" for ending in (*FORMATS, "csv")]
@@ -154,7 +154,7 @@ def draw(
             page += [rf"\caption{{{tex(caption)}}}", rf"\end{{{place}}}"]
         examples, undrawn = draw_examples(folder, group, stage, end)
         files += examples
-        notes += map(group.titled, undrawn)
+        notes += map(group.with_group_name, undrawn)
     if len(page) > 1:
         files.append(folder / "figures.tex")
         write_atomic(files[-1], "\n".join([*page, ""]).encode(), PUBLIC)

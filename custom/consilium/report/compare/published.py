@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from consilium.report.compare import DIAGNOSED, HELD_OUT
 from consilium.report.compare.comparability import Group
-from consilium.report.compare.scores import GroupScores, mean, scores_of, series
+from consilium.report.compare.score_statistics import GroupScores, mean, scores_of, series
 from consilium.report.tables import Column, Table, difference, number
 
 SITE = "site"
@@ -80,5 +80,5 @@ def published_table(scores: GroupScores, numbers: Sequence[Published]) -> list[T
     notes += [f"{HELD_OUT}: sites not asked to train, before the last round"] if outside else []
     grid = scores.group.first.scores.grid
     notes += [f"measured here on the {grid}"] if grid else []
-    title = scores.group.titled(f"Other published numbers beside ours, {scores.stage} model")
+    title = scores.group.with_group_name(f"Other published numbers beside ours, {scores.stage} model")
     return [Table(title, columns, rows, notes)] if rows else []

@@ -11,7 +11,7 @@ from consilium.core.sanitize import number_of
 from consilium.report.compare import Test
 from consilium.report.compare.comparability import Group, frozen_model
 from consilium.report.compare.published import Published, published_for, published_table
-from consilium.report.compare.scores import (
+from consilium.report.compare.score_statistics import (
     FEWEST,
     FEWEST_SEEDS,
     GroupScores,
@@ -51,7 +51,7 @@ def diagnostics_table(scores: GroupScores) -> list[Table]:
             rows.append([method, what, *map(number, cells)])
     columns = [Column("method", right=False), Column("diagnostic", right=False), Column("first", 1), Column("last", 1)]
     columns.append(Column("mean"))
-    title = scores.group.titled("Measured by the runs themselves")
+    title = scores.group.with_group_name("Measured by the runs themselves")
     notes = ["means over seeds; rho: Spearman's", *correlations_over_runs(scores)]
     return [Table(title, columns, rows, notes)] if rows else []
 
@@ -177,7 +177,7 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
         if len(there) > 1:
             top = number((min if scores.lower else max)(there))
             best |= {(above + i, index) for i, m in enumerate(group.methods) if number(whole.get(m)) == top}
-    title = group.titled(f"{group.heading(scores.metric)}, {scores.stage} model, {group.first.split} split")
+    title = group.with_group_name(f"{group.heading(scores.metric)}, {scores.stage} model, {group.first.split} split")
     valued = {column.heading for i, column in enumerate(columns) if any(row[i] not in ("-", "") for row in rows)}
     captions = [_caption(scores, blocks, valued, of_sites) for of_sites in (False, True)]
     return Table(
@@ -282,7 +282,7 @@ def cost_table(group: Group) -> Table:
     early = [f"{method}, seed {seed}: {ending(run.ended)}" for (method, seed), run in group.runs.items() if run.ended]
     notes += early[:MOST_LISTED]
     notes += [f"and {len(early) - MOST_LISTED} more that ended early"] if len(early) > MOST_LISTED else []
-    return Table(group.titled("Costs"), columns, rows, notes)
+    return Table(group.with_group_name("Costs"), columns, rows, notes)
 
 
 def _fewer_steps(group: Group) -> list[str]:
@@ -340,7 +340,10 @@ def _significance_table(scores: GroupScores, test: Test, against: str | None) ->
         notes.append(f"too few: under {FEWEST} pairs no p can be under 0.05, so none is given")
     notes += [f"{len(found) - MOST_TESTS} more with larger p are left out here"] if len(found) > MOST_TESTS else []
     return Table(
-        scores.group.titled(f"Paired tests, {scores.group.heading(scores.metric)} ({scores.stage})"), columns, rows, notes
+        scores.group.with_group_name(f"Paired tests, {scores.group.heading(scores.metric)} ({scores.stage})"),
+        columns,
+        rows,
+        notes,
     )
 
 
@@ -359,7 +362,9 @@ def _missing_table(tables: Sequence[GroupScores]) -> list[Table]:
     rows = [[method, seed, few(list(places)), why] for (method, seed, why), places in sorted(lines.items())]
     columns = [METHOD, Column("seed"), Column("sites", 1, False), Column("why", 0, False)]
     rest = [f"{len(rows) - MOST_LISTED} more lines are left out here"] if len(rows) > MOST_LISTED else []
-    return [Table(tables[0].group.titled("Missing, and in no mean"), columns, rows[:MOST_LISTED], rest)] if rows else []
+    return (
+        [Table(tables[0].group.with_group_name("Missing, and in no mean"), columns, rows[:MOST_LISTED], rest)] if rows else []
+    )
 
 
 def _rank_table(tables: Sequence[GroupScores]) -> list[Table]:

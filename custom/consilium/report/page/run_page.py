@@ -19,7 +19,7 @@ from consilium.report.best_worst_cases import CASES
 from consilium.report.compare import PAGE
 from consilium.report.compare.comparability import Group
 from consilium.report.compare.figures import COLOURS, PLOTS
-from consilium.report.compare.scores import mean, scores_of
+from consilium.report.compare.score_statistics import mean, scores_of
 from consilium.report.compare.tables import MEANT
 from consilium.report.figures import ROUNDS
 from consilium.report.live_view import ending, when
@@ -38,7 +38,7 @@ from consilium.report.plain_files import (
     subfolders,
 )
 from consilium.report.results_table import VALUES, confusion_tables, frozen_level, read_matrix, results_table
-from consilium.report.run_log import versions
+from consilium.report.run_files import versions
 from consilium.report.run_record import RunRecord, is_simulation, read_run, values_of_cell
 from consilium.report.tables import Table, columns, duration, few, size, stamp
 from consilium.strategies.strategy import Role
@@ -354,11 +354,11 @@ def study_page(
             with drawing(grid=False):
                 found = make(scores, PAGE)
                 if isinstance(found, str):
-                    undrawn.append(group.titled(f"no figure of {SHOWS[plot].lower()}: {found}"))
+                    undrawn.append(group.with_group_name(f"no figure of {SHOWS[plot].lower()}: {found}"))
                     continue
                 alt = f"{SHOWS[plot]}. {group.heading(scores.metric)}, mean over sites: {told or 'none'}."
                 more = {} if plot == "sites" else INKED  # numbers in a heat map's cells are black or white by the cell's colour
-                figures.append((inline(found.figure, f"{plot}{place}", alt, more), group.titled(found.caption)))
+                figures.append((inline(found.figure, f"{plot}{place}", alt, more), group.with_group_name(found.caption)))
     sections = ["tables", *["figures"] * bool(figures), *["notes"] * bool(undrawn)]
     values = {"tables": tables, "figures": figures, "notes": undrawn}
     runs = sum(len(group.runs) for group in groups)

@@ -18,7 +18,7 @@ from consilium.core.errors import ConfigError
 from consilium.core.storage import file_hash, private_folder, write_atomic
 from consilium.federation.job import assemble_job, checkpoint_of
 from consilium.federation.sites import site_names
-from consilium.study.study import Cell, GridErrors
+from consilium.study.definition import Cell, GridErrors
 
 # data digest -----------------------------------------------------------------------------------------------------------
 # Digests of the sites' data and checkpoints, wherever they lie: a cell's results depend on them beside its job.
