@@ -60,9 +60,7 @@ class Closing:
             if self.by is None:
                 self.by, self.picked = stage, pick(task.scored)
             elif task.scored.names != self.scored[self.by].names:
-                raise ValueError(
-                    f"the {stage} model was scored on other samples"
-                )  # a file became unreadable
+                raise ValueError(f"the {stage} model was scored on other samples")  # a file became unreadable
             self.scored[stage] = task.scored
             samples = [self.scored[self.by].samples[number] for number in self.picked.values()]
             if samples and (shown := task.show(model, split, samples)) is not None:

@@ -106,9 +106,8 @@ def traced(canvas: Image.Image, masks: Tensor) -> Image.Image:
     shapes = [_shape(mask, FINE * size) for mask in masks if mask.any()]
     for colour, width in ((BLACK, 2), (WHITE, 1)):
         for shape, corner in shapes:
-            near = shape.filter(
-                ImageFilter.BoxBlur(width)
-            )  # after the blur only pixels near a border are between 0 and 255; rank filters take longer
+            # after the blur only pixels near a border are between 0 and 255; a rank filter would take longer
+            near = shape.filter(ImageFilter.BoxBlur(width))
             fine.paste(colour, corner, near.point(lambda v: 255 * (0 < v < 255)))
     return fine.reduce(FINE)
 
