@@ -1,4 +1,4 @@
-"""The commands `consilium compare` and `report`: runs and studies as tables, pictures and pages."""
+"""The commands `consilium compare` and `report`, which write runs and studies as tables, pictures and pages."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,11 +27,11 @@ from consilium.study.records import record_of
 
 DRAW = "consilium.report.compare.figures:draw"
 YAML = (".yaml", ".yml")
-"""Endings of a study's file. Other files, such as logs of cells, may lie beside runs."""
+"""Endings of a study's file. Other files among the paths, such as logs, are left out."""
 
 
 TableFormat = Literal["txt", "md", "tex", "csv", "json", "html"]
-"""How tables are written."""
+"""Formats of tables."""
 
 
 def compare(
@@ -41,25 +41,29 @@ def compare(
     ],
     format: Annotated[
         TableFormat | None,
-        typer.Option("--format", help="md, tex; csv: a row per score; html: a page with pictures; by -o's ending, else txt"),
+        typer.Option(
+            "--format", help="csv: a row per score; html: a page with pictures; default: by the ending of -o, else txt"
+        ),
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="instead of the screen")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="file to write, instead of the screen")
+    ] = None,
     pictures: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="receives PNG, PDF, SVG and CSV of each picture")
+        Path | None, typer.Option(metavar="FOLDER", help="folder for the pictures as PNG, PDF, SVG and CSV")
     ] = None,
     columns: Annotated[int, typer.Option(min=1, max=2, help="width of pictures in columns of a paper: 3.5 or 7.16 inches")] = 1,
-    titles: Annotated[bool, typer.Option("--titles", help="write each picture's caption into it, too")] = False,
-    model: Annotated[
-        Literal["global", "personalized"], typer.Option(help="the one that ranks, tests and pictures are about")
-    ] = "global",
-    metric: Annotated[str, typer.Option(help="such as f1 or dice/cup; default: what the task is judged by")] = "",
-    test: Annotated[Test, typer.Option(help="of paired scores over seeds and sites")] = "wilcoxon",
-    against: Annotated[str, typer.Option(metavar="METHOD", help="test all others against this one only")] = "",
-    smoke: Annotated[bool, typer.Option("--smoke", help="the study as `study run --smoke` ran it")] = False,
-    small: Annotated[bool, typer.Option("--small", help="the study as `study run --small` ran it")] = False,
+    titles: Annotated[bool, typer.Option("--titles", help="also write captions into the pictures")] = False,
+    model: Annotated[Literal["global", "personalized"], typer.Option(help="model for ranks, tests and pictures")] = "global",
+    metric: Annotated[
+        str, typer.Option(help="score to compare, such as f1 or dice/cup; default: the task's leading score")
+    ] = "",
+    test: Annotated[Test, typer.Option(help="paired test over seeds and sites")] = "wilcoxon",
+    against: Annotated[str, typer.Option(metavar="METHOD", help="test all other methods against this one only")] = "",
+    smoke: Annotated[bool, typer.Option("--smoke", help="compare the runs of `study run --smoke`")] = False,
+    small: Annotated[bool, typer.Option("--small", help="compare the runs of `study run --small`")] = False,
     workspace: WorkspaceOption = None,
 ) -> None:
-    """Put runs beside each other: means over sites and seeds, paired tests, ranks, bytes, seconds, epsilon, pictures."""
+    """Compare runs: means over sites and seeds, paired tests, ranks, bytes, seconds, epsilon, pictures."""
     runs = [(path if path.exists() or "=" not in path.name else cell_folder(path)) for path in runs]
     groups, notes, published = _study(runs[0], smoke, small, workspace) if _is_study(runs) else (*comparable_groups(runs), [])
     notes += [one for group in groups for one in mixed(group)]
@@ -77,7 +81,7 @@ def compare(
     kind = format or ("txt" if output is None else output.suffix[1:])
     if kind not in get_args(TableFormat):
         raise ConfigError(f"--output: {output}: no format of this ending; end it in .{', .'.join(get_args(TableFormat))}")
-    text = _written(
+    text = _format_tables(
         cast(TableFormat, kind),
         groups,
         tables,
@@ -94,7 +98,7 @@ def compare(
 
 
 def comparable_groups(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
-    """Return the groups of runs that compare, and a line for each run that is left out or does not compare."""
+    """Return the groups of comparable runs, and a line for each run that is left out or not comparable with the first."""
     found: list[RunRecord] = []
     notes: list[str] = []
     if files := [path for path in paths if not path.is_dir()]:
@@ -125,7 +129,7 @@ def _is_study(paths: Sequence[Path]) -> bool:
 
 
 def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> tuple[list[Group], list[str], list[Published]]:
-    """Return the groups of a study's finished runs, notes on the others, and the published numbers."""
+    """Return the groups of a study's finished runs, notes on missing runs, and the published numbers."""
     study = load(path, study_size(smoke, small), workspace)
     axes = study.config.named_axes
     found: list[RunRecord] = []
@@ -155,7 +159,7 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> tupl
 
 
 def _how_far(folder: Path, error: ConfigError) -> str:
-    """Return why a cell has no scores: its state, or for a finished one the error of its folder."""
+    """Return why a cell has no scores: its state, or the error in its folder if it is done."""
     record = record_of(folder)
     if record.state == "done":
         return shown(str(error).replace("\n", "; "), 300)
@@ -163,7 +167,7 @@ def _how_far(folder: Path, error: ConfigError) -> str:
 
 
 def _check(groups: Sequence[Group], metric: str, against: str) -> None:
-    """Raise ConfigError for an unknown score or method."""
+    """Raise ConfigError if no run has the metric, or no group has the method."""
     scored = {
         name.split("/", 2)[2]
         for g in groups
@@ -180,7 +184,7 @@ def _check(groups: Sequence[Group], metric: str, against: str) -> None:
         raise ConfigError(f"--against: {shown(against, 80)!r}: no such method; take one of {'; '.join(methods[:12])}")
 
 
-def _written(
+def _format_tables(
     format: TableFormat,
     found: Sequence[Group],
     tables: Sequence[Table],
@@ -189,7 +193,7 @@ def _written(
     stage: Stage,
     file: bool,
 ) -> str:
-    """Return the tables in a format; text is as wide as the terminal, or FILE_WIDTH for a `file`."""
+    """Return the comparison in a format. Plain text is as wide as the terminal, or FILE_WIDTH for a `file`."""
     if format == "csv":
         show((f"note: {shown(note, 2000)}" for note in notes), errors=True)
         return as_csv(found)
@@ -221,10 +225,10 @@ def report(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="default: report.html in the folder")
     ] = None,
     site: Annotated[
-        str, typer.Option(metavar="NAME", help="what this site may keep: its pictures, what left it, its ledger")
+        str, typer.Option(metavar="NAME", help="write this site's own page: its pictures, what left it, its ledger")
     ] = "",
 ) -> None:
-    """Write a run, finished or not, as one page for any browser: no network, light and dark, printable."""
+    """Write a run, finished or not, as one HTML page that works offline in any browser, in light and dark, and in print."""
     if (run / CELLS).is_dir() and not (run / "job.yaml").exists():
         raise ConfigError(f"{run}: is a study's; its page is of `consilium compare STUDY -o report.html`")
     run = run if run.is_dir() else cell_folder(run)

@@ -42,8 +42,8 @@ class MissingRun:
 class Group:
     """Comparable runs, by method and seed.
 
-    `name`: "" if there is one group only. `left`: a line per run that was left out. `absent`: why a run is missing, by method and
-    seed. `data_axes`: axes of the study that choose data; a group has one value on each.
+    `name`: "" if there is one group only. `left`: a line per run that was left out. `absent`: why a run is missing, by method
+    and seed. `data_axes`: axes of the study that choose data; a group has one value on each.
     """
 
     name: str
@@ -215,9 +215,9 @@ def _labelled(labels: Mapping[str, str], unnamed: Iterable[str] = ()) -> str:
 def method_labels(runs: Sequence[RunRecord], unnamed: Iterable[str] = ()) -> dict[str, str]:
     """Return the method of each run, by the run's name.
 
-    The method of a study's cell is named by its labels, except those on the axes `unnamed`. The method of any other run is named
-    by its strategy and by the settings in which the runs differ. Frozen weights are named by their digest, in whichever folder
-    the file is. If a run's server state is lost, the digest is taken from another run with the same checkpoint.
+    The method of a study's cell is named by its labels, except those on the axes `unnamed`. The method of any other run is
+    named by its strategy and by the settings in which the runs differ. Frozen weights are named by their digest, in whichever
+    folder the file is. If a run's server state is lost, the digest is taken from another run with the same checkpoint.
     """
     bases: dict[str, str] = {}
     for run in (run for run in runs if run.base):

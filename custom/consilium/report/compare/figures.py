@@ -1,7 +1,7 @@
 """Pictures of a comparison: learning curves, sites x methods, scores along an axis, against bytes, and against epsilon.
 
-Colours are those of M. Okabe and K. Ito, "Color Universal Design" (2002), which colour-blind readers can distinguish. Each method
-has a marker and a line style too, for prints without colours.
+Colours are those of M. Okabe and K. Ito, "Color Universal Design" (2002), which colour-blind readers can distinguish. Each
+method has a marker and a line style too, for prints without colours.
 """
 
 import math
@@ -35,8 +35,8 @@ from consilium.report.tables import csv_text, few, tex
 # examples --------------------------------------------------------------------------------------------------------------
 # The same test pictures with the predictions of several methods, cut out of the predictions.png of each run and site.
 #
-# A picture is drawn only if all runs show the same pictures and references, to the pixel. It shows patients, so keep it where the
-# runs are.
+# A picture is drawn only if all runs show the same pictures and references, to the pixel. It shows patients, so keep it where
+# the runs are.
 
 MOST_METHODS = 8
 
@@ -162,7 +162,7 @@ def draw(
 
 
 def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
-    """Draw learning curves on validation data, CURVES methods per panel: means over sites and seeds, and seeds as thin lines."""
+    """Draw validation scores by round, CURVES methods per panel: means over sites and seeds, and single seeds as thin lines."""
     found = {method: _curve(scores, method) for method in scores.group.methods}
     drawn = [method for method, seeds in found.items() if seeds and len(next(iter(seeds.values()))) > 1]
     if not drawn:
@@ -199,8 +199,8 @@ def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
 def _curve(scores: GroupScores, method: str) -> dict[str, Curve]:
     """Return a method's mean validation score over sites, by seed and round.
 
-    The sites are those that any run of the group validated. A seed is left out if it lacks a site, and a round is left out unless
-    all seeds have it at all sites.
+    The sites are those that any run of the group validated. A seed is left out if it lacks a site, and a round is left out
+    unless all seeds have it at all sites.
     """
     curves = {key: run.validation(scores.stage, scores.metric) for key, run in scores.group.runs.items()}
     sites = {site for curve in curves.values() for site in curve}
@@ -294,7 +294,7 @@ def _errorbar(plot: Any, places: Sequence[float], values: Sequence[Sequence[floa
 def heat_map(scores: GroupScores, width: float = COLUMN) -> Drawn:
     """Draw scores with a row per method and a column per site. Missing scores are hatched. MARK: seeds are missing.
 
-    The figure is as wide as a page if its numbers do not fit into `width`.
+    The figure is as wide as a page if its numbers do not fit into a column.
     """
     if not scores.cells:
         return "nothing is scored"

@@ -16,8 +16,8 @@ SITE = "site"
 class Published:
     """One number that a paper printed for the cells with these labels: of one `site`, or "" for the mean over sites.
 
-    `floor`: if not "", the number belongs to no method. It is the score that is reached without learning the task, and this text
-    says how.
+    `floor`: if not "", the number belongs to no method. It is the score that is reached without learning the task, and this
+    text says how.
     """
 
     labels: Mapping[str, str]

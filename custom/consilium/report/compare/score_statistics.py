@@ -36,8 +36,8 @@ Interval = tuple[float, float]
 class GroupScores:
     """The scores of a group's runs for one model (`stage`) and one metric.
 
-    `cells`: scores by method, seed and site, without missing ones. `missing`: why a cell is missing, of those that other methods
-    or seeds have. `without`: methods that have no such model.
+    `cells`: scores by method, seed and site, without missing ones. `missing`: why a cell is missing, of those that other
+    methods or seeds have. `without`: methods that have no such model.
     """
 
     group: Group
@@ -114,7 +114,7 @@ class GroupScores:
         return [self.cells[method, s, site] for s in self.group.seeds if (method, s, site) in self.cells]
 
     def under(self, method: str, column: str) -> list[float]:
-        """Return a method's scores in a column, in the order of seeds: at a site, or a quantile over sites in complete seeds."""
+        """Return a method's scores in a column, in the order of seeds: at a site, or a quantile over the sites."""
         if column not in SPREAD or len(self.inside) <= MOST_SITES:
             return self.at(method, column)
         share = 1 - SPREAD[column] if self.lower else SPREAD[column]
@@ -186,9 +186,9 @@ def interval(values: Sequence[float]) -> Interval | None:
 def patients_interval(scores: GroupScores, method: str) -> Interval | None:
     """Return the 95 % interval of a method's mean over sites that comes from the choice of patients.
 
-    Each run reports a bootstrap interval per site. MOVER adds the squares of the distances between a site's score and the ends of
-    its interval, as one adds variances. It does so separately for lower and upper ends, so that no end leaves the range of the
-    score. Sites count as independent. Sites on one test split have the same patients, so their distances themselves are
+    Each run reports a bootstrap interval per site. MOVER adds the squares of the distances between a site's score and the ends
+    of its interval, as one adds variances. It does so separately for lower and upper ends, so that no end leaves the range of
+    the score. Sites count as independent. Sites on one test split have the same patients, so their distances themselves are
     added. All seeds are scored on the same patients, so more seeds do not make the interval narrower. None if any site has no
     interval in any seed.
     """
@@ -253,8 +253,8 @@ FEWEST = 6
 class Comparison:
     """The comparison of two methods over pairs of scores.
 
-    `difference`: mean over seeds and sites of `one` minus `other`. `wins`, `losses`: number of pairs in which `one` is better or
-    worse. `p`, and `holm`, the corrected p, are None for fewer than FEWEST pairs.
+    `difference`: mean over seeds and sites of `one` minus `other`. `wins`, `losses`: number of pairs in which `one` is better
+    or worse. `p`, and `holm`, the corrected p, are None for fewer than FEWEST pairs.
     """
 
     one: str

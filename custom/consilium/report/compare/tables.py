@@ -30,8 +30,8 @@ from consilium.report.tables import Column, Table, csv_text, difference, few, nu
 from consilium.strategies.strategy import Role
 from consilium.tasks.registry import COUNT, HIGH, LOW
 
-# diagnostics -----------------------------------------------------------------------------------------------------------
-# Tables of diagnostics, which are numbers other than scores that runs measure, such as drift; and their correlation with scores.
+# diagnostics ----------------------------------------------------------------------------------------------------------- Tables
+# of diagnostics, which are numbers other than scores that runs measure, such as drift; and their correlation with scores.
 
 FEWEST_PAIRS = 4
 """Fewest pairs for a rank correlation. With three pairs, one in three orders correlates perfectly by chance."""
@@ -40,7 +40,7 @@ MOST = 8
 
 
 def diagnostics_table(scores: GroupScores) -> list[Table]:
-    """Return a table with a row per method and diagnostic: first, last and mean value over the rounds. [] without diagnostics."""
+    """Return a table with a row per method and diagnostic: first, last and mean value over the rounds. [] for none."""
     rows = []
     for method in scores.methods:
         runs = scores.group.of(method)
@@ -229,7 +229,7 @@ def _interval_text(ends: Interval | None) -> str:
 
 
 def _score_notes(scores: GroupScores, blocks: int, printed: bool) -> list[str]:
-    """Return the notes of a table of scores. `blocks`: sites that ranks are averaged over; `printed`: it has published numbers."""
+    """Return the notes of a table of scores. `blocks`: sites in the mean rank; `printed`: the table has published numbers."""
     seeds, apart = len(scores.group.seeds), "sites on one test split as one, others independent"
     if len(scores.splits) == len(scores.inside):
         apart = "sites independent (too narrow where they share patients)"
