@@ -126,7 +126,7 @@ def _is_site_folder(folder: Path) -> bool:
 
 
 def _of_site(name: str, path: Path, wanted: str | None, choose: bool) -> dict[str, SiteList]:
-    """Return a site's data sets by name. A folder without a list is returned as one data set, whose check says what is missing."""
+    """Return a site's data sets by name. A folder without a list is one data set, whose check says what is missing."""
     site = read_site_folder(path) if path.is_dir() else load_site(path)
     if site is None:
         return {name: SiteList(DatasetConfig(datalist=path))}

@@ -25,19 +25,28 @@ def data_split(
     dest: Annotated[
         Path,
         typer.Argument(
-            metavar="DEST", help="receives datalist.json, or fold-1 and so on, and split.json; of several sites a folder each"
+            metavar="DEST",
+            help="folder for datalist.json, or fold-1 and so on, and split.json; a folder per site for several sites",
         ),
     ],
     validation: Annotated[
-        float, typer.Option(min=0, max=0.9, help="share of all; with --folds or --keep-test of what is left")
+        float,
+        typer.Option(
+            min=0, max=0.9, help="share of all samples; with --folds or --keep-test, of the samples outside the test split"
+        ),
     ] = 0.1,
     test: Annotated[float, typer.Option(min=0, max=0.9, help="share of all samples")] = 0.2,
-    folds: Annotated[int, typer.Option(min=0, max=100, help="so many lists; each part is the test split once")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="decides who goes where")] = 0,
-    keep_test: Annotated[bool, typer.Option("--keep-test", help="the list's own test split stays as it is")] = False,
+    folds: Annotated[
+        int, typer.Option(min=0, max=100, help="make this many lists; each part of the data is once the test split")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the random splits")] = 0,
+    keep_test: Annotated[bool, typer.Option("--keep-test", help="keep the list's own test split")] = False,
     format: FormatOption = "txt",
 ) -> None:
-    """Cut a list anew by patient, study and volume, labels spread alike; pictures stay where they are."""
+    """Split a data list anew, with similar labels in each split. Pictures stay where they are.
+
+    All samples of a patient, a study and a volume are in the same split.
+    """
     check_finite(validation=validation, test=test)
     if folds == 1 or (folds and keep_test):
         raise ConfigError("--folds: take 2 or more, and without --keep-test")

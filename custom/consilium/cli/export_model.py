@@ -30,7 +30,7 @@ def export_model(
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="replace an earlier export")] = False,
 ) -> None:
-    """Export a model in a format that other programs open, with its model card. Logits are compared before anything is written."""
+    """Export a model, with its card, in a format that other programs open. Logits are compared before anything is written."""
     check_destination(output, force)
     check_possible(format, adapter_folder(model, site, stage, best))
     own = site_of("cpu", checkpoints)

@@ -47,7 +47,11 @@ def plan(
     colluders: Annotated[int, typer.Option(min=0, help="sites that may collude with the server, for trust distributed")] = 1,
     sample_rate: Annotated[
         float,
-        typer.Option(min=0, max=1, help="plan DP-SGD over all sites instead: records or patients per round, as a share of all"),
+        typer.Option(
+            min=0,
+            max=1,
+            help="plan DP-SGD by records or patients over all sites instead, with one step per round at this sampling rate",
+        ),
     ] = 0.0,
     format: FormatOption = "txt",
 ) -> None:

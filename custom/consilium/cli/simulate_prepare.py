@@ -28,7 +28,7 @@ from consilium.tasks.registry import TASKS
 
 
 def prepare(request: RunRequest) -> tuple[Any, PreparedRun]:
-    """Return the assembled job and its run's folder. Raises ConfigError for a job that cannot run, before it writes anything."""
+    """Return the job and its run's folder. Raises ConfigError for a job that cannot run, before anything is written."""
     config, source = load(request.job, request.overrides)
     folder = request.workspace or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     job = call("consilium.federation.job:assemble_job", config, source)

@@ -1,4 +1,4 @@
-"""The commands `consilium study show` and `run`: grids of runs."""
+"""The commands `consilium study show` and `run`. A study is a grid of runs."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,10 +32,10 @@ from consilium.study.records import CellRecord, log_of, record_of
 from consilium.study.runner import run_study
 from consilium.study.view import StudyView, cells_table
 
-StudyArgument = Annotated[Path, typer.Argument(help="a file, or a name in jobs/studies")]
-SmokeOption = Annotated[bool, typer.Option("--smoke", help="seconds: a tiny model, generated data")]
-SmallOption = Annotated[bool, typer.Option("--small", help="minutes: tests the pipeline on your data, not the methods")]
-DataOption = Annotated[Path | None, typer.Option(help="folder with a folder per site, as for simulate")]
+StudyArgument = Annotated[Path, typer.Argument(help="a study's file, or its name in jobs/studies")]
+SmokeOption = Annotated[bool, typer.Option("--smoke", help="take seconds: a tiny model and generated data")]
+SmallOption = Annotated[bool, typer.Option("--small", help="take minutes: test the pipeline on your data, not the methods")]
+DataOption = Annotated[Path | None, typer.Option(help="folder with a folder per site, as in `consilium simulate`")]
 
 
 def study_show(
@@ -45,7 +45,7 @@ def study_show(
     workspace: WorkspaceOption = None,
     format: FormatOption = "txt",
 ) -> None:
-    """Show a study's cells: how far each is, what it took, the MB it will send, and what is left out and why."""
+    """Show a study's cells: each cell's state, run time and communicated MB; and the excluded cells with reasons."""
     chosen = load(study, study_size(smoke, small), workspace)
     cells = chosen.cells()
     records = {cell.id: record_of(cell.folder) for cell in cells}
@@ -60,7 +60,7 @@ def study_show(
 
 
 def _lines(study: Study, records: dict[str, CellRecord], sizes: dict[str, int | None]) -> Iterator[Table | Text]:
-    """Yield a study's cells, and what is to be said of them, for people."""
+    """Yield a study's cells as a table, and notes as lines."""
     cells = study.cells()
     yield cells_table(f"{study.heading}: {study.config.about}", cells, records, sizes)
     for cell in (one for one in cells if records[one.id].state == "failed"):
@@ -82,14 +82,16 @@ def study_run(
     study: StudyArgument,
     data: DataOption = None,
     checkpoints: CheckpointsOption = None,
-    workers: Annotated[int, typer.Option(min=1, max=1024, help="cells at a time, each in a process of its own")] = 1,
-    only: Annotated[list[str] | None, typer.Option(help="AXIS=VALUE; twice for two values or two axes")] = None,
+    workers: Annotated[int, typer.Option(min=1, max=1024, help="cells to run at a time, each in its own process")] = 1,
+    only: Annotated[list[str] | None, typer.Option(help="run only the cells with AXIS=VALUE; may be repeated")] = None,
     smoke: SmokeOption = False,
     small: SmallOption = False,
     workspace: WorkspaceOption = None,
-    again: Annotated[bool, typer.Option("--again", help="run cells anew that are done by code that has changed since")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="run finished cells anew if their algorithm's code has changed")
+    ] = False,
 ) -> None:
-    """Run what is left of a study: finished cells stay, interrupted ones go on. The same command again goes on."""
+    """Run the cells of a study that are not done. After an interruption, the same command continues the study."""
     chosen = load(study, study_size(smoke, small), workspace)
     try:
         with stoppable():
@@ -106,7 +108,7 @@ def study_run(
 
 
 def _run(study: Study, only: list[str], given: Given, workers: int, again: bool) -> tuple[int, int]:
-    """Run the cells that `only` leaves; return how many are done and how many failed."""
+    """Run the cells that fit `only`. Return how many are done and how many failed."""
     cells = Planner(given, study.workspace, again).plan(pick(study, only))
     keep_cells(study.workspace, study.title, {cell.id: cell.labels for cell in study.cells()})
     there = {one.cell.name: (record, one.code) for one in cells if (record := record_of(one.cell.folder)).data == one.data}
@@ -124,7 +126,10 @@ def _run(study: Study, only: list[str], given: Given, workers: int, again: bool)
 
 
 def _outdated(standing: Mapping[str, tuple[CellRecord, str]]) -> Iterator[Text]:
-    """Yield which cells, by name, ran by other code than theirs is now."""
+    """Yield lines that name the cells whose code has changed since they ran, and the remedy.
+
+    `standing`: by cell name its record and the digest of its present code.
+    """
     older = {name: record.state == "done" for name, (record, code) in standing.items() if record.outdated(code)}
     remedies = {"begun": "`consilium study run` sets that aside and begins anew"}
     for how, remedy in (remedies | {"done": "`consilium study run --again` runs them anew"}).items():
