@@ -16,7 +16,7 @@ from consilium.core.sanitize import line, shown
 from consilium.core.storage import PUBLIC, named, private_folder, write_atomic
 from consilium.report.best_worst_cases import CASES
 from consilium.report.compare import COLUMN, PAGE, Test
-from consilium.report.compare.comparability import Group, MissingRun, grouped, mixed, renamed
+from consilium.report.compare.comparability import Group, MissingRun, group_comparable, mixed_code_notes, with_short_names
 from consilium.report.compare.published import Published, method_of, read_published
 from consilium.report.compare.tables import as_csv, as_json, comparison_tables
 from consilium.report.plain_files import subfolders
@@ -66,7 +66,7 @@ def compare(
     """Compare runs: means over sites and seeds, paired tests, ranks, bytes, seconds, epsilon, pictures."""
     runs = [(path if path.exists() or "=" not in path.name else cell_folder(path)) for path in runs]
     groups, notes, published = _study(runs[0], smoke, small, workspace) if _is_study(runs) else (*comparable_groups(runs), [])
-    notes += [one for group in groups for one in mixed(group)]
+    notes += [one for group in groups for one in mixed_code_notes(group)]
     stage = Stage(model)
     _check(groups, metric, against)
     tables = comparison_tables(groups, stage, metric or None, test, against or None, published)
@@ -113,7 +113,7 @@ def comparable_groups(paths: Sequence[Path]) -> tuple[list[Group], list[str]]:
         found.append(run) if run.split else notes.append(f"left out: {path}: nothing was scored in the end")
     if not found:
         raise ConfigError("\n".join(notes))
-    groups, why = grouped(renamed(found))
+    groups, why = group_comparable(with_short_names(found))
     notes += [f"does not compare with the first run: {one}" for one in why]
     return groups, notes + [one for group in groups for one in group.left]
 
@@ -148,7 +148,7 @@ def _study(path: Path, smoke: bool, small: bool, workspace: Path | None) -> tupl
         data = ["--data", "FOLDER"] if any(cell.load().data.phantoms is None for cell in study.cells()) else []
         command = study_command("study run", path, study.size, workspace, *data)
         raise ConfigError(f"{path}: no cell is done; run it: {command}")
-    groups, why = grouped(found, absent)
+    groups, why = group_comparable(found, absent)
     numbers = read_published(study.config.published, axes, study.config.floor)
     notes = [f"left out by the study: {' '.join(one[axis] for axis in axes)}: {reason}" for one, reason in study.excluded()]
     notes = [*dict.fromkeys(notes), *(f"other data: {one}" for one in why), *([pipeline_note(study.size)] * bool(study.size))]

@@ -47,7 +47,7 @@ def data_partition(
     ] = False,
     format: FormatOption = "txt",
 ) -> None:
-    """Distribute a classification data set, or texts, unevenly over sites. All sites have the same test split, except with --local."""
+    """Distribute a classification data set, or texts, unevenly over sites, with one test split for all (except --local)."""
     check_finite(beta=beta)
     shares, left_out = None if iid else beta, exclude or []
     with undone(folder):

@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
 from consilium import __version__
-from consilium.cli.resume_hint import FULL, again, no_room, stoppable
+from consilium.cli.resume_hint import FULL, no_room, same_command_hint, stoppable
 from consilium.core.errors import ConfigError, ConsiliumError, ExitCode
 from consilium.core.lazy import resolve
 from consilium.core.sanitize import LONGEST_LINE, line
@@ -181,7 +181,7 @@ def main() -> None:
         if error.errno is None:
             raise
         if error.errno in FULL:
-            _fail([no_room(error, "." if error.filename is None else error.filename, again())], ExitCode.FAILED)
+            _fail([no_room(error, "." if error.filename is None else error.filename, same_command_hint())], ExitCode.FAILED)
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         _fail(
             [f"{where}{error.strerror}; check the paths given, their permissions and the disk"],

@@ -61,7 +61,7 @@ def no_room(error: OSError, where: str | bytes | Path, way: str) -> str:
     return f"{os.fsdecode(where)}: {error.strerror}; make room{way}"
 
 
-def again() -> str:
+def same_command_hint() -> str:
     """Return "; go on with: " and this command, quoted for a shell."""
     return f"; go on with: {shlex.join(_short(sys.argv))}"
 

@@ -46,7 +46,7 @@ DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:NUMBER or
 
 
 def site_of(device: str, checkpoints: Path | None) -> SiteConfig:
-    """Return a site's settings with this device and folder of checkpoints. Raises ConfigError for an unknown or missing device."""
+    """Return a site's settings with a device and a folder of checkpoints. Raises ConfigError for an unusable device."""
     try:
         site = SiteConfig(device=device, checkpoints=checkpoints)
         pick_device(device, "--device")

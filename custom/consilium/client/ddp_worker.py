@@ -22,7 +22,7 @@ from consilium.core.schema import validate
 from consilium.data.datalist import DataList
 from consilium.federation.job import build_model, build_task
 from consilium.federation.saved_model import load_values
-from consilium.report.private_logging import say_to
+from consilium.report.private_logging import log_only_to
 from consilium.tasks.base import Batch, Task
 from consilium.training.device import autocast, pick_device
 from consilium.training.sharding import hand_over, shard, world
@@ -168,7 +168,7 @@ def reduced(group: "ProcessGroup", numbers: Tensor, found: bool) -> Tensor:
 def work(pipe: connection.Connection) -> None:
     """Make model and task, then take shares of batches until there is no rank 0 any more."""
     exit_with_parent()
-    say_to(logging.NullHandler())  # its site says the same, where such lines belong
+    log_only_to(logging.NullHandler())  # its site says the same, where such lines belong
     with suppress(EOFError, OSError):
         setup: RankSetup = receive(pipe)
         try:

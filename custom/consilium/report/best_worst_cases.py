@@ -17,7 +17,7 @@ from PIL import Image
 from consilium.core.messages import Stage
 from consilium.core.storage import write_atomic
 from consilium.report import predictions
-from consilium.report.predictions import PREDICTIONS, overlay, panel, traced
+from consilium.report.predictions import PREDICTIONS, draw_outlines, overlay, panel
 from consilium.report.private_logging import undrawn
 from consilium.tasks.base import Answered, Classified, Examples, Scored, Segmented, Shown, ShowsUnits, Task
 
@@ -124,7 +124,7 @@ class Closing:
                 if isinstance(shown, Segmented):
                     found.setdefault(name_of(which, REFERENCE), overlay(image, shown.references[place], SIDE))
                     masks = overlay(image, shown.predictions[place], SIDE)
-                    found[name_of(which, str(stage))] = traced(masks, shown.references[place])
+                    found[name_of(which, str(stage))] = draw_outlines(masks, shown.references[place])
         return found
 
     @contextmanager

@@ -99,7 +99,7 @@ def overlay(image: Tensor, masks: Tensor, size: int) -> Image.Image:
     return canvas.reduce(FINE)
 
 
-def traced(canvas: Image.Image, masks: Tensor) -> Image.Image:
+def draw_outlines(canvas: Image.Image, masks: Tensor) -> Image.Image:
     """Draw masks (C, H, W) bool on a square picture as thin white lines with dark edges, visible on any background."""
     size = canvas.width
     fine = canvas.resize((FINE * size, FINE * size), Image.Resampling.BICUBIC)

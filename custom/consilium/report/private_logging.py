@@ -24,13 +24,13 @@ PLACES = ("event", "site", "round", "phase", "stage", "what", "reason")
 _log = logging.getLogger(__name__)
 
 
-def say_to(handler: logging.Handler) -> None:
+def log_only_to(handler: logging.Handler) -> None:
     """Send the lines of the loggers in OF_DATA to `handler` only, from now on in this process."""
     for logger in map(logging.getLogger, OF_DATA):
         logger.handlers, logger.propagate = [handler], False
 
 
-def places(event: Mapping[str, Any]) -> dict[str, Any]:
+def public_fields(event: Mapping[str, Any]) -> dict[str, Any]:
     """Return the public fields of an event of private training, and log all of it privately.
 
     Losses, scores and norms are left out, because they have no noise.

@@ -76,11 +76,11 @@ def _notes(results: Results, split: str, scores: Scores) -> list[str]:
     without = [site for site in sorted(results) if split and not any(name.startswith(f"{split}/") for name in results[site])]
     skipped = [f"{site} {one[SKIPPED]:.0f}" for site, one in sorted(results.items()) if one.get(SKIPPED)]
     notes = [f"no {split} split, so not scored here: {', '.join(without)}"] if without else []
-    notes += _too_small(results, split, scores)
+    notes += _too_small_notes(results, split, scores)
     return notes + ([f"samples left out because they cannot be read: {', '.join(skipped)}"] if skipped else [])
 
 
-def _too_small(results: Results, split: str, scores: Scores) -> list[str]:
+def _too_small_notes(results: Results, split: str, scores: Scores) -> list[str]:
     """Return a note with the numbers of pictures whose structure vanishes at the model's size, by site, split and class."""
     start, found = str(MetricKey(split, Stage.GLOBAL, f"{scores.too_small}/")), []
     for site, one in sorted(results.items()):

@@ -364,7 +364,7 @@ class StudyCell:
         return ",".join(f"{shown(axis)}={shown(value)}" for axis, value in self.labels.items())
 
 
-def keep_cells(workspace: Path, study: str, cells: Mapping[str, Mapping[str, str]]) -> None:
+def save_cells(workspace: Path, study: str, cells: Mapping[str, Mapping[str, str]]) -> None:
     """Save the labels of a study's cells, by folder, in the study's order. The entries of other studies stay."""
     with locked(workspace):
         write_atomic(workspace / KEPT, json.dumps(_read_study_cells(workspace) | {study: dict(cells)}, indent=1).encode())
@@ -376,7 +376,7 @@ def study_cells(workspace: Path) -> list[StudyCell]:
     if kept := _read_study_cells(workspace):
         labels = {name: one for cells in kept.values() for name, one in cells.items() if name in there}
         return [StudyCell(there[name], one) for name, one in labels.items()]
-    return [StudyCell(folder, _labels(folder)) for folder in there.values()]
+    return [StudyCell(folder, _read_labels(folder)) for folder in there.values()]
 
 
 def cell_folder(path: Path) -> Path:
@@ -415,10 +415,10 @@ def earlier_cells(workspace: Path, study: str, present: Iterable[str]) -> list[P
 
 def values_of_cell(folder: Path) -> str:
     """Return the value on each axis of the cell in a folder, as in `method=IAT,seed=0`; "" for a run of no study."""
-    return StudyCell(folder, _labels(folder)).name
+    return StudyCell(folder, _read_labels(folder)).name
 
 
-def _labels(folder: Path) -> dict[str, str]:
+def _read_labels(folder: Path) -> dict[str, str]:
     labels = read_json(folder / "cell.json").get("labels")
     return labels if isinstance(labels, dict) else {}
 

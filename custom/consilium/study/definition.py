@@ -265,7 +265,7 @@ class Cell:
     @property
     def name(self) -> str:
         """The cell's value on each axis, as a text."""
-        return named(self.labels)
+        return labels_text(self.labels)
 
     def load(self) -> JobConfig:
         """Return the cell's job. Raises ConfigError, also if the base job has changed since the study was read."""
@@ -275,7 +275,7 @@ class Cell:
         return config
 
 
-def named(labels: Mapping[str, Any]) -> str:
+def labels_text(labels: Mapping[str, Any]) -> str:
     """Return labels as a text, such as "method=FedIT rank=8"."""
     return " ".join(f"{axis}={value}" for axis, value in labels.items())
 
@@ -406,7 +406,7 @@ def _check_published(study: Study, cells: list[Cell]) -> None:
 
     check(f"{study.path}: floor", study.config.floor.keys() - {"about"}, set[str]().union(*(one.metrics for one in cells)))
     for row in study.config.published:
-        where, labels = f"{study.path}: published: {named(row)}", {k: str(v) for k, v in row.items() if k in study.axes}
+        where, labels = f"{study.path}: published: {labels_text(row)}", {k: str(v) for k, v in row.items() if k in study.axes}
         fitting = [one for one in cells if labels.items() <= one.labels.items()]
         names = {name for name, value in row.items() if name not in labels and not isinstance(value, str)}
         if fitting:
@@ -414,7 +414,7 @@ def _check_published(study: Study, cells: list[Cell]) -> None:
         places = [{axis: one.labels[axis] for axis in study.config.named_axes} for one in fitting] or [labels]
         if unsaid := [axis for axis in places[0] if len({one[axis] for one in places}) > 1]:
             raise ConfigError(f"{where}: fits several cells; say {' and '.join(unsaid)} too")
-        numbers = {(named(places[0]), str(row.get("site", "")), name) for name in names}
+        numbers = {(labels_text(places[0]), str(row.get("site", "")), name) for name in names}
         if twice := sorted(name for *_, name in numbers & seen):
             raise ConfigError(f"{where}: another row has {twice[0]!r} of the same cells; keep one of them")
         seen |= numbers

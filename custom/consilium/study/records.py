@@ -58,17 +58,17 @@ _RECORD = TypeAdapter(CellRecord)
 
 def record_of(folder: Path) -> CellRecord:
     """Return the record of the cell in a folder, with `locked` or `interrupted` in place of `running`."""
-    found = stored(folder)
+    found = read_record(folder)
     if found.state != "running":
         return found
     try:
-        with lock(folder):
+        with cell_lock(folder):
             return replace(found, state="interrupted")
     except Timeout:
         return replace(found, state="locked")
 
 
-def stored(folder: Path) -> CellRecord:
+def read_record(folder: Path) -> CellRecord:
     """Return the record as stored in a folder. Its state may be `running` even if no process runs the cell any more."""
     try:
         record = _RECORD.validate_json((folder / RECORD).read_bytes(), strict=True)
@@ -81,7 +81,7 @@ def stored(folder: Path) -> CellRecord:
     return record if scored else replace(record, state="interrupted")
 
 
-def lock(folder: Path) -> FileLock:
+def cell_lock(folder: Path) -> FileLock:
     """Return the lock of a cell. Its file is beside the folder, because the folder may be renamed."""
     return file_lock(private_folder(folder.parent) / f".{folder.name}.lock", wait=False)
 

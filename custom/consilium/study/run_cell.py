@@ -18,32 +18,32 @@ from consilium.report.predictions import PREDICTIONS, join_predictions
 from consilium.runtime.engine import simulate
 from consilium.server import initialization
 from consilium.study.preflight import Planned
-from consilium.study.records import CellRecord, lock, stored
+from consilium.study.records import CellRecord, cell_lock, read_record
 
 MOST_REASON = 600
 """Characters of the reason for a cell's failure, at most."""
 
 
-def finished(planned: Planned) -> bool:
+def is_finished(planned: Planned) -> bool:
     """Tell whether a cell is done with its present data and, if `rerun` asks for it, with the present code."""
-    record = stored(planned.cell.folder)
-    return record.state == "done" and record.data == planned.data and not _unwanted(record, planned)
+    record = read_record(planned.cell.folder)
+    return record.state == "done" and record.data == planned.data and not _must_set_aside(record, planned)
 
 
-def _unwanted(record: CellRecord, planned: Planned) -> bool:
+def _must_set_aside(record: CellRecord, planned: Planned) -> bool:
     """Tell whether a run must be set aside because its code has changed. A finished run is set aside only with `rerun`."""
     return record.outdated(planned.code) and (planned.rerun or record.state != "done")
 
 
-def renewed(planned: Planned) -> CellRecord:
+def update_record(planned: Planned) -> CellRecord:
     """Update and return the record of a finished cell, whose labels or place in the study may have changed."""
-    before = stored(planned.cell.folder)
-    if (now := _described(before, planned)) != before:
+    before = read_record(planned.cell.folder)
+    if (now := _with_description(before, planned)) != before:
         now.save(planned.cell.folder)
     return now
 
 
-def _described(record: CellRecord, planned: Planned) -> CellRecord:
+def _with_description(record: CellRecord, planned: Planned) -> CellRecord:
     """Return a record with the cell's present labels, overrides, place and data in its study."""
     cell = planned.cell
     named = replace(record, labels=cell.labels, overrides=tuple(cell.overrides), place=cell.place)
@@ -53,11 +53,11 @@ def _described(record: CellRecord, planned: Planned) -> CellRecord:
 def run_cell(planned: Planned, observer: Observer) -> CellRecord:
     """Run or resume a cell, and return its record. A cell that is done or locked by another process is not run."""
     try:
-        with lock(planned.cell.folder):
-            if not finished(planned):
+        with cell_lock(planned.cell.folder):
+            if not is_finished(planned):
                 set_aside(planned)
             return (
-                renewed(planned) if finished(planned) else _run(planned, observer)
+                update_record(planned) if is_finished(planned) else _run(planned, observer)
             )  # a run that set_aside restored may be done
     except Timeout:
         return CellRecord("locked")
@@ -69,19 +69,19 @@ def record_failure(planned: Planned, reason: str) -> CellRecord:
     If another process has finished the cell or runs it meanwhile, nothing is written.
     """
     try:
-        with lock(planned.cell.folder):
-            if finished(planned):
-                return renewed(planned)
-            ended = replace(stored(planned.cell.folder), state="failed", reason=shown(reason))
+        with cell_lock(planned.cell.folder):
+            if is_finished(planned):
+                return update_record(planned)
+            ended = replace(read_record(planned.cell.folder), state="failed", reason=shown(reason))
             ended.save(planned.cell.folder)
             return ended
     except Timeout:
         return CellRecord("locked")
 
 
-def begun(planned: Planned) -> CellRecord:
+def start_record(planned: Planned) -> CellRecord:
     """Return the record of a cell at the beginning of its run, or when it resumes."""
-    described = _described(stored(planned.cell.folder), planned)
+    described = _with_description(read_record(planned.cell.folder), planned)
     return replace(described, state="running", data=planned.data, code=planned.code)
 
 
@@ -90,7 +90,7 @@ def _run(planned: Planned, observer: Observer) -> CellRecord:
 
     The last refusal of a site comes before a ConsiliumError, because it is often the cause.
     """
-    folder, record, start, refused = planned.cell.folder, begun(planned), time.monotonic(), ""
+    folder, record, start, refused = planned.cell.folder, start_record(planned), time.monotonic(), ""
     record.save(folder)
 
     def hear(event: Mapping[str, Any]) -> None:
@@ -114,9 +114,9 @@ def _run(planned: Planned, observer: Observer) -> CellRecord:
 
 def set_aside(planned: Planned) -> None:
     """Move away a run with other data or other code, and restore an earlier run with the present data and code."""
-    folder, before = planned.cell.folder, stored(planned.cell.folder)
+    folder, before = planned.cell.folder, read_record(planned.cell.folder)
     aside = folder.parent.parent / "set-aside"
-    if before.data not in ("", planned.data) or _unwanted(before, planned):
+    if before.data not in ("", planned.data) or _must_set_aside(before, planned):
         place = private_folder(aside) / f"{folder.name}-{before.data}-{before.code}"
         while place.exists():  # the folder already has a run with these data and code
             place = place.with_name(f"{place.name}-former")

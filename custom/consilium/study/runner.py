@@ -12,7 +12,7 @@ from consilium.core.child_process import ChildProcess, exit_with_parent
 from consilium.core.storage import open_private
 from consilium.study.preflight import Planned
 from consilium.study.records import CellRecord, log_of
-from consilium.study.run_cell import finished, record_failure, renewed, run_cell
+from consilium.study.run_cell import is_finished, record_failure, run_cell, update_record
 
 # worker ----------------------------------------------------------------------------------------------------------------
 # A worker process, which calls functions one after another, and the object by which the study's process controls it.
@@ -79,9 +79,9 @@ def run_study(cells: list[Planned], workers: int, told: Told) -> dict[str, CellR
     A cell that another process runs is waited for. Results are equal to the bit for the same number of workers. `told` is
     called with each cell's progress and record.
     """
-    left = deque((0.0, one) for one in cells if not finished(one))
+    left = deque((0.0, one) for one in cells if not is_finished(one))
     waiting = {one.cell.id for _, one in left}
-    ended = {one.cell.id: renewed(one) for one in cells if one.cell.id not in waiting}
+    ended = {one.cell.id: update_record(one) for one in cells if one.cell.id not in waiting}
     count, threads = min(workers, len(left)), max(1, (os.cpu_count() or 1) // workers)
     crew: list[Worker] = []
     try:

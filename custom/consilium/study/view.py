@@ -13,7 +13,7 @@ from consilium.report.tables import Column, Table, duration
 from consilium.study.definition import Cell
 from consilium.study.preflight import Planned
 from consilium.study.records import CellRecord, record_of
-from consilium.study.run_cell import finished
+from consilium.study.run_cell import is_finished
 from consilium.study.runner import Progress as Part
 
 Records = Mapping[str, CellRecord]
@@ -25,7 +25,7 @@ class StudyView(LiveScreen):
 
     def __init__(self, console: Console, title: str, cells: Sequence[Planned], workers: int) -> None:
         self.title, self.cells, self.workers = title, [one.cell for one in cells], workers
-        self.records = {one.cell.id: record_of(one.cell.folder) if finished(one) else CellRecord() for one in cells}
+        self.records = {one.cell.id: record_of(one.cell.folder) if is_finished(one) else CellRecord() for one in cells}
         self.parts: dict[str, tuple[float, str, float]] = {}  # fraction done, round as a text, time of the first report
         super().__init__(console, title, len(cells))  # calls render, so it comes last
 

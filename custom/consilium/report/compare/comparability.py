@@ -86,9 +86,9 @@ class Group:
         return ", ".join(part for part in (scores.heading(base), rest, scores.grid_of(base)) if part)
 
 
-def differs(one: RunRecord, other: RunRecord) -> str | None:
+def why_not_comparable(one: RunRecord, other: RunRecord) -> str | None:
     """Return why the scores of two runs are not comparable; None if they are."""
-    mine, theirs = _compared(one), _compared(other)
+    mine, theirs = _score_settings(one), _score_settings(other)
     if mine != theirs:
         key = next(k for k in sorted({*mine, *theirs}) if mine.get(k, "none") != theirs.get(k, "none"))
         return f"{key} is {_text(theirs.get(key, 'none'))}, in {one.name} {_text(mine.get(key, 'none'))}"
@@ -98,7 +98,7 @@ def differs(one: RunRecord, other: RunRecord) -> str | None:
         return f"other sites than in {one.name}: {', '.join(sorted(one.sites ^ other.sites)[:5])} in one of them only"
     whole = bool(one.whole and other.whole)
     digests = (one.whole, other.whole) if whole else (one.data[1], other.data[1])
-    if all(digests) and digests[0] != digests[1] and _reads(one, whole) == _reads(other, whole):
+    if all(digests) and digests[0] != digests[1] and _sample_settings(one, whole) == _sample_settings(other, whole):
         return f"its sites' data or settings are not those of {one.name}; `consilium study run` runs the older ones again"
     if not (one.labels and other.labels):  # cells of a study were compared by their axes and digests above
         both = sorted(one.content.keys() & other.content.keys())
@@ -106,10 +106,10 @@ def differs(one: RunRecord, other: RunRecord) -> str | None:
             return f"its data at {site} are not those of {one.name}"
     if one.settings.get("data.phantoms.kind") is not None and one.seed != other.seed:
         return None  # each seed draws its own pictures
-    return _other_samples(one, other)
+    return _find_other_samples(one, other)
 
 
-def _compared(run: RunRecord) -> dict[str, Any]:
+def _score_settings(run: RunRecord) -> dict[str, Any]:
     """Return the settings that decide which samples are scored and how."""
     found = {k: v for k, v in run.settings.items() if k.startswith(("task.", "data.")) and not k.startswith(LEARNING)}
     if run.settings.get("task.scores.grid") == "resized":  # masks are compared at the model's own pixels
@@ -117,7 +117,7 @@ def _compared(run: RunRecord) -> dict[str, Any]:
     return found
 
 
-def _reads(run: RunRecord, whole: bool) -> list[Any]:
+def _sample_settings(run: RunRecord, whole: bool) -> list[Any]:
     """Return the settings that decide which samples a study's run reads.
 
     If two runs have equal settings but other digests of their data, files have changed.
@@ -127,7 +127,7 @@ def _reads(run: RunRecord, whole: bool) -> list[Any]:
     return [run.data[0], fields, most, run.seed if most else None]
 
 
-def _other_samples(one: RunRecord, other: RunRecord) -> str | None:
+def _find_other_samples(one: RunRecord, other: RunRecord) -> str | None:
     """Return at which site two runs were scored on different samples; None if there is no sign of it.
 
     The signs are different numbers of samples, or different scores of the same frozen model.
@@ -161,14 +161,14 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
-def grouped(runs: Sequence[RunRecord], absent: Sequence[MissingRun] = ()) -> tuple[list[Group], list[str]]:
+def group_comparable(runs: Sequence[RunRecord], absent: Sequence[MissingRun] = ()) -> tuple[list[Group], list[str]]:
     """Return the groups of comparable runs, in the order of the runs, and lines for the notes.
 
     The lines say why each further group is not comparable with the first one, and which cells in `absent` fit no group.
     """
     found: list[list[RunRecord]] = []
     for run in runs:
-        home = next((group for group in found if all(differs(other, run) is None for other in group)), None)
+        home = next((group for group in found if all(why_not_comparable(other, run) is None for other in group)), None)
         found.append([run]) if home is None else home.append(run)
     axes = {axis for run in runs for axis in run.labels}
     values = {axis: [{run.labels.get(axis) for run in group} for group in found] for axis in axes}
@@ -183,17 +183,17 @@ def grouped(runs: Sequence[RunRecord], absent: Sequence[MissingRun] = ()) -> tup
         named = {}
         for one in (one for one in absent if place.items() <= one.labels.items()):
             own = next((labels[run.name] for run in group if run.labels == one.labels), "")
-            method = own or _labelled(one.labels, unnamed) or _labelled(one.labels)
+            method = own or _join_labels(one.labels, unnamed) or _join_labels(one.labels)
             named[method, str(one.seed)] = one.why
-        counted, left = _counted(group, labels)
+        counted, left = _without_repeats(group, labels)
         lacking = {key: why for key, why in named.items() if key not in counted}
         made.append(Group(name, counted, tuple(left), lacking, frozenset(data_axes)))
     why = []
     for group in found[1:]:
-        reasons = (differs(first, one) for one in group for first in found[0])
+        reasons = (why_not_comparable(first, one) for one in group for first in found[0])
         why.append(f"{few([run.name for run in group])}: {next(reason for reason in reasons if reason)}")
     lost = [one for one in absent if not any(place.items() <= one.labels.items() for place in here)]
-    why += [f"{_labelled(one.labels)}, seed {one.seed}: {one.why}, nor any other run of its data" for one in lost]
+    why += [f"{_join_labels(one.labels)}, seed {one.seed}: {one.why}, nor any other run of its data" for one in lost]
     return made, why
 
 
@@ -206,7 +206,7 @@ def _group_names(groups: Sequence[Sequence[RunRecord]], axes: Iterable[str]) -> 
     return next(apart, numbers)
 
 
-def _labelled(labels: Mapping[str, str], unnamed: Iterable[str] = ()) -> str:
+def _join_labels(labels: Mapping[str, str], unnamed: Iterable[str] = ()) -> str:
     """Return a method's name: its values on all axes except `unnamed`."""
     gone = set(unnamed)
     return ", ".join(value for axis, value in labels.items() if axis not in gone)
@@ -224,7 +224,7 @@ def method_labels(runs: Sequence[RunRecord], unnamed: Iterable[str] = ()) -> dic
         bases.setdefault(run.base, f"{PurePath(str(run.settings.get(CHECKPOINT))).name} {run.base[:8]}")
     fields: dict[str, dict[str, Any]] = {}
     for run in runs:
-        path, compared = run.settings.get(CHECKPOINT), _compared(run)
+        path, compared = run.settings.get(CHECKPOINT), _score_settings(run)
         base = run.base or next((o.base for o in runs if o.base and path and o.settings.get(CHECKPOINT) == path), "")
         fields[run.name] = {k: v for k, v in run.settings.items() if not k.startswith(UNNAMED) and k not in compared}
         fields[run.name][CHECKPOINT] = bases.get(base)
@@ -247,11 +247,13 @@ def method_labels(runs: Sequence[RunRecord], unnamed: Iterable[str] = ()) -> dic
                 parts += [] if key == "strategy.name" else [f"{'privacy ' if key == 'privacy.unit' else ''}{value}"]
             else:
                 parts.append(f"{key if last.count(word) > 1 else word} {value}")
-        found[run.name] = _labelled(run.labels, unnamed) or ", ".join(parts)
+        found[run.name] = _join_labels(run.labels, unnamed) or ", ".join(parts)
     return found
 
 
-def _counted(runs: Sequence[RunRecord], labels: Mapping[str, str]) -> tuple[dict[tuple[str, str], RunRecord], list[str]]:
+def _without_repeats(
+    runs: Sequence[RunRecord], labels: Mapping[str, str]
+) -> tuple[dict[tuple[str, str], RunRecord], list[str]]:
     """Return runs by method and seed, and a line per run that is left out because it repeats another one.
 
     A private run with the same method and seed has other noise, so it repeats another run only if all scores are equal.
@@ -276,7 +278,7 @@ def _counted(runs: Sequence[RunRecord], labels: Mapping[str, str]) -> tuple[dict
     return found, left
 
 
-def mixed(group: Group) -> list[str]:
+def mixed_code_notes(group: Group) -> list[str]:
     """Return a line for each method whose runs differ in the strategy's code or in the versions of packages."""
     found = []
     for method in group.methods:
@@ -287,7 +289,7 @@ def mixed(group: Group) -> list[str]:
     return found
 
 
-def renamed(runs: Sequence[RunRecord]) -> list[RunRecord]:
+def with_short_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Return the runs with shorter names: the last parts of their paths, as few as make all names different."""
     parts = [run.name.rstrip("/").split("/") for run in runs]
     ends = (["/".join(one[-length:]) for one in parts] for length in range(1, max(map(len, parts)) + 1))

@@ -118,7 +118,7 @@ def style(index: int) -> dict[str, Any]:
     return {"color": colour, "marker": marker, "linestyle": LINES[index % len(LINES)]}
 
 
-def plain(text: str, width: int = WRAP) -> str:
+def wrap_name(text: str, width: int = WRAP) -> str:
     """Return a name in lines of at most `width` characters."""
     return textwrap.fill(shown(text), width)
 
@@ -143,7 +143,7 @@ def draw(
                     continue
                 caption = group.with_group_name(plot.caption)
                 if titles:
-                    plot.figure.suptitle(plain(caption, int(15 * plot.figure.get_figwidth())))
+                    plot.figure.suptitle(wrap_name(caption, int(15 * plot.figure.get_figwidth())))
                 paths = [folder / f"{name}{end}.{ending}" for ending in (*FORMATS, "csv")]
                 for path, metadata in zip(paths, FORMATS.values(), strict=False):
                     write_figure(path, plot.figure, dpi=DPI, mode=PUBLIC, metadata=metadata)
@@ -179,11 +179,11 @@ def curves(scores: GroupScores, width: float = COLUMN) -> Drawn:
             axis.plot(rounds[method], means[method], color="0.88", linewidth=0.8, zorder=1)
         for place, method in enumerate(inside):
             look, every = style(place), max(1, len(rounds[method]) // 10)
-            axis.plot(rounds[method], means[method], label=plain(method), linewidth=1.2, markevery=every, zorder=3, **look)
+            axis.plot(rounds[method], means[method], label=wrap_name(method), linewidth=1.2, markevery=every, zorder=3, **look)
             for one in found[method].values() if len(found[method]) > 1 else ():
                 axis.plot(list(one), list(one.values()), color=look["color"], linewidth=0.4, alpha=0.45, zorder=2)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _finish(axis, scores, ROUNDS, width / columns)
+        _label_axes(axis, scores, ROUNDS, width / columns)
     for axis in axes[len(panels) :]:
         axis.axis("off")
     rows = [
@@ -224,7 +224,7 @@ def axis_of(scores: GroupScores) -> str:
     return next((axis for axis, count in numbers.items() if count >= FEWEST and len(values[axis]) - count <= 1), "")
 
 
-def ticks(values: set[str]) -> list[str]:
+def sort_axis_values(values: set[str]) -> list[str]:
     """Return an axis's values, sorted as numbers, with a word at the end."""
     return sorted(values, key=lambda value: (not _is_number(value), float(value) if _is_number(value) else 0.0))
 
@@ -254,12 +254,12 @@ def axis_figure(scores: GroupScores, width: float = COLUMN) -> Drawn:
     figure = Figure(figsize=(width, 2.3 + _legend_height(found, width)), layout="constrained")
     plot = figure.subplots()
     draw_lines(plot, found)
-    _finish(plot, scores, plain(axis), width)
+    _label_axes(plot, scores, wrap_name(axis), width)
     rows = [
         {"method": method, axis: scores.group.of(method)[0].labels[axis], "seed": seed, "value": value}
         for method in scores.methods
         if scores.group.of(method)
-        for seed, value in zip(scores.whole_seeds(method), scores.means(method), strict=True)
+        for seed, value in zip(scores.complete_seeds(method), scores.means(method), strict=True)
     ]
     what = f"The mean over sites along {axis}, at equal steps"
     return Plot(figure, _caption(scores, what, "Bars reach from the lowest to the highest seed."), rows)
@@ -271,16 +271,16 @@ def draw_lines(plot: Any, found: Mapping[str, Mapping[str, Sequence[float]]]) ->
     A method without any number on the axis, such as one without privacy on an axis of epsilon, is a dashed horizontal line.
     """
     across = {name for name, line in found.items() if not any(map(_is_number, line))}
-    order = ticks({value for name, line in found.items() if name not in across for value in line})
+    order = sort_axis_values({value for name, line in found.items() if name not in across for value in line})
     for index, (name, line) in enumerate(found.items()):
         look = style(index)
         if name in across:
             (values,) = line.values()
-            plot.axhline(fmean(values), color=look["color"], linestyle="--", linewidth=1.2, label=plain(name))
+            plot.axhline(fmean(values), color=look["color"], linestyle="--", linewidth=1.2, label=wrap_name(name))
             continue
         points = {order.index(value): line[value] for value in order if value in line}
-        _errorbar(plot, list(points), list(points.values()), label=plain(name), linewidth=1.2, **look)
-    plot.set_xticks(range(len(order)), [plain(value) for value in order])
+        _errorbar(plot, list(points), list(points.values()), label=wrap_name(name), linewidth=1.2, **look)
+    plot.set_xticks(range(len(order)), [wrap_name(value) for value in order])
 
 
 def _errorbar(plot: Any, places: Sequence[float], values: Sequence[Sequence[float]], **look: Any) -> None:
@@ -303,7 +303,7 @@ def heat_map(scores: GroupScores, width: float = COLUMN) -> Drawn:
     values = np.array([[mean(one) for one in at[m]] for m in methods], dtype=np.float64)
     marks = [[MARK if 0 < len(one) < len(scores.group.expected(m)) else "" for one in at[m]] for m in methods]
     texts = [[f"{value:.3f}{mark}" for value, mark in zip(*row, strict=True)] for row in zip(values, marks, strict=True)]
-    rows = [plain(m, 22) for m in methods]
+    rows = [wrap_name(m, 22) for m in methods]
     short = [shown(site if len(site) <= 24 else f"{site[:13]}…{site[-10:]}") for site in sites]
     left = max(len(part) for row in rows for part in row.split("\n")) * 0.062
     fits = left + 0.6 + len(sites) * (0.4 if len(sites) <= NUMBERED else 0.12) <= COLUMN
@@ -313,7 +313,7 @@ def heat_map(scores: GroupScores, width: float = COLUMN) -> Drawn:
     )
     axis = figure.subplots()
     image = draw_matrix(axis, values, rows, short, texts, cmap="cividis_r" if scores.lower else "cividis")
-    figure.colorbar(image, ax=axis, fraction=0.05, aspect=30, label=plain(scores.group.heading(scores.metric), 24))
+    figure.colorbar(image, ax=axis, fraction=0.05, aspect=30, label=wrap_name(scores.group.heading(scores.metric), 24))
     missing = f" {MARK}: seeds are missing." if any(map(any, marks)) else ""
     told = [
         {"method": m, "site": site, "seeds": len(one), "value": mean(one)}
@@ -350,7 +350,7 @@ def _scatter(scores: GroupScores, width: float, measure: Callable[[RunRecord], f
     """
     points: dict[str, tuple[float, list[float]]] = {}
     for method in scores.methods:
-        sizes = [measure(scores.group.runs[method, seed]) for seed in scores.whole_seeds(method)]
+        sizes = [measure(scores.group.runs[method, seed]) for seed in scores.complete_seeds(method)]
         there = [size for size in sizes if size is not None]
         if there and len(there) == len(sizes):
             points[method] = fmean(there), scores.means(method)
@@ -361,31 +361,31 @@ def _scatter(scores: GroupScores, width: float, measure: Callable[[RunRecord], f
     for index, (method, (x, values)) in enumerate(points.items()):
         look = style(index) | {"linestyle": ""}
         if x > 0:
-            _errorbar(axis, [x], [values], **look, markersize=4.5, linewidth=0.8, label=plain(method))
+            _errorbar(axis, [x], [values], **look, markersize=4.5, linewidth=0.8, label=wrap_name(method))
         else:
-            text = plain(f"{method} (no place on this scale)")
+            text = wrap_name(f"{method} (no place on this scale)")
             axis.axhline(fmean(values), color=look["color"], linestyle="--", linewidth=1, label=text)
     for method in (method for method in scores.methods if method not in points):
         reason = "not known" if scores.means(method) else "see what is missing"
-        axis.plot([], [], linestyle="", label=plain(f"{method} (not drawn: {reason})"))
+        axis.plot([], [], linestyle="", label=wrap_name(f"{method} (not drawn: {reason})"))
     axis.set_xscale("log")
     axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axis.xaxis.set_minor_formatter(NullFormatter())
-    _finish(axis, scores, label, width)
+    _label_axes(axis, scores, label, width)
     rows = [
         {"method": method, label: x, "seed": seed, "value": value}
         for method, (x, values) in points.items()
-        for seed, value in zip(scores.whole_seeds(method), values, strict=True)
+        for seed, value in zip(scores.complete_seeds(method), values, strict=True)
     ]
     caption = _caption(scores, f"The mean over sites against {label}", "Bars reach from the lowest to the highest seed.")
     return Plot(figure, caption, rows)
 
 
-def _finish(axis: Any, scores: GroupScores, label: str, width: float) -> None:
+def _label_axes(axis: Any, scores: GroupScores, label: str, width: float) -> None:
     """Label the axes, and put the legend below, in as many columns as fit into `width` inches."""
     axis.set_xlabel(label)
-    axis.set_ylabel(plain(scores.group.heading(scores.metric), 28))
+    axis.set_ylabel(wrap_name(scores.group.heading(scores.metric), 28))
     axis.grid(color="0.92", linewidth=0.5)
     axis.set_axisbelow(True)
     below = axis.transAxes + ScaledTranslation(0, -0.052 * rcParams["font.size"], axis.figure.dpi_scale_trans)
@@ -398,13 +398,13 @@ def _finish(axis: Any, scores: GroupScores, label: str, width: float) -> None:
 
 def _legend_columns(names: Iterable[str], width: float) -> int:
     """Return how many columns of a legend fit into `width` inches."""
-    longest = max(len(part) for name in names for part in plain(name).split("\n"))
+    longest = max(len(part) for name in names for part in wrap_name(name).split("\n"))
     return max(1, int((width - 0.5) / (0.45 + 0.058 * longest)))
 
 
 def _legend_height(names: Iterable[str], width: float) -> float:
     """Return a legend's height in inches."""
-    written = list(map(plain, names))
+    written = list(map(wrap_name, names))
     return 0.14 * sum(name.count("\n") + 1 for name in written) / _legend_columns(written, width)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from consilium.report.compare import DIAGNOSED, HELD_OUT
 from consilium.report.compare.comparability import Group
-from consilium.report.compare.score_statistics import GroupScores, mean, scores_of, series
+from consilium.report.compare.score_statistics import GroupScores, diagnostic_series, mean, scores_of
 from consilium.report.tables import Column, Table, difference, number
 
 SITE = "site"
@@ -62,7 +62,7 @@ def published_table(scores: GroupScores, numbers: Sequence[Published]) -> list[T
             continue
         runs = scores.group.of(method)
         if one.metric in DIAGNOSED:
-            values = [] if one.site else [values[-1] for values in series(runs, DIAGNOSED[one.metric])]
+            values = [] if one.site else [values[-1] for values in diagnostic_series(runs, DIAGNOSED[one.metric])]
         elif one.metric.startswith(HELD_OUT):
             held_out = (run.held_out(one.metric.removeprefix(HELD_OUT)) for run in runs)
             values = [value for value in held_out if value is not None]

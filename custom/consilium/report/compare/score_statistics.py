@@ -91,7 +91,7 @@ class GroupScores:
         """The sites that count in means, as lists. Sites that were scored on the same test split are in one list."""
         found = [{site} for site in self.inside]
         for run in self.group.runs.values():
-            for together in _on_one_split(run, self.inside):
+            for together in _sites_on_one_split(run, self.inside):
                 apart = [one for one in found if not one & together]
                 found = [*apart, together.union(*(one for one in found if one & together))]
         return sorted(sorted(one) for one in found)
@@ -101,13 +101,13 @@ class GroupScores:
         """The columns of scores: each site, or, for many sites, worst, median and best and each site that only tests."""
         return self.sites if len(self.inside) <= MOST_SITES else [*SPREAD, *sorted(self.test_only)]
 
-    def whole_seeds(self, method: str) -> list[str]:
+    def complete_seeds(self, method: str) -> list[str]:
         """Return the seeds of a method in which no site is missing."""
         return [s for s in self.group.seeds if self.inside and all((method, s, site) in self.cells for site in self.inside)]
 
     def complete(self, method: str) -> bool:
         """Tell whether no site is missing in any seed of a method."""
-        return self.whole_seeds(method) == self.group.expected(method)
+        return self.complete_seeds(method) == self.group.expected(method)
 
     def at(self, method: str, site: str) -> list[float]:
         """Return a method's scores at a site, in the order of seeds, without missing ones."""
@@ -118,7 +118,7 @@ class GroupScores:
         if column not in SPREAD or len(self.inside) <= MOST_SITES:
             return self.at(method, column)
         share = 1 - SPREAD[column] if self.lower else SPREAD[column]
-        seeds = [[self.cells[method, seed, site] for site in self.inside] for seed in self.whole_seeds(method)]
+        seeds = [[self.cells[method, seed, site] for site in self.inside] for seed in self.complete_seeds(method)]
         return [float(np.quantile(scores, share)) for scores in seeds]
 
     def means(self, method: str, weighted: bool = False) -> list[float]:
@@ -127,7 +127,7 @@ class GroupScores:
         `weighted`: by the number of samples that each site scored; then [] if a number is unknown.
         """
         found = []
-        for seed in self.whole_seeds(method):
+        for seed in self.complete_seeds(method):
             run = self.group.runs[method, seed]
             weights = [1.0 if not weighted else known(run.score(site, self.stage, COUNT)) or 0.0 for site in self.inside]
             if not all(weights):
@@ -157,7 +157,7 @@ def scores_of(group: Group, stage: Stage, metric: str) -> GroupScores:
     return GroupScores(group, stage, metric, cells, missing, without)
 
 
-def _on_one_split(run: RunRecord, sites: Sequence[str]) -> list[set[str]]:
+def _sites_on_one_split(run: RunRecord, sites: Sequence[str]) -> list[set[str]]:
     """Return sets of sites that a run scored on the same samples, found by equal losses of the global model.
 
     A loss that equals the frozen model's proves nothing, because a head that starts at zero has the same loss on all pictures.
@@ -192,7 +192,7 @@ def patients_interval(scores: GroupScores, method: str) -> Interval | None:
     added. All seeds are scored on the same patients, so more seeds do not make the interval narrower. None if any site has no
     interval in any seed.
     """
-    seeds, means = scores.whole_seeds(method), scores.means(method)
+    seeds, means = scores.complete_seeds(method), scores.means(method)
     reaches: list[Interval] = []
     for sites in scores.splits:
         found = []
@@ -321,7 +321,7 @@ def holm(ps: Sequence[float]) -> list[float]:
     return found
 
 
-def series(runs: Sequence[RunRecord], what: str) -> list[list[float]]:
+def diagnostic_series(runs: Sequence[RunRecord], what: str) -> list[list[float]]:
     """Return, for each run that has a diagnostic, its values in the order of rounds."""
     found = [[values[what] for _, values in sorted(run.diagnostics.items()) if what in values] for run in runs]
     return [one for one in found if one]

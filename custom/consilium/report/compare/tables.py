@@ -17,12 +17,12 @@ from consilium.report.compare.score_statistics import (
     GroupScores,
     Interval,
     comparisons,
+    diagnostic_series,
     interval,
     mean,
     patients_interval,
     ranks,
     scores_of,
-    series,
 )
 from consilium.report.live_view import ending
 from consilium.report.run_record import RunRecord, known
@@ -45,7 +45,7 @@ def diagnostics_table(scores: GroupScores) -> list[Table]:
     for method in scores.methods:
         runs = scores.group.of(method)
         for what in _diagnostic_names(runs):
-            values = series(runs, what)
+            values = diagnostic_series(runs, what)
             cells = [mean([one[place] for one in values]) for place in (0, -1)]
             cells.append(mean([math.fsum(one) / len(one) for one in values]))
             rows.append([method, what, *map(number, cells)])
@@ -65,7 +65,7 @@ def correlations_over_runs(scores: GroupScores) -> list[str]:
     for (method, seed), run in scores.group.runs.items():
         found = [scores.cells[method, seed, site] for site in scores.inside if (method, seed, site) in scores.cells]
         for what in _diagnostic_names([run]) if len(found) == len(scores.inside) > 0 else []:
-            (values,) = series([run], what)
+            (values,) = diagnostic_series([run], what)
             pairs.setdefault(what, []).append((math.fsum(values) / len(values), math.fsum(found) / len(found)))
     lines = []
     for what, one in sorted(pairs.items()):
@@ -143,7 +143,7 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
     ]
 
     def row(of: GroupScores, method: str, name: str, rank: float | None = None, beside: float | None = None) -> list[str]:
-        means, whole, expected = of.means(method), of.whole_seeds(method), of.group.expected(method)
+        means, whole, expected = of.means(method), of.complete_seeds(method), of.group.expected(method)
         mark = MARK if means and not of.complete(method) else ""
         found = [name, f"{len(whole)}/{len(expected)}"]
         for values in (of.under(method, site) for site in sites):
@@ -160,7 +160,7 @@ def scores_table(scores: GroupScores, pretrained: GroupScores, published: Sequen
     for (method, _), run in pretrained.group.runs.items():
         if method in pretrained.scored:
             models.setdefault(frozen_model(run), []).append(method)
-    frozen = {max(m, key=lambda one: len(pretrained.whole_seeds(one))): list(dict.fromkeys(m)) for m in models.values()}
+    frozen = {max(m, key=lambda one: len(pretrained.complete_seeds(one))): list(dict.fromkeys(m)) for m in models.values()}
     several = len(frozen) > 1
     rows = [row(pretrained, m, f"pretrained: {few(of)}" if several else "pretrained (not adapted)") for m, of in frozen.items()]
     for floor in (one for one in published if one.floor and one.metric == scores.metric):

@@ -22,7 +22,7 @@ from consilium.core.messages import MetricKey, Stage
 from consilium.core.sanitize import shown
 from consilium.report.best_worst_cases import CASES, FOLDER, PICTURE, QUALITY, REFERENCE, name_of
 from consilium.report.figures import ROUNDS
-from consilium.report.page.html import INK, PAPER, SERIES, SOFT, drawing, inline
+from consilium.report.page.html import INK, PAPER, SERIES, SOFT, inline_svg, page_figure_style
 from consilium.report.plain_files import Number, is_folder, read_plain
 from consilium.report.predictions import colours
 from consilium.report.run_record import Curve, Results, known, split_of
@@ -46,7 +46,7 @@ POINTS = 300
 MOST_ROWS = 60
 
 
-def curves(name: str, found: Mapping[str, Curve], label: str, what: str) -> Markup | None:
+def curve_figure(name: str, found: Mapping[str, Curve], label: str, what: str) -> Markup | None:
     """Draw one measure by round, with a line per site. None if no site has it in two rounds.
 
     `name`: a prefix of the figure's ids. `label`: of the y axis. `what`: the beginning of the alt text.
@@ -54,7 +54,7 @@ def curves(name: str, found: Mapping[str, Curve], label: str, what: str) -> Mark
     lines = {site: curve for site, curve in sorted(found.items()) if curve}
     if max(map(len, lines.values()), default=0) < 2:
         return None
-    with drawing():
+    with page_figure_style():
         figure = Figure(figsize=(WIDTH, 3.0), layout="constrained")
         axis, crowd = figure.subplots(), len(lines) > COLOURED
         named = shortened([shown(site) for site in lines], 24)
@@ -79,7 +79,7 @@ def curves(name: str, found: Mapping[str, Curve], label: str, what: str) -> Mark
         longest = max(len(text.get_text()) for text in axis.legend().get_texts())
         axis.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3 if longest < 12 else 2)
         ends = {site: f"from {curve[min(curve)]:.3g} to {curve[max(curve)]:.3g}" for site, curve in lines.items()}
-        return inline(figure, name, f"{what}. By site, first to last round: {_in_words(ends)}")
+        return inline_svg(figure, name, f"{what}. By site, first to last round: {_in_words(ends)}")
 
 
 def _in_words(told: Mapping[str, str]) -> str:
@@ -88,14 +88,14 @@ def _in_words(told: Mapping[str, str]) -> str:
     return "; ".join(texts[:COLOURED]) + (f"; and {len(texts) - COLOURED} more sites." if len(texts) > COLOURED else ".")
 
 
-def models(name: str, results: Results, metric: str, label: str) -> Markup | None:
+def model_figure(name: str, results: Results, metric: str, label: str) -> Markup | None:
     """Draw the scores of the three models with their 95 % intervals, in a row per site. None without scores."""
     keys = {stage: str(MetricKey(split_of(results) or "", stage, metric)) for stage in Stage}
     found = {site: {s: one[key] for s, key in keys.items() if known(one.get(key)) is not None} for site, one in results.items()}
     rows = dict([(site, found[site]) for site in sorted(found) if found[site]][:MOST_ROWS])
     if not rows:
         return None
-    with drawing():
+    with page_figure_style():
         figure = Figure(figsize=(WIDTH, 1.0 + 0.36 * len(rows)), layout="constrained")
         axis = figure.subplots()
         for stage, (colour, marker, shift) in LOOKS.items():
@@ -119,15 +119,15 @@ def models(name: str, results: Results, metric: str, label: str) -> Markup | Non
         axis.grid(False, axis="y")
         axis.legend(fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, columnspacing=1.0, handletextpad=0.3)
         told = {site: ", ".join(f"{stage} {value:.3g}" for stage, value in values.items()) for site, values in rows.items()}
-        return inline(figure, name, f"{label} of the three models at each site. {_in_words(told)}")
+        return inline_svg(figure, name, f"{label} of the three models at each site. {_in_words(told)}")
 
 
-def distribution(name: str, values: Mapping[Stage, Sequence[float]], label: str, units: str, site: str) -> Markup | None:
+def distribution_figure(name: str, values: Mapping[Stage, Sequence[float]], label: str, units: str, site: str) -> Markup | None:
     """Draw the scores of single units in a row per model: points, and a box of median and quartiles. None without scores."""
     rows = {stage: sorted(values[stage]) for stage in Stage if values.get(stage)}
     if not rows:
         return None
-    with drawing():
+    with page_figure_style():
         figure = Figure(figsize=(WIDTH, 0.75 + 0.55 * len(rows)), layout="constrained")
         axis, told = figure.subplots(), []
         for place, (stage, found) in enumerate(rows.items()):
@@ -145,7 +145,7 @@ def distribution(name: str, values: Mapping[Stage, Sequence[float]], label: str,
         axis.set_yticks(range(len(rows)), list(map(str, rows)))
         axis.set(ylim=(len(rows) - 0.5, -0.5), xlabel=shown(label, 60))
         axis.grid(False, axis="y")
-        return inline(figure, name, f"{label} of each {units} at {shown(site, 60)}, by model. {'; '.join(told)}.")
+        return inline_svg(figure, name, f"{label} of each {units} at {shown(site, 60)}, by model. {'; '.join(told)}.")
 
 
 # cases -----------------------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def site_section(name: str, site: str, folder: Path, cases: Cases) -> dict[str, 
         "found": cases,
         "cases": shown,
         "key": [(one, "#{:02x}{:02x}{:02x}".format(*colour)) for one, colour in key],
-        "distribution": distribution(name, cases.known_values, cases.score_heading, cases.unit, site),
+        "distribution": distribution_figure(name, cases.known_values, cases.score_heading, cases.unit, site),
         "spread": Table(f"{cases.score_heading}, of each {cases.unit}, {site}", heads, rows) if rows else None,
     }
 

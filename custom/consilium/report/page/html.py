@@ -60,14 +60,14 @@ def render(template: str, title: str, lead: str, source: str, sections: Sequence
     return environment.get_template(template).render(frame | dict(values))
 
 
-def drawing(grid: bool = True) -> AbstractContextManager[None]:
+def page_figure_style(grid: bool = True) -> AbstractContextManager[None]:
     """Return a context manager in which figures get the style of pages. `grid`: whether they have grid lines."""
     from matplotlib import rc_context
 
     return rc_context(cast(Any, {**STYLE, "axes.grid": grid}))
 
 
-def inline(figure: Any, name: str, alt: str, more: Mapping[str, str] | None = None) -> Markup:
+def inline_svg(figure: Any, name: str, alt: str, more: Mapping[str, str] | None = None) -> Markup:
     """Return a figure as an SVG element. `name`: a prefix for its ids. `alt`: a text that says what it shows.
 
     `more`: page variables for further colours of the figure.
@@ -112,18 +112,18 @@ Statement = tuple[list[str], list[tuple[str, str]]]
 """Sentences, and facts as pairs (name, value)."""
 
 
-def statement(record: RunRecord) -> Statement:
+def privacy_statement(record: RunRecord) -> Statement:
     """Return the privacy statement of a run: what is promised, from whom it protects, and the noise."""
     if (private := record.config.privacy) is None:
         return [NONE], []
     if record.privacy is not None:
-        sentences, facts = of_plan(record.privacy)
+        sentences, facts = plan_statement(record.privacy)
         return [*sentences, SCORES], facts
-    sentences, facts = _unfinished(record, private)
+    sentences, facts = _unfinished_statement(record, private)
     return [*([shown(not_private(record.seeded), 600)] if record.seeded else []), *sentences], facts
 
 
-def _unfinished(record: RunRecord, private: PrivacyConfig) -> Statement:
+def _unfinished_statement(record: RunRecord, private: PrivacyConfig) -> Statement:
     """Return the privacy statement of a run without privacy.json, as far as its job and events tell."""
     facts = [("unit", private.unit), ("adjacency", private.adjacency), ("trust", private.trust), ("clip", f"{private.clip:g}")]
     if private.unit != "site" and private.trust == "local":
@@ -133,7 +133,7 @@ def _unfinished(record: RunRecord, private: PrivacyConfig) -> Statement:
     return ["The run has not ended: what it promises is known at its end.", SCORES], facts
 
 
-def of_plan(found: Mapping[str, Any]) -> Statement:
+def plan_statement(found: Mapping[str, Any]) -> Statement:
     """Return the privacy statement of a plan, from a privacy.json or a site's cases.json."""
     facts = []
     for name, heading in FACTS.items():

@@ -23,10 +23,10 @@ from consilium.report.compare.score_statistics import mean, scores_of
 from consilium.report.compare.tables import MEANT
 from consilium.report.figures import ROUNDS
 from consilium.report.live_view import ending, when
-from consilium.report.page.cases import curves as draw_curves
-from consilium.report.page.cases import models as draw_models
+from consilium.report.page.cases import curve_figure as draw_curves
+from consilium.report.page.cases import model_figure as draw_models
 from consilium.report.page.cases import read_cases, site_section
-from consilium.report.page.html import NONE, Statement, drawing, inline, of_plan, render, statement
+from consilium.report.page.html import NONE, Statement, inline_svg, page_figure_style, plan_statement, privacy_statement, render
 from consilium.report.plain_files import (
     MOST_BYTES,
     finite,
@@ -65,7 +65,7 @@ def run_page(record: RunRecord) -> str:
     crossed = read_matrix(read_json(record.folder / VALUES))
     crossed = crossed and replace(crossed, grid=record.scores.grid)  # files of older versions have no grid
     confused = confusion_tables(trained, list(getattr(config.task, "classes", ())))
-    private, private_facts = statement(record)
+    private, private_facts = privacy_statement(record)
     refusals = [
         {"site": one["site"], "when": when(one, record.last_round), "reason": shown(one["reason"], 600)}
         for one in record.of("refused")
@@ -83,9 +83,9 @@ def run_page(record: RunRecord) -> str:
         "sites": [site_section(f"site{i}", place.name, place, one) for i, (place, one) in enumerate(own[:MOST_SITES])],
         "units": own[0][1].unit if own else "",
         "left_out": [f"{what}: {few(sites, 20)}" for what, sites in left_out.items() if sites],
-        "parameters": _parameters(record),
-        "times": _times(record),
-        "training": _training(record),
+        "parameters": _parameters_sentence(record),
+        "times": _time_facts(record),
+        "training": _training_table(record),
         "refusals": refusals[:MOST_REFUSALS],
         "more_refusals": max(len(refusals) - MOST_REFUSALS, 0),
         "privacy": private,
@@ -143,7 +143,7 @@ def curve_figures(record: RunRecord, site: str | None = None) -> list[tuple[Any,
     return found
 
 
-def _training(record: RunRecord) -> Table | None:
+def _training_table(record: RunRecord) -> Table | None:
     """Return a table of each site's training: how often it was asked, answered, counted and refused; bytes, time and memory.
 
     Columns without known values are left out. None if no site took part.
@@ -174,7 +174,7 @@ def _training(record: RunRecord) -> Table | None:
     return Table("Training at the sites", columns(*(heads[i] for i in places)), table, sums={len(rows)}) if rows else None
 
 
-def _parameters(record: RunRecord) -> str:
+def _parameters_sentence(record: RunRecord) -> str:
     """Return a sentence on how many of the adapter's parameters are communicated; "" if it is not on record."""
     if record.pooled:
         return "The sites' data were pooled: nothing travelled, and the run is a reference, no federation."
@@ -185,7 +185,7 @@ def _parameters(record: RunRecord) -> str:
     return f"{shared:,} of the adapter's parameters travel{''.join(rest)}."
 
 
-def _times(record: RunRecord) -> list[tuple[str, str]]:
+def _time_facts(record: RunRecord) -> list[tuple[str, str]]:
     """Return the run's times as pairs (name, value)."""
     began, ended = round_times(record.lines)
     took = [ended[r] - began[r] for r in sorted(ended) if r in began and ended[r] >= began[r]]
@@ -210,7 +210,7 @@ LEDGER = "ledger.sqlite"
 NO_BOUND = "no bound (its jobs are of a finer unit, or without noise)"
 
 
-def audits(folder: Path) -> list[dict[str, Any]]:
+def audit_sections(folder: Path) -> list[dict[str, Any]]:
     """Return, for each audit.jsonl in a site's folder, its record and tables, or why it cannot be read."""
     found: list[dict[str, Any]] = []
     for path in [place / FILE for place in [folder, *subfolders(folder)]]:
@@ -247,7 +247,7 @@ def ledger_of(folder: Path) -> Path | None:
     return next((path for path in found if path.is_file() and not path.is_symlink()), None)
 
 
-def ledger(path: Path | None) -> tuple[Table | None, str]:
+def ledger_table(path: Path | None) -> tuple[Table | None, str]:
     """Return a table of what all jobs together cost each data set of this site, or None and the reason."""
     if path is None:
         return None, "There is no ledger here: no private job has run, or it is kept elsewhere."
@@ -304,11 +304,11 @@ def site_page(folder: Path, site: str) -> str:
     closing, job = ({site: cases.metrics}, cases.job) if cases else ({}, record.config.title if record else "a run")
     state = [("state", "not finished" if record.results is None else "finished")] if record else []
     own = "This page is the hospital's own: it shows test samples of this site, patients where the data are real."
-    table, problem = ledger(ledger_of(place))
+    table, problem = ledger_table(ledger_of(place))
     known = cases is not None or (record is not None and record.config.privacy is None)
     private: Statement = [NONE] if known else ["What the job promises is not known here before its end."], []
     if cases and cases.privacy is not None:  # at record level only the site itself knows its plan
-        private = of_plan(cases.privacy)
+        private = plan_statement(cases.privacy)
     values = {
         "warnings": [own] if cases else [],
         "facts": [("site", site), *state],
@@ -319,7 +319,7 @@ def site_page(folder: Path, site: str) -> str:
         "confused": confusion_tables(closing, cases.classes) if cases else {},
         "figures": curve_figures(record, site) if record else [],
         "site": site_section("own", site, place, cases) if cases else None,
-        "audits": audits(place),
+        "audits": audit_sections(place),
         "ledger": table,
         "no_ledger": problem,
         "privacy": private[0],
@@ -357,14 +357,14 @@ def study_page(
         means = {method: mean(scores.means(method)) for method in scores.methods[:8]}
         told = "; ".join(f"{shown(method, 60)} {value:.3f}" for method, value in means.items() if value is not None)
         for plot, make in PLOTS.items():
-            with drawing(grid=False):
+            with page_figure_style(grid=False):
                 found = make(scores, PAGE)
                 if isinstance(found, str):
                     undrawn.append(group.with_group_name(f"no figure of {SHOWS[plot].lower()}: {found}"))
                     continue
                 alt = f"{SHOWS[plot]}. {group.heading(scores.metric)}, mean over sites: {told or 'none'}."
                 more = {} if plot == "sites" else INKED  # numbers in a heat map's cells are black or white by the cell's colour
-                figures.append((inline(found.figure, f"{plot}{place}", alt, more), group.with_group_name(found.caption)))
+                figures.append((inline_svg(found.figure, f"{plot}{place}", alt, more), group.with_group_name(found.caption)))
     sections = ["tables", *["figures"] * bool(figures), *["notes"] * bool(undrawn)]
     values = {"tables": tables, "figures": figures, "notes": undrawn}
     runs = sum(len(group.runs) for group in groups)
