@@ -44,7 +44,7 @@ def page(folder: Path) -> Page:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the figures, which take most of a page's time."""
-    for name in ("curves", "models", "distribution"):
+    for name in ("curve_figure", "model_figure", "distribution_figure"):
         monkeypatch.setattr(cases, name, lambda *values: None)
 
 
