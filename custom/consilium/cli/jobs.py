@@ -78,7 +78,7 @@ def download(
     kit: KitOption,
     format: FormatOption = "txt",
 ) -> None:
-    """Download the results of a job from the server: scores, tb_events, the shared adapter. Sites' own files stay there."""
+    """Download a job's results from the server: scores, tb_events, the shared adapter. Sites' own files stay at the sites."""
     with connect(kit) as admin:
         found = admin.download(admin.find(job)["job_id"], folder)
     emit({"folder": str(found)}, [str(found)], format)
