@@ -10,7 +10,7 @@ from consilium.cli.options import FormatOption, check_finite, emit
 from consilium.core.errors import ConfigError
 from consilium.core.lazy import call
 from consilium.core.sanitize import shown
-from consilium.core.storage import undone
+from consilium.core.storage import nothing_left_on_failure
 from consilium.data.partition import partition, partition_texts
 from consilium.data.text import has_texts
 from consilium.federation.sites import MOST_SITES
@@ -50,7 +50,7 @@ def data_partition(
     """Distribute a classification data set, or texts, unevenly over sites, with one test split for all (except --local)."""
     check_finite(beta=beta)
     shares, left_out = None if iid else beta, exclude or []
-    with undone(folder):
+    with nothing_left_on_failure(folder):
         if has_texts(source) or source.suffix == ".jsonl":
             if no_test:
                 raise ConfigError("--no-test: is for pictures; with --local every site tests on its own texts")

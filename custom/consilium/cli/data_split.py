@@ -11,7 +11,7 @@ from consilium.cli.options import FormatOption, check_finite, emit
 from consilium.config.site import SiteConfig
 from consilium.core.errors import ConfigError
 from consilium.core.sanitize import shown
-from consilium.core.storage import undone
+from consilium.core.storage import nothing_left_on_failure
 from consilium.data.site_names import renamed_notes, renamed_sites
 from consilium.data.split import Cut, split_list
 from consilium.report.tables import Column, Table
@@ -52,7 +52,7 @@ def data_split(
         raise ConfigError("--folds: take 2 or more, and without --keep-test")
     cut, lists = Cut(validation, test, folds, seed, keep_test), lists_of(source)
     names = renamed_sites(lists, source) if len(lists) > 1 else {}
-    with undone(dest):
+    with nothing_left_on_failure(dest):
         found = {name: split_list(one.own.datalist, dest / names.get(name, ""), cut) for name, one in lists.items()}
 
     def lines() -> Iterator[Table | str]:

@@ -16,7 +16,7 @@ from consilium.core.storage import private_folder
 from consilium.federation.job import assemble_job
 from consilium.report.predictions import PREDICTIONS, join_predictions
 from consilium.runtime.engine import simulate
-from consilium.server import initialization
+from consilium.server import run_start
 from consilium.study.preflight import Planned
 from consilium.study.records import CellRecord, cell_lock, read_record
 
@@ -129,7 +129,7 @@ def set_aside(planned: Planned) -> None:
 def simulate_cell(planned: Planned, observer: Observer) -> None:
     """Run a cell's job. Its folder gets the files that `consilium simulate --workspace` writes."""
     folder, log = planned.cell.folder, planned.cell.folder / "metrics.jsonl"
-    if not (folder / initialization.FILE).is_file():
+    if not (folder / run_start.FILE).is_file():
         log.unlink(missing_ok=True)  # the run ended before its first checkpoint
     job = assemble_job(planned.cell.load(), planned.cell.base)
     simulate(job, planned.sites(), folder, observer, resume=log.exists())

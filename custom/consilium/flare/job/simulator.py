@@ -19,7 +19,7 @@ from typing import Any, Self
 import psutil
 
 from consilium.config.site import Given
-from consilium.core.child_process import exit_reason, ignore_sigint, receive, send
+from consilium.core.child_process import exit_reason, ignore_sigint, receive, send_by_value
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Observer, loading
 from consilium.data.store import discard_cache
@@ -77,7 +77,7 @@ class Simulator:
         child's output on standard error and raises ConsiliumError.
         """
         with self._alive():
-            send(self._pipe, (work, given))
+            send_by_value(self._pipe, (work, given))
             found = receive(self._pipe)
         if type(found) is ConsiliumError:
             sys.stderr.write(self._output())
@@ -112,7 +112,7 @@ class Simulator:
         run |= {"job_folder": str(job.resolve()), "workspace": str((workspace / "flare" / "workspace").resolve())}
         (workspace / LOG).touch()
         with self._alive():
-            send(self._pipe, {"environment": {OUTPUT: str(workspace.resolve())}, "run": run})
+            send_by_value(self._pipe, {"environment": {OUTPUT: str(workspace.resolve())}, "run": run})
 
     @contextmanager
     def _alive(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from consilium.core.child_process import SPAWN, Context, receive, run_in_subprocess, send
+from consilium.core.child_process import SPAWN, Context, receive, run_in_subprocess, send_by_value
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.flare import patches
 from consilium.flare.job.simulation import LOG, OUTPUT
@@ -140,7 +140,7 @@ def main() -> int:
 
     try:
         while isinstance(request := receive(pipe), tuple):
-            send(pipe, _answer(*request))
+            send_by_value(pipe, _answer(*request))
     except (EOFError, OSError):  # the job was refused
         return 0
     os.environ.update(request["environment"])
