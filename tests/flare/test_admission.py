@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from nvflare.apis.fl_exception import FLCommunicationError
 
-from consilium.cli.sites import told
+from consilium.cli.sites import site_rows
 from consilium.flare.kit import admission
 from consilium.flare.kit.admission import Cause, HeartbeatFilter, await_admission, cause_of, refusal
 from consilium.flare.kit.heartbeat_client import own_facts
@@ -123,7 +123,7 @@ def test_the_server_says_the_same_of_a_site_that_is_away(tmp_path: Path, monkeyp
     manager = SimpleNamespace(is_client_disabled=lambda name: name == "c")
     engine = SimpleNamespace(get_clients=list, run_processes={}, server=SimpleNamespace(client_manager=manager))
     server._engine = engine  # type: ignore[assignment]
-    rows = {row["site"]: row for row in told(server._status_facts(), now)}
+    rows = {row["site"]: row for row in site_rows(server._status_facts(), now)}
     states = {"a": "revoked", "b": "ended", "c": "refused", "d": "gone", "e": "gone"}
     assert {name: row["state"] for name, row in rows.items()} == states
     assert rows["a"]["notes"] == ["its credential was revoked, so the server does not let it in"]

@@ -1,4 +1,4 @@
-"""Clusters of texts by the hidden states of a language model, for `consilium data partition --clusters`."""
+"""Cluster texts by the hidden states of a language model, for `consilium data partition --clusters`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from consilium.models.model_folder import named_as
 
 
 def text_clusters(count: int, folder: Path | None, seed: int, texts: Sequence[str]) -> list[str]:
-    """Return each text's cluster, of `count`, by the model in the transformers `folder`; None: the tiny model."""
+    """Return the name of each text's cluster, one of `count`. `folder`: the language model; None for the tiny one."""
     variant: Literal["tiny", "folder"] = "folder" if folder else "tiny"
     with named_as("--model"):
         model, tokenizer = build_causal_lm(variant, folder), load_tokenizer(variant, folder)

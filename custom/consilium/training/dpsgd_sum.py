@@ -35,7 +35,7 @@ def clipped_sum(
     """
     active, randomness = set_requires_grad(params, trained), dp.randomness()
     config = config.model_copy(update={"precision": "fp32"})  # bf16 rounds by who else is in the batch
-    drawn = randomness.coins(dp.count(task.num_samples), dp.sample_rate)
+    drawn = randomness.poisson_sample(dp.count(task.num_samples), dp.sample_rate)
     clipped = ClippedSum(model, active, dp)
     model.train()
     try:

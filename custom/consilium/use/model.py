@@ -18,7 +18,7 @@ from consilium.core.storage import checkpoint_hash
 from consilium.federation.job import build_model, checkpoint_of
 from consilium.federation.model_card import BEST, Card
 from consilium.federation.saved_model import ADAPTERS, TENSORS, SavedModel, load_values, read_kept, run_as_kept
-from consilium.report.run_log import VERSIONS, other_version
+from consilium.report.run_files import VERSIONS, other_version
 from consilium.report.run_record import cell_folder, job_of, join_names
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from consilium.client.build import build_guard, build_site
-from consilium.client.site_data import units_of
+from consilium.client.site_data import count_units
 from consilium.config.job import JobConfig
 from consilium.config.site import SiteConfig
 from consilium.core.errors import DataError
@@ -86,7 +86,7 @@ def test_a_list_and_records_count_one_patient_once(tmp_path: Path) -> None:
     assert_two(data)
     job = private()
     assert len(set(tally(data, job.task, 8).people["training"])) == 2
-    assert units_of(job, data) == 2
+    assert count_units(job, data) == 2
     notes = [{"input": str(n), "output": "x", "patient": who} for n, who in enumerate(ONE_AND_ANOTHER)]
     assert_two(read_texts(write(tmp_path / "notes", "training.jsonl", *notes)))
     numbers = entries(tmp_path, 7, "7", "\uff17", " 7")

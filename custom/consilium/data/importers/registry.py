@@ -8,7 +8,7 @@ from typing import Any
 from consilium.core.errors import ConfigError, DataError
 from consilium.core.registry import Registry
 from consilium.core.schema import nearest
-from consilium.core.storage import undone
+from consilium.core.storage import nothing_left_on_failure
 from consilium.data.importers.base import Importer, Options
 from consilium.data.importers.write_datalists import earlier_imports, write_sites
 
@@ -60,7 +60,7 @@ def import_sets(name: str, source: Path, dest: Path, options: Options, add: bool
     if found.beside is None:
         return {dest: write_sites(found, name, source, dest, options, add)}
     kinds = {"segmentation": found, "classification": found.beside}
-    with undone(dest):
+    with nothing_left_on_failure(dest):
         return {dest / kind: write_sites(part, name, source, dest / kind, options, add) for kind, part in kinds.items()}
 
 

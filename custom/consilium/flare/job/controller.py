@@ -26,8 +26,8 @@ from consilium.report.live_view import progress
 from consilium.runtime.run_loop import RunLoop
 from consilium.server.coordinator import Coordinator
 from consilium.server.cross_site import CrossSites, former_state
-from consilium.server.initialization import keep_inside
 from consilium.server.masked_round import MaskedRounds
+from consilium.server.run_start import keep_inside
 
 
 class Arguments(Section):

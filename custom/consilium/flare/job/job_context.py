@@ -32,7 +32,7 @@ from consilium.flare.kit.revocation import revoked_since, revoked_until
 from consilium.privacy.secagg.certificates import Identity, read_identity
 from consilium.privacy.secagg.simulated import SERVER, read_root, read_simulated_identity
 from consilium.report.predictions import PREDICTIONS
-from consilium.report.private_logging import places
+from consilium.report.private_logging import public_fields
 from consilium.server.coordinator import FILE as SEALS
 from consilium.server.coordinator import Seals
 from consilium.server.cross_site import former_run
@@ -277,7 +277,7 @@ def observer(component: FLComponent, fl_ctx: FLContext, name: str, private: bool
 
     def observe(event: Mapping[str, Any]) -> None:
         if event["event"] != "step":
-            component.log_info(fl_ctx, json.dumps(places(event) if private and not output else dict(event)))
+            component.log_info(fl_ctx, json.dumps(public_fields(event) if private and not output else dict(event)))
         if output:
             folder = Path(output) / "events"
             folder.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from typing import Any, Self
 import psutil
 
 from consilium.config.site import Given
-from consilium.core.child_process import exit_reason, ignore_sigint, receive, send
+from consilium.core.child_process import exit_reason, ignore_sigint, receive, send_by_value
 from consilium.core.errors import ConsiliumError
 from consilium.core.messages import Observer, loading
 from consilium.data.store import discard_cache
@@ -80,7 +80,7 @@ class Simulator:
         child's output to standard error and raises ConsiliumError.
         """
         with self._child_alive():
-            send(self._pipe, (work, given))
+            send_by_value(self._pipe, (work, given))
             found = receive(self._pipe)
         if type(found) is ConsiliumError:
             sys.stderr.write(self._output())
@@ -116,7 +116,7 @@ class Simulator:
         run |= {"job_folder": str(job.resolve()), "workspace": str((workspace / "flare" / "workspace").resolve())}
         (workspace / LOG).touch()
         with self._child_alive():
-            send(self._pipe, {"environment": {OUTPUT: str(workspace.resolve())}, "run": run})
+            send_by_value(self._pipe, {"environment": {OUTPUT: str(workspace.resolve())}, "run": run})
 
     @contextmanager
     def _child_alive(self) -> Iterator[None]:

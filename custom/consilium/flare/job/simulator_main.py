@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from consilium.core.child_process import SPAWN, Context, receive, run_in_subprocess, send
+from consilium.core.child_process import SPAWN, Context, receive, run_in_subprocess, send_by_value
 from consilium.core.errors import ConfigError, ConsiliumError
 from consilium.flare import patches
 from consilium.flare.job.simulation import LOG, OUTPUT
@@ -143,7 +143,7 @@ def main() -> int:
 
     try:
         while isinstance(request := receive(pipe), tuple):
-            send(pipe, _run_request(*request))
+            send_by_value(pipe, _run_request(*request))
     except (EOFError, OSError):  # the parent closed the pipe without a job
         return 0
     os.environ.update(request["environment"])
